@@ -1,0 +1,230 @@
+"""What an experiment is: one declaration that feeds the flow's form, TOML files, the command line and MLflow's params.
+
+Needs pydantic alone. Every field changes results; where an experiment runs is in `dphybrid.settings`.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from dphybrid.device_spec import parse_device_spec
+
+RecipeName = Literal["text", "ctr", "hybrid", "blocks", "convnet", "toy"]
+
+
+def _split_names(value: Any) -> Any:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, and a name it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class DataConfig(Section):
+    """Where the rows come from and how they are read."""
+
+    path: str | None = None
+    """Your data: a CSV, TSV or Parquet file for ctr; a text file or a folder of them for text. Empty: the data that comes with the recipe."""
+    label: str | None = None
+    """Column with the answer (ctr): its name, or its position 0, 1, ... in a file without a header."""
+    numeric: Names = ()
+    """Columns to read as numbers, separated by commas; the rest is inferred (ctr)."""
+    categorical: Names = ()
+    """Columns to read as categories, separated by commas (ctr)."""
+    ignore: Names = ()
+    """Columns to leave out, separated by commas (ctr)."""
+    header: Literal["auto", "yes", "no"] = "auto"
+    """Does the first line name the columns? auto looks at the file (ctr)."""
+    delimiter: str = "auto"
+    """Character between columns; auto looks at the file (ctr)."""
+    missing: Names = ("?", "NA", "NaN", "null")
+    """Texts that mean "no value", besides the empty one, separated by commas (ctr)."""
+    min_count: int = Field(default=2, ge=1)
+    """Words or categories seen fewer times in the training part become the unknown one."""
+    buckets: int = Field(default=32, ge=0, le=4096)
+    """Quantile buckets that each numeric column also gets an embedding for; 0: none (ctr)."""
+    window: int = Field(default=64, ge=2, le=8192)
+    """Tokens in one training sample (text)."""
+    valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Share of the rows (ctr) or of the documents (text) that is held out for evaluation."""
+    max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
+    """Share of unreadable rows above which preparation stops."""
+
+
+class ModelConfig(Section):
+    """Which network, and how large."""
+
+    factory: str | None = None
+    """Your own model, `package.module:function`; it is called with a dphybrid.models.ModelContext. Empty: the recipe's model."""
+    kind: Literal["lstm", "gru", "transformer"] = "lstm"
+    """Network of the text model."""
+    dim: int = Field(default=256, ge=1, le=65536)
+    """Width of an embedding row."""
+    hidden: int = Field(default=256, ge=1, le=65536)
+    """Width of the hidden layers."""
+    layers: int = Field(default=2, ge=1, le=64)
+    """Number of hidden layers."""
+    heads: int = Field(default=4, ge=1, le=256)
+    """Attention heads of the transformer."""
+    dropout: float = Field(default=0.3, ge=0.0, lt=1.0)
+    """Share of activations dropped while training. With more than one device the masks differ from those of one device."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Number format of tables and blocks; float64 is for comparing results to the last digit."""
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> Self:
+        if self.kind == "transformer" and self.hidden % self.heads:
+            raise ValueError(f"hidden={self.hidden} cannot be shared by heads={self.heads}; make hidden a multiple of heads")
+        return self
+
+
+class TableConfig(Section):
+    """How rows of the host tables are trained."""
+
+    optimizer: Literal["adagrad", "adam", "lazy-adam", "sgd"] = "adam"
+    """Row-wise optimizer: adagrad and adam keep one number a row, lazy-adam two a weight, sgd none. Only rows of the batch change."""
+    lr: float = Field(default=0.002, gt=0.0)
+    """Learning rate of the rows."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Weight decay, applied to the rows of the batch only (lazy)."""
+
+
+class TrainConfig(Section):
+    """How long and how the dense blocks are trained."""
+
+    epochs: int = Field(default=8, ge=1)
+    """Passes over the training part."""
+    batch_size: int = Field(default=32, ge=1)
+    """Rows of a batch over all devices together; each device gets about batch_size / devices of them."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Start of every random choice: same seed, same devices, same bits."""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """Optimizer of the dense blocks."""
+    lr: float = Field(default=0.002, gt=0.0)
+    """Learning rate of the dense blocks."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Weight decay of the dense blocks."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """Course of both learning rates over the run: constant, or down to a hundredth by a half cosine or a line."""
+    clip_norm: float = Field(default=1.0, ge=0.0)
+    """Largest global norm of the gradients of blocks and rows together; 0: no clipping."""
+    patience: int = Field(default=3, ge=0)
+    """Epochs without a better held-out metric after which training stops; 0: never."""
+    log_every: int = Field(default=20, ge=1)
+    """Steps between two lines of metrics."""
+    pipeline: Literal["off", "exact"] = "exact"
+    """exact looks up the next batch's rows while this one computes and repairs what changed: same bits as off."""
+
+
+class CheckpointConfig(Section):
+    """What is kept of a run."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between checkpoints, besides the one after each epoch; 0: only those."""
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep; the best one is always kept."""
+
+
+# What a recipe sets; anything given by the user comes on top.
+RECIPES: dict[str, dict[str, Any]] = {
+    "text": {},
+    "ctr": {
+        "data": {"valid_fraction": 0.2},
+        "model": {"dim": 16, "hidden": 256, "layers": 2, "dropout": 0.2},
+        "table": {"optimizer": "adagrad", "lr": 0.02},
+        "train": {"epochs": 10, "batch_size": 512, "lr": 0.001},
+    },
+    "hybrid": {
+        "model": {"dim": 10, "hidden": 10, "layers": 1, "dropout": 0.0},
+        "table": {"optimizer": "adagrad", "lr": 0.5},
+        "train": {"epochs": 10, "batch_size": 64, "lr": 0.01, "schedule": "constant", "clip_norm": 0.0},
+    },
+    "blocks": {
+        "model": {"hidden": 20, "layers": 1, "dropout": 0.0},
+        "train": {"epochs": 20, "batch_size": 30, "lr": 0.01, "schedule": "constant", "clip_norm": 0.0, "log_every": 4},
+    },
+    "convnet": {
+        "model": {"hidden": 64, "layers": 1, "dropout": 0.0},
+        "train": {"epochs": 5, "batch_size": 64, "optimizer": "sgd", "lr": 0.01, "schedule": "constant", "clip_norm": 0.0, "log_every": 4},
+    },
+    "toy": {
+        "model": {"hidden": 2, "layers": 1, "dropout": 0.0},
+        "train": {
+            "epochs": 1,
+            "batch_size": 30,
+            "optimizer": "sgd",
+            "lr": 0.05,
+            "schedule": "constant",
+            "clip_norm": 0.0,
+            "patience": 0,
+            "log_every": 1,
+        },
+    },
+}
+
+
+class ExperimentConfig(Section):
+    """A whole experiment. The recipe sets every value that is not given."""
+
+    recipe: RecipeName = "text"
+    """Ready config: text (word language model), ctr (click-through rows of a table), hybrid, blocks, convnet, toy (the tutorials' models)."""
+    devices: str = "auto"
+    """Where the blocks run: auto, cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1, cuda:0*4 (four virtual devices on one GPU)."""
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    table: TableConfig = TableConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe_first(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        # An unknown recipe is left for the field's own check, which lists the known ones.
+        return merge(RECIPES.get(str(values.get("recipe", "text")), {}), values)
+
+    @field_validator("devices")
+    @classmethod
+    def _devices_parse(cls, value: str) -> str:
+        return parse_device_spec(value).text
+
+
+def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with the values of `top` over it, section by section."""
+    out = dict(base)
+    for key, value in top.items():
+        if isinstance(value, Section):
+            value = value.model_dump(exclude_unset=True)
+        out[key] = merge(out.get(key) or {}, value) if isinstance(value, dict) else value
+    return out
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values under dotted names: `{"train": {"lr": 1}}` -> `{"train.lr": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def given_values(config: ExperimentConfig) -> dict[str, Any]:
+    """Return the nested values in which `config` differs from its recipe."""
+
+    def differing(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in values.items():
+            if isinstance(value, dict):
+                if inner := differing(value, base[key]):
+                    out[key] = inner
+            elif value != base[key]:
+                out[key] = value
+        return out
+
+    recipe_only = ExperimentConfig(recipe=config.recipe).model_dump()
+    return {"recipe": config.recipe} | differing(config.model_dump(), recipe_only)
