@@ -117,6 +117,8 @@ class TrainConfig(Section):
     """Epochs without a better held-out metric after which training stops; 0: never."""
     log_every: int = Field(default=20, ge=1)
     """Steps between two lines of metrics."""
+    print_splits: Literal["new", "each"] = "new"
+    """Print how a batch was split when that split is new, or in each step."""
     pipeline: Literal["off", "exact"] = "exact"
     """exact looks up the next batch's rows while this one computes and repairs what changed: same bits as off."""
 
@@ -163,6 +165,7 @@ RECIPES: dict[str, dict[str, Any]] = {
             "clip_norm": 0.0,
             "patience": 0,
             "log_every": 1,
+            "print_splits": "each",
         },
     },
 }
@@ -201,7 +204,8 @@ def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     for key, value in top.items():
         if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
-        out[key] = merge(out.get(key) or {}, value) if isinstance(value, dict) else value
+        below = out.get(key)
+        out[key] = merge(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
     return out
 
 

@@ -1,0 +1,135 @@
+"""The command `dphybrid`: plan a split, train, look at devices, check a model, measure."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dphybrid import __version__
+from dphybrid.config import ExperimentConfig
+from dphybrid.config_sources import add_config_flags, load_config, overrides_from_args
+from dphybrid.errors import UserError
+from dphybrid.settings import Settings, load_settings
+
+TRAIN_HELP = """\
+examples:
+  %(prog)s                                    the word language model, on the Python reference that ships with Python
+  %(prog)s --recipe toy --devices 'cpu*3'     the tutorials' toy model, split over three virtual devices
+  %(prog)s --recipe ctr --data.path clicks.csv --data.label clicked
+  %(prog)s --data.path my_texts/ --train.epochs 3 --train.batch-size 64
+  %(prog)s --resume                           go on with the newest run of the recipe
+  %(prog)s --config experiment.toml --report result.json
+
+A TOML file has the same names: `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
+Values in brackets of a flag are the text recipe's; other recipes set their own. Data, checkpoints and the MLflow store
+lie under DPHYBRID_DATA_DIR (~/.dphybrid).
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but wrong flags end in one message with a remedy."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
+
+
+def add_train_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a training command: the config's, and those of the run."""
+    parser.add_argument("--resume", nargs="?", const="latest", metavar="RUN", help="go on with a run (name or MLflow id); alone: the newest of this recipe")
+    parser.add_argument("--run-name", metavar="NAME", help="name of the run and its folder (default: recipe, devices, time)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write what the run came to as JSON")
+    add_config_flags(parser)
+
+
+def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settings, str | None, Path | None]:
+    """Return (config, settings, resume, report path). Raises UserError."""
+    report: Path | None = args.report
+    if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
+        raise UserError(f"--report {report}: cannot be written there; name a file in a folder that exists")
+    return load_config(args.config, overrides_from_args(args)), load_settings(), args.resume, report
+
+
+def run_cli(function: Callable[[], int | None]) -> int:
+    """Call `function`; tell a UserError in one message with exit code 2, an interruption with 130 (143 for SIGTERM)."""
+    try:
+        return function() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interruption:
+        print(f"\n{interruption}" if str(interruption) else "\ninterrupted", file=sys.stderr)
+        # Only `Interrupted` carries a signal; SIGTERM is 15, and shells report 128 + its number.
+        return 143 if vars(interruption).get("signal_number") == 15 else 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+
+
+def _train(args: argparse.Namespace) -> int:
+    config, settings, resume, report_path = config_from_args(args)
+    from dphybrid.job import run_job
+
+    report = run_job(config, settings, run_name=args.run_name, resume=resume)
+    print(report.text)
+    if report_path:
+        report_path.write_text(report.model_dump_json(indent=1), encoding="utf-8")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from dphybrid.parallel import resolve_devices, split_plan
+
+    if args.batch_size < 1 or args.rows < 1:
+        raise UserError(f"--batch-size {args.batch_size} --rows {args.rows}: both must be at least 1")
+    devices = resolve_devices(args.devices or load_settings().devices)
+    print(split_plan(args.rows, args.batch_size, devices).text())
+    return 0
+
+
+def _devices(_: argparse.Namespace) -> int:
+    import torch
+
+    settings = load_settings()
+    from dphybrid.parallel import resolve_devices
+
+    print(f"cpu     {torch.get_num_threads()} threads")
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        print(f"cuda:{index}  {torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    print(f"devices={settings.devices} means {resolve_devices(settings.devices).text}")
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from dphybrid.doctor import run_checks
+
+    return run_checks(load_settings())
+
+
+def make_parser() -> Parser:
+    """Return the parser of the whole command."""
+    parser = Parser(prog="dphybrid", description="Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record.")
+    parser.add_argument("--version", action="version", version=f"dphybrid {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    raw = argparse.RawDescriptionHelpFormatter
+
+    train = commands.add_parser("train", help="train without Prefect (the same job as the flow)", epilog=TRAIN_HELP, formatter_class=raw)
+    add_train_flags(train)
+    train.set_defaults(function=_train)
+
+    plan = commands.add_parser("plan", help="show how batches will be split, before anything runs")
+    plan.add_argument("--devices", help="as in train: cpu*8, cuda:0,cuda:1, ... (default: DPHYBRID_DEVICES or auto)")
+    plan.add_argument("--batch-size", type=int, required=True, metavar="N", help="rows of a batch over all devices")
+    plan.add_argument("--rows", type=int, required=True, metavar="N", help="rows of an epoch, so that the last batch is shown too")
+    plan.set_defaults(function=_plan)
+
+    commands.add_parser("devices", help="list what `auto` can use").set_defaults(function=_devices)
+    commands.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=_doctor)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, 2 for wrong input, 130 when interrupted."""
+    args = make_parser().parse_args(argv)
+    return run_cli(lambda: args.function(args))

@@ -1,0 +1,336 @@
+"""The main job as five plain functions - prepare, build, train, evaluate, report - that pass paths, and `run_job`, which calls them in turn.
+
+The flow and the command line share them. A run is a folder: `run.json` (what it is), `checkpoints/`, `result.json`, `splits.json`,
+`splits.txt`, `report.json`; its MLflow run holds the same for people to compare.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.data import Prepared, num_batches, open_prepared, prepare
+from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
+from dphybrid.errors import UserError
+from dphybrid.models import ModelContext, build_model
+from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.runs import Run, environment_tags, find_run, new_run_folder, read_json, read_run, write_json
+from dphybrid.settings import Settings
+from dphybrid.tracking import Tracker, open_tracker
+from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, load_checkpoint, load_weights, read_state
+from dphybrid.training.clock import StageClock
+from dphybrid.training.display import Display
+from dphybrid.training.loop import Session, evaluate, make_dense_optimizer, train
+from dphybrid.training.metrics import TASKS
+from dphybrid.training.split_log import SplitLog, announcement
+from dphybrid.training.stop import stop_signals
+
+
+class Report(BaseModel):
+    """What a run came to; `--report FILE` writes it as JSON."""
+
+    run_name: str
+    run_id: str
+    run_url: str
+    tracking_uri: str
+    ui_command: str
+    metrics: dict[str, float]
+    best_checkpoint: str
+    latest_checkpoint: str
+    splits: list[dict[str, Any]]
+    split_lines: list[str]
+    stages: dict[str, float]
+    digests: dict[str, str]
+    text: str
+
+
+def run_job(config: ExperimentConfig, settings: Settings, run_name: str | None = None, resume: str | None = None) -> Report:
+    """Prepare, build, train, evaluate and report in this process. Raises UserError before work starts, Interrupted on request."""
+    prepared = prepare_data(config, settings)
+    folder = build_run(config, settings, prepared, run_name=run_name, resume=resume)
+    with closing_run(folder, settings):
+        train_run(folder, settings)
+        evaluate_run(folder, settings)
+        return report_run(folder, settings)
+
+
+@contextmanager
+def closing_run(folder: str, settings: Settings) -> Iterator[None]:
+    """End the MLflow run as KILLED when the block is interrupted and as FAILED when it fails."""
+    try:
+        yield
+    except BaseException as error:
+        fail_run(folder, settings, "KILLED" if _is_stop(error) else "FAILED")
+        raise
+
+
+def _is_stop(error: BaseException) -> bool:
+    return not isinstance(error, Exception)
+
+
+def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
+    """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input."""
+    check_devices(config, settings)
+    prepared = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed)
+    print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)
+    print(prepared.describe(), flush=True)
+    return str(prepared.path)
+
+
+def check_devices(config: ExperimentConfig, settings: Settings) -> Devices:
+    """Resolve the devices. Raises UserError for devices that are not there and for batches too small to give each one a row."""
+    devices = resolve_devices(settings.devices if config.devices == "auto" else config.devices)
+    used = len(split_sizes(config.train.batch_size, len(devices)))
+    if used < len(devices):
+        print(
+            f"Note: train.batch_size={config.train.batch_size} leaves {len(devices) - used} of {len(devices)} devices idle; "
+            f"`dphybrid plan --devices '{devices.text}' --batch-size {config.train.batch_size}` shows the split",
+            flush=True,
+        )
+    return devices
+
+
+def build_run(
+    config: ExperimentConfig,
+    settings: Settings,
+    prepared: str,
+    *,
+    run_name: str | None = None,
+    resume: str | None = None,
+    tags: dict[str, str] | None = None,
+) -> str:
+    """Build the model once, create (or reopen) the run folder and its MLflow run; return the folder.
+
+    resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when there is none.
+    """
+    data = open_prepared(Path(prepared))
+    devices = check_devices(config, settings)
+    model = build_model(config.recipe, _context(config, data, devices))
+    sizes = {
+        "size.block_parameters": sum(p.numel() for p in model.parameters()),
+        "size.table_rows": sum(len(t.weight) for t in find_tables(model).values()),
+        "size.table_bytes": sum(t.weight.numel() * t.weight.element_size() for t in find_tables(model).values()),
+    }
+    blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"
+    print(
+        f"Model: {sizes['size.block_parameters']:,} parameters in blocks, {sizes['size.table_rows']:,} table rows "
+        f"({sizes['size.table_bytes'] / 2**20:.1f} MiB) in host memory; data-parallel: {blocks}; devices: {devices.text}",
+        flush=True,
+    )
+    previous = find_run(settings, config, data, resume) if resume else None
+    folder = previous.folder if previous else new_run_folder(settings, config, devices, run_name)
+    tracker = open_tracker(settings.mlflow_uri, settings.experiment, settings.mlflow_dir)
+    attempt = previous.page["attempt"] + 1 if previous else 1
+    all_tags = {
+        **environment_tags(),
+        **(tags or {}),
+        "dphybrid.recipe": config.recipe,
+        "dphybrid.devices": devices.text,
+        "dphybrid.attempt": str(attempt),
+        "dphybrid.run_folder": str(folder),
+    }
+    values = {**flatten(config.model_dump(mode="json")), "devices.replicas": len(devices), "devices.resolved": devices.text, **sizes}
+    params = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
+    try:
+        run_id = tracker.start(folder.name, params, all_tags, _note(config, data), previous.page["run_id"] if previous else None)
+        tracker.log_dataset(
+            name=data.path.name, digest=data.digest, source=config.data.path or config.recipe, num_rows=len(data.dataset("train")), schema=data.info, context="training"
+        )
+    except BaseException:
+        if previous is None:
+            folder.rmdir()
+        raise
+    page = {
+        "run_id": run_id,
+        "attempt": attempt,
+        "config": config.model_dump(mode="json"),
+        "prepared": prepared,
+        "data_digest": data.digest,
+        "created": previous.page["created"] if previous else time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    write_json(folder / "run.json", page)
+    print(f"Run: {folder.name} ({run_id})", flush=True)
+    return str(folder)
+
+
+def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
+    """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json` holds.
+
+    Raises Interrupted after a checkpoint when asked to stop, UserError when the loss is no number any more.
+    """
+    run = read_run(run_folder)
+    config, data = run.config, open_prepared(Path(run.page["prepared"]))
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    devices = check_devices(config, settings)
+    model = build_model(config.recipe, _context(config, data, devices))
+    tables = find_tables(model)
+    rows: RowOptimizer | None = None
+    if tables:
+        rows = make_row_optimizer(config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay)
+    trained = Trained(model, make_dense_optimizer(model, config.train), rows, Progress())
+    torch.manual_seed(config.train.seed)
+    run.checkpoints.mkdir(exist_ok=True)
+    if done := complete_checkpoints(run.checkpoints):
+        load_checkpoint(done[-1], trained)
+        print(f"Going on from {done[-1]}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}", flush=True)
+    tracker = _tracker(run, settings)
+    with stop_signals() as stop, Display() as display:
+        session = Session(
+            config=config,
+            trained=trained,
+            train_data=data.dataset("train"),
+            valid_data=data.dataset("valid"),
+            task=TASKS[data.info["task"]],
+            tracker=tracker,
+            clock=StageClock(devices.home),
+            splits=SplitLog(model, each=config.train.print_splits == "each"),
+            stop=stop,
+            checkpoints=run.checkpoints,
+            facts={"data_digest": data.digest, "devices": devices.text, "recipe": config.recipe, "info": data.info},
+        )
+        for line in filter(None, [announcement(devices)]):
+            session.splits.lines.append(line)
+            display.line(line)
+        median_step_ms = None
+        try:
+            median_step_ms = train(session, display).median_step_ms()
+        finally:
+            result = _write_result(run, session, median_step_ms)
+            _log_results(tracker, run, session)
+    return result
+
+
+def _write_result(run: Run, session: Session, median_step_ms: float | None) -> dict[str, Any]:
+    progress = session.trained.progress
+    done = complete_checkpoints(run.checkpoints)
+    best = run.checkpoints / f"step-{progress.best_step or 0:06d}"
+    result = {
+        "checkpoint": str(done[-1]) if done else "",
+        "best_checkpoint": str(best if best.exists() else done[-1] if done else ""),
+        "steps": progress.step,
+        "epochs": progress.epoch,
+        "best_value": progress.best_value,
+        "median_step_ms": median_step_ms,
+        "stages": {name: round(seconds, 6) for name, seconds in sorted(session.clock.totals.items(), key=lambda item: -item[1])},
+        "steps_per_epoch": num_batches(session.train_data, session.config.train.batch_size),
+    }
+    write_json(run.folder / "result.json", result)
+    write_json(run.folder / "splits.json", session.splits.rows())
+    (run.folder / "splits.txt").write_text("\n".join(session.splits.lines) + "\n", encoding="utf-8")
+    return result
+
+
+def _log_results(tracker: Tracker, run: Run, session: Session) -> None:
+    tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
+    tracker.log_table("split_shapes.json", session.splits.rows())
+    done = complete_checkpoints(run.checkpoints)
+    best_step = session.trained.progress.best_step
+    for path in done:
+        state = read_state(path)
+        step = state["progress"]["step"]
+        roles = [role for role, match in (("best", step == best_step), ("latest", path == done[-1])) if match]
+        if not roles:
+            continue
+        tracker.log_checkpoint(
+            path,
+            name=f"{session.config.recipe}-{path.name}",
+            step=step,
+            metrics={f"valid/{name}": value for name, value in state["progress"]["metrics"].items()},
+            dataset=(Path(run.page["prepared"]).name, run.page["data_digest"]),
+            params={"step": str(step), "role": "+".join(roles), "folder": str(path)},
+        )
+
+
+def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
+    """Evaluate the best checkpoint on the held-out rows and log the figures as `final/...`."""
+    run = read_run(run_folder)
+    config, data = run.config, open_prepared(Path(run.page["prepared"]))
+    result = read_json(run.folder / "result.json")
+    model = build_model(config.recipe, _context(config, data, check_devices_quietly(config, settings)))
+    load_weights(Path(result["best_checkpoint"]), model)
+    metrics = evaluate(model, data.dataset("valid"), config.train.batch_size, TASKS[data.info["task"]])
+    write_json(run.folder / "metrics.json", metrics)
+    _tracker(run, settings).log_metrics({f"final/{name}": value for name, value in metrics.items()}, result["steps"])
+    return metrics
+
+
+def check_devices_quietly(config: ExperimentConfig, settings: Settings) -> Devices:
+    """Resolve the devices without the note on idle ones."""
+    return resolve_devices(settings.devices if config.devices == "auto" else config.devices)
+
+
+def report_run(run_folder: str, settings: Settings) -> Report:
+    """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
+    from dphybrid.tracking.figures import rows_per_replica_figure, stage_figure
+    from dphybrid.tracking.report import run_report_markdown
+
+    run = read_run(run_folder)
+    result, metrics, splits = (read_json(run.folder / f"{name}.json") for name in ("result", "metrics", "splits"))
+    tracker = _tracker(run, settings)
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    ui = tracker.ui_command
+    text = "\n".join(
+        [
+            "",
+            f"Held out:    {shown}",
+            f"Run:         {run.folder.name}, id {run.page['run_id']}",
+            f"Best:        {result['best_checkpoint']}",
+            f"Look at it:  {ui}",
+            f"             {tracker.run_url}",
+        ]
+    )
+    report = Report(
+        run_name=run.folder.name,
+        run_id=run.page["run_id"],
+        run_url=tracker.run_url,
+        tracking_uri=tracker.tracking_uri,
+        ui_command=ui,
+        metrics=metrics,
+        best_checkpoint=result["best_checkpoint"],
+        latest_checkpoint=result["checkpoint"],
+        splits=splits,
+        split_lines=(run.folder / "splits.txt").read_text(encoding="utf-8").splitlines(),
+        stages=result["stages"],
+        digests={"data": run.page["data_digest"], **read_state(Path(result["best_checkpoint"]))["sha256"]},
+        text=text,
+    )
+    (run.folder / "report.json").write_text(report.model_dump_json(indent=1), encoding="utf-8")
+    step_ms = result["median_step_ms"]
+    total = sum(result["stages"].values())
+    summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result["stages"].items()}
+    if step_ms:
+        summary |= {"summary/step_ms_median": step_ms, "summary/samples_per_s_median": 1e3 * run.config.train.batch_size / step_ms}
+    tracker.log_metrics(summary | {"summary/train_s": total}, result["steps"])
+    if splits:
+        tracker.log_figure("figures/rows_per_replica.png", rows_per_replica_figure(splits))
+    tracker.log_figure("figures/where_time_goes.png", stage_figure(result["stages"]))
+    tracker.log_file(run.folder / "report.json", "")
+    tracker.log_text("config.json", run.config.model_dump_json(indent=1))
+    tracker.set_description(run_report_markdown(report.model_dump(), run.config.model_dump(mode="json")))
+    tracker.finish("FINISHED")
+    return report
+
+
+def fail_run(run_folder: str, settings: Settings, status: str) -> None:
+    """End the MLflow run of a run folder as FAILED or KILLED."""
+    _tracker(read_run(run_folder), settings).finish(status)
+
+
+def _context(config: ExperimentConfig, data: Prepared, devices: Devices) -> ModelContext:
+    return ModelContext(devices=devices, info=data.info, options=config.model, seed=config.train.seed)
+
+
+def _tracker(run: Run, settings: Settings) -> Tracker:
+    tracker = open_tracker(settings.mlflow_uri, settings.experiment, settings.mlflow_dir)
+    tracker.attach(run.page["run_id"])
+    return tracker
+
+
+def _note(config: ExperimentConfig, data: Prepared) -> str:
+    return f"`{config.recipe}` on prepared data `{data.path.name}`; the report stands here when the run has ended."

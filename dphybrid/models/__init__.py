@@ -1,0 +1,14 @@
+"""Models: plain modules with a host table and one data-parallel region, and the registry that builds them.
+
+A model takes a batch (dict of CPU tensors, samples on dim 0) and returns a dict with
+
+- `loss` (B,): the loss of each sample, summed over its terms,
+- `weight` (B,): the number of those terms (ones where a sample has one label),
+- what the task's metric reads: `logits` (B,) or (B, C), or `prediction` (B, O).
+
+The mean loss is `loss.sum() / weight.sum()`: right for short last chunks too, where a mean of means is not.
+"""
+
+from dphybrid.models.registry import ModelContext, build_model
+
+__all__ = ["ModelContext", "build_model"]

@@ -1,0 +1,83 @@
+"""Builds the model of a recipe, or the user's own by import path."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dphybrid.config import ModelConfig
+from dphybrid.errors import UserError
+from dphybrid.parallel import Devices
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """What a model factory may use.
+
+    devices: where its blocks belong; pass it to `dphybrid.parallel.DataParallel`.
+    info: facts about the prepared data: `num_words`, `num_ids`, `num_dense`, `num_classes`, ... as the recipe has them.
+    options: the `model` section of the config.
+    seed: start for tables, which do not draw from torch's global generator.
+    """
+
+    devices: Devices
+    info: dict[str, Any]
+    options: ModelConfig
+    seed: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.options.dtype == "float64" else torch.float32
+
+
+Factory = Callable[[ModelContext], nn.Module]
+
+
+def build_model(recipe: str, context: ModelContext) -> nn.Module:
+    """Build the model with torch's generator seeded, so that equal configs start from equal weights.
+
+    Raises UserError when the factory cannot be imported or returns something else than a module.
+    """
+    factory = import_factory(context.options.factory) if context.options.factory else _recipe_factory(recipe)
+    torch.manual_seed(context.seed)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(context.dtype)
+    try:
+        model = factory(context)
+    finally:
+        torch.set_default_dtype(default)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model.factory={context.options.factory!r}: returned a {type(model).__name__}; return a torch.nn.Module")
+    return model
+
+
+def import_factory(path: str) -> Factory:
+    """Import `package.module:function`. Raises UserError that says which part is missing."""
+    module_name, colon, attribute = path.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UserError(f"model.factory={path!r}: write package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"model.factory={path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+    found = vars(module).get(attribute)
+    if not callable(found):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UserError(f"model.factory={path!r}: {module_name} has no function {attribute!r}; it has {', '.join(names) or 'none'}")
+    return found
+
+
+def _recipe_factory(recipe: str) -> Factory:
+    from dphybrid.models import ctr, text, tutorial
+
+    return {
+        "text": text.build_text,
+        "ctr": ctr.build_ctr,
+        "toy": tutorial.build_toy,
+        "blocks": tutorial.build_blocks,
+        "hybrid": tutorial.build_hybrid,
+        "convnet": tutorial.build_convnet,
+    }[recipe]

@@ -1,0 +1,100 @@
+"""Word-level language model: the words' table in host memory, network and loss in one data-parallel region.
+
+Letters: B samples, T tokens of a sample, D width of a row, H width of the network, V words.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.embedding import HostEmbedding
+from dphybrid.models.registry import ModelContext
+from dphybrid.parallel import DataParallel
+
+IGNORED = -100
+"""Target of a place that has no next word."""
+
+
+class Recurrent(nn.Module):
+    """LSTM or GRU over rows_BTD, from a zero state: samples are independent, so any split gives the same result."""
+
+    def __init__(self, kind: str, dim: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        network = {"lstm": nn.LSTM, "gru": nn.GRU}[kind]
+        self.network = network(dim, hidden, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+
+    def forward(self, rows_BTD: Tensor) -> Tensor:
+        self.network.flatten_parameters()  # replicas hold views of one broadcast buffer; cuDNN wants them in one piece again
+        hidden_BTH, _ = self.network(rows_BTD)
+        return hidden_BTH
+
+
+class CausalTransformer(nn.Module):
+    """Pre-norm transformer encoder with a causal mask and sinusoidal positions (Vaswani et al. 2017)."""
+
+    def __init__(self, dim: int, hidden: int, layers: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.enter = nn.Linear(dim, hidden)
+        layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True)
+        self.network = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(hidden), enable_nested_tensor=False)
+
+    def forward(self, rows_BTD: Tensor) -> Tensor:
+        hidden_BTH = self.enter(rows_BTD)
+        steps, hidden = hidden_BTH.shape[1:]
+        hidden_BTH = hidden_BTH + positions(steps, hidden).to(hidden_BTH)
+        mask_TT = torch.ones(steps, steps, dtype=torch.bool, device=rows_BTD.device).triu(1)
+        return self.network(hidden_BTH, mask=mask_TT)
+
+
+def positions(steps: int, hidden: int) -> Tensor:
+    """Return sinusoidal positions (steps, hidden)."""
+    half = (hidden + 1) // 2
+    rate_H = torch.exp(torch.arange(half) * (-torch.log(torch.tensor(10000.0)) / half))
+    angle_TH = torch.arange(steps)[:, None] * rate_H
+    return torch.cat([angle_TH.sin(), angle_TH.cos()], dim=1)[:, :hidden]
+
+
+class LanguageRegion(nn.Module):
+    """Network, output layer and loss: (rows_BTD, targets_BT) -> (loss_B, weight_B), so only two numbers a sample leave a device."""
+
+    def __init__(self, network: nn.Module, hidden: int, num_words: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.network = network
+        self.output = nn.Linear(hidden, num_words)
+
+    def forward(self, rows_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_BTH = self.dropout(self.network(self.dropout(rows_BTD)))
+        logits_BVT = self.output(hidden_BTH).transpose(1, 2)
+        loss_BT = F.cross_entropy(logits_BVT, targets_BT, ignore_index=IGNORED, reduction="none")
+        return loss_BT.sum(1), (targets_BT != IGNORED).sum(1).to(loss_BT.dtype)
+
+
+class TextModel(nn.Module):
+    """Looks words up on the CPU and hands the rows to the region."""
+
+    def __init__(self, words: HostEmbedding, region: DataParallel) -> None:
+        super().__init__()
+        self.words = words
+        self.region = region
+
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The ids that `forward` will look up, so that their rows can be fetched ahead."""
+        return {"words": batch["ids_BT"]}
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows_BTD = self.words(batch["ids_BT"])
+        loss_B, weight_B = self.region(rows_BTD, batch["targets_BT"])
+        return {"loss": loss_B, "weight": weight_B}
+
+
+def build_text(context: ModelContext) -> TextModel:
+    o, num_words = context.options, int(context.info["num_words"])
+    network: nn.Module
+    if o.kind == "transformer":
+        network = CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
+    else:
+        network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
+    region = LanguageRegion(network, o.hidden, num_words, o.dropout)
+    words = HostEmbedding(num_words, o.dim, dtype=context.dtype, seed=context.seed, name="words")
+    return TextModel(words, DataParallel(region, context.devices))

@@ -1,0 +1,1 @@
+"""Training: the loop, its clock, its metrics, its checkpoints."""

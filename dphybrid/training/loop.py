@@ -1,0 +1,266 @@
+"""The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over held-out rows."""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.config import ExperimentConfig, TrainConfig
+from dphybrid.data import Dataset, batches, num_batches
+from dphybrid.embedding import RowOptimizer, clip_grad_norm_, find_tables
+from dphybrid.errors import UserError
+from dphybrid.tracking import Tracker
+from dphybrid.training.checkpoint import Progress, Trained, prune_checkpoints, save_checkpoint
+from dphybrid.training.clock import StageClock, timed_parts
+from dphybrid.training.display import Display
+from dphybrid.training.metrics import Task
+from dphybrid.training.split_log import SplitLog
+from dphybrid.training.stop import Interrupted, StopRequest
+
+NOT_A_STEP = ("evaluate", "checkpoint", "log")
+"""Stages that happen between steps and do not count as their time."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything one training run works with. facts: what else goes into each checkpoint's page."""
+
+    config: ExperimentConfig
+    trained: Trained
+    train_data: Dataset
+    valid_data: Dataset
+    task: Task
+    tracker: Tracker
+    clock: StageClock
+    splits: SplitLog
+    stop: StopRequest
+    checkpoints: Path
+    facts: Mapping[str, Any]
+
+
+def train(session: Session, display: Display) -> "Meter":
+    """Train from where `session.trained.progress` stands to the last epoch, or until no epoch gets better; return the speeds seen.
+
+    Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.
+    """
+    config, progress, clock = session.config.train, session.trained.progress, session.clock
+    steps_per_epoch = num_batches(session.train_data, config.batch_size)
+    meter = Meter(session)
+    with timed_parts(clock, session.trained.model), clock.stage("other"):
+        while progress.epoch < config.epochs and not _stale(session):
+            display.epoch(progress.epoch, config.epochs, steps_per_epoch, progress.batch)
+            for batch in _timed(clock, batches_of_epoch(session)):
+                _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
+                meter.add(*train_step(session, batch))
+                progress.step += 1
+                progress.batch += 1
+                for line in session.splits.after_step(progress.step):
+                    display.line(line)
+                display.advance(meter.note)
+                if progress.step % config.log_every == 0:
+                    display.line(meter.log())
+                every = session.config.checkpoint.every_steps
+                if every and progress.step % every == 0 and progress.batch < steps_per_epoch:
+                    meter.settle()
+                    checkpoint(session)
+                if session.stop.pending:
+                    meter.settle()
+                    path = checkpoint(session)
+                    raise Interrupted(f"stopped by {session.stop.reason} after step {progress.step}; {path} goes on with --resume", session.stop.signal_number)
+            display.line(end_of_epoch(session, meter))
+            checkpoint(session)
+    if _stale(session) and progress.epoch < config.epochs:
+        display.line(f"stopped early: no better {session.task.metric} for {progress.stale_epochs} epochs")
+    return meter
+
+
+def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Take one optimizer step; return the batch's summed loss and its number of terms, still on their device."""
+    trained, clock, config = session.trained, session.clock, session.config.train
+    trained.model.train()
+    with clock.stage("zero_grad"):
+        if trained.dense is not None:
+            trained.dense.zero_grad(set_to_none=True)
+        if trained.rows is not None:
+            trained.rows.zero_grad()
+    with clock.stage("forward"):
+        outputs = trained.model(batch)
+    with clock.stage("loss"):
+        loss, weight = outputs["loss"].sum(), outputs["weight"].sum()
+        mean = loss / weight
+    with clock.stage("backward"):
+        mean.backward()
+    if config.clip_norm > 0:
+        with clock.stage("clip"):
+            clip_grad_norm_(trained.model.parameters(), find_tables(trained.model), config.clip_norm)
+    with clock.stage("dense_update"):
+        if trained.dense is not None:
+            trained.dense.step()
+    with clock.stage("row_update"):
+        if trained.rows is not None:
+            trained.rows.step()
+    return loss.detach(), weight.detach()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, float]:
+    """Return the task's metrics over all rows of `data`."""
+    model.eval()
+    collected: dict[str, list[Tensor]] = {}
+    for batch in batches(data, batch_size, seed=0, epoch=0, shuffle=False):
+        outputs = model(batch)
+        kept = {name: value for name, value in {**batch, **outputs}.items() if name in ("loss", "weight", "logits", "labels_B")}
+        for name, value in kept.items():
+            collected.setdefault(name, []).append(value.detach().cpu())
+    return task.compute({name: torch.cat(parts) for name, parts in collected.items()})
+
+
+def end_of_epoch(session: Session, meter: "Meter") -> str:
+    """Evaluate, log, and move the progress to the next epoch; return the line that tells it."""
+    progress, task = session.trained.progress, session.task
+    meter.settle()
+    with session.clock.stage("evaluate"):
+        metrics = evaluate(session.trained.model, session.valid_data, session.config.train.batch_size, task)
+    train_loss = progress.epoch_loss / max(progress.epoch_weight, 1e-12)
+    progress.metrics = metrics
+    better = task.better(metrics[task.metric], progress.best_value)
+    if better:
+        progress.best_value, progress.best_step, progress.stale_epochs = metrics[task.metric], progress.step, 0
+    else:
+        progress.stale_epochs += 1
+    progress.epoch, progress.batch, progress.epoch_loss, progress.epoch_weight = progress.epoch + 1, 0, 0.0, 0.0
+    with session.clock.stage("log"):
+        logged = {f"valid/{name}": value for name, value in metrics.items()}
+        session.tracker.log_metrics(logged | {"epoch/train_loss": train_loss, "epoch/number": progress.epoch}, progress.step)
+    shown = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
+    mark = " (best so far)" if better else ""
+    return f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, held out: {shown}{mark}"
+
+
+def checkpoint(session: Session) -> Path:
+    """Write a checkpoint of this moment and remove the ones no longer kept."""
+    with session.clock.stage("checkpoint"):
+        trained = session.trained
+        path = save_checkpoint(session.checkpoints, trained, session.config.model_dump(mode="json"), session.facts)
+        prune_checkpoints(session.checkpoints, session.config.checkpoint.keep_last, trained.progress.best_step)
+    return path
+
+
+class Meter:
+    """Loss and speed since the last line of metrics. Sums stay on their device until a line needs them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._sums: tuple[Tensor, Tensor] | None = None
+        self._loss, self._weight = 0.0, 0.0
+        self._steps = 0
+        self.step_ms: list[float] = []
+        self.note = ""
+
+    def add(self, loss: Tensor, weight: Tensor) -> None:
+        self._sums = (loss.double(), weight.double()) if self._sums is None else (self._sums[0] + loss, self._sums[1] + weight)
+        self._steps += 1
+
+    def settle(self) -> None:
+        """Move what is summed up into the progress. Raises UserError when the loss is no number any more."""
+        if self._sums is None:
+            return
+        loss, weight = (float(value) for value in self._sums)
+        self._sums = None
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the training loss became {loss} by step {self._session.trained.progress.step}; "
+                "lower train.lr or table.lr, or set train.clip_norm; the last checkpoint is kept"
+            )
+        self._loss += loss
+        self._weight += weight
+        progress = self._session.trained.progress
+        progress.epoch_loss += loss
+        progress.epoch_weight += weight
+
+    def median_step_ms(self) -> float | None:
+        """Return the median over the logged windows, the first one left out as warm-up where there are more."""
+        windows = self.step_ms[1:] or self.step_ms
+        return statistics.median(windows) if windows else None
+
+    def log(self) -> str:
+        """Log the metrics since the last call and return them as a line."""
+        self.settle()
+        session, step = self._session, self._session.trained.progress.step
+        with session.clock.stage("log"):
+            window = session.clock.window()
+            seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
+            self.step_ms.append(1e3 * seconds)
+            loss = self._loss / max(self._weight, 1e-12)
+            metrics = {
+                "train/loss": loss,
+                "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
+                "perf/step_ms": 1e3 * seconds,
+                "perf/samples_per_s": session.config.train.batch_size / seconds,
+            }
+            metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
+            session.tracker.log_metrics(metrics, step)
+        self.note = f"loss {loss:.4g}"
+        self._loss, self._weight, self._steps = 0.0, 0.0, 0
+        epoch = session.trained.progress.epoch + 1
+        return f"epoch {epoch} step {step}: train loss {loss:.5g}, {metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
+
+
+def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
+    """The batches of the current epoch from the progress's next batch on; their order is a function of (seed, epoch)."""
+    progress, config = session.trained.progress, session.config.train
+    return batches(session.train_data, config.batch_size, seed=config.seed, epoch=progress.epoch, shuffle=True, start_batch=progress.batch)
+
+
+def learning_rate_factor(schedule: str, done: float) -> float:
+    """Return the factor on the learning rates when the share `done` (0..1) of all steps is behind us."""
+    floor = 0.01
+    if schedule == "cosine":
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    if schedule == "linear":
+        return 1 - (1 - floor) * min(done, 1.0)
+    return 1.0
+
+
+def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer | None:
+    """Return the optimizer of the dense blocks, or None for a model without dense parameters. One group a device type."""
+    by_type: dict[str, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            by_type.setdefault(parameter.device.type, []).append(parameter)
+    if not by_type:
+        return None
+    # A group that mixes devices loses torch's multi-tensor path for all of them.
+    groups = [{"params": parameters} for parameters in by_type.values()]
+    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    optimizer: torch.optim.Optimizer = kinds[config.optimizer](groups, lr=config.lr, weight_decay=config.weight_decay)
+    return optimizer
+
+
+def _set_learning_rates(session: Session, done: float) -> None:
+    factor = learning_rate_factor(session.config.train.schedule, done)
+    if session.trained.dense is not None:
+        for group in session.trained.dense.param_groups:
+            group["lr"] = session.config.train.lr * factor
+    if session.trained.rows is not None:
+        session.trained.rows.lr = session.config.table.lr * factor
+
+
+def _stale(session: Session) -> bool:
+    patience = session.config.train.patience
+    return patience > 0 and session.trained.progress.stale_epochs >= patience
+
+
+def _timed(clock: StageClock, iterator: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    while True:
+        with clock.stage("data"):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
+

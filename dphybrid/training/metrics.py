@@ -1,0 +1,59 @@
+"""The held-out metric of each task. The first metric of a task decides which checkpoint is best."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dphybrid.errors import UserError
+
+
+@dataclass(frozen=True)
+class Task:
+    """metric: the deciding metric's name. higher_is_better: its direction. compute: from all held-out outputs to named numbers."""
+
+    metric: str
+    higher_is_better: bool
+    compute: Callable[[dict[str, Tensor]], dict[str, float]]
+
+    def better(self, value: float, than: float | None) -> bool:
+        if math.isnan(value):
+            return False
+        return than is None or (value > than if self.higher_is_better else value < than)
+
+
+def _mean_loss(outputs: dict[str, Tensor]) -> float:
+    return float(outputs["loss"].double().sum() / outputs["weight"].double().sum())
+
+
+def _perplexity(outputs: dict[str, Tensor]) -> dict[str, float]:
+    loss = _mean_loss(outputs)
+    return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
+
+
+def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    labels_B, scores_B = outputs["labels_B"].numpy(), torch.sigmoid(outputs["logits"].double()).numpy()
+    if len(set(labels_B.tolist())) < 2:
+        raise UserError("the held-out rows all have the same label, so AUC has no value; hold out more rows (data.valid_fraction)")
+    return {"auc": float(roc_auc_score(labels_B, scores_B)), "log_loss": float(log_loss(labels_B, scores_B))}
+
+
+def _multiclass(outputs: dict[str, Tensor]) -> dict[str, float]:
+    right_B = outputs["logits"].argmax(1) == outputs["labels_B"]
+    return {"accuracy": float(right_B.double().mean()), "loss": _mean_loss(outputs)}
+
+
+def _regression(outputs: dict[str, Tensor]) -> dict[str, float]:
+    return {"mse": _mean_loss(outputs)}
+
+
+TASKS = {
+    "language-model": Task("perplexity", False, _perplexity),
+    "binary": Task("auc", True, _binary),
+    "multiclass": Task("accuracy", True, _multiclass),
+    "regression": Task("mse", False, _regression),
+}

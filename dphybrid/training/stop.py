@@ -1,0 +1,79 @@
+"""Stopping in good order: a request, kept until the step in hand is done, then a checkpoint, then `Interrupted`."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training stopped on request, after its checkpoint was written.
+
+    reason: who asked, for people. signal_number: the signal that asked, or None.
+    """
+
+    def __init__(self, reason: str, signal_number: int | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.signal_number = signal_number
+
+
+class StopRequest:
+    """One process-wide wish to stop; the loop asks `pending` between steps."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.reason = ""
+        self.signal_number: int | None = None
+
+    @property
+    def pending(self) -> bool:
+        return self._event.is_set()
+
+    def set(self, reason: str, signal_number: int | None = None) -> None:
+        if not self._event.is_set():
+            self.reason, self.signal_number = reason, signal_number
+            self._event.set()
+
+    def clear(self) -> None:
+        self.reason, self.signal_number = "", None
+        self._event.clear()
+
+
+_request = StopRequest()
+
+
+def request_stop(reason: str, signal_number: int | None = None) -> None:
+    """Ask the training of this process to stop after its current step. May be called from any thread."""
+    _request.set(reason, signal_number)
+
+
+def current_request() -> StopRequest:
+    """Return the request that the loop watches."""
+    return _request
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopRequest]:
+    """Turn SIGINT and SIGTERM into a stop request while the block runs; a second one interrupts at once.
+
+    Outside the main thread Python allows no signal handlers, so there only `request_stop` works.
+    """
+    _request.clear()
+    if threading.current_thread() is not threading.main_thread():
+        yield _request
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if _request.pending:
+            raise KeyboardInterrupt
+        name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "a request to end (SIGTERM)"}[signal.Signals(number)]
+        request_stop(name, number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield _request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

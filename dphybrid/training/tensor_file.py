@@ -1,0 +1,77 @@
+"""Tensors in safetensors files, streamed: a table larger than the free memory is written and read in slices.
+
+The format is the safetensors project's: eight bytes of header length, a JSON header, raw little-endian rows. Its library reads these files;
+it is not used for writing because it first makes a second copy of every tensor in memory.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from dphybrid.errors import UserError
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_SLICE_BYTES = 16 * 2**20
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write named tensors, any device; fsync; return the file's sha256 in hex."""
+    header: dict[str, object] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (len(head).to_bytes(8, "little"), head):
+            digest.update(part)
+            file.write(part)
+        for tensor in tensors.values():
+            for piece in _byte_slices(tensor):
+                digest.update(piece)
+                file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _byte_slices(tensor: Tensor) -> list[memoryview] | map:  # type: ignore[type-arg]
+    flat = tensor.detach().reshape(-1)
+    step = max(1, _SLICE_BYTES // tensor.element_size())
+    return map(lambda start: memoryview(flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy()), range(0, flat.numel(), step))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a file into memory."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+
+
+def read_into(path: Path, name: str, target: Tensor) -> None:
+    """Fill `target` (N, ...) in place from the tensor `name` of the file, slice by slice. Raises UserError when shapes differ."""
+    with safe_open(path, framework="pt") as file:
+        part = file.get_slice(name)
+        shape = tuple(part.get_shape())
+        if shape != tuple(target.shape):
+            raise UserError(f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained on other data?")
+        rows = max(1, _SLICE_BYTES // max(1, target[:1].numel() * target.element_size()))
+        for start in range(0, shape[0], rows):
+            target[start : start + rows] = part[start : start + rows]
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a file in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,22 @@
+"""Shared by all tests: one torch thread, and folders of their own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parent.parent
+SHARED = REPOSITORY.parent / "shared"
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder for this test, and none of the caller's own settings."""
+    for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_TRACKING_URI", "DPHYBRID_DEVICES", "DPHYBRID_EXPERIMENT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("DPHYBRID_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "data"

@@ -1,0 +1,48 @@
+"""Who may import whom, held by looking at what an import really brings along."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+HEAVY = ("torch", "mlflow", "prefect", "polars", "pydantic", "pydantic_settings", "matplotlib", "sklearn", "rich")
+
+
+@pytest.mark.parametrize(
+    ("module", "allowed"),
+    [
+        ("dphybrid", set()),
+        ("dphybrid.device_spec", set()),
+        ("dphybrid.config", {"pydantic"}),
+        ("dphybrid.config_sources", {"pydantic"}),
+        ("dphybrid.settings", {"pydantic", "pydantic_settings"}),
+        ("dphybrid.parallel", {"torch"}),
+        ("dphybrid.embedding", {"torch"}),
+        ("dphybrid.models.registry", {"torch", "pydantic"}),
+        ("dphybrid.cli", {"pydantic", "pydantic_settings"}),
+    ],
+)
+def test_an_import_brings_no_more_than_allowed(module: str, allowed: set[str]) -> None:
+    code = f"import sys, {module}; print(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert set(found.stdout.split()) <= allowed
+
+
+def imported_names(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "dphybrid").rglob("*.py")), ids=lambda f: str(f.relative_to(REPOSITORY)))
+def test_the_library_knows_no_prefect_and_mlflow_in_tracking_alone(file: Path) -> None:
+    names = imported_names(file)
+    assert not names & {"prefect", "flows"}
+    assert "mlflow" not in names or file.parent.name == "tracking"

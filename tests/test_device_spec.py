@@ -1,0 +1,31 @@
+"""The device grammar, without any hardware."""
+
+import pytest
+
+from dphybrid.device_spec import parse_device_spec
+from dphybrid.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "virtual"),
+    [
+        ("auto", (), False),
+        ("cpu", ("cpu",), False),
+        ("CPU * 3", ("cpu",) * 3, True),
+        ("cuda", ("cuda:0",), False),
+        ("cuda:0,cuda:1", ("cuda:0", "cuda:1"), False),
+        ("cuda:0,1,3", ("cuda:0", "cuda:1", "cuda:3"), False),
+        ("cuda:1*4", ("cuda:1",) * 4, True),
+        ("cuda:0,cuda:0", ("cuda:0",) * 2, True),
+    ],
+)
+def test_reads(text: str, names: tuple[str, ...], virtual: bool) -> None:
+    spec = parse_device_spec(text)
+    assert (spec.names, spec.virtual) == (names, virtual)
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "cpu*0", "cpu*65", "cpu:1", "cpu,cuda:0", "cuda:x", "cuda:0,", "0,1", "cpu*-2"])
+def test_refuses_with_the_text(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_device_spec(text)
+    assert repr(text) in str(caught.value)
