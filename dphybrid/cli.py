@@ -36,7 +36,13 @@ class Parser(argparse.ArgumentParser):
 
 def add_train_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a training command: the config's, and those of the run."""
-    parser.add_argument("--resume", nargs="?", const="latest", metavar="RUN", help="go on with a run (name or MLflow id); alone: the newest of this recipe")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="RUN",
+        help="go on with a run (name or MLflow id); alone: the newest of this recipe",
+    )
     parser.add_argument("--run-name", metavar="NAME", help="name of the run and its folder (default: recipe, devices, time)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what the run came to as JSON")
     add_config_flags(parser)
@@ -109,19 +115,26 @@ def _doctor(_: argparse.Namespace) -> int:
 
 def make_parser() -> Parser:
     """Return the parser of the whole command."""
-    parser = Parser(prog="dphybrid", description="Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record.")
+    parser = Parser(
+        prog="dphybrid",
+        description="Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record.",
+    )
     parser.add_argument("--version", action="version", version=f"dphybrid {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     raw = argparse.RawDescriptionHelpFormatter
 
-    train = commands.add_parser("train", help="train without Prefect (the same job as the flow)", epilog=TRAIN_HELP, formatter_class=raw)
+    train = commands.add_parser(
+        "train", help="train without Prefect (the same job as the flow)", epilog=TRAIN_HELP, formatter_class=raw
+    )
     add_train_flags(train)
     train.set_defaults(function=_train)
 
     plan = commands.add_parser("plan", help="show how batches will be split, before anything runs")
     plan.add_argument("--devices", help="as in train: cpu*8, cuda:0,cuda:1, ... (default: DPHYBRID_DEVICES or auto)")
     plan.add_argument("--batch-size", type=int, required=True, metavar="N", help="rows of a batch over all devices")
-    plan.add_argument("--rows", type=int, required=True, metavar="N", help="rows of an epoch, so that the last batch is shown too")
+    plan.add_argument(
+        "--rows", type=int, required=True, metavar="N", help="rows of an epoch, so that the last batch is shown too"
+    )
     plan.set_defaults(function=_plan)
 
     commands.add_parser("devices", help="list what `auto` can use").set_defaults(function=_devices)

@@ -152,7 +152,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "convnet": {
         "model": {"hidden": 64, "layers": 1, "dropout": 0.0},
-        "train": {"epochs": 5, "batch_size": 64, "optimizer": "sgd", "lr": 0.01, "schedule": "constant", "clip_norm": 0.0, "log_every": 4},
+        "train": {
+            "epochs": 5,
+            "batch_size": 64,
+            "optimizer": "sgd",
+            "lr": 0.01,
+            "schedule": "constant",
+            "clip_norm": 0.0,
+            "log_every": 4,
+        },
     },
     "toy": {
         "model": {"hidden": 2, "layers": 1, "dropout": 0.0},

@@ -34,7 +34,9 @@ def field_types() -> dict[str, tuple[Any, str, Any]]:
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag a field (`--train.batch-size N`), grouped by section, and `--config FILE`."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML (or JSON) file with the values to set; flags go over it")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML (or JSON) file with the values to set; flags go over it"
+    )
     groups: dict[str, Any] = {}
     for name, (kind, sentence, default) in field_types().items():
         section = name.split(".")[0] if "." in name else "experiment"

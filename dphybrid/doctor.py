@@ -14,13 +14,20 @@ PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=
 
 def run_checks(settings: Settings) -> int:
     """Print one line a check; return 0 when all passed, else 1."""
-    checks: list[Callable[[], tuple[bool, str]]] = [_torch, lambda: _server("prefect.server.api.server"), _sqlalchemy, lambda: _folder(settings)]
+    checks: list[Callable[[], tuple[bool, str]]] = [
+        _torch,
+        lambda: _server("prefect.server.api.server"),
+        _sqlalchemy,
+        lambda: _folder(settings),
+    ]
     passed = True
     for check in checks:
         good, text = check()
         passed &= good
         print(f"{'ok  ' if good else 'BAD '} {text}", flush=True)
-    print(f"     tracking: {settings.mlflow_uri or 'embedded, in ' + str(settings.mlflow_dir)}; experiment {settings.experiment!r}")
+    print(
+        f"     tracking: {settings.mlflow_uri or 'embedded, in ' + str(settings.mlflow_dir)}; experiment {settings.experiment!r}"
+    )
     return 0 if passed else 1
 
 
@@ -57,4 +64,6 @@ def _folder(settings: Settings) -> tuple[bool, str]:
     free_gib = shutil.disk_usage(place).free / 2**30
     if not os.access(place, os.W_OK):
         return False, f"{place} cannot be written; set DPHYBRID_DATA_DIR to a folder of yours"
-    return free_gib > 1, f"{settings.data_dir}: {free_gib:.1f} GiB free" + ("" if free_gib > 1 else "; set DPHYBRID_DATA_DIR to a larger disk")
+    return free_gib > 1, f"{settings.data_dir}: {free_gib:.1f} GiB free" + (
+        "" if free_gib > 1 else "; set DPHYBRID_DATA_DIR to a larger disk"
+    )

@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.data import Prepared, num_batches, open_prepared, prepare
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
-from dphybrid.errors import UserError
 from dphybrid.models import ModelContext, build_model
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.runs import Run, environment_tags, find_run, new_run_folder, read_json, read_run, write_json
@@ -134,12 +133,22 @@ def build_run(
         "dphybrid.attempt": str(attempt),
         "dphybrid.run_folder": str(folder),
     }
-    values = {**flatten(config.model_dump(mode="json")), "devices.replicas": len(devices), "devices.resolved": devices.text, **sizes}
+    values = {
+        **flatten(config.model_dump(mode="json")),
+        "devices.replicas": len(devices),
+        "devices.resolved": devices.text,
+        **sizes,
+    }
     params = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
     try:
         run_id = tracker.start(folder.name, params, all_tags, _note(config, data), previous.page["run_id"] if previous else None)
         tracker.log_dataset(
-            name=data.path.name, digest=data.digest, source=config.data.path or config.recipe, num_rows=len(data.dataset("train")), schema=data.info, context="training"
+            name=data.path.name,
+            digest=data.digest,
+            source=config.data.path or config.recipe,
+            num_rows=len(data.dataset("train")),
+            schema=data.info,
+            context="training",
         )
     except BaseException:
         if previous is None:
@@ -305,7 +314,10 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     total = sum(result["stages"].values())
     summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result["stages"].items()}
     if step_ms:
-        summary |= {"summary/step_ms_median": step_ms, "summary/samples_per_s_median": 1e3 * run.config.train.batch_size / step_ms}
+        summary |= {
+            "summary/step_ms_median": step_ms,
+            "summary/samples_per_s_median": 1e3 * run.config.train.batch_size / step_ms,
+        }
     tracker.log_metrics(summary | {"summary/train_s": total}, result["steps"])
     if splits:
         tracker.log_figure("figures/rows_per_replica.png", rows_per_replica_figure(splits))

@@ -41,7 +41,8 @@ def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which
     Raises UserError when there is none, and when model, tables or data differ from the config's, naming each difference.
     """
     runs = sorted(
-        (Run(path.parent, read_json(path)) for path in settings.runs_dir.glob("*/run.json")), key=lambda run: (run.page["created"], run.folder.name)
+        (Run(path.parent, read_json(path)) for path in settings.runs_dir.glob("*/run.json")),
+        key=lambda run: (run.page["created"], run.folder.name),
     )
     if which == "latest":
         runs = [run for run in runs if run.page["config"]["recipe"] == config.recipe]
@@ -53,11 +54,15 @@ def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which
     run = runs[-1]
     fixed = ("recipe", "model.", "table.optimizer", "train.optimizer", "train.seed", "train.batch_size", "data.")
     before, now = flatten(run.page["config"]), flatten(config.model_dump(mode="json"))
-    changed = [f"{name}: {before.get(name)} -> {now[name]}" for name in now if name.startswith(fixed) and before.get(name) != now[name]]
+    changed = [
+        f"{name}: {before.get(name)} -> {now[name]}" for name in now if name.startswith(fixed) and before.get(name) != now[name]
+    ]
     if run.page["data_digest"] != data.digest and not changed:
         changed = [f"data digest: {run.page['data_digest']} -> {data.digest} (the file changed)"]
     if changed:
-        raise UserError(f"--resume: run {run.folder.name} was started with other values ({'; '.join(changed)}); give the same ones, or start a new run")
+        raise UserError(
+            f"--resume: run {run.folder.name} was started with other values ({'; '.join(changed)}); give the same ones, or start a new run"
+        )
     return run
 
 
@@ -78,8 +83,12 @@ def environment_tags() -> dict[str, str]:
         tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     here = Path(__file__).parent
     try:
-        commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-        status = subprocess.run(["git", "-C", here, "status", "--porcelain"], capture_output=True, text=True, check=True, timeout=10).stdout
+        commit = subprocess.run(
+            ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        status = subprocess.run(
+            ["git", "-C", here, "status", "--porcelain"], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return tags  # installed without its repository
     return tags | {"mlflow.source.git.commit": commit, "dphybrid.dirty": str(bool(status.strip())).lower()}
@@ -89,7 +98,10 @@ def new_run_folder(settings: Settings, config: ExperimentConfig, devices: Device
     """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError for an unusable name."""
     if name is not None and (not name.strip() or Path(name).name != name or name.startswith(".")):
         raise UserError(f"run name {name!r}: use a plain name without slashes, it also names a folder")
-    base = name or f"{config.recipe}-{devices.text.replace('*', 'x').replace(':', '').replace(',', '+')}-{time.strftime('%m%d-%H%M%S')}"
+    base = (
+        name
+        or f"{config.recipe}-{devices.text.replace('*', 'x').replace(':', '').replace(',', '+')}-{time.strftime('%m%d-%H%M%S')}"
+    )
     settings.runs_dir.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 1000):
         folder = settings.runs_dir / (base if attempt == 1 else f"{base}-{attempt}")

@@ -62,7 +62,10 @@ def load_settings() -> Settings:
     try:
         settings = Settings()
     except ValidationError as error:
-        lines = [f"DPHYBRID_{str(e['loc'][0]).upper()} = {e['input']!r}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()]
+        lines = [
+            f"DPHYBRID_{str(e['loc'][0]).upper()} = {e['input']!r}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
         raise UserError("\n".join(lines)) from error
     if settings.data_dir.exists() and not settings.data_dir.is_dir():
         raise UserError(f"DPHYBRID_DATA_DIR = {str(settings.data_dir)!r}: is a file; name a folder")

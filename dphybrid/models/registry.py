@@ -66,7 +66,9 @@ def import_factory(path: str) -> Factory:
     found = vars(module).get(attribute)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UserError(f"model.factory={path!r}: {module_name} has no function {attribute!r}; it has {', '.join(names) or 'none'}")
+        raise UserError(
+            f"model.factory={path!r}: {module_name} has no function {attribute!r}; it has {', '.join(names) or 'none'}"
+        )
     return found
 
 

@@ -13,14 +13,15 @@ from dphybrid.embedding import HostEmbedding
 from dphybrid.models.registry import ModelContext
 from dphybrid.parallel import DataParallel, Devices
 
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Supervised(nn.Module):
     """A module `network(input) -> output` with its loss outside: the batch's `input_key` goes in, `target_key` is compared."""
 
-    def __init__(self, network: nn.Module, input_key: str, target_key: str, loss: Loss, output_key: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, network: nn.Module, input_key: str, target_key: str, loss: Loss, output_key: str, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.network = network
         self.input_key, self.target_key, self.output_key = input_key, target_key, output_key

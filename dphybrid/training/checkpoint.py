@@ -120,7 +120,9 @@ def load_weights(path: Path, model: nn.Module) -> None:
     tables = find_tables(model)
     blocks = read_tensors(path / "blocks.safetensors")
     wanted = dense_state(model, set(tables))
-    problems = [f"missing {name}" for name in wanted.keys() - blocks.keys()] + [f"unexpected {name}" for name in blocks.keys() - wanted.keys()]
+    problems = [f"missing {name}" for name in wanted.keys() - blocks.keys()] + [
+        f"unexpected {name}" for name in blocks.keys() - wanted.keys()
+    ]
     problems += [
         f"{name} is {tuple(blocks[name].shape)} in the file and {tuple(wanted[name].shape)} in the model"
         for name in wanted.keys() & blocks.keys()
@@ -138,7 +140,11 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 def dense_state(model: nn.Module, tables: set[str]) -> dict[str, Tensor]:
     """Return parameters and buffers of the blocks by portable name, as references."""
-    return {key: value for key, value in model.state_dict().items() if key.rpartition(".")[0] not in tables and isinstance(value, Tensor)}
+    return {
+        key: value
+        for key, value in model.state_dict().items()
+        if key.rpartition(".")[0] not in tables and isinstance(value, Tensor)
+    }
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

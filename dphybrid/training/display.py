@@ -14,7 +14,13 @@ class Display:
     def __init__(self) -> None:
         self._bar: Progress | None = None
         if sys.stdout.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
             self._bar = Progress(*columns, console=Console(soft_wrap=True), transient=True)
         self._task: TaskID | None = None
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from dphybrid.config import ExperimentConfig, TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
-from dphybrid.embedding import RowOptimizer, clip_grad_norm_, find_tables
+from dphybrid.embedding import clip_grad_norm_, find_tables
 from dphybrid.errors import UserError
 from dphybrid.tracking import Tracker
-from dphybrid.training.checkpoint import Progress, Trained, prune_checkpoints, save_checkpoint
+from dphybrid.training.checkpoint import Trained, prune_checkpoints, save_checkpoint
 from dphybrid.training.clock import StageClock, timed_parts
 from dphybrid.training.display import Display
 from dphybrid.training.metrics import Task
@@ -71,7 +71,10 @@ def train(session: Session, display: Display) -> "Meter":
                 if session.stop.pending:
                     meter.settle()
                     path = checkpoint(session)
-                    raise Interrupted(f"stopped by {session.stop.reason} after step {progress.step}; {path} goes on with --resume", session.stop.signal_number)
+                    raise Interrupted(
+                        f"stopped by {session.stop.reason} after step {progress.step}; {path} goes on with --resume",
+                        session.stop.signal_number,
+                    )
             display.line(end_of_epoch(session, meter))
             checkpoint(session)
     if _stale(session) and progress.epoch < config.epochs:
@@ -214,7 +217,9 @@ class Meter:
 def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
     """The batches of the current epoch from the progress's next batch on; their order is a function of (seed, epoch)."""
     progress, config = session.trained.progress, session.config.train
-    return batches(session.train_data, config.batch_size, seed=config.seed, epoch=progress.epoch, shuffle=True, start_batch=progress.batch)
+    return batches(
+        session.train_data, config.batch_size, seed=config.seed, epoch=progress.epoch, shuffle=True, start_batch=progress.batch
+    )
 
 
 def learning_rate_factor(schedule: str, done: float) -> float:
@@ -263,4 +268,3 @@ def _timed(clock: StageClock, iterator: Iterator[dict[str, Tensor]]) -> Iterator
         if batch is None:
             return
         yield batch
-

@@ -38,7 +38,9 @@ def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
 
     labels_B, scores_B = outputs["labels_B"].numpy(), torch.sigmoid(outputs["logits"].double()).numpy()
     if len(set(labels_B.tolist())) < 2:
-        raise UserError("the held-out rows all have the same label, so AUC has no value; hold out more rows (data.valid_fraction)")
+        raise UserError(
+            "the held-out rows all have the same label, so AUC has no value; hold out more rows (data.valid_fraction)"
+        )
     return {"auc": float(roc_auc_score(labels_B, scores_B)), "log_loss": float(log_loss(labels_B, scores_B))}
 
 

@@ -65,7 +65,7 @@ def stop_signals() -> Iterator[StopRequest]:
         yield _request
         return
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         if _request.pending:
             raise KeyboardInterrupt
         name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "a request to end (SIGTERM)"}[signal.Signals(number)]

@@ -7,7 +7,7 @@ it is not used for writing because it first makes a second copy of every tensor 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -47,10 +47,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _byte_slices(tensor: Tensor) -> list[memoryview] | map:  # type: ignore[type-arg]
+def _byte_slices(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().reshape(-1)
     step = max(1, _SLICE_BYTES // tensor.element_size())
-    return map(lambda start: memoryview(flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy()), range(0, flat.numel(), step))
+    for start in range(0, flat.numel(), step):
+        yield memoryview(flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy())
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -65,7 +66,9 @@ def read_into(path: Path, name: str, target: Tensor) -> None:
         part = file.get_slice(name)
         shape = tuple(part.get_shape())
         if shape != tuple(target.shape):
-            raise UserError(f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained on other data?")
+            raise UserError(
+                f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained on other data?"
+            )
         rows = max(1, _SLICE_BYTES // max(1, target[:1].numel() * target.element_size()))
         for start in range(0, shape[0], rows):
             target[start : start + rows] = part[start : start + rows]
