@@ -1,0 +1,16 @@
+"""Embedding tables in host memory, and the optimizers of their rows. Needs torch alone."""
+
+from dphybrid.embedding.optim import LazyAdam, RowAdagrad, RowAdam, RowOptimizer, RowSGD, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding.table import HostEmbedding, find_tables
+
+__all__ = [
+    "HostEmbedding",
+    "LazyAdam",
+    "RowAdagrad",
+    "RowAdam",
+    "RowOptimizer",
+    "RowSGD",
+    "clip_grad_norm_",
+    "find_tables",
+    "make_row_optimizer",
+]

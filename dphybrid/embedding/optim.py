@@ -1,0 +1,186 @@
+"""Optimizers of table rows: they read and write only the rows that the batch touched.
+
+"Lazy" throughout: momentum, decay and weight decay of a row stand still while no batch touches it. On rows that every step touches, RowSGD and
+LazyAdam equal torch's SGD and Adam; RowAdagrad and RowAdam keep one second moment a row (the mean of the squared gradient), as FBGEMM's
+EXACT_ROWWISE_ADAGRAD and PARTIAL_ROWWISE_ADAM do.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphybrid.embedding.table import HostEmbedding
+from dphybrid.errors import UserError
+
+
+class RowOptimizer(ABC):
+    """Base: holds the tables and their states, hands each table's touched rows to `update`.
+
+    lr: learning rate, may be set between steps. weight_decay: added to the gradient of touched rows (lazy).
+    """
+
+    def __init__(self, tables: Mapping[str, HostEmbedding], lr: float, weight_decay: float = 0.0) -> None:
+        if lr <= 0 or weight_decay < 0:
+            raise UserError(f"row optimizer: lr={lr} must be above 0 and weight_decay={weight_decay} not below")
+        self.tables = dict(tables)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.state: dict[str, dict[str, Tensor]] = {name: self.make_state(table) for name, table in self.tables.items()}
+
+    @abstractmethod
+    def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
+        """Return the zero state of a table, one row of state a row of table."""
+
+    @abstractmethod
+    def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
+        """Change `rows_UD` in place and the rows `ids_U` of `state`."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Apply the gradients of all lookups since `zero_grad`."""
+        for name, table in self.tables.items():
+            found = table.row_gradients()
+            if found is None or not len(found[0]):
+                continue
+            ids_U, grads_UD = found
+            rows_UD = table.weight.index_select(0, ids_U)
+            if self.weight_decay:
+                grads_UD = grads_UD.add(rows_UD, alpha=self.weight_decay)
+            self.update(rows_UD, grads_UD, ids_U, self.state[name])
+            table.weight.index_copy_(0, ids_U, rows_UD)
+
+    def zero_grad(self) -> None:
+        """Forget lookups and gradients of all tables."""
+        for table in self.tables.values():
+            table.clear_row_gradients()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the states flat, `TABLE.STATE` -> tensor, as references."""
+        return {f"{name}.{key}": value for name, state in self.state.items() for key, value in state.items()}
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Fill the states in place. Raises UserError that names missing, unexpected and differently shaped entries."""
+        own = self.state_dict()
+        problems = [f"missing {key}" for key in own.keys() - flat.keys()] + [f"unexpected {key}" for key in flat.keys() - own.keys()]
+        problems += [
+            f"{key} is {tuple(flat[key].shape)}, expected {tuple(own[key].shape)}"
+            for key in own.keys() & flat.keys()
+            if own[key].shape != flat[key].shape
+        ]
+        if problems:
+            raise UserError(f"row optimizer state does not fit: {'; '.join(sorted(problems))}; was table.optimizer another one?")
+        for key, value in own.items():
+            value.copy_(flat[key])
+
+
+class RowSGD(RowOptimizer):
+    """w -= lr * g. No state."""
+
+    def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
+        return {}
+
+    def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
+        rows_UD.add_(grads_UD, alpha=-self.lr)
+
+
+class RowAdagrad(RowOptimizer):
+    """Adagrad with one accumulator a row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps)."""
+
+    def __init__(self, tables: Mapping[str, HostEmbedding], lr: float, weight_decay: float = 0.0, eps: float = 1e-10) -> None:
+        self.eps = eps
+        super().__init__(tables, lr, weight_decay)
+
+    def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
+        return {"sum": torch.zeros(table.num_rows, dtype=table.weight.dtype)}
+
+    def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
+        sum_U = state["sum"].index_select(0, ids_U).add_(grads_UD.square().mean(1))
+        state["sum"].index_copy_(0, ids_U, sum_U)
+        rows_UD.addcdiv_(grads_UD, sum_U.sqrt_().add_(self.eps).unsqueeze(1), value=-self.lr)
+
+
+class _Adam(RowOptimizer):
+    """What both Adams share. The step count is the row's own, so that a rare row's bias correction is right."""
+
+    row_wise: bool
+
+    def __init__(
+        self,
+        tables: Mapping[str, HostEmbedding],
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        self.betas, self.eps = betas, eps
+        super().__init__(tables, lr, weight_decay)
+
+    def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
+        second = (table.num_rows,) if self.row_wise else (table.num_rows, table.dim)
+        return {
+            "mean": torch.zeros(table.num_rows, table.dim, dtype=table.weight.dtype),
+            "square": torch.zeros(second, dtype=table.weight.dtype),
+            "steps": torch.zeros(table.num_rows, dtype=torch.int32),
+        }
+
+    def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
+        beta1, beta2 = self.betas
+        steps_U = state["steps"].index_select(0, ids_U).add_(1)
+        state["steps"].index_copy_(0, ids_U, steps_U)
+        mean_UD = state["mean"].index_select(0, ids_U).lerp_(grads_UD, 1 - beta1)
+        state["mean"].index_copy_(0, ids_U, mean_UD)
+        squares = grads_UD.square().mean(1) if self.row_wise else grads_UD.square()
+        square = state["square"].index_select(0, ids_U).lerp_(squares, 1 - beta2)
+        state["square"].index_copy_(0, ids_U, square)
+        count_U = steps_U.to(torch.float64)
+        rate_U = (self.lr / -torch.expm1(count_U * math.log(beta1))).to(rows_UD.dtype)
+        scale_U = (-torch.expm1(count_U * math.log(beta2))).sqrt().to(rows_UD.dtype)
+        square = square.unsqueeze(1) if self.row_wise else square
+        rows_UD.sub_(mean_UD.mul_(rate_U.unsqueeze(1)).div_(square.sqrt_().div_(scale_U.unsqueeze(1)).add_(self.eps)))
+
+
+class RowAdam(_Adam):
+    """Adam with one second moment a row (partial row-wise Adam)."""
+
+    row_wise = True
+
+
+class LazyAdam(_Adam):
+    """Adam with full moments, kept and changed for touched rows only."""
+
+    row_wise = False
+
+
+ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "adam": RowAdam, "lazy-adam": LazyAdam}
+
+
+def make_row_optimizer(name: str, tables: Mapping[str, HostEmbedding], **options: Any) -> RowOptimizer:
+    """Return the row optimizer of that name. Raises UserError that lists the names."""
+    if name not in ROW_OPTIMIZERS:
+        raise UserError(f"table.optimizer={name!r}: use one of {', '.join(ROW_OPTIMIZERS)}")
+    return ROW_OPTIMIZERS[name](tables, **options)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], tables: Mapping[str, HostEmbedding], max_norm: float) -> float:
+    """Scale the gradients of dense parameters and of touched rows so that their common 2-norm is at most `max_norm`.
+
+    Returns the norm before scaling. torch's function of the same name cannot do this: it knows no rows.
+    """
+    dense = [p.grad for p in parameters if p.grad is not None]
+    rows = {name: found for name, table in tables.items() if (found := table.row_gradients()) is not None}
+    norms = [torch.linalg.vector_norm(g).double().cpu() for g in dense] + [torch.linalg.vector_norm(g).double() for _, g in rows.values()]
+    if not norms:
+        return 0.0
+    total = float(torch.linalg.vector_norm(torch.stack(norms)))
+    factor = min(1.0, max_norm / (total + 1e-6))
+    for name, (ids_U, grads_UD) in rows.items():
+        tables[name].set_row_gradients(ids_U, grads_UD.mul(factor) if factor < 1 else grads_UD)
+    if factor < 1:
+        for grad in dense:
+            grad.mul_(factor)
+    return total
