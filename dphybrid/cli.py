@@ -89,7 +89,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.batch_size < 1 or args.rows < 1:
         raise UserError(f"--batch-size {args.batch_size} --rows {args.rows}: both must be at least 1")
     devices = resolve_devices(args.devices or load_settings().devices)
-    print(split_plan(args.rows, args.batch_size, devices).text())
+    print(split_plan(args.rows, args.batch_size, devices.labels).text())
     return 0
 
 

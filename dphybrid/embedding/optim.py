@@ -65,7 +65,9 @@ class RowOptimizer(ABC):
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
         """Fill the states in place. Raises UserError that names missing, unexpected and differently shaped entries."""
         own = self.state_dict()
-        problems = [f"missing {key}" for key in own.keys() - flat.keys()] + [f"unexpected {key}" for key in flat.keys() - own.keys()]
+        problems = [f"missing {key}" for key in own.keys() - flat.keys()] + [
+            f"unexpected {key}" for key in flat.keys() - own.keys()
+        ]
         problems += [
             f"{key} is {tuple(flat[key].shape)}, expected {tuple(own[key].shape)}"
             for key in own.keys() & flat.keys()
@@ -173,7 +175,9 @@ def clip_grad_norm_(parameters: Iterable[Tensor], tables: Mapping[str, HostEmbed
     """
     dense = [p.grad for p in parameters if p.grad is not None]
     rows = {name: found for name, table in tables.items() if (found := table.row_gradients()) is not None}
-    norms = [torch.linalg.vector_norm(g).double().cpu() for g in dense] + [torch.linalg.vector_norm(g).double() for _, g in rows.values()]
+    norms = [torch.linalg.vector_norm(g).double().cpu() for g in dense] + [
+        torch.linalg.vector_norm(g).double() for _, g in rows.values()
+    ]
     if not norms:
         return 0.0
     total = float(torch.linalg.vector_norm(torch.stack(norms)))

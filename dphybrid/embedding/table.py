@@ -96,13 +96,17 @@ class HostEmbedding(nn.Module):
 
     def _checked(self, ids: Tensor) -> Tensor:
         if ids.dtype != torch.int64:
-            raise UserError(f"table {self.name!r}: ids are {ids.dtype}; give int64 (a float holds no id above 16,777,216 exactly)")
+            raise UserError(
+                f"table {self.name!r}: ids are {ids.dtype}; give int64 (a float holds no id above 16,777,216 exactly)"
+            )
         ids = ids.cpu()
         if ids.numel():
             low, high = torch.aminmax(ids)
             if int(low) < 0 or int(high) >= self.num_rows:
                 wrong = ((ids < 0) | (ids >= self.num_rows)).nonzero()[0].tolist()
-                raise UserError(f"table {self.name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is no row; rows are 0 to {self.num_rows - 1}")
+                raise UserError(
+                    f"table {self.name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is no row; rows are 0 to {self.num_rows - 1}"
+                )
         return ids
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:

@@ -1,0 +1,148 @@
+"""`DataParallel`: torch.nn.DataParallel's interface, right or refused, with every split on record."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from dphybrid.errors import UserError
+from dphybrid.parallel.devices import Devices, resolve_devices
+from dphybrid.parallel.primitives import Whole, batch_rows, gather, map_tensors, parallel_apply, replicate, scatter
+from dphybrid.parallel.splits import Size, Split, split_sizes
+
+
+class DataParallel(nn.DataParallel):
+    """Runs one module on every device, each on its share of the batch, and joins the outputs in order.
+
+    module: moved to the first device, where its parameters live. devices: device text, `Devices`, CUDA indices, or None for auto.
+    dim: the batch dimension of inputs and outputs. weights: shares for unlike devices. whole: names of keyword arguments that every
+    replica gets unsplit. The number of used devices is that of torch.chunk: a short batch uses fewer.
+
+    What differs from torch.nn.DataParallel: virtual devices; tensors that disagree on the batch size are refused instead of cut; a
+    non-tensor keyword with a short batch works; an empty batch runs once; 0-dim outputs are refused; state-dict keys carry no `module.`,
+    so files are the same for 1, 8 or virtual devices and for the bare module. As there: BatchNorm normalises each chunk by itself, only
+    replica 0's buffers last, and a parameter that no replica used gets a zero gradient.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: str | Devices | Sequence[int] | None = None,
+        *,
+        dim: int = 0,
+        weights: Sequence[float] | None = None,
+        whole: Iterable[str] = (),
+    ) -> None:
+        nn.Module.__init__(self)
+        self.devices = resolve_devices(devices)
+        _refuse_unsuitable(module)
+        if weights is not None:
+            split_sizes(1, len(self.devices), weights)
+        self.module = module.to(self.devices.home)
+        self.dim = dim
+        self.weights = None if weights is None else tuple(weights)
+        self.whole = frozenset(whole)
+        real = self.devices.home.type == "cuda" and not self.devices.virtual
+        self.device_ids = [device.index for device in self.devices.replicas] if real else []
+        self.output_device = self.devices.home
+        self.src_device_obj = self.devices.home
+        self._counts: dict[tuple[tuple[Size, ...], tuple[Size, ...]], int] = {}
+        self._last: tuple[tuple[Size, ...], tuple[Size, ...]] | None = None
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the module's output for the whole batch, on the first device. Raises UserError for inputs that cannot be split."""
+        if len(self.devices) == 1:
+            return self._on_one(inputs, kwargs)
+        if self.whole:
+            kwargs = {name: Whole(value) if name in self.whole else value for name, value in kwargs.items()}
+        rows = batch_rows(inputs, kwargs, self.dim)
+        if not rows:  # nothing to split: once, on the first device
+            return self._on_one(inputs, kwargs)
+        sizes = split_sizes(rows, len(self.devices), self.weights)
+        replica_inputs = scatter(inputs, self.devices, sizes, self.dim)
+        replica_kwargs = scatter(kwargs, self.devices, sizes, self.dim)
+        used = Devices(self.devices.text, self.devices.replicas[: len(sizes)], self.devices.virtual)
+        replicas = replicate(self.module, used, detach=not torch.is_grad_enabled())
+        outputs = parallel_apply(replicas, replica_inputs, replica_kwargs, used)
+        self._note(
+            tuple(_first_size((i, k)) for i, k in zip(replica_inputs, replica_kwargs, strict=True)),
+            tuple(map(_first_size, outputs)),
+        )
+        return gather(outputs, self.devices.home, self.dim)
+
+    def _on_one(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        home = self.devices.home
+        if home.type != "cpu" or self.whole or len(self.devices) > 1:
+            inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
+        output = self.module(*inputs, **kwargs)
+        self._note((_first_size((inputs, kwargs)),), (_first_size(output),))
+        return output
+
+    def _note(self, input_sizes: tuple[Size, ...], output_sizes: tuple[Size, ...]) -> None:
+        self._last = key = (input_sizes, output_sizes)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    @property
+    def last_split(self) -> Split | None:
+        """The split of the latest forward, or None before the first."""
+        if self._last is None:
+            return None
+        return self._as_split(self._last)
+
+    def splits(self) -> list[Split]:
+        """Return every split seen, in order of first appearance, with how often it happened."""
+        return [self._as_split(key) for key in self._counts]
+
+    def _as_split(self, key: tuple[tuple[Size, ...], tuple[Size, ...]]) -> Split:
+        return Split(*key, devices=self.devices.labels[: len(key[0])], count=self._counts[key])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own state dict: keys without `module.`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        inner = f"{prefix}module."
+        for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
+            state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"devices={self.devices.text!r}"
+
+
+def data_parallel(module: nn.Module, inputs: Any, devices: str | Devices | Sequence[int] | None = None, dim: int = 0) -> Any:
+    """Call `module` once, split over the devices; return the joined output. inputs: a tensor or a tuple of arguments."""
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    return DataParallel(module, devices, dim=dim)(*arguments)
+
+
+def find_data_parallel(model: nn.Module) -> dict[str, DataParallel]:
+    """Return the data-parallel blocks of a model by dotted name ("" for the model itself)."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, DataParallel)}
+
+
+def _first_size(value: Any) -> Size:
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for item in value:
+            if size := _first_size(item):
+                return size
+    return ()
+
+
+def _refuse_unsuitable(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        place = f"module {name!r}" if name else "the module"
+        if isinstance(part, nn.DataParallel):
+            raise UserError(f"DataParallel: {place} is data-parallel itself; wrap one region, not a region within a region")
+        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
+            raise UserError(
+                f"DataParallel: {place} is compiled, and replicas would run the original's code; compile outside or not at all"
+            )
+        if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
+            raise UserError(f"DataParallel: {place} has parameters without a size yet; run it once on a sample first")

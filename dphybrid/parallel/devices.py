@@ -1,0 +1,68 @@
+"""Device texts given their hardware."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dphybrid.device_spec import DeviceSpec, parse_device_spec
+from dphybrid.errors import UserError
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where the replicas of a region live.
+
+    text: canonical device text. replicas: one torch device a replica, in split order. virtual: replicas share hardware.
+    """
+
+    text: str
+    replicas: tuple[torch.device, ...]
+    virtual: bool
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def home(self) -> torch.device:
+        """The device of replica 0, where parameters live between steps."""
+        return self.replicas[0]
+
+    @property
+    def noun(self) -> str:
+        """ "GPUs" for GPUs of their own, "devices" otherwise."""
+        return "GPUs" if self.home.type == "cuda" and not self.virtual else "devices"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """One name a replica: `cuda:1`, or `cpu[3]` for the virtual device 3 on the CPU."""
+        if not self.virtual:
+            return tuple(str(device) for device in self.replicas)
+        return tuple(f"{device}[{index}]" for index, device in enumerate(self.replicas))
+
+
+def resolve_devices(spec: "str | Devices | Sequence[int] | None") -> Devices:
+    """Return the devices that a text, a list of CUDA indices, or None (auto) names.
+
+    Raises UserError for texts that cannot be read and for GPUs that are not there.
+    """
+    if isinstance(spec, Devices):
+        return spec
+    if spec is None or isinstance(spec, str):
+        parsed = parse_device_spec("auto" if spec is None else spec)
+    else:
+        parsed = parse_device_spec(",".join(f"cuda:{index}" for index in spec))
+    return _with_hardware(parsed)
+
+
+def _with_hardware(parsed: DeviceSpec) -> Devices:
+    count = torch.cuda.device_count()
+    names = parsed.names or tuple(f"cuda:{index}" for index in range(count)) or ("cpu",)
+    missing = [name for name in dict.fromkeys(names) if name.startswith("cuda") and int(name.split(":")[1]) >= count]
+    if missing:
+        there = f"cuda:0 to cuda:{count - 1}" if count else "no GPU"
+        raise UserError(
+            f"devices={parsed.text!r}: {', '.join(missing)} is not here; there is {there}; use one of those, cpu, or cpu*{len(names)}"
+        )
+    text = ",".join(names) if parsed.is_auto else parsed.text
+    return Devices(text, tuple(torch.device(name) for name in names), parsed.virtual)

@@ -1,0 +1,312 @@
+"""replicate, scatter, parallel_apply and gather for real and virtual devices alike.
+
+They do what torch.nn.parallel's functions of the same names do (torch/nn/parallel/*.py), and differ where those lose or break something:
+every replica gets copies also where devices share hardware, inputs travel straight to their device, worker threads know the caller's autocast
+number format and inference mode, and what cannot be split or joined is refused with its place.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.errors import UserError
+from dphybrid.parallel.devices import Devices, resolve_devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Marks a value (tensor, or a nest of them) that every replica gets unsplit, such as a (T, T) attention mask."""
+
+    value: Any
+
+
+class _Broadcast(torch.autograd.Function):
+    """All parameters to all replicas in one node: replica 0 sees the originals, the others copies; gradients are summed in device order."""
+
+    @staticmethod
+    def forward(ctx: Any, devices: tuple[torch.device, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.count = len(tensors)
+        ctx.home = devices[0]
+        copies = [*tensors, *(t.detach().to(device, copy=True) for device in devices[1:] for t in tensors)]
+        frozen = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
+        ctx.mark_non_differentiable(*(copies[r * len(tensors) + i] for i in frozen for r in range(len(devices))))
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sums: list[Tensor | None] = [None]
+        for i in range(ctx.count):
+            parts = [grad.to(ctx.home) for grad in grads[i :: ctx.count]]
+            if len({part.is_sparse for part in parts}) > 1:
+                parts = [part.to_dense() if part.is_sparse else part for part in parts]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            sums.append(total)
+        return tuple(sums)
+
+
+def replicate(module: nn.Module, devices: str | Devices | Sequence[int], detach: bool = False) -> list[nn.Module]:
+    """Return one replica of `module` a device. Gradients of the replicas add up in the module's parameters.
+
+    detach: without a way back for gradients. Replica 0 shares storage with the module; buffers that the others change are lost.
+    """
+    devices = resolve_devices(devices)
+    if devices.home.type == "cuda" and not devices.virtual and len(devices) > 1:
+        from torch.nn.parallel import replicate as torch_replicate
+
+        return list(torch_replicate(module, list(devices.replicas), detach))
+    parameters = list(module.parameters())
+    if parameters and not detach:
+        flat = _Broadcast.apply(devices.replicas, *parameters)
+    else:
+        flat = tuple([*parameters, *(p.detach().to(device, copy=True) for device in devices.replicas[1:] for p in parameters)])
+    buffers = list(module.buffers())
+    modules = list(module.modules())
+    return [
+        _replica(
+            modules,
+            dict(zip(map(id, parameters), flat[j * len(parameters) : (j + 1) * len(parameters)], strict=True)),
+            {id(b): b if j == 0 else b.detach().to(device, copy=True) for b in buffers},
+        )
+        for j, device in enumerate(devices.replicas)
+    ]
+
+
+def _replica(modules: list[nn.Module], parameters: dict[int, Tensor], buffers: dict[int, Tensor]) -> nn.Module:
+    """The structure of torch's own replicas: shallow module copies whose parameters are plain tensor attributes."""
+    copies: dict[int, Any] = {id(module): module._replicate_for_data_parallel() for module in modules}
+    for module in modules:
+        copy = copies[id(module)]
+        copy._former_parameters = {}
+        for key, child in module._modules.items():
+            if child is None:
+                copy._modules[key] = None
+            else:
+                setattr(copy, key, copies[id(child)])
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                copy._parameters[key] = None
+            else:
+                setattr(copy, key, parameters[id(parameter)])
+                copy._former_parameters[key] = parameters[id(parameter)]
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                copy._buffers[key] = None
+            else:
+                setattr(copy, key, buffers[id(buffer)])
+    replica: nn.Module = copies[id(modules[0])]
+    return replica
+
+
+def scatter(value: Any, devices: str | Devices | Sequence[int], sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    """Split every tensor of a nest (tuples, lists, dicts, namedtuples, dataclasses) on `dim`; return one nest a size.
+
+    sizes: rows of each used device, as `split_sizes` gives them. `Whole` values and everything that is no tensor go to each replica.
+    """
+    devices = resolve_devices(devices)
+    return _scatter(value, devices.replicas[: len(sizes)], list(sizes), dim)
+
+
+def _scatter(value: Any, places: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
+    if isinstance(value, Tensor):
+        # A copy also where the device is the same: an in-place first operation must not reach the caller's batch.
+        return [part.to(place, non_blocking=True, copy=True) for part, place in zip(value.split(sizes, dim), places, strict=True)]
+    if isinstance(value, Whole):
+        return [map_tensors(lambda t, p=place: t.to(p, copy=True), value.value) for place in places]  # type: ignore[misc]
+    if isinstance(value, tuple | list | dict) or _is_dataclass(value):
+        items = _items(value)
+        columns = [_scatter(item, places, sizes, dim) for item in items]
+        return [_rebuild(value, [column[j] for column in columns]) for j in range(len(places))]
+    return [value] * len(places)
+
+
+def parallel_apply(
+    replicas: Sequence[nn.Module],
+    inputs: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+    devices: str | Devices | Sequence[int],
+    threads: bool | None = None,
+) -> list[Any]:
+    """Call each replica on its inputs; return the outputs in device order.
+
+    threads: one thread a replica (None: for GPUs of their own only). The first failing replica's exception is raised, with its place noted.
+    """
+    devices = resolve_devices(devices)
+    if threads is None:
+        threads = devices.home.type == "cuda" and not devices.virtual
+    count = len(replicas)
+
+    def call(index: int) -> Any:
+        place = devices.replicas[index]
+        try:
+            with _as_replica(index, count), torch.cuda.device(place) if place.type == "cuda" else ExitStack():
+                return replicas[index](*inputs[index], **kwargs[index])
+        except Exception as error:
+            error.add_note(f"in replica {index} of {count} on {devices.labels[index]}")
+            raise
+
+    if not threads or count == 1:
+        return [call(index) for index in range(count)]
+    enter = _thread_state(devices.home.type)
+
+    def call_in_thread(index: int) -> Any:
+        with enter():
+            return call(index)
+
+    futures = [_pool(count).submit(call_in_thread, index) for index in range(count)]
+    return [future.result() for future in futures]
+
+
+@cache
+def _pool(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="dphybrid-replica")
+
+
+def _thread_state(kind: str) -> Callable[[], ExitStack]:
+    """Return a function that enters the caller's thread-local torch state: grad and inference mode, autocast with its number format."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = {kind, "cpu"}
+    casts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), torch.is_autocast_cache_enabled()) for k in kinds]
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for k, enabled, dtype, caching in casts:
+            stack.enter_context(torch.autocast(k, dtype=dtype, enabled=enabled, cache_enabled=caching))
+        return stack
+
+    return enter
+
+
+_local = threading.local()
+
+
+@contextmanager
+def _as_replica(index: int, count: int) -> Iterator[None]:
+    before = current_replica()
+    _local.place = (index, count)
+    try:
+        yield
+    finally:
+        _local.place = before
+
+
+def current_replica() -> tuple[int, int]:
+    """Return (index, number of replicas) of the replica that is computing in this thread; (0, 1) outside of any."""
+    return vars(_local).get("place", (0, 1))
+
+
+def gather(outputs: Sequence[Any], target: torch.device | str, dim: int = 0) -> Any:
+    """Join the replicas' outputs on `dim`, on the device `target`. Raises UserError for what cannot be joined, with its place."""
+    return _gather(list(outputs), torch.device(target), dim, "output")
+
+
+def _gather(outputs: list[Any], target: torch.device, dim: int, path: str) -> Any:
+    first = outputs[0]
+    if len({type(output) for output in outputs}) > 1:
+        raise UserError(
+            f"{path}: replicas returned different types, {', '.join(type(o).__name__ for o in outputs)}; return the same from each"
+        )
+    if isinstance(first, Tensor):
+        if any(output.dim() <= dim for output in outputs):
+            raise UserError(
+                f"{path}: a {first.dim()}-dim tensor has no dim {dim} to join on; return one value a sample, such as a loss of shape (B,)"
+            )
+        rests = [(*output.shape[:dim], *output.shape[dim + 1 :]) for output in outputs]
+        if len(set(rests)) > 1:
+            shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
+            raise UserError(
+                f"{path}: shapes {shapes} cannot be joined on dim {dim}; return tensors with the batch on dim {dim} and the rest equal"
+            )
+        return torch.cat([output.to(target) for output in outputs], dim)
+    if first is None:
+        return None
+    if isinstance(first, tuple | list | dict) or _is_dataclass(first):
+        if isinstance(first, dict) and any(output.keys() != first.keys() for output in outputs):
+            raise UserError(f"{path}: replicas returned dicts with different keys; return the same keys from each")
+        columns = [_items(output) for output in outputs]
+        if len({len(column) for column in columns}) > 1:
+            raise UserError(
+                f"{path}: replicas returned sequences of {[len(c) for c in columns]} items; return the same number from each"
+            )
+        names = list(first) if isinstance(first, dict) else range(len(columns[0]))
+        joined = [
+            _gather(list(parts), target, dim, f"{path}[{name!r}]")
+            for name, parts in zip(names, zip(*columns, strict=True), strict=True)
+        ]
+        return _rebuild(first, joined)
+    raise UserError(
+        f"{path}: a {type(first).__name__} cannot be joined over replicas; return tensors with the batch on dim {dim}"
+    )
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return the nest with `function` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Whole):
+        return map_tensors(function, value.value)
+    if isinstance(value, tuple | list | dict) or _is_dataclass(value):
+        return _rebuild(value, [map_tensors(function, item) for item in _items(value)])
+    return value
+
+
+def batch_rows(args: Any, kwargs: Any, dim: int) -> int | None:
+    """Return the rows on `dim` that all tensors share, or None when there is no tensor.
+
+    Raises UserError that lists the sizes when they disagree, instead of losing the rows beyond the smallest.
+    """
+    sizes: dict[str, int | None] = {}
+    for index, value in enumerate(args):
+        _collect(value, dim, f"input {index}", sizes)
+    for name, value in kwargs.items():
+        _collect(value, dim, name, sizes)
+    if not sizes:
+        return None
+    found = set(sizes.values())
+    if len(found) > 1 or None in found:
+        listed = ", ".join(f"{path}: {'0-dim' if size is None else size}" for path, size in sizes.items())
+        raise UserError(
+            f"tensors disagree on their rows (dim {dim}): {listed}; give each one row a sample, or wrap what all replicas share in Whole(...)"
+        )
+    return found.pop()
+
+
+def _collect(value: Any, dim: int, path: str, sizes: dict[str, int | None]) -> None:
+    if isinstance(value, Tensor):
+        sizes[path] = value.shape[dim] if value.dim() > dim else None
+    elif isinstance(value, tuple | list | dict) or _is_dataclass(value):
+        names = list(value) if isinstance(value, dict) else range(len(_items(value)))
+        for name, item in zip(names, _items(value), strict=True):
+            _collect(item, dim, f"{path}[{name!r}]", sizes)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | Whole)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, tuple | list):
+        return list(value)
+    return [vars(value)[field.name] for field in dataclasses.fields(value)]
+
+
+def _rebuild(like: Any, items: list[Any]) -> Any:
+    if isinstance(like, dict):
+        return type(like)(zip(like, items, strict=True))
+    if isinstance(like, tuple):
+        return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+    if isinstance(like, list):
+        return type(like)(items)
+    return dataclasses.replace(like, **{field.name: item for field, item in zip(dataclasses.fields(like), items, strict=True)})

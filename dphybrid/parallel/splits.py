@@ -1,0 +1,100 @@
+"""How many rows each replica gets, and the record of what each got."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dphybrid.errors import UserError
+
+Size = tuple[int, ...]
+
+
+def split_sizes(batch_size: int, num_devices: int, weights: Sequence[float] | None = None) -> list[int]:
+    """Return the rows of each used device, in device order: what `torch.chunk` gives, at most `num_devices` numbers, none of them 0.
+
+    weights: one positive number a device; rows are then shared in proportion, every used device getting at least one.
+    Raises UserError for sizes below 1 and for a wrong number of weights.
+    """
+    if batch_size < 1 or num_devices < 1:
+        raise UserError(f"cannot split {batch_size} rows over {num_devices} devices; both must be at least 1")
+    if weights is None:
+        chunk = -(-batch_size // num_devices)
+        return [min(chunk, batch_size - start) for start in range(0, batch_size, chunk)]
+    if len(weights) != num_devices or min(weights) <= 0:
+        raise UserError(f"weights={list(weights)}: give one number above 0 for each of the {num_devices} devices")
+    used = list(weights)[:batch_size]
+    spare = batch_size - len(used)  # one row each first, the rest by largest remainder
+    shares = [spare * weight / sum(used) for weight in used]
+    sizes = [1 + int(share) for share in shares]
+    by_remainder = sorted(range(len(used)), key=lambda i: (int(shares[i]) - shares[i], i))
+    for index in by_remainder[: batch_size - sum(sizes)]:
+        sizes[index] += 1
+    return sizes
+
+
+@dataclass(frozen=True)
+class Split:
+    """What one forward was split into, replicas in device order.
+
+    input_sizes, output_sizes: size of the first tensor that went into and came out of each replica (() where there was none).
+    devices: the replicas' device labels. count: forwards that were split this way.
+    """
+
+    input_sizes: tuple[Size, ...]
+    output_sizes: tuple[Size, ...]
+    devices: tuple[str, ...]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The split of an epoch before anything runs. full, last: rows a device of a full and of the last batch (None: none is short)."""
+
+    rows: int
+    batch_size: int
+    labels: tuple[str, ...]
+    full: tuple[int, ...]
+    num_full: int
+    last: tuple[int, ...] | None
+
+    def text(self) -> str:
+        """Return the plan as a table with what to do about idle devices."""
+        batches: list[tuple[str, tuple[int, ...]]] = []
+        if self.num_full:
+            batches.append((f"{self.num_full} x {self.batch_size} rows", self.full))
+        if self.last:
+            batches.append((f"last: {sum(self.last)} rows", self.last))
+        wide = max(len(label) for label, _ in batches)
+        lines = [
+            f"{self.rows} rows in batches of {self.batch_size} over {len(self.labels)} device{'s' * (len(self.labels) > 1)}:",
+            "",
+        ]
+        lines += [f"  {label:<{wide}}  {','.join(map(str, sizes))}" for label, sizes in batches]
+        lines.append("")
+        name_wide = max(len(label) for label in self.labels)
+        lines.append(f"  {'device':<{name_wide}}  " + "  ".join(f"{label:>{wide}}" for label, _ in batches))
+        for index, label in enumerate(self.labels):
+            cells = [str(sizes[index]) if index < len(sizes) else "idle" for _, sizes in batches]
+            lines.append(f"  {label:<{name_wide}}  " + "  ".join(f"{cell:>{wide}}" for cell in cells))
+        return "\n".join([*lines, "", *self._advice(batches)])
+
+    def _advice(self, batches: list[tuple[str, tuple[int, ...]]]) -> list[str]:
+        count, advice = len(self.labels), []
+        for label, sizes in batches:
+            if idle := self.labels[len(sizes) :]:
+                advice.append(f"{label}: {len(idle)} of {count} devices idle ({', '.join(idle)}).")
+        if len(self.full) < count or max(self.full) != min(self.full):
+            better = -(-self.batch_size // count) * count
+            advice.append(
+                f"A batch size that fills {count} devices evenly is a multiple of {count}: {better} gives {better // count} rows each."
+            )
+        return advice or ["Every device is used by every batch."]
+
+
+def split_plan(rows: int, batch_size: int, labels: Sequence[str], weights: Sequence[float] | None = None) -> SplitPlan:
+    """Return how an epoch of `rows` rows will be split over the labelled devices. Raises UserError for numbers below 1."""
+    if rows < 1:
+        raise UserError(f"rows={rows}: must be at least 1")
+    full = tuple(split_sizes(batch_size, len(labels), weights))
+    num_full, rest = divmod(rows, batch_size)
+    last = tuple(split_sizes(rest, len(labels), weights)) if rest else None
+    return SplitPlan(rows, batch_size, tuple(labels), full, num_full, last)
