@@ -1,0 +1,165 @@
+"""Text as word numbers: lower case, words and punctuation, whole documents held out.
+
+Letters: B samples, T tokens of a sample.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dphybrid.config import DataConfig
+from dphybrid.data.batches import Array, Dataset
+from dphybrid.data.store import Content, source_digests
+from dphybrid.errors import UserError
+
+UNKNOWN, END = "<unk>", "<end>"
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
+IGNORED = -100
+"""Target where a sample has no next word; torch's loss functions leave it out."""
+
+_TOKEN = re.compile(r"<unk>|\w+|[^\w\s]")
+
+
+class WindowDataset(Dataset):
+    """Windows of T tokens without overlap; the target of a token is the next one. Each epoch but the first starts at another token."""
+
+    def __init__(self, tokens: Array, window: int, offset: int = 0) -> None:
+        self.tokens, self.window, self.offset = tokens, window, offset
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // self.window)
+
+    def at_epoch(self, seed: int, epoch: int) -> "WindowDataset":
+        offset = int(np.random.default_rng([seed, epoch, 1]).integers(0, len(self.tokens))) if epoch else 0
+        return WindowDataset(self.tokens, self.window, offset)
+
+    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+        count = len(self.tokens)
+        step_BT = index_B[:, None] * self.window + np.arange(self.window)
+        place_BT = (self.offset + step_BT) % count
+        ids_BT = self.tokens[place_BT].astype(np.int64)
+        targets_BT = np.where(step_BT < count - 1, self.tokens[(place_BT + 1) % count], IGNORED).astype(np.int64)
+        return {"ids_BT": torch.from_numpy(ids_BT), "targets_BT": torch.from_numpy(targets_BT)}
+
+
+def tokenize(text: str) -> list[str]:
+    """Return words and punctuation marks in lower case."""
+    return _TOKEN.findall(text.lower())
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Documents by name: topics of the Python reference, files of a folder, or paragraphs of one file."""
+
+    data: DataConfig
+    seed: int
+    files: tuple[Path, ...]
+    root: Path | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        d = self.data
+        names = [str(file.relative_to(self.root)) for file in self.files] if self.root and self.root.is_dir() else []
+        return {"min_count": d.min_count, "window": d.window, "valid_fraction": d.valid_fraction, "files": names}
+
+    def digests(self) -> list[bytes]:
+        if self.files:
+            return source_digests(self.files)
+        return ["\0".join(f"{name}\0{text}" for name, text in self._documents()).encode()]
+
+    def _documents(self) -> Iterator[tuple[str, str]]:
+        if not self.files:
+            from pydoc_data.topics import topics
+
+            yield from sorted(topics.items())
+        elif len(self.files) > 1:
+            for file in self.files:
+                yield file.name, _read(file)
+        else:
+            text = _read(self.files[0])
+            paragraphs = re.split(r"\n\s*\n", text) if re.search(r"\n\s*\n", text) else text.splitlines()
+            for number, paragraph in enumerate(paragraphs, start=1):
+                yield f"paragraph {number}", paragraph
+
+    def read(self) -> Content:
+        documents = [(name, words) for name, text in self._documents() if (words := tokenize(text))]
+        where = str(self.root) if self.root else "the Python reference"
+        if len(documents) < 2:
+            raise UserError(
+                f"data.path={where}: found {len(documents)} documents with words; two are needed, one of them held out"
+            )
+        train, valid = self._hold_out(documents)
+        counts = Counter(word for _, words in train for word in words)
+        kept = sorted(
+            (word for word, count in counts.items() if count >= self.data.min_count and word != UNKNOWN),
+            key=lambda w: (-counts[w], w),
+        )
+        vocabulary = {word: number for number, word in enumerate([UNKNOWN, END, *kept])}
+        train_tokens, valid_tokens = (_encode(part, vocabulary) for part in (train, valid))
+        for part, tokens in (("training", train_tokens), ("held-out", valid_tokens)):
+            if len(tokens) <= self.data.window:
+                raise UserError(
+                    f"data.path={where}: the {part} part has {len(tokens)} tokens, fewer than data.window={self.data.window} asks for; "
+                    "give more text, a smaller data.window, or another data.valid_fraction"
+                )
+        unknown = float((valid_tokens == 0).mean())
+        lines = [
+            f"  text from {where}: {len(documents):,} documents, {len(vocabulary):,} words "
+            f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {UNKNOWN})",
+            f"  {len(train_tokens):,} tokens to train; held out: {len(valid)} whole documents, {len(valid_tokens):,} tokens, {unknown:.1%} of them {UNKNOWN}",
+        ]
+        info = {"task": "language-model", "num_words": len(vocabulary), "window": self.data.window}
+        extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
+        return Content("text", {"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra)
+
+    def _hold_out(
+        self, documents: list[tuple[str, list[str]]]
+    ) -> tuple[list[tuple[str, list[str]]], list[tuple[str, list[str]]]]:
+        wanted = self.data.valid_fraction * sum(len(words) for _, words in documents)
+        held: set[int] = set()
+        taken = 0
+        for number in np.random.default_rng(self.seed).permutation(len(documents))[:-1]:
+            if taken >= wanted:
+                break
+            held.add(int(number))
+            taken += len(documents[number][1])
+        return [d for i, d in enumerate(documents) if i not in held], [d for i, d in enumerate(documents) if i in held]
+
+
+def _encode(documents: list[tuple[str, list[str]]], vocabulary: dict[str, int]) -> Array:
+    numbers = [number for _, words in documents for number in (*(vocabulary.get(word, 0) for word in words), 1)]
+    return np.array(numbers, dtype=np.int32)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"data.path: {file} is no UTF-8 text (byte {error.start}); convert it, or leave it out of the folder"
+        ) from error
+
+
+def open_source(data: DataConfig, seed: int) -> TextSource:
+    """Find the files. Raises UserError for a missing path, an empty file, a folder without text."""
+    if data.path is None:
+        return TextSource(data, seed, (), None)
+    root = Path(data.path).expanduser()
+    if not root.exists():
+        raise UserError(f"data.path={data.path}: there is no such file or folder; give a text file or a folder of them")
+    if root.is_file():
+        files = [root]
+    else:
+        files = sorted(file for file in root.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file())
+        if not files:
+            raise UserError(f"data.path={data.path}: the folder holds no text files ({', '.join(TEXT_SUFFIXES)})")
+    if not any(file.stat().st_size for file in files):
+        raise UserError(f"data.path={data.path}: is empty; give a file with text")
+    return TextSource(data, seed, tuple(files), root)
