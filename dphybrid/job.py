@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config import ExperimentConfig, flatten, given_values
 from dphybrid.data import Prepared, num_batches, open_prepared, prepare
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
 from dphybrid.models import ModelContext, build_model
@@ -102,9 +102,11 @@ def build_run(
     run_name: str | None = None,
     resume: str | None = None,
     tags: dict[str, str] | None = None,
+    links: dict[str, str] | None = None,
 ) -> str:
     """Build the model once, create (or reopen) the run folder and its MLflow run; return the folder.
 
+    tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
     resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when there is none.
     """
     data = open_prepared(Path(prepared))
@@ -160,6 +162,7 @@ def build_run(
         "config": config.model_dump(mode="json"),
         "prepared": prepared,
         "data_digest": data.digest,
+        "links": links or {},
         "created": previous.page["created"] if previous else time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     write_json(folder / "run.json", page)
@@ -236,6 +239,7 @@ def _write_result(run: Run, session: Session, median_step_ms: float | None) -> d
 
 
 def _log_results(tracker: Tracker, run: Run, session: Session) -> None:
+    tracker.flush()
     tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
     tracker.log_table("split_shapes.json", session.splits.rows())
     done = complete_checkpoints(run.checkpoints)
@@ -265,7 +269,9 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     load_weights(Path(result["best_checkpoint"]), model)
     metrics = evaluate(model, data.dataset("valid"), config.train.batch_size, TASKS[data.info["task"]])
     write_json(run.folder / "metrics.json", metrics)
-    _tracker(run, settings).log_metrics({f"final/{name}": value for name, value in metrics.items()}, result["steps"])
+    tracker = _tracker(run, settings)
+    tracker.log_metrics({f"final/{name}": value for name, value in metrics.items()}, result["steps"])
+    tracker.flush()
     return metrics
 
 
@@ -324,7 +330,13 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     tracker.log_figure("figures/where_time_goes.png", stage_figure(result["stages"]))
     tracker.log_file(run.folder / "report.json", "")
     tracker.log_text("config.json", run.config.model_dump_json(indent=1))
-    tracker.set_description(run_report_markdown(report.model_dump(), run.config.model_dump(mode="json")))
+    tracker.set_description(
+        run_report_markdown(
+            report.model_dump() | {"given": flatten(given_values(run.config))},
+            run.config.model_dump(mode="json"),
+            run.page["links"],
+        )
+    )
     tracker.finish("FINISHED")
     return report
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dphybrid import __version__
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.data import Prepared
 from dphybrid.errors import UserError
@@ -76,7 +77,7 @@ def read_run(run_folder: str | Path) -> Run:
 
 def environment_tags() -> dict[str, str]:
     """Return what a result may depend on: versions, machine, commit."""
-    tags = {f"version.{name}": version(name) for name in ("dphybrid", "torch", "mlflow", "polars")}
+    tags = {"version.dphybrid": __version__} | {f"version.{name}": version(name) for name in ("torch", "mlflow", "polars")}
     tags |= {"version.python": platform.python_version(), "host.name": platform.node(), "host.cpus": str(os.cpu_count())}
     tags["torch.threads"] = str(torch.get_num_threads())
     if torch.cuda.is_available():
