@@ -172,7 +172,7 @@ RECIPES: dict[str, dict[str, Any]] = {
             "schedule": "constant",
             "clip_norm": 0.0,
             "patience": 0,
-            "log_every": 1,
+            "log_every": 4,
             "print_splits": "each",
         },
     },
