@@ -163,6 +163,7 @@ def build_run(
         "prepared": prepared,
         "data_digest": data.digest,
         "links": links or {},
+        "tags": tags or {},
         "created": previous.page["created"] if previous else time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     write_json(folder / "run.json", page)

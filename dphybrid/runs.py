@@ -75,6 +75,14 @@ def read_run(run_folder: str | Path) -> Run:
     return Run(folder, read_json(folder / "run.json"))
 
 
+def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | None:
+    """Return the name of the run that carries a tag value, or None."""
+    for path in settings.runs_dir.glob("*/run.json"):
+        if value is not None and read_json(path)["tags"].get(tag) == value:
+            return path.parent.name
+    return None
+
+
 def environment_tags() -> dict[str, str]:
     """Return what a result may depend on: versions, machine, commit."""
     tags = {"version.dphybrid": __version__} | {f"version.{name}": version(name) for name in ("torch", "mlflow", "polars")}

@@ -1,0 +1,44 @@
+"""Watches the flow run's own state while training: Prefect's observer dies after a short outage, and a cancelled run would train on."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import PrefectException
+
+from dphybrid.training.stop import request_stop
+
+ASK_EVERY_S = 15.0
+_ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}
+
+
+@contextmanager
+def watched_flow_run(flow_run_id: str | None, every_s: float = ASK_EVERY_S) -> Iterator[None]:
+    """While the block runs, ask training to stop once the flow run is cancelled or was given up. None: nothing to watch."""
+    if flow_run_id is None:
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(every_s):
+            try:
+                # A new client each time: one that has been connected retries for a minute when the server is away.
+                with get_client(sync_client=True) as client:
+                    state = client.read_flow_run(UUID(flow_run_id)).state
+            except (httpx.HTTPError, PrefectException, RuntimeError):
+                continue
+            if state is not None and state.type in _ENDED:
+                request_stop(f"Prefect (flow run {state.name})")
+                return
+
+    thread = threading.Thread(target=watch, name="dphybrid-flow-guard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -1,0 +1,63 @@
+"""The command as a person meets it: help, plans, wrong input, exit codes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dphybrid.cli import main, make_parser
+
+
+def run(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dphybrid", *argv], capture_output=True, text=True, check=False, cwd=cwd, timeout=300
+    )
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        make_parser().parse_args(["train", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for word in ("--recipe toy --devices 'cpu*3'", "--train.batch-size", "--resume", "DPHYBRID_DATA_DIR", "Rows of a batch"):
+        assert word in shown
+
+
+def test_plan_shows_full_and_last_batch_and_idle_devices(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+    assert main(["plan", "--devices", "cpu*8", "--batch-size", "30", "--rows", "100"]) == 0
+    shown = capsys.readouterr().out.replace(" ", "")
+    assert "4,4,4,4,4,4,4,2" in shown
+    assert "2,2,2,2,2" in shown
+    assert "idle" in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["train", "--recipe", "txt"], ["recipe", "'txt'", "'toy'"]),
+        (["train", "--devices", "tpu"], ["devices", "'tpu'", "cpu*8"]),
+        (["train", "--devices", "cuda:99"], ["cuda:99"]),
+        (["train", "--train.batch-size", "0"], ["train.batch_size", "'0'", "at least"]),
+        (["train", "--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
+        (["train", "--report", "no/such/folder/report.json"], ["--report", "folder that exists"]),
+        (["train", "--data.path", "nowhere.txt"], ["nowhere.txt"]),
+        (["train", "--recipe", "ctr"], ["data.path"]),
+        (["train", "--model.factory", "no.such:thing", "--recipe", "toy"], ["model.factory", "no.such:thing"]),
+        (["train", "--recipe", "toy", "--resume"], ["--resume", "no such run"]),
+        (["train", "--epochs", "3"], ["--epochs", "--help"]),
+        (["plan", "--batch-size", "0", "--rows", "5"], ["--batch-size 0"]),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_code_2(argv: list[str], words: list[str], data_dir: Path) -> None:
+    ended = run(*argv)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    for word in words:
+        assert word in ended.stderr.replace("greater than or equal to", "at least")
+    leftovers = [
+        path
+        for path in data_dir.rglob("*")
+        if path.is_dir() and path.parent.name in ("runs", "prepared") and "toy" not in path.name
+    ]
+    assert leftovers == []
