@@ -71,7 +71,7 @@ class ModelConfig(Section):
     """Number of hidden layers."""
     heads: int = Field(default=4, ge=1, le=256)
     """Attention heads of the transformer."""
-    dropout: float = Field(default=0.3, ge=0.0, lt=1.0)
+    dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
     """Share of activations dropped while training. With more than one device the masks differ from those of one device."""
     dtype: Literal["float32", "float64"] = "float32"
     """Number format of tables and blocks; float64 is for comparing results to the last digit."""
@@ -88,7 +88,7 @@ class TableConfig(Section):
 
     optimizer: Literal["adagrad", "adam", "lazy-adam", "sgd"] = "adam"
     """Row-wise optimizer: adagrad and adam keep one number a row, lazy-adam two a weight, sgd none. Only rows of the batch change."""
-    lr: float = Field(default=0.002, gt=0.0)
+    lr: float = Field(default=0.01, gt=0.0)
     """Learning rate of the rows."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay, applied to the rows of the batch only (lazy)."""
@@ -99,13 +99,13 @@ class TrainConfig(Section):
 
     epochs: int = Field(default=8, ge=1)
     """Passes over the training part."""
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: int = Field(default=16, ge=1)
     """Rows of a batch over all devices together; each device gets about batch_size / devices of them."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Start of every random choice: same seed, same devices, same bits."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """Optimizer of the dense blocks."""
-    lr: float = Field(default=0.002, gt=0.0)
+    lr: float = Field(default=0.003, gt=0.0)
     """Learning rate of the dense blocks."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay of the dense blocks."""

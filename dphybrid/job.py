@@ -20,7 +20,7 @@ from dphybrid.models import ModelContext, build_model
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.runs import Run, environment_tags, find_run, new_run_folder, read_json, read_run, write_json
 from dphybrid.settings import Settings
-from dphybrid.tracking import Tracker, open_tracker
+from dphybrid.tracking import Status, Tracker, open_tracker
 from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, load_checkpoint, load_weights, read_state
 from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display
@@ -342,7 +342,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     return report
 
 
-def fail_run(run_folder: str, settings: Settings, status: str) -> None:
+def fail_run(run_folder: str, settings: Settings, status: Status) -> None:
     """End the MLflow run of a run folder as FAILED or KILLED."""
     _tracker(read_run(run_folder), settings).finish(status)
 

@@ -23,7 +23,7 @@ class Dataset(ABC):
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
         """Return the samples of `index_B` (B,) int64 as CPU tensors with samples on dim 0."""
 
-    def at_epoch(self, seed: int, epoch: int) -> "Dataset":  # noqa: ARG002 - most data are the same in every epoch
+    def at_epoch(self, seed: int, epoch: int) -> "Dataset":
         """Return the view of an epoch."""
         return self
 

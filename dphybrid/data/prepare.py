@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from dphybrid.config import DataConfig
-from dphybrid.data.store import ENCODER_VERSION, Prepared, build_once, combined_digest
+from dphybrid.data.store import ENCODER_VERSION, Prepared, Source, build_once, combined_digest
 
 
 def prepare(recipe: str, data: DataConfig, folder: Path, seed: int) -> Prepared:
@@ -15,8 +15,13 @@ def prepare(recipe: str, data: DataConfig, folder: Path, seed: int) -> Prepared:
     """
     from dphybrid.data import synthetic, table, text
 
-    sources = {"text": text.open_source, "ctr": table.open_source}
-    source = sources[recipe](data, seed) if recipe in sources else synthetic.open_source(recipe, seed)
+    source: Source
+    if recipe == "text":
+        source = text.open_source(data, seed)
+    elif recipe == "ctr":
+        source = table.open_source(data, seed)
+    else:
+        source = synthetic.open_source(recipe, seed)
     facts = json.dumps({"recipe": recipe, "seed": seed, "encoder": ENCODER_VERSION, **source.options}, sort_keys=True)
     digest = combined_digest([facts.encode(), *source.digests()])
     return build_once(folder, recipe, digest, source.read)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -72,6 +72,21 @@ class Content:
     batch_arrays: tuple[str, ...] = ()
     extra: dict[str, Any] | None = None
     rejected: Iterable[dict[str, Any]] = ()
+
+
+class Source(Protocol):
+    """Something to prepare. options: the values that change what comes out."""
+
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+    def digests(self) -> list[bytes]:
+        """Return digests of the source's bytes."""
+        ...
+
+    def read(self) -> Content:
+        """Read and encode everything. Raises UserError for input that cannot be used."""
+        ...
 
 
 def open_prepared(path: Path) -> Prepared:

@@ -1,7 +1,7 @@
 """Random data with a planted answer, for the tutorials' models: toy, blocks, hybrid, convnet."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,10 @@ class SyntheticSource:
 
     recipe: str
     seed: int
-    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {}
 
     def digests(self) -> list[bytes]:
         return []

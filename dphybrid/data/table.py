@@ -106,7 +106,8 @@ class TableSource:
                 frame = pl.read_parquet(self.file)
             except (pl.exceptions.PolarsError, OSError) as error:
                 raise UserError(f"data.path={self.file}: cannot be read as Parquet: {error}") from error
-            lines, rejected = list(range(1, len(frame) + 1)), []
+            lines = list(range(1, len(frame) + 1))
+            rejected: list[dict[str, Any]] = []
         else:
             frame, lines, rejected = self._csv()
         frame = frame.with_columns(pl.all().cast(pl.String).str.strip_chars())
@@ -191,8 +192,8 @@ class TableSource:
         if len(rejected) > self.data.max_rejected * rows:
             first = rejected[0]
             raise UserError(
-                f"data.path={self.file}: {len(rejected)} of {rows} rows cannot be read, more than data.max_rejected={self.data.max_rejected:g} allows; "
-                f"the first is line {first['line']}: {first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
+                f"data.path={self.file}: {len(rejected)} of {rows} rows cannot be read, more than "
+                f"data.max_rejected={self.data.max_rejected:g} allows; the first is line {first['line']}: {first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
             )
 
     def _labels(self, values: pl.Series) -> tuple[Array, list[str]]:
@@ -224,18 +225,17 @@ class TableSource:
             present = values.drop_nulls()
             numbers = present.cast(pl.Float64, strict=False)
             bad = numbers.is_null() | ~numbers.is_finite()
-            role = given.get(name)
-            if role == "numeric" and bad.any():
+            wanted = given.get(name)
+            if wanted == "numeric" and bad.any():
                 wrong = present.filter(bad)[0]
                 row = int(np.flatnonzero((values == wrong).fill_null(False).to_numpy())[0])
                 raise UserError(
                     f"data.numeric: column {name!r} holds {wrong!r} in line {lines[row]} of {self.file}; "
                     f"mend it, list it in data.missing, or name the column in data.categorical"
                 )
-            if role is None:
-                padded = bool(present.str.contains(r"^-?0\d").any())
-                role = "categorical" if bad.any() or padded or not len(present) else "numeric"
-            columns.append(Column(name, role, tuple(present.unique(maintain_order=True)[:3].to_list())))
+            padded = bool(present.str.contains(r"^-?0\d").any())
+            inferred = "categorical" if bad.any() or padded or not len(present) else "numeric"
+            columns.append(Column(name, wanted or inferred, tuple(present.unique(maintain_order=True)[:3].to_list())))
         return columns
 
     def _split(self, rows: int) -> tuple[Array, Array]:

@@ -113,7 +113,8 @@ class TextSource:
         lines = [
             f"  text from {where}: {len(documents):,} documents, {len(vocabulary):,} words "
             f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {UNKNOWN})",
-            f"  {len(train_tokens):,} tokens to train; held out: {len(valid)} whole documents, {len(valid_tokens):,} tokens, {unknown:.1%} of them {UNKNOWN}",
+            f"  {len(train_tokens):,} tokens to train; held out: {len(valid)} whole documents, {len(valid_tokens):,} tokens, "
+            f"{unknown:.1%} of them {UNKNOWN}",
         ]
         info = {"task": "language-model", "num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}

@@ -46,7 +46,7 @@ class DataParallel(nn.DataParallel):
         self.whole = frozenset(whole)
         real = self.devices.home.type == "cuda" and not self.devices.virtual
         self.device_ids = [device.index for device in self.devices.replicas] if real else []
-        self.output_device = self.devices.home
+        self.output_device = self.devices.home  # type: ignore[assignment] # upstream keeps an index, we a device
         self.src_device_obj = self.devices.home
         self._counts: dict[tuple[tuple[Size, ...], tuple[Size, ...]], int] = {}
         self._last: tuple[tuple[Size, ...], tuple[Size, ...]] | None = None
@@ -144,5 +144,5 @@ def _refuse_unsuitable(module: nn.Module) -> None:
             raise UserError(
                 f"DataParallel: {place} is compiled, and replicas would run the original's code; compile outside or not at all"
             )
-        if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
+        if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():  # type: ignore[misc]
             raise UserError(f"DataParallel: {place} has parameters without a size yet; run it once on a sample first")

@@ -67,7 +67,7 @@ def replicate(module: nn.Module, devices: str | Devices | Sequence[int], detach:
     if parameters and not detach:
         flat = _Broadcast.apply(devices.replicas, *parameters)
     else:
-        flat = tuple([*parameters, *(p.detach().to(device, copy=True) for device in devices.replicas[1:] for p in parameters)])
+        flat = (*parameters, *(p.detach().to(device, copy=True) for device in devices.replicas[1:] for p in parameters))
     buffers = list(module.buffers())
     modules = list(module.modules())
     return [

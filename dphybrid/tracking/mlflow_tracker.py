@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlparse
 
 import mlflow
@@ -172,7 +172,7 @@ class MlflowTracker:
             tags={t.key: t.value for t in (LoggedModelTag("dphybrid.step", str(step)),)},
             model_type=CHECKPOINT_TYPE,
         )
-        status = "FAILED"
+        status: Literal["READY", "FAILED"] = "FAILED"
         try:
             self._put_model_files(model, folder)
             status = "READY"

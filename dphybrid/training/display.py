@@ -41,10 +41,10 @@ class Display:
             self._bar.remove_task(self._task)
         self._task = self._bar.add_task(f"epoch {epoch + 1}/{epochs}", total=num_batches, completed=done, note="")
 
-    def advance(self, note: str | None = None) -> None:
+    def advance(self, note: str = "") -> None:
         """Move the bar by one batch."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, advance=1, **({"note": note} if note is not None else {}))
+            self._bar.update(self._task, advance=1, note=note)
 
     def line(self, text: str) -> None:
         """Print a line, above the bar where there is one."""

@@ -211,7 +211,8 @@ class Meter:
         self.note = f"loss {loss:.4g}"
         self._loss, self._weight, self._steps = 0.0, 0.0, 0
         epoch = session.trained.progress.epoch + 1
-        return f"epoch {epoch} step {step}: train loss {loss:.5g}, {metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
+        speed = f"{metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
+        return f"epoch {epoch} step {step}: train loss {loss:.5g}, {speed}"
 
 
 def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:

@@ -1,8 +1,10 @@
 """What each batch was split into, as the plain lines of the data-parallel tutorials and as table rows."""
 
+from dataclasses import dataclass
+
 from torch import nn
 
-from dphybrid.parallel import DataParallel, Devices, Split, find_data_parallel
+from dphybrid.parallel import Devices, Split, find_data_parallel
 
 
 def announcement(devices: Devices) -> str | None:
@@ -27,14 +29,24 @@ def _whole(sizes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     return (sum(size[0] for size in sizes), *sizes[0][1:]) if sizes[0] else ()
 
 
+@dataclass
+class Seen:
+    """A split of one block and the steps it happened in."""
+
+    block: str
+    split: Split
+    first_step: int
+    last_step: int
+    steps: int = 1
+
+
 class SplitLog:
     """Collects the splits of training steps. `each`: every step gives lines; otherwise only a split not seen before."""
 
     def __init__(self, model: nn.Module, each: bool) -> None:
-        self._blocks: dict[str, DataParallel] = find_data_parallel(model)
+        self._blocks = find_data_parallel(model)
         self._each = each
-        self._seen: dict[tuple[str, object], int] = {}
-        self._steps: dict[tuple[str, Split], list[int]] = {}
+        self._seen: dict[tuple[object, ...], Seen] = {}
         self.lines: list[str] = []
 
     def after_step(self, step: int) -> list[str]:
@@ -44,33 +56,32 @@ class SplitLog:
             split = block.last_split
             if split is None:
                 continue
-            key = (name, (split.input_sizes, split.output_sizes, split.devices))
+            key = (name, split.input_sizes, split.output_sizes)
             if self._each or key not in self._seen:
                 fresh += split_lines(split)
-            self._seen[key] = self._seen.get(key, 0) + 1
-            span = self._steps.setdefault(key, [step, step])  # type: ignore[arg-type]
-            span[1] = step
+            if key in self._seen:
+                self._seen[key].last_step = step
+                self._seen[key].steps += 1
+            else:
+                self._seen[key] = Seen(name or "model", split, step, step)
         self.lines += fresh
         return fresh
 
     def rows(self) -> list[dict[str, object]]:
-        """Return one row for each (block, split, replica): where, split, rows, device, sizes, first and last step, steps."""
-        table: list[dict[str, object]] = []
-        for number, (key, count) in enumerate(self._seen.items(), start=1):
-            name, (input_sizes, output_sizes, devices) = key  # type: ignore[misc]
-            first, last = self._steps[key]  # type: ignore[index]
-            batch = sum(size[0] for size in input_sizes if size)
-            for replica, (inputs, outputs, device) in enumerate(zip(input_sizes, output_sizes, devices, strict=True)):
-                table.append(
-                    {
-                        "where": f"split {number} / {name or 'model'} / replica {replica}",
-                        "split": f"{list(inputs)} -> {list(outputs)}",
-                        "batch_rows": batch,
-                        "rows": inputs[0] if inputs else 0,
-                        "device": device,
-                        "first_step": first,
-                        "last_step": last,
-                        "steps": count,
-                    }
-                )
-        return table
+        """Return one row for each (block, split, replica): where, split, rows, device, first and last step, steps."""
+        return [
+            {
+                "where": f"split {number} / {seen.block} / replica {replica}",
+                "split": f"{list(inputs)} -> {list(outputs)}",
+                "batch_rows": sum(size[0] for size in seen.split.input_sizes if size),
+                "rows": inputs[0] if inputs else 0,
+                "device": device,
+                "first_step": seen.first_step,
+                "last_step": seen.last_step,
+                "steps": seen.steps,
+            }
+            for number, seen in enumerate(self._seen.values(), start=1)
+            for replica, (inputs, outputs, device) in enumerate(
+                zip(seen.split.input_sizes, seen.split.output_sizes, seen.split.devices, strict=True)
+            )
+        ]

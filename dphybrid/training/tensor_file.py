@@ -51,7 +51,7 @@ def _byte_slices(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().reshape(-1)
     step = max(1, _SLICE_BYTES // tensor.element_size())
     for start in range(0, flat.numel(), step):
-        yield memoryview(flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy())
+        yield flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
