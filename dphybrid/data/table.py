@@ -193,7 +193,8 @@ class TableSource:
             first = rejected[0]
             raise UserError(
                 f"data.path={self.file}: {len(rejected)} of {rows} rows cannot be read, more than "
-                f"data.max_rejected={self.data.max_rejected:g} allows; the first is line {first['line']}: {first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
+                f"data.max_rejected={self.data.max_rejected:g} allows; "
+                f"the first is line {first['line']}: {first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
             )
 
     def _labels(self, values: pl.Series) -> tuple[Array, list[str]]:

@@ -57,6 +57,9 @@ class HostEmbedding(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         return self  # moving or casting the model leaves the table where and as it is
 
+    def _replicate_for_data_parallel(self) -> Self:
+        raise UserError(f"table {self.name!r} is inside a DataParallel block; look rows up outside and hand them to the block")
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight
 

@@ -25,6 +25,7 @@ _SLICE_BYTES = 16 * 2**20
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write named tensors, any device; fsync; return the file's sha256 in hex."""
+    tensors = dict(sorted(tensors.items()))  # the same tensors give the same file, however they came to be
     header: dict[str, object] = {}
     offset = 0
     for name, tensor in tensors.items():

@@ -1,0 +1,218 @@
+"""The table stays where it is, and its rows train as torch's own embedding and optimizers would train them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dphybrid.embedding import (
+    HostEmbedding,
+    LazyAdam,
+    RowAdagrad,
+    RowAdam,
+    RowSGD,
+    clip_grad_norm_,
+    find_tables,
+    make_row_optimizer,
+)
+from dphybrid.parallel import DataParallel
+
+ROWS, DIM = 50, 4
+
+
+def table(**options: object) -> HostEmbedding:
+    return HostEmbedding(ROWS, DIM, dtype=torch.float64, seed=3, name="words", **options)  # type: ignore[arg-type]
+
+
+def test_lookup_equals_torch() -> None:
+    ours, ids = table(), torch.randint(0, ROWS, (3, 5))
+    assert torch.equal(ours(ids), F.embedding(ids, ours.weight))
+
+
+def test_nothing_moves_or_casts_the_table() -> None:
+    model = nn.Sequential(table(), nn.Linear(DIM, 2))
+    weight = model[0].weight
+    model.to("meta").half()
+    assert model[0].weight is weight
+    assert (weight.device.type, weight.dtype) == ("cpu", torch.float64)
+    assert model[1].weight.device.type == "meta"
+    assert list(model[0].parameters()) == []
+
+
+def test_gradients_exist_for_touched_rows_only_and_add_up_over_lookups() -> None:
+    ours = table()
+    dense = ours.weight.clone().requires_grad_()
+    first, second = torch.tensor([[1, 2, 2], [9, 1, 1]]), torch.tensor([2, 30])
+    scale = torch.randn(2, 3, DIM, dtype=torch.float64)
+    ((ours(first) * scale).sum() + ours(second).square().sum()).backward()
+    ((F.embedding(first, dense) * scale).sum() + F.embedding(second, dense).square().sum()).backward()
+    found = ours.row_gradients()
+    assert found is not None
+    assert found[0].tolist() == [1, 2, 9, 30]
+    torch.testing.assert_close(found[1], dense.grad[found[0]], rtol=1e-12, atol=1e-12)
+    ours.clear_row_gradients()
+    assert ours.row_gradients() is None
+
+
+def test_lookups_without_gradients_are_not_remembered() -> None:
+    ours = table()
+    with torch.no_grad():
+        ours(torch.tensor([1]))
+    assert ours.row_gradients() is None
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("ours_kind", "torch_kind"),
+    [(RowSGD, torch.optim.SGD), (LazyAdam, torch.optim.Adam)],
+)
+def test_equal_to_torch_where_every_step_touches_every_row(ours_kind: type, torch_kind: type, weight_decay: float) -> None:
+    ours = table()
+    dense = nn.Parameter(ours.weight.clone())
+    mine, theirs = (
+        ours_kind({"t": ours}, lr=0.05, weight_decay=weight_decay),
+        torch_kind([dense], lr=0.05, weight_decay=weight_decay),
+    )
+    for step in range(100):
+        ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(step)).repeat(2)
+        for weight, optimizer in ((None, mine), (dense, theirs)):
+            optimizer.zero_grad()
+            rows = ours(ids) if weight is None else F.embedding(ids, weight)
+            (rows - 0.01 * step).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, dense.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_row_adagrad_equals_its_definition_on_sparse_ids() -> None:
+    ours = table()
+    weight, total = ours.weight.clone(), torch.zeros(ROWS, dtype=torch.float64)
+    optimizer = RowAdagrad({"t": ours}, lr=0.1)
+    for step in range(100):
+        ids = torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(step))
+        dense = weight.clone().requires_grad_()
+        F.embedding(ids, dense).square().sum().backward()
+        total += dense.grad.square().mean(1)
+        weight -= 0.1 * dense.grad / (total.sqrt() + 1e-10)[:, None]
+        optimizer.zero_grad()
+        ours(ids).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(ours.weight, weight, rtol=1e-9, atol=1e-9)
+    assert torch.equal(ours.weight[12:], table().weight[12:])
+
+
+def test_row_adam_counts_each_rows_own_steps() -> None:
+    ours = table()
+    before = ours.weight.clone()
+    optimizer = RowAdam({"t": ours}, lr=0.1)
+    for ids in ([1, 2], [2]):
+        optimizer.zero_grad()
+        ours(torch.tensor(ids)).sum().backward()
+        optimizer.step()
+    # A constant gradient moves an Adam row by the learning rate a step, however rare the row is.
+    torch.testing.assert_close(before[1] - ours.weight[1], torch.full((DIM,), 0.1, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(before[2] - ours.weight[2], torch.full((DIM,), 0.2, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    assert optimizer.state["t"]["steps"][:4].tolist() == [0, 1, 2, 0]
+
+
+def test_clipping_joins_dense_parameters_and_rows() -> None:
+    ours, layer = table(), nn.Linear(DIM, 1, dtype=torch.float64)
+    dense, twin = ours.weight.clone().requires_grad_(), copy.deepcopy(layer)
+    ids = torch.tensor([3, 3, 7])
+    layer(ours(ids)).square().sum().backward()
+    twin(F.embedding(ids, dense)).square().sum().backward()
+    norm = clip_grad_norm_(layer.parameters(), {"t": ours}, 0.01)
+    expected = nn.utils.clip_grad_norm_([*twin.parameters(), dense], 0.01)
+    assert norm == pytest.approx(float(expected), rel=1e-9)
+    found = ours.row_gradients()
+    assert found is not None
+    torch.testing.assert_close(found[1], dense.grad[found[0]], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(layer.weight.grad, twin.weight.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+def test_gradients_come_back_through_a_region(devices: str) -> None:
+    ours, region = table(), DataParallel(nn.Linear(DIM, 1, dtype=torch.float64), devices)
+    ids = torch.tensor([4, 4, 5, 6, 4])
+    region(ours(ids)).sum().backward()
+    found = ours.row_gradients()
+    assert found is not None
+    torch.testing.assert_close(found[1], torch.tensor([[3.0], [1.0], [1.0]], dtype=torch.float64) * region.module.weight.detach())
+
+
+def test_padding_stays_zero() -> None:
+    ours = table(padding_idx=0)
+    optimizer = make_row_optimizer("adagrad", {"t": ours}, lr=0.1)
+    (ours(torch.tensor([0, 1])) + 1).sum().backward()
+    optimizer.step()
+    assert torch.equal(ours.weight[0], torch.zeros(DIM, dtype=torch.float64))
+    assert not torch.equal(ours.weight[1], table().weight[1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (torch.tensor([[1, 2], [ROWS, 0]]), ["'words'", str(ROWS), "[1, 0]"]),
+        (torch.tensor([-1]), ["'words'", "-1", "[0]"]),
+        (torch.tensor([1.0]), ["'words'", "int64"]),
+    ],
+)
+def test_wrong_ids_are_named(ids: torch.Tensor, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        table()(ids)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_state_dict_is_that_of_an_embedding_and_a_reference() -> None:
+    model = nn.Sequential(table())
+    assert model.state_dict()["0.weight"] is model[0].weight
+    plain = nn.Sequential(nn.Embedding(ROWS, DIM, dtype=torch.float64))
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model[0].weight, plain[0].weight)
+    plain.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="shape"):
+        nn.Sequential(HostEmbedding(3, DIM)).load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "lazy-adam"])
+def test_optimizer_state_round_trips(name: str) -> None:
+    def train(ours: HostEmbedding, optimizer: object, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()  # type: ignore[attr-defined]
+            ours(torch.arange(step, step + 5)).square().sum().backward()
+            optimizer.step()  # type: ignore[attr-defined]
+
+    one, two = table(), table()
+    first, second = (make_row_optimizer(name, {"t": t}, lr=0.1) for t in (one, two))
+    train(one, first, range(10))
+    two.weight.copy_(one.weight)
+    second.load_state_dict({key: value.clone() for key, value in first.state_dict().items()})
+    train(one, first, range(5, 15))
+    train(two, second, range(5, 15))
+    assert torch.equal(one.weight, two.weight)
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    adam, adagrad = (make_row_optimizer(name, {"t": table()}, lr=0.1) for name in ("adam", "adagrad"))
+    with pytest.raises(ValueError, match=r"missing t\.sum.*unexpected t\.mean"):
+        adagrad.load_state_dict(adam.state_dict())
+
+
+def test_start_values_depend_on_the_seed_alone() -> None:
+    large = HostEmbedding(70_000, 3, seed=5)
+    torch.manual_seed(99)
+    assert torch.equal(large.weight, HostEmbedding(70_000, 3, seed=5).weight)
+    assert not torch.equal(large.weight, HostEmbedding(70_000, 3, seed=6).weight)
+    assert float(large.weight.std()) == pytest.approx(0.1, rel=0.02)
+
+
+def test_find_tables_names_them() -> None:
+    model = nn.ModuleDict({"users": table(), "rest": nn.ModuleDict({"goods": table()})})
+    assert list(find_tables(model)) == ["users", "rest.goods"]
+
+
+def test_a_table_inside_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="'words' is inside a DataParallel block"):
+        DataParallel(nn.Sequential(table()), "cpu*2")(torch.tensor([1, 2]))

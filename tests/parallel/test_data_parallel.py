@@ -1,0 +1,234 @@
+"""Splits are right, results equal those without any splitting, and what cannot be split is refused."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from dphybrid.parallel import DataParallel, Whole, current_replica, data_parallel, resolve_devices, split_plan, split_sizes
+from dphybrid.parallel.primitives import gather, parallel_apply, replicate, scatter
+from tests.conftest import SHARED
+
+REFERENCE = SHARED / "reference" / "split_shapes.json"
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return {
+        "linear": lambda: nn.Linear(5, 2),
+        "mlp": lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 2)),
+        "conv": lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(15, 2)
+        ),
+        "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), nn.Linear(4, 2)),
+    }[kind]().double()
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "conv", "weight_norm"])
+@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rows", [1, 2, 7, 10, 30, 33])
+def test_outputs_and_gradients_equal_those_of_the_bare_module(kind: str, devices: int, rows: int) -> None:
+    bare, wrapped = make(kind), DataParallel(make(kind), f"cpu*{devices}")
+    x1 = torch.randn(rows, 5, dtype=torch.float64, requires_grad=True)
+    x2 = x1.detach().clone().requires_grad_()
+    y1, y2 = bare(x1), wrapped(x2)
+    weight = torch.randn_like(y1)
+    (y1 * weight).sum().backward()
+    (y2 * weight).sum().backward()
+    torch.testing.assert_close(y2, y1, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x2.grad, x1.grad, rtol=1e-12, atol=1e-12)
+    for (name, p1), p2 in zip(bare.named_parameters(), wrapped.module.parameters(), strict=True):
+        torch.testing.assert_close(p2.grad, p1.grad, rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_splits_are_those_of_the_reference(devices: int) -> None:
+    if not REFERENCE.is_file():
+        pytest.skip("the reference table is not here")
+    expected = json.loads(REFERENCE.read_text())["by_devices"][str(devices)]
+    wrapped = DataParallel(make("linear"), f"cpu*{devices}")
+    for batch, rows in zip(torch.randn(100, 5, dtype=torch.float64).split(30), expected, strict=True):
+        wrapped(batch)
+        assert wrapped.last_split is not None
+        assert [size[0] for size in wrapped.last_split.input_sizes] == rows
+        assert [size[0] for size in wrapped.last_split.output_sizes] == rows
+    assert [split.count for split in wrapped.splits()] == [3, 1]
+
+
+def test_split_sizes_are_those_of_chunk() -> None:
+    for rows in range(1, 100):
+        for devices in range(1, 12):
+            assert split_sizes(rows, devices) == [len(part) for part in torch.arange(rows).chunk(devices)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "sizes"), [(30, (24, 80), [7, 23]), (10, (24, 80), [3, 7]), (2, (24, 24, 80), [1, 1])]
+)
+def test_weighted_splits_give_every_used_device_a_row(rows: int, weights: tuple[float, ...], sizes: list[int]) -> None:
+    assert split_sizes(rows, len(weights), weights) == sizes
+
+
+def test_state_dict_keys_are_those_of_the_bare_module() -> None:
+    bare = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    wrapped = nn.Sequential(nn.Linear(3, 3), DataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "cpu*2"))
+    assert list(wrapped.state_dict()) == list(bare.state_dict())
+    wrapped.load_state_dict(bare.state_dict())
+    bare.load_state_dict(wrapped.state_dict())
+    with_prefix = {
+        key.replace("1.", "1.module.", 1) if key.startswith("1.") else key: value for key, value in bare.state_dict().items()
+    }
+    wrapped.load_state_dict(with_prefix)
+    alone = DataParallel(nn.Linear(2, 2), "cpu*2")
+    assert list(alone.state_dict()) == ["weight", "bias"]
+    alone.load_state_dict(nn.Linear(2, 2).state_dict())
+
+
+def test_a_short_batch_with_a_keyword_that_is_no_tensor_works() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, mask: None = None) -> torch.Tensor:
+            assert mask is None
+            return 2 * x
+
+    x = torch.arange(10.0)[:, None]
+    assert torch.equal(DataParallel(Masked(), "cpu*8")(x, mask=None), 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((torch.ones(30, 5), torch.ones(1)), ["30", "1", "Whole"]),
+        ((torch.tensor(3.0),), ["0-dim", "Whole"]),
+        (({"a": torch.ones(4, 1), "b": [torch.ones(5, 1)]},), ["input 0['a']: 4", "input 0['b'][0]: 5"]),
+    ],
+)
+def test_inputs_that_disagree_are_refused_before_rows_are_lost(args: tuple[object, ...], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        DataParallel(nn.Identity(), "cpu*8")(*args)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_what_every_replica_needs_whole_is_not_split() -> None:
+    class Shifted(nn.Module):
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            assert table.shape == (3,)
+            return x + table.sum()
+
+    x, table = torch.randn(7, 2), torch.ones(3)
+    assert torch.equal(DataParallel(Shifted(), "cpu*4")(x, Whole(table)), x + 3)
+    assert torch.equal(DataParallel(Shifted(), "cpu*4", whole=["table"])(x, table=table), x + 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "word"),
+    [
+        (lambda x: x.sum(), "0-dim"),
+        (lambda x: "text", "str"),
+        (lambda x: x.T, "cannot be joined"),
+        (lambda x: [x] * len(x), "items"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_refused(function: object, word: str) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return function(x)  # type: ignore[operator]
+
+    with pytest.raises(ValueError, match=word):
+        DataParallel(Odd(), "cpu*2")(torch.ones(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "word"),
+    [(DataParallel(nn.Linear(1, 1), "cpu*2"), "data-parallel itself"), (nn.LazyLinear(3), "without a size")],
+)
+def test_unsuitable_modules_are_refused(module: nn.Module, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        DataParallel(nn.Sequential(module), "cpu*2")
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, from importing its compiler
+def test_compiled_modules_are_refused() -> None:
+    with pytest.raises(ValueError, match="compiled"):
+        DataParallel(torch.compile(nn.Linear(2, 2)), "cpu*2")
+
+
+def test_replicas_are_copies_and_only_the_first_keeps_buffers() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += len(x)  # type: ignore[operator]
+            x += 1  # in place: must not reach the caller's batch
+            return self.scale * x
+
+    wrapped = DataParallel(Counting(), "cpu*3")
+    x = torch.zeros(8, 1)
+    assert torch.equal(wrapped(x), torch.ones(8, 1))
+    assert torch.equal(x, torch.zeros(8, 1))
+    assert wrapped.module.seen.item() == 3
+
+
+def test_an_empty_batch_runs_once() -> None:
+    assert DataParallel(nn.Linear(5, 2), "cpu*3")(torch.empty(0, 5)).shape == (0, 2)
+
+
+def test_unused_parameters_get_zero_gradients_as_upstream() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    wrapped = DataParallel(Half(), "cpu*2")
+    wrapped(torch.ones(4, 2)).sum().backward()
+    assert torch.equal(wrapped.module.unused.weight.grad, torch.zeros(2, 2))
+
+
+def test_the_primitives_make_a_data_parallel_call() -> None:
+    module, x = make("mlp"), torch.randn(10, 5, dtype=torch.float64)
+    devices = resolve_devices("cpu*4")
+    parts = scatter((x,), devices, split_sizes(10, 4))
+    replicas = replicate(module, devices)
+    for threads in (False, True):
+        outputs = parallel_apply(replicas, parts, [{}] * 4, devices, threads=threads)
+        torch.testing.assert_close(gather(outputs, "cpu"), module(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(data_parallel(module, x, "cpu*3"), module(x), rtol=1e-12, atol=1e-12)
+
+
+def test_threads_see_the_callers_modes() -> None:
+    seen: list[tuple[bool, bool, torch.dtype]] = []
+
+    class Look(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_autocast_dtype("cpu")))
+            return x
+
+    devices = resolve_devices("cpu*2")
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.float16):
+        parallel_apply([Look(), Look()], [(torch.ones(1),)] * 2, [{}] * 2, devices, threads=True)
+    assert seen == [(False, True, torch.float16)] * 2
+
+
+def test_a_failing_replica_says_where() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if current_replica() == (2, 3):
+                raise KeyError("lost")
+            return x
+
+    with pytest.raises(KeyError, match="lost") as caught:
+        DataParallel(Fails(), "cpu*3")(torch.ones(9, 1))
+    assert caught.value.__notes__ == ["in replica 2 of 3 on cpu[2]"]
+
+
+def test_the_plan_names_idle_devices_and_a_better_batch_size() -> None:
+    text = split_plan(100, 30, resolve_devices("cpu*8").labels).text()
+    for words in ("4,4,4,4,4,4,4,2", "2,2,2,2,2\n", "3 of 8 devices idle (cpu[5], cpu[6], cpu[7])", "32 gives 4 rows each"):
+        assert words in text
+    assert "Every device is used" in split_plan(64, 16, ["cpu[0]", "cpu[1]"]).text()

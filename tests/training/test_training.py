@@ -1,0 +1,232 @@
+"""Training as a whole: equal to training without splits, the same bits twice, on from where it stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dphybrid.config_sources import load_config
+from dphybrid.errors import UserError
+from dphybrid.job import Report, run_job
+from dphybrid.loading import model_from_checkpoint
+from dphybrid.settings import load_settings
+from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
+from dphybrid.training.loop import learning_rate_factor
+from dphybrid.training.split_log import SplitLog
+from dphybrid.training.stop import Interrupted, request_stop
+from tests.conftest import SHARED
+
+SMALL_TEXT = ["model.dim=8", "model.hidden=8", "data.window=16", "train.epochs=2", "model.dtype=float64", "model.dropout=0"]
+
+
+@pytest.fixture
+def small_text(tmp_path: Path) -> str:
+    words = "the cat sat on the mat and the dog ran to the red house where a bird sang".split()
+    lines = [" ".join(words[(i * j + j) % len(words)] for j in range(40)) for i in range(1, 40)]
+    file = tmp_path / "small.txt"
+    file.write_text("\n".join(lines))
+    return f"data.path={file}"
+
+
+def train(*overrides: str, resume: str | None = None, name: str | None = None) -> Report:
+    return run_job(load_config(None, list(overrides)), load_settings(), run_name=name, resume=resume)
+
+
+def tensors(report: Report) -> dict[str, torch.Tensor]:
+    model = model_from_checkpoint(report.latest_checkpoint)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "transformer"])
+def test_text_trains_to_the_same_losses_on_any_number_of_devices(kind: str, data_dir: Path, small_text: str) -> None:
+    one = train(small_text, *SMALL_TEXT, f"model.kind={kind}", "devices=cpu")
+    for devices in ("cpu*2", "cpu*3", "cpu*8"):
+        split = train(small_text, *SMALL_TEXT, f"model.kind={kind}", f"devices={devices}")
+        assert split.metrics["loss"] == pytest.approx(one.metrics["loss"], abs=1e-10)
+        for key, value in tensors(one).items():
+            torch.testing.assert_close(tensors(split)[key], value, rtol=1e-8, atol=1e-9)
+
+
+def test_hybrid_trains_to_the_same_losses_on_any_number_of_devices(data_dir: Path) -> None:
+    options = ["recipe=hybrid", "model.dtype=float64", "train.epochs=2"]
+    one = train(*options, "devices=cpu")
+    for devices in ("cpu*2", "cpu*3", "cpu*8"):
+        assert train(*options, f"devices={devices}").metrics["mse"] == pytest.approx(one.metrics["mse"], abs=1e-10)
+
+
+@pytest.mark.parametrize("recipe", ["toy", "blocks", "hybrid", "convnet"])
+def test_recipes_learn_what_was_planted(recipe: str, data_dir: Path) -> None:
+    epochs = {"toy": 30, "convnet": 2}.get(recipe, 10)
+    quiet = ["train.print_splits=new"]
+    report = train(f"recipe={recipe}", "devices=cpu*2", f"train.epochs={epochs}", *quiet)
+    if recipe == "convnet":
+        assert report.metrics["accuracy"] > 0.5
+    else:
+        at_start = {"toy": 5.0, "blocks": 10.0, "hybrid": 1.0}[recipe]
+        assert report.metrics["mse"] < 0.5 * at_start
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_toy_prints_and_records_the_reference_lines(devices: int, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = SHARED / "reference" / "split_shapes.json"
+    if not file.is_file():
+        pytest.skip("the reference table is not here")
+    reference = json.loads(file.read_text())
+    words = reference["lines"]
+    expected = [words["announce"].format(n=devices).replace("GPUs", "devices")] if devices > 1 else []
+    for rows in reference["by_devices"][str(devices)]:
+        expected += [words["replica"].format(rows=count) for count in rows]
+        expected.append(words["outside"].format(batch=sum(rows)))
+    report = train("recipe=toy", f"devices=cpu*{devices}")
+    starts = ("Let's use", "\tIn Model", "Outside")
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(starts)] == expected
+    assert report.split_lines == expected
+
+
+def test_the_same_seed_gives_the_same_bits(data_dir: Path, small_text: str) -> None:
+    options = [small_text, *SMALL_TEXT, "model.dropout=0.5", "devices=cpu*2"]
+    one, two, other = train(*options), train(*options), train(*options, "train.seed=1")
+    assert one.digests["blocks.safetensors"] == two.digests["blocks.safetensors"]
+    assert one.digests["tables/words.safetensors"] == two.digests["tables/words.safetensors"]
+    assert one.digests["tables/words.safetensors"] != other.digests["tables/words.safetensors"]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad", "lazy-adam", "sgd"])
+def test_stopped_and_resumed_equals_undisturbed(
+    optimizer: str, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [small_text, *SMALL_TEXT, "model.dropout=0.3", "train.epochs=3", f"table.optimizer={optimizer}", "table.lr=0.01"]
+    whole = train(*options, name="whole")
+
+    after_step = SplitLog.after_step
+
+    def stop_at_seven(self: SplitLog, step: int) -> list[str]:
+        if step == 7:
+            request_stop("a test")
+        return after_step(self, step)
+
+    monkeypatch.setattr(SplitLog, "after_step", stop_at_seven)
+    with pytest.raises(Interrupted, match="step-000007"):
+        train(*options, name="broken")
+    monkeypatch.setattr(SplitLog, "after_step", after_step)
+    assert read_state(data_dir / "runs/broken/checkpoints/step-000007")["progress"]["step"] == 7
+    resumed = train(*options, resume="broken")
+    assert resumed.run_name == "broken"
+    changed = {name for name in whole.digests if whole.digests[name] != resumed.digests[name]}
+    assert changed == set()
+    assert resumed.metrics == whole.metrics
+
+
+def test_a_finished_run_goes_on_for_more_epochs(data_dir: Path, small_text: str) -> None:
+    options = [small_text, *SMALL_TEXT, "train.schedule=constant"]
+    whole = train(*options, "train.epochs=3", name="whole")
+    train(*options, "train.epochs=1", name="grown")
+    grown = train(*options, "train.epochs=3", resume="latest")
+    assert grown.run_name == "grown"
+    assert grown.digests == whole.digests
+
+
+def test_resuming_with_another_model_is_refused(data_dir: Path, small_text: str) -> None:
+    train(small_text, *SMALL_TEXT)
+    with pytest.raises(UserError, match=r"model.hidden: 8 -> 9"):
+        train(small_text, *SMALL_TEXT, "model.hidden=9", resume="latest")
+
+
+def test_checkpoints_are_kept_as_asked_and_the_best_always(data_dir: Path, small_text: str) -> None:
+    report = train(small_text, *SMALL_TEXT, "train.epochs=4", "checkpoint.keep_last=1", "checkpoint.every_steps=2")
+    kept = complete_checkpoints(Path(report.latest_checkpoint).parent)
+    assert {Path(report.best_checkpoint), Path(report.latest_checkpoint)} == set(kept)
+
+
+def test_a_checkpoint_of_another_shape_or_a_damaged_one_is_named(data_dir: Path, small_text: str) -> None:
+    report = train(small_text, *SMALL_TEXT, "train.epochs=1")
+    other = train(small_text, *SMALL_TEXT, "train.epochs=1", "model.hidden=9", "model.layers=1")
+    model = model_from_checkpoint(other.latest_checkpoint)
+    with pytest.raises(UserError, match=r"region.network.network.weight_ih_l0 is .* in the file and .* in the model"):
+        load_weights(Path(report.latest_checkpoint), model)
+    with pytest.raises(UserError, match="is no checkpoint"):
+        model_from_checkpoint(data_dir / "runs")
+
+
+def test_a_diverging_run_says_so(data_dir: Path) -> None:
+    with pytest.raises(UserError, match="the training loss became (nan|inf).*lower train.lr"):
+        train("recipe=blocks", "train.optimizer=sgd", "train.lr=1e30", "train.log_every=1")
+
+
+def test_your_own_model_trains(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from dphybrid.parallel import DataParallel\n"
+        "class Mine(torch.nn.Module):\n"
+        "    def __init__(self, context):\n"
+        "        super().__init__()\n"
+        "        self.block = DataParallel(torch.nn.Linear(context.info['num_inputs'], 2), context.devices)\n"
+        "    def forward(self, batch):\n"
+        "        loss = (self.block(batch['x_BI']) - batch['y_BO']).square().mean(1)\n"
+        "        return {'loss': loss, 'weight': torch.ones_like(loss)}\n"
+        "def build(context): return Mine(context)\n"
+        "def wrong(context): return 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = train("recipe=toy", "model.factory=mine:build", "devices=cpu*4")
+    assert report.splits[0]["device"] == "cpu[0]"
+    for factory, words in (
+        ("mine:wrong", "returned a int"),
+        ("mine:absent", "has no function 'absent'"),
+        ("mine", "package.module:function"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train("recipe=toy", f"model.factory={factory}")
+
+
+def test_schedules_end_at_a_hundredth() -> None:
+    assert learning_rate_factor("constant", 0.9) == 1.0
+    for schedule in ("cosine", "linear"):
+        assert learning_rate_factor(schedule, 0.0) == 1.0
+        assert learning_rate_factor(schedule, 1.0) == pytest.approx(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_checkpoints_and_goes_on(number: int, code: int, data_dir: Path, small_text: str) -> None:
+    flags = [
+        f"--{text.replace('=', ' ', 1).replace('_', '-', 1)}" for text in [*SMALL_TEXT, "train.epochs=4000", "train.patience=0"]
+    ]
+    data_flag = ["--data.path", small_text.partition("=")[2]]
+    argv = [
+        sys.executable,
+        "-m",
+        "dphybrid",
+        "train",
+        *data_flag,
+        *[word for flag in flags for word in flag.split()],
+        "--run-name",
+        "long",
+    ]
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    folder = data_dir / "runs" / "long" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not (folder.is_dir() and complete_checkpoints(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == code, errors
+    assert "Traceback" not in errors
+    assert "--resume" in errors
+
+    from mlflow.tracking import MlflowClient
+
+    page = json.loads((data_dir / "runs/long/run.json").read_text())
+    client = MlflowClient(f"sqlite:///{data_dir}/mlflow/mlflow.db")
+    assert client.get_run(page["run_id"]).info.status == "KILLED"
+    step = read_state(complete_checkpoints(folder)[-1])["progress"]["step"]
+    epochs = step // 5 + 2
+    report = train(small_text, *SMALL_TEXT, "train.patience=0", f"train.epochs={epochs}", resume="long")
+    assert read_state(Path(report.latest_checkpoint))["progress"]["step"] > step
+    assert client.get_run(page["run_id"]).info.status == "FINISHED"
