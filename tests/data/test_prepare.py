@@ -1,0 +1,248 @@
+"""Prepared data: made once, the same everywhere, and every unusable input told with its place and remedy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from dphybrid.config import DataConfig
+from dphybrid.data import Prepared, batches, num_batches, open_prepared, prepare
+from dphybrid.data import store as store_module
+from dphybrid.data.text import tokenize
+from dphybrid.errors import UserError
+from tests.conftest import SHARED
+
+CLICKS = "age,city,job,clicked\n" + "\n".join(
+    f"{20 + i % 40},{'abc'[i % 3]},{'x' if i % 2 else '?'},{'yes' if i % 5 == 0 else 'no'}" for i in range(200)
+)
+
+
+def ctr(folder: Path, text: str, **values: object) -> Prepared:
+    file = folder / "clicks.csv"
+    file.write_text(text)
+    config = DataConfig(path=str(file), **{"label": "clicked", "valid_fraction": 0.2} | values)  # type: ignore[arg-type]
+    return prepare("ctr", config, folder / "prepared", 0)
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "prepared").glob("*")) if (folder / "prepared").is_dir() else []
+
+
+@pytest.mark.parametrize("recipe", ["toy", "blocks", "hybrid", "convnet", "text"])
+def test_the_second_call_reuses_the_first_ones_work(recipe: str, tmp_path: Path) -> None:
+    first = prepare(recipe, DataConfig(), tmp_path, 0)
+    second = prepare(recipe, DataConfig(), tmp_path, 0)
+    assert (first.reused, second.reused) == (False, True)
+    assert first.manifest == second.manifest == open_prepared(first.path).manifest
+    assert prepare(recipe, DataConfig(), tmp_path, 1).path != first.path
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_the_same_bytes_give_the_same_digest_wherever_they_lie(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = ctr(tmp_path / "one", CLICKS), ctr(tmp_path / "two", CLICKS)
+    assert one.digest == two.digest
+    assert one.manifest["arrays"] == two.manifest["arrays"]
+    assert ctr(tmp_path / "one", CLICKS + "\n30,a,x,yes").digest != one.digest
+
+
+def test_batches_are_a_function_of_seed_and_epoch_and_resume_by_number(tmp_path: Path) -> None:
+    data = ctr(tmp_path, CLICKS).dataset("train")
+
+    def rows(seed: int, epoch: int, start: int = 0) -> list[list[float]]:
+        return [b["dense_BN"][:, 0].tolist() for b in batches(data, 32, seed=seed, epoch=epoch, shuffle=True, start_batch=start)]
+
+    assert rows(0, 1) == rows(0, 1)
+    assert rows(0, 1) != rows(0, 2)
+    assert rows(0, 1) != rows(1, 1)
+    assert rows(0, 1, start=3) == rows(0, 1)[3:]
+    assert [len(batch) for batch in rows(0, 0)] == [32] * 5
+    assert num_batches(data, 32) == 5
+
+
+def test_click_columns_are_encoded_from_the_training_part(tmp_path: Path) -> None:
+    prepared = ctr(tmp_path, CLICKS, buckets=4, min_count=1)
+    assert [(c["name"], c["role"]) for c in prepared.info["columns"]] == [
+        ("age", "buckets"),
+        ("city", "categorical"),
+        ("job", "categorical"),
+    ]
+    assert (prepared.manifest["classes"], prepared.info["num_dense"]) == (["no", "yes"], 1)
+    arrays = prepared.arrays
+    train, valid = arrays["train_rows"], arrays["valid_rows"]
+    assert (len(train), len(valid), len(np.intersect1d(train, valid))) == (160, 40, 0)
+    assert arrays["labels_B"].sum() == 40
+    assert arrays["dense_BN"][train].mean() == pytest.approx(0, abs=1e-6)
+    assert arrays["dense_BN"][train].std() == pytest.approx(1, abs=1e-5)
+    job_ids = arrays["ids_BF"][:, 2]
+    assert job_ids.tolist()[:4] == [0, 2, 0, 2]  # "?" means missing
+    for column, size in enumerate(prepared.info["num_ids"]):
+        assert arrays["ids_BF"][:, column].max() < size
+
+
+def test_rare_categories_and_missing_numbers(tmp_path: Path) -> None:
+    text = CLICKS + "\n,rare,x,no"
+    prepared = ctr(tmp_path, text, valid_fraction=0.01, min_count=3, buckets=4)
+    last = prepared.arrays["ids_BF"][-1]
+    assert last[0] == 0  # no number
+    assert last[1] == 1  # unknown city
+    assert prepared.info["num_dense"] == 2  # value and missing indicator
+    assert prepared.arrays["dense_BN"][-1].tolist() == [0.0, 1.0]
+
+
+def test_roles_can_be_overridden_and_padded_codes_are_categories(tmp_path: Path) -> None:
+    text = "code,zip,n,clicked\n" + "\n".join(f"{i % 7},{i % 9:03d},{i},{i % 2}" for i in range(100))
+    roles = {c["name"]: c["role"] for c in ctr(tmp_path, text, categorical=("code",), ignore=("n",)).manifest["columns"]}
+    assert roles == {"code": "categorical", "zip": "categorical", "n": "ignore"}
+
+
+def test_a_headerless_file_names_columns_by_position(tmp_path: Path) -> None:
+    text = CLICKS.partition("\n")[2]
+    prepared = ctr(tmp_path, text, label="3")
+    assert [c["name"] for c in prepared.manifest["columns"]] == ["0", "1", "2"]
+
+
+def test_tsv_parquet_and_csv_come_to_the_same(tmp_path: Path) -> None:
+    base = ctr(tmp_path, CLICKS)
+    pl.read_csv(CLICKS.encode(), infer_schema=False).write_parquet(tmp_path / "clicks.parquet")
+    (tmp_path / "clicks.tsv").write_text(CLICKS.replace(",", "\t"))
+    for name in ("clicks.parquet", "clicks.tsv"):
+        config = DataConfig(path=str(tmp_path / name), label="clicked", valid_fraction=0.2)
+        other = prepare("ctr", config, tmp_path / "prepared", 0)
+        assert other.manifest["arrays"] == base.manifest["arrays"], name
+
+
+def test_rows_that_do_not_fit_are_kept_apart_with_line_and_reason(tmp_path: Path) -> None:
+    lines = CLICKS.splitlines()
+    lines[5], lines[9] = "1,2", lines[9].rpartition(",")[0] + ","
+    prepared = ctr(tmp_path, "\n".join(lines), max_rejected=0.05)
+    rejected = (prepared.path / "rejected.jsonl").read_text()
+    assert '"line": 6' in rejected
+    assert "2 values, expected 4" in rejected
+    assert '"line": 10' in rejected
+    assert "no label" in rejected
+    assert "2 rows rejected" in prepared.describe()
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "words"),
+    [
+        (CLICKS, {"label": "clickd"}, ["data.label='clickd'", "did you mean 'clicked'", "age, city, job"]),
+        (CLICKS, {"label": None}, ["data.label is not set", "age, city"]),
+        (CLICKS, {"label": "city"}, ["two different values", "'city' has 3"]),
+        (CLICKS, {"numeric": ("city",)}, ["data.numeric", "'city'", "'a'", "line 2", "data.categorical"]),
+        (CLICKS, {"numeric": ("aeg",)}, ["data.numeric='aeg'", "did you mean 'age'"]),
+        (CLICKS, {"numeric": ("age",), "ignore": ("age",)}, ["'age'", "already named as numeric"]),
+        (CLICKS, {"ignore": ("age", "city", "job")}, ["no column is left"]),
+        (CLICKS.replace("\n25", "\n25,1,2"), {}, ["cannot be read", "line 7", "6 values, expected 4", "max_rejected"]),
+        ("", {}, ["is empty"]),
+        ("\n\n", {}, ["is empty"]),
+        ("a,clicked\n", {"header": "yes"}, ["no rows"]),
+        ("a,clicked\n1,1\n", {"header": "yes"}, ["1 rows"]),
+        (CLICKS, {"delimiter": ",,"}, ["data.delimiter=',,'"]),
+    ],
+)
+def test_unusable_tables_are_told_and_leave_nothing(
+    tmp_path: Path, text: str, values: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        ctr(tmp_path, text, **values)
+    for word in words:
+        assert word in str(caught.value)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "make", "words"),
+    [
+        ("ctr", lambda p: None, ["no such file"]),
+        ("ctr", lambda p: p.mkdir(), ["is a folder"]),
+        ("ctr", lambda p: p.write_bytes(b"\xff\xfea,b\n" * 30), ["no UTF-8 text"]),
+        ("text", lambda p: None, ["no such file or folder"]),
+        ("text", lambda p: p.mkdir(), ["holds no text files", ".txt"]),
+        ("text", lambda p: p.write_text(""), ["is empty"]),
+        ("text", lambda p: p.write_text("one line of words"), ["found 1 documents"]),
+        ("text", lambda p: p.write_text("few words\n\nand more"), ["fewer than data.window=64"]),
+        ("text", lambda p: p.write_bytes(b"\xff\xfe\x00"), ["no UTF-8 text", "byte 0"]),
+    ],
+)
+def test_unusable_paths_are_told(tmp_path: Path, recipe: str, make: object, words: list[str]) -> None:
+    path = tmp_path / "source.csv"
+    make(path)  # type: ignore[operator]
+    with pytest.raises(UserError) as caught:
+        prepare(recipe, DataConfig(path=str(path), label="clicked"), tmp_path / "prepared", 0)
+    for word in [str(path), *words]:
+        assert word in str(caught.value)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_damaged_parquet_file_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "x.parquet"
+    file.write_bytes(b"PAR1 this is none")
+    with pytest.raises(UserError, match="cannot be read as Parquet"):
+        prepare("ctr", DataConfig(path=str(file), label="y"), tmp_path / "prepared", 0)
+
+
+def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store_module, "_sync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("toy", DataConfig(), tmp_path / "prepared", 0)
+    assert leftovers(tmp_path) == []
+
+
+def test_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare;"
+        f"print(prepare('text', DataConfig(), Path({str(tmp_path)!r}), 0).reused)"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert sorted(child.communicate(timeout=120)[0].strip() for child in children) == ["False", "True", "True"]
+
+
+def test_text_windows_cover_every_token_once(tmp_path: Path) -> None:
+    prepared = prepare("text", DataConfig(window=50), tmp_path, 0)
+    tokens = prepared.arrays["train_tokens"]
+    for epoch in (0, 3):
+        seen = np.concatenate(
+            [b["targets_BT"].numpy().ravel() for b in batches(prepared.dataset("train"), 64, seed=0, epoch=epoch, shuffle=True)]
+        )
+        counts = np.bincount(seen[seen >= 0], minlength=prepared.info["num_words"])
+        expected = np.bincount(tokens, minlength=prepared.info["num_words"])
+        assert np.abs(counts - expected).sum() == 1  # one token of the ring is nobody's target
+    first = next(batches(prepared.dataset("valid"), 2, seed=0, epoch=0, shuffle=False))
+    assert first["ids_BT"][0, 1:].tolist() == first["targets_BT"][0, :-1].tolist()
+
+
+def test_whole_documents_are_held_out_and_words_come_from_the_training_part(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(10):
+        (folder / f"{number}.txt").write_text(f"common words and only{number} only{number} here. " * 20)
+    prepared = prepare("text", DataConfig(path=str(folder), window=8, min_count=1), tmp_path / "prepared", 0)
+    (held,) = prepared.manifest["held_out"]
+    words = prepared.manifest["vocabulary"]
+    assert f"only{held.removesuffix('.txt')}" not in words
+    assert sum(word.startswith("only") for word in words) == 9
+
+
+def test_words_and_punctuation_are_tokens() -> None:
+    assert tokenize("Don't <unk> x_1 = 3.5!") == ["don", "'", "t", "<unk>", "x_1", "=", "3", ".", "5", "!"]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets are not here")
+def test_real_files_are_read(tmp_path: Path) -> None:
+    adult = prepare("ctr", DataConfig(path=str(SHARED / "data/adult/adult.data"), label="14"), tmp_path, 0)
+    assert len(adult.manifest["columns"]) == 14
+    assert adult.manifest["classes"] == ["<=50K", ">50K"]
+    assert adult.info["num_dense"] == 6
+    criteo = prepare("ctr", DataConfig(path=str(SHARED / "data/criteo/criteo_sample.csv"), label="label"), tmp_path, 0)
+    assert [c["role"] for c in criteo.manifest["columns"]] == ["numeric"] * 13 + ["categorical"] * 26
+    wiki = prepare("text", DataConfig(path=str(SHARED / "data/wikitext2/valid.txt")), tmp_path, 0)
+    assert wiki.info["num_words"] > 7000
