@@ -4,9 +4,9 @@ The flow and the command line share them. A run is a folder: `run.json` (what it
 `splits.txt`, `report.json`; its MLflow run holds the same for people to compare.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def build_run(
         "data_digest": data.digest,
         "links": links or {},
         "tags": tags or {},
-        "created": previous.page["created"] if previous else time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "created": previous.page["created"] if previous else datetime.now(UTC).isoformat(),
     }
     write_json(folder / "run.json", page)
     print(f"Run: {folder.name} ({run_id})", flush=True)
@@ -255,7 +255,7 @@ def _log_results(tracker: Tracker, run: Run, session: Session) -> None:
             path,
             name=f"{session.config.recipe}-{path.name}",
             step=step,
-            metrics={f"valid/{name}": value for name, value in state["progress"]["metrics"].items()},
+            metrics={f"checkpoint/{name}": value for name, value in state["progress"]["metrics"].items()},
             dataset=(Path(run.page["prepared"]).name, run.page["data_digest"]),
             params={"step": str(step), "role": "+".join(roles), "folder": str(path)},
         )

@@ -27,7 +27,26 @@ SMALL_TEXT = ["model.dim=8", "model.hidden=8", "data.window=16", "train.epochs=2
 
 @pytest.fixture
 def small_text(tmp_path: Path) -> str:
-    words = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "ran", "to", "the", "red", "house", "where", "a", "bird", "sang"]
+    words = [
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "the",
+        "mat",
+        "and",
+        "the",
+        "dog",
+        "ran",
+        "to",
+        "the",
+        "red",
+        "house",
+        "where",
+        "a",
+        "bird",
+        "sang",
+    ]
     lines = [" ".join(words[(i * j + j) % len(words)] for j in range(40)) for i in range(1, 40)]
     file = tmp_path / "small.txt"
     file.write_text("\n".join(lines))

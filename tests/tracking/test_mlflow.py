@@ -1,0 +1,194 @@
+"""The record in MLflow: what a person opens must be there, loadable and right."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from dphybrid.config_sources import load_config
+from dphybrid.errors import UserError
+from dphybrid.job import Report, run_job
+from dphybrid.settings import load_settings
+from dphybrid.tracking import NullTracker, open_tracker
+from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
+from dphybrid.tracking.loader import checkpoint_folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, MlflowClient]:
+    """A small run in an embedded store."""
+    folder = tmp_path_factory.mktemp("tracked")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_TRACKING_URI", "DPHYBRID_EXPERIMENT"):
+            patch.delenv(name, raising=False)
+        patch.setenv("DPHYBRID_DATA_DIR", str(folder))
+        patch.chdir(folder)
+        report = run_job(load_config(None, ["recipe=hybrid", "devices=cpu*3", "train.epochs=2"]), load_settings())
+    return report, MlflowClient(report.tracking_uri)
+
+
+def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, MlflowClient]) -> None:
+    report, client = finished
+    run = client.get_run(report.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["train.epochs"] == "2"
+    assert run.data.params["devices.replicas"] == "3"
+    assert run.data.params["size.table_rows"] == "1000"
+    assert run.data.tags["version.torch"] == torch.__version__
+    assert run.data.tags["dphybrid.devices"] == "cpu*3"
+    metrics = run.data.metrics
+    assert metrics["final/mse"] == pytest.approx(report.metrics["mse"])
+    for name in (
+        "train/loss",
+        "valid/mse",
+        "perf/samples_per_s",
+        "timing/lookup_ms",
+        "timing/region_ms",
+        "summary/step_ms_median",
+    ):
+        assert name in metrics, name
+    shares = [value for name, value in metrics.items() if name.startswith("timing_share/")]
+    assert sum(shares) == pytest.approx(100, abs=0.01)
+    assert len(client.get_metric_history(report.run_id, "valid/mse")) == 2
+
+
+def test_the_splits_are_a_table_and_plain_lines(finished: tuple[Report, MlflowClient], tmp_path: Path) -> None:
+    report, client = finished
+    table = json.loads(Path(client.download_artifacts(report.run_id, "split_shapes.json", str(tmp_path))).read_text())
+    assert table["columns"][:2] == ["where", "split"]
+    keys = [row[0] for row in table["data"]]
+    assert len(set(keys)) == len(keys)
+    assert table["data"][0][:2] == ["split 1 / network.region / replica 0", "[22, 10] -> [22, 10]"]
+    lines = Path(client.download_artifacts(report.run_id, "splits.txt", str(tmp_path))).read_text().splitlines()
+    assert lines == report.split_lines
+    assert lines[0] == "Let's use 3 devices!"
+    logged = json.loads(client.get_run(report.run_id).data.tags["mlflow.loggedArtifacts"])
+    assert {"path": "split_shapes.json", "type": "table"} in logged
+
+
+def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowClient]) -> None:
+    report, client = finished
+    names = {item.path for item in client.list_artifacts(report.run_id)} | {
+        i.path for i in client.list_artifacts(report.run_id, "figures")
+    }
+    assert {"config.json", "report.json", "splits.txt", "figures/rows_per_replica.png", "figures/where_time_goes.png"} <= names
+    note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
+    for words in (
+        "How batches were split",
+        "Where time went",
+        "model_from_checkpoint",
+        "dphybrid train --recipe 'hybrid' --devices 'cpu*3'",
+    ):
+        assert words in note
+
+
+def test_the_data_set_is_an_input_with_its_digest(finished: tuple[Report, MlflowClient]) -> None:
+    report, client = finished
+    (given,) = client.get_run(report.run_id).inputs.dataset_inputs
+    assert report.digests["data"].startswith(given.dataset.digest)
+    assert json.loads(given.dataset.profile)["num_rows"] == 10_000
+
+
+def test_checkpoints_are_models_that_load_back(finished: tuple[Report, MlflowClient]) -> None:
+    import mlflow
+
+    report, client = finished
+    run = client.get_run(report.run_id)
+    steps = {output.step for output in run.outputs.model_outputs}
+    assert max(steps) == 314
+    models = client.search_logged_models([run.info.experiment_id], filter_string=f"source_run_id='{report.run_id}'")
+    best = next(model for model in models if "best" in model.params["role"])
+    assert str(best.status) == "READY"
+    assert {metric.key for metric in best.metrics} == {"checkpoint/mse"}
+    mlflow.set_tracking_uri(report.tracking_uri)
+    loaded = mlflow.pyfunc.load_model(f"models:/{best.model_id}").unwrap_python_model
+    assert loaded is not None
+    folder = checkpoint_folder(f"models:/{best.model_id}", report.tracking_uri)
+    from dphybrid.loading import model_from_checkpoint
+
+    one, two = model_from_checkpoint(folder, "cpu*8"), model_from_checkpoint(report.best_checkpoint)
+    for key, value in one.state_dict().items():
+        assert torch.equal(value, two.state_dict()[key])
+
+
+def test_metrics_of_many_threads_all_arrive(tmp_path: Path) -> None:
+    tracker = open_tracker(None, "threads", tmp_path)
+    run_id = tracker.start("run", {}, {}, "")
+
+    def log(number: int) -> None:
+        for step in range(100):
+            tracker.log_metrics({f"thread/{number}": float(step)}, step)
+
+    threads = [threading.Thread(target=log, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tracker.finish("FINISHED")
+    client = MlflowClient(tracker.tracking_uri)
+    for number in range(4):
+        history = client.get_metric_history(run_id, f"thread/{number}")
+        assert sorted(point.step for point in history) == list(range(100))
+
+
+def test_metrics_that_cannot_be_sent_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = open_tracker(None, "outage", tmp_path)
+    run_id = tracker.start("run", {}, {}, "")
+
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker._client, "log_batch", away)  # type: ignore[attr-defined]
+        tracker.log_metrics({"a": 1.0, "b": 2.0}, 3)
+        tracker.flush()
+    tracker.finish("FINISHED")
+    assert "2 metric points could not be sent" in capsys.readouterr().out
+    kept = [json.loads(line) for line in (tmp_path / "unsent" / f"{run_id}.jsonl").read_text().splitlines()]
+    assert [(point["key"], point["value"], point["step"]) for point in kept] == [("a", 1.0, 3), ("b", 2.0, 3)]
+
+
+def test_processes_that_make_the_store_at_once_all_succeed(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from dphybrid.tracking import open_tracker;"
+        f"t = open_tracker(None, 'together', Path({str(tmp_path)!r})); print(t.start('run', {{}}, {{}}, ''))"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    ids = {child.communicate(timeout=180)[0].strip() for child in children}
+    assert len(ids - {""}) == 3
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9: does not answer.*MLFLOW_TRACKING_URI"):
+        open_tracker("http://127.0.0.1:9", "x", tmp_path)
+    with pytest.raises(UserError, match="no longer writes file stores"):
+        open_tracker("./mlruns", "x", tmp_path)
+
+
+def test_the_null_tracker_has_every_verb(tmp_path: Path) -> None:
+    tracker = NullTracker()
+    assert tracker.start("run", {}, {}, "", resume_run_id="kept") == "kept"
+    tracker.log_metrics({"a": 1.0}, 0)
+    assert tracker.log_checkpoint(tmp_path, name="c", step=1, metrics={}, dataset=None, params={}) == ""
+    tracker.finish("FINISHED")
+
+
+def test_figures_are_pictures() -> None:
+    rows = [
+        {"where": f"split 1 / region / replica {i}", "rows": 4, "device": f"cpu[{i}]", "batch_rows": 8, "steps": 3}
+        for i in range(2)
+    ]
+    pictures = [
+        rows_per_replica_figure(rows),
+        stage_figure({"forward": 1.0, "lookup": 0.5}),
+        curves_figure({"loss": [(0, 1.0), (1, 0.5)]}, "step"),
+    ]
+    for picture in pictures:
+        assert picture.startswith(b"\x89PNG")
