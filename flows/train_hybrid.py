@@ -4,6 +4,7 @@
 """
 
 import argparse
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from dphybrid import job
 from dphybrid.cli import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config_sources import apply_overrides
+from dphybrid.errors import UserError
 from dphybrid.runs import find_tagged_run
 from dphybrid.settings import load_settings
 from dphybrid.training.stop import Interrupted
@@ -122,6 +124,12 @@ def _links() -> dict[str, str]:
     return {f"Prefect flow run {runtime.flow_run.name}": address} if address else {}
 
 
+def _not_told_already(record: logging.LogRecord) -> bool:
+    """Leave out the tracebacks of what `run_cli` tells in one message."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, UserError | KeyboardInterrupt)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
     parser = Parser(
@@ -136,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         config, _, resume, report_path = config_from_args(args)
         # Lines go straight to the terminal, and the flow's heartbeat, which only a standing server reads, would cost a second at the end.
+        for name in ("prefect.flow_runs", "prefect.task_runs"):
+            logging.getLogger(name).addFilter(_not_told_already)
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
             done = train_hybrid.with_options(log_prints=False)(config=config, run_name=args.run_name, resume=resume)
         print(done.text)
