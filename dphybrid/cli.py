@@ -57,7 +57,7 @@ def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settin
 
 
 def run_cli(function: Callable[[], int | None]) -> int:
-    """Call `function`; tell a UserError in one message with exit code 2, an interruption with 130 (143 for SIGTERM)."""
+    """Call `function`; tell a UserError in one message with exit code 2, an interruption with 130 (128 + the signal that asked for it)."""
     try:
         return function() or 0
     except UserError as error:
@@ -65,8 +65,8 @@ def run_cli(function: Callable[[], int | None]) -> int:
         return 2
     except KeyboardInterrupt as interruption:
         print(f"\n{interruption}" if str(interruption) else "\ninterrupted", file=sys.stderr)
-        # Only `Interrupted` carries a signal; SIGTERM is 15, and shells report 128 + its number.
-        return 143 if vars(interruption).get("signal_number") == 15 else 130
+        # Only `Interrupted` carries a signal's number; shells report 128 + that number, and Ctrl-C is 2.
+        return 128 + (vars(interruption).get("signal_number") or 2)
     except BrokenPipeError:
         sys.stderr.close()
         return 141

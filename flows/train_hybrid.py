@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,7 +16,12 @@ from prefect import flow, runtime, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import PrefectException, TerminationSignal
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    temporary_settings,
+)
 
 from dphybrid import job
 from dphybrid.cli import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
@@ -124,6 +130,23 @@ def _links() -> dict[str, str]:
     return {f"Prefect flow run {runtime.flow_run.name}": address} if address else {}
 
 
+def _start_embedded_server() -> None:
+    """Start Prefect's temporary server, where one is needed, so that Ctrl-C ends the training and not the server below it.
+
+    A terminal sends Ctrl-C to every process started from it. A process inherits the signals that its starting thread has blocked.
+    """
+    if PREFECT_API_URL.value() or not PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
+        return
+    from prefect.server.api.server import SubprocessASGIServer
+
+    def start() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        SubprocessASGIServer().start()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(start).result()
+
+
 def _not_told_already(record: logging.LogRecord) -> bool:
     """Leave out the tracebacks of what `run_cli` tells in one message."""
     error = record.exc_info[1] if record.exc_info else None
@@ -146,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Lines go straight to the terminal, and the flow's heartbeat, which only a standing server reads, would cost a second at the end.
         for name in ("prefect.flow_runs", "prefect.task_runs"):
             logging.getLogger(name).addFilter(_not_told_already)
+        _start_embedded_server()
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
             done = train_hybrid.with_options(log_prints=False)(config=config, run_name=args.run_name, resume=resume)
         print(done.text)

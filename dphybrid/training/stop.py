@@ -6,6 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_NAMES = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "a request to end (SIGTERM)",
+    signal.SIGHUP: "the end of its terminal (SIGHUP)",
+}
+
 
 class Interrupted(KeyboardInterrupt):
     """Training stopped on request, after its checkpoint was written.
@@ -56,7 +62,7 @@ def current_request() -> StopRequest:
 
 @contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a stop request while the block runs; a second one interrupts at once.
+    """Turn SIGINT, SIGTERM and SIGHUP into a stop request while the block runs; a second one interrupts at once.
 
     Outside the main thread Python allows no signal handlers, so there only `request_stop` works.
     """
@@ -68,10 +74,10 @@ def stop_signals() -> Iterator[StopRequest]:
     def handle(number: int, _frame: FrameType | None) -> None:
         if _request.pending:
             raise KeyboardInterrupt
-        name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "a request to end (SIGTERM)"}[signal.Signals(number)]
-        request_stop(name, number)
+        request_stop(_NAMES[signal.Signals(number)], number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    # What the caller ignores (SIGHUP under nohup) stays ignored.
+    before = {number: signal.signal(number, handle) for number in _NAMES if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield _request
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -80,6 +81,28 @@ def test_input_found_wrong_by_a_task_is_one_message_too(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "error: data.path=nowhere.txt: there is no such file or folder" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(tmp_path: Path) -> None:
+    options = ["--model.hidden", "16", "--model.dim", "16", "--train.patience", "0"]
+    argv = [sys.executable, "-m", "flows.train_hybrid", *options, "--train.epochs", "4000"]
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        # A session of its own, as a terminal makes one: Ctrl-C reaches every process in it, the embedded server too.
+        child = subprocess.Popen(argv, stdout=stream, stderr=stream, env=environment(tmp_path), cwd=REPOSITORY, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while b"epoch 1/4000" not in log.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.3)
+    os.killpg(child.pid, signal.SIGINT)
+    assert child.wait(45) == 130
+    shown = log.read_text()
+    assert "stopped by Ctrl-C after step" in shown
+    assert "Traceback" not in shown
+    (folder,) = (tmp_path / "data" / "runs").iterdir()
+    resumed = flow(tmp_path, *options, "--train.epochs", "3", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"Going on from {folder}" in resumed.stdout
 
 
 def free_port() -> int:
