@@ -34,6 +34,7 @@ class Report(BaseModel):
     """What a run came to; `--report FILE` writes it as JSON."""
 
     run_name: str
+    devices: str
     run_id: str
     run_url: str
     tracking_uri: str
@@ -228,6 +229,8 @@ def _write_result(run: Run, session: Session, median_step_ms: float | None) -> d
         "best_checkpoint": str(best if best.exists() else done[-1] if done else ""),
         "steps": progress.step,
         "epochs": progress.epoch,
+        "devices": session.facts["devices"],
+        "history": progress.history,
         "best_value": progress.best_value,
         "median_step_ms": median_step_ms,
         "stages": {name: round(seconds, 6) for name, seconds in sorted(session.clock.totals.items(), key=lambda item: -item[1])},
@@ -283,7 +286,7 @@ def check_devices_quietly(config: ExperimentConfig, settings: Settings) -> Devic
 
 def report_run(run_folder: str, settings: Settings) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
-    from dphybrid.tracking.figures import rows_per_replica_figure, stage_figure
+    from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
     from dphybrid.tracking.report import run_report_markdown
 
     run = read_run(run_folder)
@@ -303,6 +306,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     )
     report = Report(
         run_name=run.folder.name,
+        devices=result["devices"],
         run_id=run.page["run_id"],
         run_url=tracker.run_url,
         tracking_uri=tracker.tracking_uri,
@@ -329,6 +333,11 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     if splits:
         tracker.log_figure("figures/rows_per_replica.png", rows_per_replica_figure(splits))
     tracker.log_figure("figures/where_time_goes.png", stage_figure(result["stages"]))
+    if len(result["history"]) > 1:
+        curves = {
+            name: [(row["step"], row[name]) for row in result["history"]] for name in result["history"][0] if name != "step"
+        }
+        tracker.log_figure("figures/learning_curves.png", curves_figure(curves, "step"))
     tracker.log_file(run.folder / "report.json", "")
     tracker.log_text("config.json", run.config.model_dump_json(indent=1))
     tracker.set_description(

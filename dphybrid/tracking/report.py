@@ -9,7 +9,7 @@ def run_report_markdown(report: Mapping[str, Any], config: Mapping[str, Any], li
     parts = [" · ".join(f"[{name}]({address})" for name, address in (links or {}).items())]
     held_out = ", ".join(f"{name} **{value:.4f}**" for name, value in report["metrics"].items())
     parts.append(
-        f"**{config['recipe']}** on `{config['devices']}`, batch {config['train']['batch_size']}, seed {config['train']['seed']}: {held_out}"
+        f"**{config['recipe']}** on `{report['devices']}`, batch {config['train']['batch_size']}, seed {config['train']['seed']}: {held_out}"
     )
     parts.append("### How batches were split\n\n" + _table(report["splits"], ("where", "split", "device", "steps")))
     total = sum(report["stages"].values()) or 1.0

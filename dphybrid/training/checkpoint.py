@@ -25,7 +25,7 @@ FORMAT = 1
 
 @dataclass
 class Progress:
-    """How far training is. step counts optimizer steps; batch is the next batch of the epoch."""
+    """How far training is. step counts optimizer steps; batch is the next batch of the epoch; history has a row an epoch."""
 
     step: int = 0
     epoch: int = 0
@@ -36,6 +36,7 @@ class Progress:
     epoch_loss: float = 0.0
     epoch_weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,20 @@ class StageClock:
 
 @contextmanager
 def timed_parts(clock: StageClock, model: nn.Module) -> Iterator[None]:
-    """While the block runs, count table lookups of `model` as stage `lookup` and its data-parallel blocks as `region`."""
+    """While the block runs, count table lookups of `model` as stage `lookup` and its data-parallel blocks as `region`.
+
+    Only in training mode: an evaluation is one stage.
+    """
     parts: list[tuple[nn.Module, str]] = [(table, "lookup") for table in find_tables(model).values()]
     parts += [(block, "region") for block in find_data_parallel(model).values()]
     handles: list[Any] = []
     for module, stage in parts:
-        handles.append(module.register_forward_pre_hook(lambda *_, stage=stage: clock.enter(stage)))
-        handles.append(module.register_forward_hook(lambda *_: clock.leave(), always_call=True))
+        handles.append(
+            module.register_forward_pre_hook(lambda module, _, stage=stage: clock.enter(stage) if module.training else None)
+        )
+        handles.append(
+            module.register_forward_hook(lambda module, *_: clock.leave() if module.training else None, always_call=True)
+        )
     try:
         yield
     finally:

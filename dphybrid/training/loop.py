@@ -136,10 +136,13 @@ def end_of_epoch(session: Session, meter: "Meter") -> str:
         progress.best_value, progress.best_step, progress.stale_epochs = metrics[task.metric], progress.step, 0
     else:
         progress.stale_epochs += 1
+    progress.history.append(
+        {"step": progress.step, "train loss": train_loss, **{f"held-out {name}": value for name, value in metrics.items()}}
+    )
     progress.epoch, progress.batch, progress.epoch_loss, progress.epoch_weight = progress.epoch + 1, 0, 0.0, 0.0
     with session.clock.stage("log"):
         logged = {f"valid/{name}": value for name, value in metrics.items()}
-        session.tracker.log_metrics(logged | {"epoch/train_loss": train_loss, "epoch/number": progress.epoch}, progress.step)
+        session.tracker.log_metrics(logged | {"train/epoch_loss": train_loss}, progress.step)
     shown = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
     mark = " (best so far)" if better else ""
     return f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, held out: {shown}{mark}"

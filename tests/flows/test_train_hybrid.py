@@ -90,7 +90,9 @@ def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(tmp_path: P
     log = tmp_path / "log"
     with log.open("wb") as stream:
         # A session of its own, as a terminal makes one: Ctrl-C reaches every process in it, the embedded server too.
-        child = subprocess.Popen(argv, stdout=stream, stderr=stream, env=environment(tmp_path), cwd=REPOSITORY, start_new_session=True)
+        child = subprocess.Popen(
+            argv, stdout=stream, stderr=stream, env=environment(tmp_path), cwd=REPOSITORY, start_new_session=True
+        )
     deadline = time.monotonic() + 120
     while b"epoch 1/4000" not in log.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.3)

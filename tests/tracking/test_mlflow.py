@@ -76,7 +76,14 @@ def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowC
     names = {item.path for item in client.list_artifacts(report.run_id)} | {
         i.path for i in client.list_artifacts(report.run_id, "figures")
     }
-    assert {"config.json", "report.json", "splits.txt", "figures/rows_per_replica.png", "figures/where_time_goes.png"} <= names
+    assert {
+        "config.json",
+        "report.json",
+        "splits.txt",
+        "figures/rows_per_replica.png",
+        "figures/where_time_goes.png",
+        "figures/learning_curves.png",
+    } <= names
     note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
     for words in (
         "How batches were split",
