@@ -119,8 +119,6 @@ class TrainConfig(Section):
     """Steps between two lines of metrics."""
     print_splits: Literal["new", "each"] = "new"
     """Print how a batch was split when that split is new, or in each step."""
-    pipeline: Literal["off", "exact"] = "exact"
-    """exact looks up the next batch's rows while this one computes and repairs what changed: same bits as off."""
 
 
 class CheckpointConfig(Section):

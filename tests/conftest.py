@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from dphybrid.parallel import DataParallel
+
 REPOSITORY = Path(__file__).parent.parent
 SHARED = REPOSITORY.parent / "shared"
 
 torch.set_num_threads(1)
+DataParallel.check_synchrony = True
 
 
 @pytest.fixture

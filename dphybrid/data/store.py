@@ -20,7 +20,7 @@ import numpy as np
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.errors import UserError
 
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
 

@@ -24,6 +24,10 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
 IGNORED = -100
 """Target where a sample has no next word; torch's loss functions leave it out."""
 
+PASSAGE = 12
+MAX_REPEATED = 0.2
+"""Documents of which a larger share of passages stands elsewhere are not held out."""
+
 _TOKEN = re.compile(r"<unk>|\w+|[^\w\s]")
 
 
@@ -124,14 +128,32 @@ class TextSource:
         self, documents: list[tuple[str, list[str]]]
     ) -> tuple[list[tuple[str, list[str]]], list[tuple[str, list[str]]]]:
         wanted = self.data.valid_fraction * sum(len(words) for _, words in documents)
+        repeated = repeated_shares([words for _, words in documents])
         held: set[int] = set()
         taken = 0
         for number in np.random.default_rng(self.seed).permutation(len(documents))[:-1]:
             if taken >= wanted:
                 break
+            if repeated[number] > MAX_REPEATED:  # what stands in other documents too would have been read in training
+                continue
             held.add(int(number))
             taken += len(documents[number][1])
         return [d for i, d in enumerate(documents) if i not in held], [d for i, d in enumerate(documents) if i in held]
+
+
+def repeated_shares(documents: list[list[str]]) -> list[float]:
+    """Return for each document the share of its passages of `PASSAGE` words that stand in another document too."""
+    numbers: dict[str, int] = {}
+    passages: list[Array] = []
+    for words in documents:
+        ids = np.array([numbers.setdefault(word, len(numbers) + 1) for word in words], dtype=np.uint64)
+        hashes = np.zeros(max(0, len(ids) - PASSAGE + 1), dtype=np.uint64)
+        for place in range(PASSAGE):  # a polynomial hash; unsigned numbers wrap around
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + len(hashes)]
+        passages.append(np.unique(hashes))
+    found, counts = np.unique(np.concatenate(passages), return_counts=True)
+    shared = found[counts > 1]
+    return [float(np.isin(own, shared).mean()) if len(own) else 0.0 for own in passages]
 
 
 def _encode(documents: list[tuple[str, list[str]]], vocabulary: dict[str, int]) -> Array:

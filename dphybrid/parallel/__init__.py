@@ -1,6 +1,6 @@
 """Blocks on several devices, real or virtual: splits that are exact and on record. Needs torch alone."""
 
-from dphybrid.parallel.data_parallel import DataParallel, data_parallel, find_data_parallel
+from dphybrid.parallel.data_parallel import DataParallel, LossInside, data_parallel, find_data_parallel
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.primitives import Whole, current_replica, gather, parallel_apply, replicate, scatter
 from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes
@@ -8,6 +8,7 @@ from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes
 __all__ = [
     "DataParallel",
     "Devices",
+    "LossInside",
     "Split",
     "SplitPlan",
     "Whole",

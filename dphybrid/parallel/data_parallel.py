@@ -1,7 +1,8 @@
 """`DataParallel`: torch.nn.DataParallel's interface, right or refused, with every split on record."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,19 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from dphybrid.errors import UserError
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.primitives import Whole, batch_rows, gather, map_tensors, parallel_apply, replicate, scatter
+from dphybrid.parallel.primitives import (
+    Mode,
+    Randomness,
+    Whole,
+    batch_rows,
+    differing_replicas,
+    gather,
+    map_tensors,
+    parallel_apply,
+    random_streams,
+    replicate,
+    scatter,
+)
 from dphybrid.parallel.splits import Size, Split, split_sizes
 
 
@@ -17,8 +30,9 @@ class DataParallel(nn.DataParallel):
     """Runs one module on every device, each on its share of the batch, and joins the outputs in order.
 
     module: moved to the first device, where its parameters live. devices: device text, `Devices`, CUDA indices, or None for auto.
-    dim: the batch dimension of inputs and outputs. weights: shares for unlike devices. whole: names of keyword arguments that every
-    replica gets unsplit. The number of used devices is that of torch.chunk: a short batch uses fewer.
+    dim: the batch dimension of inputs and outputs. weights: shares for unlike devices, "memory" for their memory. whole: names of
+    keyword arguments that every replica gets unsplit. mode, randomness: see `parallel_apply` and `random_streams`. strict: on virtual
+    devices, refuse a replica that uses another one's tensor. The number of used devices is that of torch.chunk: a short batch uses fewer.
 
     What differs from torch.nn.DataParallel: virtual devices; tensors that disagree on the batch size are refused instead of cut; a
     non-tensor keyword with a short batch works; an empty batch runs once; 0-dim outputs are refused; state-dict keys carry no `module.`,
@@ -32,27 +46,51 @@ class DataParallel(nn.DataParallel):
         devices: str | Devices | Sequence[int] | None = None,
         *,
         dim: int = 0,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float] | Literal["memory"] | None = None,
         whole: Iterable[str] = (),
+        mode: Mode | None = None,
+        randomness: Randomness = "shared",
+        strict: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         self.devices = resolve_devices(devices)
         _refuse_unsuitable(module)
+        if isinstance(weights, str):
+            weights = memory_weights(self.devices)
         if weights is not None:
             split_sizes(1, len(self.devices), weights)
+        real = self.devices.home.type == "cuda" and not self.devices.virtual
+        threads = mode == "threads" or (mode is None and real)
+        if randomness != "shared" and threads and not real:
+            raise UserError(
+                f"DataParallel: randomness={randomness!r} needs mode inline or serial; in threads the order of draws is chance"
+            )
+        if strict and real:
+            raise UserError(
+                "DataParallel: strict=True is for virtual devices; GPUs of their own refuse foreign tensors by themselves"
+            )
+        self.mode: Mode | None = mode
+        self.randomness: Randomness = randomness
+        self.strict = strict
         self.module = module.to(self.devices.home)
         self.dim = dim
         self.weights = None if weights is None else tuple(weights)
         self.whole = frozenset(whole)
-        real = self.devices.home.type == "cuda" and not self.devices.virtual
         self.device_ids = [device.index for device in self.devices.replicas] if real else []
         self.output_device = self.devices.home  # type: ignore[assignment] # upstream keeps an index, we a device
         self.src_device_obj = self.devices.home
+        self._bare = len(self.devices) == 1 and self.devices.home.type == "cpu" and not self.whole
         self._counts: dict[tuple[tuple[Size, ...], tuple[Size, ...]], int] = {}
         self._last: tuple[tuple[Size, ...], tuple[Size, ...]] | None = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output for the whole batch, on the first device. Raises UserError for inputs that cannot be split."""
+        if self._bare:
+            output = self.module(*inputs, **kwargs)
+            key = ((_first_size(inputs) or _first_size(kwargs),), (_first_size(output),))
+            self._last = key
+            self._counts[key] = self._counts.get(key, 0) + 1
+            return output
         if len(self.devices) == 1:
             return self._on_one(inputs, kwargs)
         if self.whole:
@@ -65,12 +103,20 @@ class DataParallel(nn.DataParallel):
         replica_kwargs = scatter(kwargs, self.devices, sizes, self.dim)
         used = Devices(self.devices.text, self.devices.replicas[: len(sizes)], self.devices.virtual)
         replicas = replicate(self.module, used, detach=not torch.is_grad_enabled())
-        outputs = parallel_apply(replicas, replica_inputs, replica_kwargs, used)
+        if self.check_synchrony and (names := differing_replicas(replicas)):
+            raise RuntimeError(f"replicas start from different parameters: {', '.join(names)}")
+        with random_streams(self.randomness, self.devices.home, len(sizes)) as around:
+            if self.strict:
+                around = _strictly(around, replicas, replica_inputs, replica_kwargs)
+            outputs = parallel_apply(replicas, replica_inputs, replica_kwargs, used, self.mode, around)
         self._note(
             tuple(_first_size((i, k)) for i, k in zip(replica_inputs, replica_kwargs, strict=True)),
             tuple(map(_first_size, outputs)),
         )
         return gather(outputs, self.devices.home, self.dim)
+
+    check_synchrony = False
+    """Compare the replicas' parameters before each forward. Set it on the class in tests; it costs one read of all parameters."""
 
     def _on_one(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         home = self.devices.home
@@ -110,6 +156,55 @@ class DataParallel(nn.DataParallel):
 
     def extra_repr(self) -> str:
         return f"devices={self.devices.text!r}"
+
+
+class LossInside(nn.Module):
+    """A block with its loss, for the inside of a `DataParallel`: only per-sample losses leave the devices, not the logits.
+
+    loss: (output, targets) -> (B,), such as a torch loss with reduction="none". The mean is taken outside, over all samples: a mean of the
+    devices' means weighs the samples of a short last chunk too much.
+    """
+
+    def __init__(self, block: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.block = block
+        self.loss = loss
+
+    def forward(self, inputs: Any, targets: Any) -> Tensor:
+        """Return the loss of each sample, (B,). inputs: a tensor, or a tuple of arguments. Raises UserError for a loss that is a mean."""
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        loss_B = self.loss(self.block(*arguments), targets)
+        if loss_B.dim() == 0:
+            raise UserError(
+                'LossInside: the loss is one number for the whole chunk; give it reduction="none", one value a sample'
+            )
+        return loss_B
+
+
+def memory_weights(devices: Devices) -> list[float] | None:
+    """Return each device's memory as its share of a batch, or None where all replicas share hardware."""
+    if devices.virtual or devices.home.type != "cuda":
+        return None
+    return [float(torch.cuda.get_device_properties(device).total_memory) for device in devices.replicas]
+
+
+def _strictly(
+    around: Any, replicas: list[nn.Module], inputs: list[Any], kwargs: list[Any]
+) -> Callable[[int], AbstractContextManager[Any]]:
+    from dphybrid.parallel.placement import Placement
+
+    placement = Placement()
+    for index, replica in enumerate(replicas):
+        placement.tag((inputs[index], kwargs[index]), index)
+        for part in replica.modules():
+            placement.tag((vars(part).get("_former_parameters", {}), dict(part._buffers)), index)
+
+    @contextmanager
+    def both(index: int) -> Iterator[None]:
+        with around(index), placement.running(index):
+            yield
+
+    return both
 
 
 def data_parallel(module: nn.Module, inputs: Any, devices: str | Devices | Sequence[int] | None = None, dim: int = 0) -> Any:

@@ -9,15 +9,18 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from dphybrid.errors import UserError
 from dphybrid.parallel.devices import Devices, resolve_devices
+
+Mode = Literal["inline", "serial", "threads"]
+Randomness = Literal["shared", "same", "independent"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,27 +136,34 @@ def parallel_apply(
     inputs: Sequence[tuple[Any, ...]],
     kwargs: Sequence[dict[str, Any]],
     devices: str | Devices | Sequence[int],
-    threads: bool | None = None,
+    mode: Mode | None = None,
+    around: Callable[[int], AbstractContextManager[Any]] | None = None,
 ) -> list[Any]:
     """Call each replica on its inputs; return the outputs in device order.
 
-    threads: one thread a replica (None: for GPUs of their own only). The first failing replica's exception is raised, with its place noted.
+    mode: `inline` calls one after the other in this thread (deterministic, fit for a debugger), `serial` one after the other in threads of
+    their own, as strangers to this thread as on GPUs, `threads` all at once. None: threads for GPUs of their own, else inline.
+    around: makes a context to enter around the call of replica i. The first failing replica's exception is raised, its place noted.
     """
     devices = resolve_devices(devices)
-    if threads is None:
-        threads = devices.home.type == "cuda" and not devices.virtual
+    if mode is None:
+        mode = "threads" if devices.home.type == "cuda" and not devices.virtual else "inline"
     count = len(replicas)
 
     def call(index: int) -> Any:
         place = devices.replicas[index]
         try:
-            with _as_replica(index, count), torch.cuda.device(place) if place.type == "cuda" else ExitStack():
+            with (
+                _as_replica(index, count),
+                torch.cuda.device(place) if place.type == "cuda" else nullcontext(),
+                around(index) if around else nullcontext(),
+            ):
                 return replicas[index](*inputs[index], **kwargs[index])
         except Exception as error:
             error.add_note(f"in replica {index} of {count} on {devices.labels[index]}")
             raise
 
-    if not threads or count == 1:
+    if mode == "inline" or count == 1:
         return [call(index) for index in range(count)]
     enter = _thread_state(devices.home.type)
 
@@ -161,6 +171,8 @@ def parallel_apply(
         with enter():
             return call(index)
 
+    if mode == "serial":
+        return [_pool(count).submit(call_in_thread, index).result() for index in range(count)]
     futures = [_pool(count).submit(call_in_thread, index) for index in range(count)]
     return [future.result() for future in futures]
 
@@ -203,6 +215,58 @@ def _as_replica(index: int, count: int) -> Iterator[None]:
 def current_replica() -> tuple[int, int]:
     """Return (index, number of replicas) of the replica that is computing in this thread; (0, 1) outside of any."""
     return vars(_local).get("place", (0, 1))
+
+
+@contextmanager
+def random_streams(kind: Randomness, device: torch.device, count: int) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
+    """Give replicas that share a generator streams of their own; yields the `around` of `parallel_apply`.
+
+    shared: one stream runs through all replicas. same: every replica starts alike, as GPUs seeded alike do. independent: every replica has
+    a stream of its own, drawn from the common one. Not for `threads`, where the order of draws is chance.
+    """
+
+    def get() -> Tensor:
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    def put(state: Tensor) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+
+    def reseed(seed: int) -> None:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+
+    start = get() if kind == "same" else None
+    seeds = torch.randint(2**62, (count,)).tolist() if kind == "independent" else []
+    after = get()
+
+    @contextmanager
+    def around(index: int) -> Iterator[None]:
+        if start is not None:
+            put(start)
+        elif seeds:
+            reseed(seeds[index])
+        yield
+
+    yield around
+    if seeds:
+        put(after)
+
+
+def differing_replicas(replicas: Sequence[nn.Module]) -> list[str]:
+    """Return the names of parameters that are not equal, bit for bit, in all replicas: none, unless something wrote to one of them."""
+    names: list[str] = []
+    for copies in zip(*(replica.named_modules() for replica in replicas), strict=True):
+        values = [vars(copy).get("_former_parameters", {}) for _, copy in copies]
+        for key, first in values[0].items():
+            if any(not torch.equal(first, other[key].to(first.device)) for other in values[1:]):
+                names.append(f"{copies[0][0]}.{key}".lstrip("."))
+    return names
 
 
 def gather(outputs: Sequence[Any], target: torch.device | str, dim: int = 0) -> Any:

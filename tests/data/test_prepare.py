@@ -11,7 +11,7 @@ import pytest
 from dphybrid.config import DataConfig
 from dphybrid.data import Prepared, batches, num_batches, open_prepared, prepare
 from dphybrid.data import store as store_module
-from dphybrid.data.text import tokenize
+from dphybrid.data.text import repeated_shares, tokenize
 from dphybrid.errors import UserError
 from tests.conftest import SHARED
 
@@ -230,6 +230,15 @@ def test_whole_documents_are_held_out_and_words_come_from_the_training_part(tmp_
     words = prepared.manifest["vocabulary"]
     assert f"only{held.removesuffix('.txt')}" not in words
     assert sum(word.startswith("only") for word in words) == 9
+
+
+def test_documents_that_repeat_others_are_not_held_out() -> None:
+    alone, common = [f"a{i}" for i in range(60)], [f"c{i}" for i in range(40)]
+    shares = repeated_shares([alone, common + ["x"] * 3, ["y"] * 3 + common, ["short"]])
+    assert shares[0] == 0
+    assert shares[1] > 0.8
+    assert shares[2] > 0.8
+    assert shares[3] == 0
 
 
 def test_words_and_punctuation_are_tokens() -> None:

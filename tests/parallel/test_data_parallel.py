@@ -195,8 +195,8 @@ def test_the_primitives_make_a_data_parallel_call() -> None:
     devices = resolve_devices("cpu*4")
     parts = scatter((x,), devices, split_sizes(10, 4))
     replicas = replicate(module, devices)
-    for threads in (False, True):
-        outputs = parallel_apply(replicas, parts, [{}] * 4, devices, threads=threads)
+    for mode in ("inline", "serial", "threads"):
+        outputs = parallel_apply(replicas, parts, [{}] * 4, devices, mode=mode)  # type: ignore[arg-type]
         torch.testing.assert_close(gather(outputs, "cpu"), module(x), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(data_parallel(module, x, "cpu*3"), module(x), rtol=1e-12, atol=1e-12)
 
@@ -211,7 +211,7 @@ def test_threads_see_the_callers_modes() -> None:
 
     devices = resolve_devices("cpu*2")
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.float16):
-        parallel_apply([Look(), Look()], [(torch.ones(1),)] * 2, [{}] * 2, devices, threads=True)
+        parallel_apply([Look(), Look()], [(torch.ones(1),)] * 2, [{}] * 2, devices, mode="threads")
     assert seen == [(False, True, torch.float16)] * 2
 
 

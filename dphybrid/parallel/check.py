@@ -1,0 +1,198 @@
+"""What of a module will differ or break when it runs as replicas, each finding with its line and a remedy.
+
+Most of these show only on two or more distinct GPUs; reading the module finds them on a laptop.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+
+@dataclass(frozen=True)
+class Finding:
+    """breaks: it fails or computes on the wrong weights; otherwise results differ from those of one device.
+
+    module: dotted name in the checked module. place: file and line, or the attribute.
+    """
+
+    breaks: bool
+    module: str
+    place: str
+    problem: str
+    remedy: str
+
+    def text(self) -> str:
+        """Return the finding as two lines."""
+        return f"{'BREAKS ' if self.breaks else 'differs'} {self.module or '(top)'} [{self.place}]: {self.problem}\n        remedy: {self.remedy}"
+
+
+def check_module(module: nn.Module) -> list[Finding]:
+    """Return what data parallelism changes in `module`, in the order of its submodules."""
+    found: list[Finding] = []
+    for name, part in module.named_modules():
+        found += [Finding(breaks, name, *words) for breaks, *words in (*_kind(part), *_attributes(part), *_source(part))]
+    return found + _tied(module)
+
+
+Words = tuple[bool, str, str, str]
+
+
+def _kind(part: nn.Module) -> Iterator[Words]:
+    kind = type(part).__name__
+    if isinstance(part, nn.DataParallel):
+        yield True, kind, "a data-parallel block within a block", "wrap one region around all blocks"
+    if kind == "OptimizedModule" or part._compiled_call_impl is not None:
+        yield (
+            True,
+            kind,
+            "compiled: replicas would run the original's code and weights",
+            "compile outside of the block, or not at all",
+        )
+    if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
+        yield True, kind, "parameters have no size yet", "run the module once on a sample before wrapping it"
+    if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+        yield (
+            False,
+            kind,
+            "each device normalises its own rows, and only the first device's running statistics are kept",
+            "use GroupNorm or LayerNorm, or batches large enough for each device",
+        )
+    if isinstance(part, nn.SyncBatchNorm):
+        yield True, kind, "needs processes of its own a GPU", "use GroupNorm or LayerNorm"
+    if isinstance(part, nn.RNNBase) and not part.batch_first:
+        yield True, kind, "reads the batch on dim 1, and the split is on dim 0", "set batch_first=True"
+    if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
+        yield True, kind, "reads the batch on dim 1, and the split is on dim 0", "set batch_first=True"
+    if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+        yield (
+            False,
+            kind,
+            "masks differ from those of one device",
+            "nothing, unless results must not depend on the number of devices",
+        )
+
+
+def _attributes(part: nn.Module) -> Iterator[Words]:
+    internal = vars(nn.Module()).keys() | {"_flat_weights", "_flat_weight_refs", "_all_weights"}
+    for name, value in vars(part).items():
+        if name in internal:
+            continue
+        place = f"self.{name}"
+        for leaf in _leaves(value):
+            if isinstance(leaf, Tensor):
+                yield (
+                    True,
+                    place,
+                    "a tensor that is not registered stays on the first device",
+                    "make it a buffer with register_buffer",
+                )
+            elif isinstance(leaf, nn.Module):
+                yield (
+                    True,
+                    place,
+                    "a module outside the module tree is not replicated",
+                    "put it into an nn.ModuleList or nn.ModuleDict",
+                )
+            elif _bound_to_module(leaf):
+                yield True, place, "a stored bound method keeps the first device's module", "look the method up when it is called"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _bound_to_module(value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        return _bound_to_module(value.func) or any(isinstance(arg, nn.Module) for arg in value.args)
+    if isinstance(value, types.MethodType):
+        return isinstance(value.__self__, nn.Module)
+    cells = value.__closure__ or () if isinstance(value, types.FunctionType) else ()
+    return any(isinstance(cell.cell_contents, nn.Module) for cell in cells)
+
+
+def _source(part: nn.Module) -> Iterator[Words]:
+    if type(part).__module__.startswith("torch."):
+        return
+    try:
+        lines, first = inspect.getsourcelines(type(part).forward)
+        file = inspect.getsourcefile(type(part)) or "?"
+    except (OSError, TypeError):
+        return  # made without a source file
+    text = textwrap.dedent("".join(lines))
+    has_recurrent = any(isinstance(child, nn.RNNBase) for child in part.children())
+    if has_recurrent and "flatten_parameters" not in text:
+        yield (
+            False,
+            f"{file}:{first}",
+            "a recurrent layer's weights lie in pieces in a replica: slower, more memory, and a warning",
+            "call flatten_parameters() of the layer first in forward",
+        )
+    for node in ast.walk(ast.parse(text)):
+        place = f"{file}:{first + vars(node).get('lineno', 1) - 1}"
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in (attribute for target in targets for attribute in _own_attributes(target)):
+                yield (
+                    False,
+                    place,
+                    f"forward writes self.{name}: lost on every replica but the first, and there too unless it is a buffer changed in place",
+                    "return the value instead, or keep it outside the block",
+                )
+        if isinstance(node, ast.Call) and (device := _fixed_device(node)):
+            yield True, place, f"names the device {device}", "use the device of an input, x.device"
+
+
+def _own_attributes(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+        yield target.attr
+    elif isinstance(target, ast.Subscript):
+        yield from _own_attributes(target.value)
+    elif isinstance(target, ast.Tuple | ast.List):
+        for item in target.elts:
+            yield from _own_attributes(item)
+
+
+def _fixed_device(call: ast.Call) -> str | None:
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
+        return ".cuda()"
+    values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
+    for value in values:
+        if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.split(":")[0] == "cuda":
+            return repr(value.value)
+    return None
+
+
+def _tied(module: nn.Module) -> list[Finding]:
+    """A table shared with another layer must lie on the GPU, so it cannot be a host table."""
+    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, part in module.named_modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append((name, part))
+    return [
+        Finding(
+            False,
+            names[0][0],
+            "weight",
+            f"a table shared with {', '.join(name for name, _ in names[1:])} is copied to every device in each step",
+            "give the output layer weights of its own and make the table a HostEmbedding",
+        )
+        for names in users.values()
+        if len(names) > 1 and any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for _, part in names)
+    ]
