@@ -30,6 +30,9 @@ class RowOptimizer(ABC):
         self.lr = lr
         self.weight_decay = weight_decay
         self.state: dict[str, dict[str, Tensor]] = {name: self.make_state(table) for name, table in self.tables.items()}
+        for name, table in self.tables.items():
+            if table.weight.dtype == torch.bfloat16:
+                self.state[name]["roundings"] = torch.zeros(1, dtype=torch.int64)
 
     @abstractmethod
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
@@ -47,11 +50,18 @@ class RowOptimizer(ABC):
             if found is None or not len(found[0]):
                 continue
             ids_U, grads_UD = found
-            rows_UD = table.weight.index_select(0, ids_U)
+            rows_UD = table.read_rows(ids_U)
             if self.weight_decay:
                 grads_UD = grads_UD.add(rows_UD, alpha=self.weight_decay)
             self.update(rows_UD, grads_UD, ids_U, self.state[name])
-            table.weight.index_copy_(0, ids_U, rows_UD)
+            table.write_rows(ids_U, rows_UD, self._rounding(name))
+
+    def _rounding(self, name: str) -> torch.Generator | None:
+        """A generator a step, seeded by a counter in the state: a resumed run rounds as the unbroken one would."""
+        if "roundings" not in self.state[name]:
+            return None
+        self.state[name]["roundings"] += 1
+        return torch.Generator().manual_seed(int(self.state[name]["roundings"]) * 1_000_003 + list(self.tables).index(name))
 
     def zero_grad(self) -> None:
         """Forget lookups and gradients of all tables."""
@@ -97,10 +107,10 @@ class RowAdagrad(RowOptimizer):
         super().__init__(tables, lr, weight_decay)
 
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
-        return {"sum": torch.zeros(table.num_rows, dtype=table.weight.dtype)}
+        return {"sum": torch.zeros(table.num_rows, dtype=table.row_dtype)}
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
-        sum_U = state["sum"].index_select(0, ids_U).add_(grads_UD.square().mean(1))
+        sum_U = state["sum"].index_select(0, ids_U).add_(_mean_square(grads_UD))
         state["sum"].index_copy_(0, ids_U, sum_U)
         rows_UD.addcdiv_(grads_UD, sum_U.sqrt_().add_(self.eps).unsqueeze(1), value=-self.lr)
 
@@ -124,8 +134,8 @@ class _Adam(RowOptimizer):
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
         second = (table.num_rows,) if self.row_wise else (table.num_rows, table.dim)
         return {
-            "mean": torch.zeros(table.num_rows, table.dim, dtype=table.weight.dtype),
-            "square": torch.zeros(second, dtype=table.weight.dtype),
+            "mean": torch.zeros(table.num_rows, table.dim, dtype=table.row_dtype),
+            "square": torch.zeros(second, dtype=table.row_dtype),
             "steps": torch.zeros(table.num_rows, dtype=torch.int32),
         }
 
@@ -135,7 +145,7 @@ class _Adam(RowOptimizer):
         state["steps"].index_copy_(0, ids_U, steps_U)
         mean_UD = state["mean"].index_select(0, ids_U).lerp_(grads_UD, 1 - beta1)
         state["mean"].index_copy_(0, ids_U, mean_UD)
-        squares = grads_UD.square().mean(1) if self.row_wise else grads_UD.square()
+        squares = _mean_square(grads_UD) if self.row_wise else grads_UD.square()
         square = state["square"].index_select(0, ids_U).lerp_(squares, 1 - beta2)
         state["square"].index_copy_(0, ids_U, square)
         count_U = steps_U.to(torch.float64)
@@ -155,6 +165,10 @@ class LazyAdam(_Adam):
     """Adam with full moments, kept and changed for touched rows only."""
 
     row_wise = False
+
+
+def _mean_square(grads_UD: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(grads_UD, dim=1).square_().div_(grads_UD.shape[1])
 
 
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "adam": RowAdam, "lazy-adam": LazyAdam}

@@ -1,19 +1,23 @@
 """A table in host memory whose rows, not whose whole, take part in training.
 
-Letters: U unique rows of a lookup, D width of a row.
+Letters: N ids of a lookup, U unique rows of it, B bags, D width of a row.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from dphybrid.embedding.lookup import Lookup, Rows, WeightedBags, sort_ids
+from dphybrid.embedding.storage import fill_normal, finished_file, open_rows
 from dphybrid.errors import UserError
 
-_INIT_BLOCK_ROWS = 65536
-"""Rows drawn from one generator: the bits do not depend on how many threads or calls fill a table."""
+_REFRESH_WHOLE_SHARE = 0.3
+"""From this share of changed rows on, reading all rows again is cheaper than mending single ones."""
 
 
 class HostEmbedding(nn.Module):
@@ -23,7 +27,9 @@ class HostEmbedding(nn.Module):
     gradients exist for the touched rows only; a row optimizer of `dphybrid.embedding` applies them in place.
 
     num_rows, dim: shape of the table. padding_idx: a row that stays zero and is never trained. std: of the normal start values.
-    seed: start of those values. name: for messages.
+    seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows are looked up as float32 then, and
+    updates are rounded stochastically). storage: "memory", or "mmap" with the file `path`, which outlives the process and, once
+    there, is opened as it is. Raises UserError, with the numbers, when the table would not fit.
     """
 
     def __init__(
@@ -36,23 +42,33 @@ class HostEmbedding(nn.Module):
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         name: str = "table",
+        storage: str = "memory",
+        path: Path | None = None,
     ) -> None:
         super().__init__()
         if num_rows < 1 or dim < 1:
             raise UserError(f"table {name!r}: num_rows={num_rows}, dim={dim}; both must be at least 1")
         if padding_idx is not None and not 0 <= padding_idx < num_rows:
             raise UserError(f"table {name!r}: padding_idx={padding_idx} is no row; use 0 to {num_rows - 1}")
+        if dtype not in (torch.float32, torch.float64, torch.bfloat16):
+            raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
-        self.weight = torch.empty(num_rows, dim, dtype=dtype)
+        self.weight, fresh = open_rows(num_rows, dim, dtype, storage, path, name)
+        with finished_file(path) if fresh and path is not None else nullcontext():
+            if fresh:
+                fill_normal(self.weight, std, seed)
+            if fresh and padding_idx is not None:
+                self.weight[padding_idx] = 0.0
         self._pending: list[tuple[Tensor, Tensor]] = []
-        self._fill(std, seed)
+        self._prepared: list[Lookup] = []
+        self._changes: deque[tuple[int, int, Tensor]] | None = None
+        self._mark: Tensor | None = None
+        self.num_ids = self.num_unique = self.num_prepared = self.num_refreshed = 0
 
-    def _fill(self, std: float, seed: int) -> None:
-        for block, start in enumerate(range(0, self.num_rows, _INIT_BLOCK_ROWS)):
-            generator = torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
-            self.weight[start : start + _INIT_BLOCK_ROWS].normal_(0.0, std, generator=generator)
-        if self.padding_idx is not None:
-            self.weight[self.padding_idx] = 0.0
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Type of looked-up rows and of the optimizer's states: float32 for a bfloat16 table."""
+        return torch.float32 if self.weight.dtype == torch.bfloat16 else self.weight.dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         return self  # moving or casting the model leaves the table where and as it is
@@ -89,13 +105,83 @@ class HostEmbedding(nn.Module):
         With gradients enabled, remembers the looked-up rows until `clear_row_gradients`. Raises UserError for ids of another type or
         out of range, naming table, value and position.
         """
-        ids = self._checked(ids)
-        unique_U, inverse = torch.unique(ids, return_inverse=True)
-        rows_UD = torch.index_select(self.weight, 0, unique_U)
+        lookup = self._lookup(ids)
+        return Rows.apply(lookup.rows_UD, *lookup.sums).view(*ids.shape, self.dim)
+
+    def bags(self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None) -> Tensor:
+        """Return pooled_BD, the sum or mean of the rows of each bag; bag b is ids_N[offsets_B[b] : offsets_B[b + 1]], perhaps empty.
+
+        weights_N: a factor for each id (mode "sum" only), gets a gradient when it wants one. Raises UserError like `forward`.
+        """
+        if mode not in ("sum", "mean") or (mode == "mean" and weights_N is not None):
+            raise UserError(f"table {self.name!r}: mode={mode!r}; use sum (with or without weights_N) or mean (without)")
+        lookup = self._lookup(ids_N)
+        if mode == "mean":
+            lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([len(ids_N)]))
+            weights_N = torch.repeat_interleave(1 / lengths_B.to(self.row_dtype), lengths_B)
+        return WeightedBags.apply(lookup.rows_UD, weights_N, offsets_B, *lookup.sums)
+
+    def _lookup(self, ids: Tensor) -> Lookup:
+        lookup = self._take_prepared(ids) or self.prepare(ids)
+        self.num_ids += lookup.ids.numel()
+        self.num_unique += len(lookup.unique_U)
         if torch.is_grad_enabled():
-            rows_UD.requires_grad_()
-            self._pending.append((unique_U, rows_UD))
-        return F.embedding(inverse, rows_UD)
+            lookup.rows_UD.requires_grad_()
+            self._pending.append((lookup.unique_U, lookup.rows_UD))
+        return lookup
+
+    def prepare(self, ids: Tensor) -> Lookup:
+        """Check `ids`, find the unique ones and gather their rows. May run in another thread, beside updates: see `refresh`."""
+        ids = self._checked(ids)
+        version = self.weight._version
+        unique_U, *sums = sort_ids(ids.reshape(-1))
+        return Lookup(ids, unique_U, *sums, self.read_rows(unique_U), version)
+
+    def expect(self, lookups: Sequence[Lookup]) -> None:
+        """Use these prepared lookups for the next `forward` calls with equal ids, each once; earlier ones are forgotten."""
+        self._prepared = list(lookups)
+
+    def record_changes(self, updates: int) -> None:
+        """Remember which rows the last `updates` updates changed (0: no longer), so that `refresh` can be selective."""
+        self._changes = deque(maxlen=updates) if updates else None
+
+    def refresh(self, lookup: Lookup) -> Lookup:
+        """Bring the rows of a prepared lookup to what the table holds now, reading again no more than what was changed.
+
+        A row that an update wrote while `prepare` was reading may be torn: it belongs to a change after the lookup's version, so it is
+        read again. A change that is not on record (a loaded state dict, an edit by hand) makes all rows be read again.
+        """
+        now = self.weight._version
+        if now == lookup.version:
+            return lookup
+        changes = [change for change in self._changes or () if change[1] > lookup.version]
+        steps = [lookup.version, *(after for _, after, _ in changes)]
+        known = [before for before, _, _ in changes] + [now] == steps
+        places_C = self._places_of(changes, lookup.unique_U) if known else None
+        if places_C is None or len(places_C) > _REFRESH_WHOLE_SHARE * len(lookup.unique_U):
+            lookup.rows_UD = self.read_rows(lookup.unique_U)
+        elif len(places_C):
+            lookup.rows_UD.index_copy_(0, places_C, self.read_rows(lookup.unique_U.index_select(0, places_C)))
+        lookup.version = now
+        self.num_refreshed += len(lookup.unique_U) if places_C is None else len(places_C)
+        return lookup
+
+    def _places_of(self, changes: list[tuple[int, int, Tensor]], unique_U: Tensor) -> Tensor:
+        if self._mark is None:
+            self._mark = torch.zeros(self.num_rows, dtype=torch.uint8)
+        for _, _, changed in changes:
+            self._mark.index_fill_(0, changed, 1)
+        places_C = self._mark.index_select(0, unique_U).nonzero().squeeze(1)
+        for _, _, changed in changes:
+            self._mark.index_fill_(0, changed, 0)
+        return places_C
+
+    def _take_prepared(self, ids: Tensor) -> Lookup | None:
+        for place, lookup in enumerate(self._prepared):
+            if ids.shape == lookup.ids.shape and ids.dtype == torch.int64 and torch.equal(ids.cpu(), lookup.ids):
+                self.num_prepared += len(lookup.unique_U)
+                return self.refresh(self._prepared.pop(place))
+        return None
 
     def _checked(self, ids: Tensor) -> Tensor:
         if ids.dtype != torch.int64:
@@ -120,13 +206,14 @@ class HostEmbedding(nn.Module):
         if len(parts) == 1:
             ids_U, grads_UD = parts[0]
         else:
-            all_ids = torch.cat([ids for ids, _ in parts])
-            ids_U, inverse = torch.unique(all_ids, return_inverse=True)
-            grads_UD = torch.zeros(len(ids_U), self.dim, dtype=self.weight.dtype)
+            ids_U, inverse = torch.unique(torch.cat([ids for ids, _ in parts]), return_inverse=True)
+            grads_UD = torch.zeros(len(ids_U), self.dim, dtype=self.row_dtype)
             grads_UD.index_add_(0, inverse, torch.cat([grads for _, grads in parts]))
         if self.padding_idx is not None and len(ids_U):
-            keep_U = ids_U != self.padding_idx
-            ids_U, grads_UD = ids_U[keep_U], grads_UD[keep_U]
+            place = int(torch.searchsorted(ids_U, self.padding_idx))
+            if place < len(ids_U) and int(ids_U[place]) == self.padding_idx:
+                keep_U = ids_U != self.padding_idx
+                ids_U, grads_UD = ids_U[keep_U], grads_UD[keep_U]
         return ids_U, grads_UD
 
     def set_row_gradients(self, ids_U: Tensor, grads_UD: Tensor) -> None:
@@ -138,6 +225,22 @@ class HostEmbedding(nn.Module):
     def clear_row_gradients(self) -> None:
         """Forget lookups and their gradients."""
         self._pending = []
+
+    def read_rows(self, ids_U: Tensor) -> Tensor:
+        """Return a copy of the rows ids_U in `row_dtype`."""
+        return self.weight.index_select(0, ids_U).to(self.row_dtype)
+
+    def write_rows(self, ids_U: Tensor, rows_UD: Tensor, generator: torch.Generator | None = None) -> None:
+        """Put rows_UD into the table. A bfloat16 table rounds up or down by chance, drawn from `generator`, so that updates far below
+        a value's resolution arrive on average."""
+        before = self.weight._version
+        if self.weight.dtype == torch.bfloat16:
+            noise_UD = torch.randint(0, 2**16, rows_UD.shape, dtype=torch.int32, generator=generator)
+            bits_UD = (rows_UD.contiguous().view(torch.int32) + noise_UD).bitwise_and_(-(2**16))
+            rows_UD = bits_UD.view(torch.float32).to(torch.bfloat16)
+        self.weight.index_copy_(0, ids_U, rows_UD)
+        if self._changes is not None:
+            self._changes.append((before, self.weight._version, ids_U))
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.dim}, dtype={self.weight.dtype}, in host memory"

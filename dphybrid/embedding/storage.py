@@ -1,0 +1,107 @@
+"""Where a table's rows lie: in memory, or in a file that is mapped into memory. Start values with the same bits for any thread count."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dphybrid.errors import UserError
+
+GIB = 2**30
+KEEP_FREE_SHARE = 0.02
+"""Of the free memory or disk: left for everything else."""
+
+_INIT_BLOCK_ROWS = 65536
+"""Rows drawn from one generator: the bits do not depend on how many threads or calls fill a table."""
+
+
+def available_memory_bytes() -> int:
+    """Return what this process can still get: free memory of the machine, or less where a control group sets a limit."""
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        values = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        pages = values.get("MemAvailable", pages)
+    except OSError:
+        pass  # not Linux: free pages are the best that is known
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+    except OSError:
+        return pages
+    return pages if limit == "max" else max(0, min(pages, int(limit) - used))
+
+
+def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: Path | None, name: str) -> tuple[Tensor, bool]:
+    """Return (weight of shape (num_rows, dim), whether it must still be filled).
+
+    storage: "memory", or "mmap": the file `path`, made when absent, opened as it is when it has the right size. Raises UserError, with
+    the numbers, when the table would not fit or the file has another size.
+    """
+    size = num_rows * dim * torch.empty(0, dtype=dtype).element_size()
+    shape = f"table {name!r}: {num_rows:,} rows x {dim} of {dtype} are {size / GIB:.3g} GiB"
+    if storage == "memory":
+        if path is not None:
+            raise UserError(f"table {name!r}: a path, {path}, goes with storage mmap only")
+        free = available_memory_bytes()
+        if size > free * (1 - KEEP_FREE_SHARE):
+            raise UserError(
+                f"{shape}, {free / GIB:.3g} GiB of memory are free; use fewer or narrower rows, bfloat16, or storage mmap"
+            )
+        return torch.empty(num_rows, dim, dtype=dtype), True
+    if storage != "mmap":
+        raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
+    if path is None:
+        raise UserError(f"table {name!r}: storage mmap needs the path of a file")
+    fresh = not path.exists()
+    if fresh:
+        free = shutil.disk_usage(path.parent).free
+        if size > free * (1 - KEEP_FREE_SHARE):
+            raise UserError(f"{shape}, {path.parent} has {free / GIB:.3g} GiB free; choose another folder or a smaller table")
+    elif path.stat().st_size != size:
+        raise UserError(f"{shape}, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it made for another table?")
+    flat = torch.from_file(str(_partial(path) if fresh else path), shared=True, size=num_rows * dim, dtype=dtype)
+    return flat.view(num_rows, dim), fresh
+
+
+def _partial(path: Path) -> Path:
+    """A file that is still being filled has another name: one with the final name is complete."""
+    return path.with_name(f".{path.name}.partial-{os.getpid()}")
+
+
+@contextmanager
+def finished_file(path: Path) -> Iterator[None]:
+    """Give the file that the block fills its final name, or remove it when the block is left early."""
+    try:
+        yield
+        _partial(path).rename(path)
+    finally:
+        _partial(path).unlink(missing_ok=True)
+
+
+def fill_normal(weight: Tensor, std: float, seed: int) -> None:
+    """Fill `weight` (V, D) from normal(0, std) with as many threads as torch uses; the bits depend on the seed alone."""
+
+    def fill(block: int) -> None:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
+        rows = weight[block * _INIT_BLOCK_ROWS : (block + 1) * _INIT_BLOCK_ROWS]
+        if rows.dtype in (torch.float32, torch.float64):
+            rows.normal_(0.0, std, generator=generator)
+        else:
+            rows.copy_(torch.empty(rows.shape).normal_(0.0, std, generator=generator))
+
+    blocks = range(-(-weight.shape[0] // _INIT_BLOCK_ROWS))
+    threads = min(torch.get_num_threads(), len(blocks))
+    if threads <= 1:
+        for block in blocks:
+            fill(block)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(fill, blocks):
+            pass

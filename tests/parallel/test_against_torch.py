@@ -1,0 +1,154 @@
+"""Torch's own replicate, scatter and gather, run against ours: their code objects with the device-only calls rebound to copies."""
+
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dphybrid.parallel import DataParallel, resolve_devices, split_sizes
+from dphybrid.parallel.primitives import gather, replicate, scatter
+from tests.parallel.zoo import SHAPES, mlp_batchnorm, spectral_norm
+
+torch_replicate = importlib.import_module("torch.nn.parallel.replicate")
+torch_scatter_gather = importlib.import_module("torch.nn.parallel.scatter_gather")
+
+
+def rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """The function's own code with some of its globals replaced."""
+    scope = dict(vars(importlib.import_module(function.__module__))) | names
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    scope[function.__name__] = copy
+    return copy
+
+
+def copies(tensors: list[Tensor], devices: list[Any], detach: bool = False) -> list[list[Tensor]]:
+    # As on GPUs, the first device gets the tensors themselves, or with gradients what an autograd function makes of them.
+    first = list(tensors) if detach else [t.view_as(t) for t in tensors]
+    return [first if j == 0 else [t.detach().clone() if detach else t.clone() for t in tensors] for j in range(len(devices))]
+
+
+upstream_replicate = rebound(
+    torch_replicate.replicate,
+    _get_device_index=lambda device, optional=False: device,
+    _broadcast_coalesced_reshape=copies,
+)
+
+
+class ChunkedScatter:
+    @staticmethod
+    def apply(devices: list[Any], sizes: Any, dim: int, value: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.clone() for part in value.chunk(len(devices), dim))
+
+
+class Joined:
+    @staticmethod
+    def apply(target: Any, dim: int, *parts: Tensor) -> Tensor:
+        return torch.cat(parts, dim)
+
+
+upstream_scatter = rebound(torch_scatter_gather.scatter, Scatter=ChunkedScatter)
+upstream_gather = rebound(torch_scatter_gather.gather, Gather=Joined)
+
+
+def structure(module: nn.Module) -> dict[str, Any]:
+    """What a replica is made of: kinds, attributes, which tensors are parameters, buffers or plain, and their values."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        tensors = {key: value.detach().clone() for key, value in vars(part).items() if isinstance(value, Tensor)}
+        found[name] = (
+            type(part),
+            sorted(set(vars(part)) - {"_is_replica"}),
+            sorted(part._parameters),
+            sorted(part._buffers),
+            sorted(part._modules),
+            {key: value.tolist() for key, value in sorted(tensors.items())},
+            {key: None if value is None else value.tolist() for key, value in sorted(part._buffers.items())},
+        )
+    return found
+
+
+@pytest.mark.parametrize("make", SHAPES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("devices", [1, 2, 5])
+@pytest.mark.parametrize("detach", [False, True])
+def test_replicas_have_the_structure_of_torchs(make: Callable[[], nn.Module], devices: int, detach: bool) -> None:
+    torch.manual_seed(0)
+    module = make()
+    theirs = upstream_replicate(module, list(range(devices)), detach)
+    ours = replicate(module, resolve_devices(f"cpu*{devices}"), detach)
+    assert len(ours) == len(theirs)
+    for mine, their in zip(ours, theirs, strict=True):
+        assert structure(mine) == structure(their)
+
+
+@pytest.mark.parametrize("make", SHAPES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_a_step_equals_that_of_torchs_own_code(make: Callable[[], nn.Module], devices: int) -> None:
+    torch.manual_seed(0)
+    one = make().double()
+    torch.manual_seed(0)
+    two = make().double()
+    x = torch.randn(16, *SHAPES[make], dtype=torch.float64)
+    places = list(range(len(split_sizes(16, devices))))
+    theirs = upstream_gather([m(c) for m, c in zip(upstream_replicate(one, places), upstream_scatter(x, places), strict=True)], 0)
+    ours = DataParallel(two, f"cpu*{devices}")(x)
+    assert torch.equal(ours, theirs)
+    theirs.square().sum().backward()
+    ours.square().sum().backward()
+    for (name, p1), p2 in zip(one.named_parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p2.grad, p1.grad, rtol=1e-12, atol=1e-12, msg=name)
+    for (name, b1), b2 in zip(one.named_buffers(), two.buffers(), strict=True):
+        assert torch.equal(b1, b2), name
+
+
+@pytest.mark.parametrize("make", [m for m in SHAPES if m not in (mlp_batchnorm, spectral_norm)], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize("strict", [False, True])
+def test_networks_without_batch_state_equal_themselves_unsplit(make: Callable[[], nn.Module], devices: int, strict: bool) -> None:
+    torch.manual_seed(1)
+    module = make().double()
+    x = torch.randn(11, *SHAPES[make], dtype=torch.float64)
+    expected = module(x)
+    for mode in ("inline", "serial", "threads"):
+        got = DataParallel(module, f"cpu*{devices}", mode=mode, strict=strict and mode == "inline")(x)  # type: ignore[arg-type]
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_integer_weights_give_the_same_bits() -> None:
+    module = nn.Linear(6, 4).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randint(-4, 5, parameter.shape))
+    x = torch.randint(-4, 5, (33, 6)).double()
+    for devices in (1, 2, 3, 5, 8):
+        module.zero_grad()
+        y = DataParallel(module, f"cpu*{devices}")(x)
+        assert torch.equal(y, module(x))
+        y.sum().backward()
+        assert torch.equal(module.weight.grad, x.sum(0).expand(4, 6))
+
+
+def test_gradients_of_gradients() -> None:
+    wrapped = DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), "cpu*3")
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = wrapped.module[0].weight
+
+    def call(x: Tensor, _: Tensor) -> Tensor:
+        return wrapped(x)  # the checks change the weight in place and ask for its gradient
+
+    assert torch.autograd.gradcheck(call, (x, weight))
+    assert torch.autograd.gradgradcheck(call, (x, weight))
+
+
+def test_scatter_and_gather_equal_torchs_on_nests() -> None:
+    x = torch.arange(20.0).view(10, 2)
+    nest = ({"a": x, "b": [x + 1, None]}, (x * 2, "text", 3))
+    for count in (1, 2, 3, 8):
+        sizes = split_sizes(10, count)
+        ours = scatter(nest, resolve_devices(f"cpu*{count}"), sizes)
+        theirs = upstream_scatter(nest, list(range(len(sizes))))
+        assert repr(ours) == repr([*theirs])
+        assert torch.equal(gather([part[0]["a"] for part in ours], "cpu"), upstream_gather([part[0]["a"] for part in theirs], 0))

@@ -1,0 +1,115 @@
+"""Networks of many kinds, small, each a function without arguments: checked, split and compared by the tests, and by `dphybrid check`."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def mlp_batchnorm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Recurrent(nn.Module):
+    """Last state of a recurrent layer over x (B, T, 6)."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(6, 5, num_layers=2, batch_first=True)  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.flatten_parameters()
+        out, _ = self.layer(x)
+        return out[:, -1]
+
+
+def lstm() -> nn.Module:
+    return Recurrent(nn.LSTM)
+
+
+def gru() -> nn.Module:
+    return Recurrent(nn.GRU)
+
+
+def transformer() -> nn.Module:
+    return nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+
+
+class Capsules(nn.Module):
+    """Capsule layer with routing by agreement (Sabour et al. 2017): x (B, 6, 6) holds 6 capsules of width 6; returns (B, 3, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(6, 3, 4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes_BIJD = torch.einsum("ijde,bie->bijd", self.weight, x)
+        logits_BIJ = torch.zeros(votes_BIJD.shape[:3], dtype=x.dtype, device=x.device)
+        for _ in range(3):
+            joined_BJD = (logits_BIJ.softmax(2)[..., None] * votes_BIJD).sum(1)
+            norm_BJ1 = joined_BJD.norm(dim=2, keepdim=True)
+            capsules_BJD = joined_BJD * norm_BJ1 / (1 + norm_BJ1.square())
+            logits_BIJ = logits_BIJ + (votes_BIJD * capsules_BJD[:, None]).sum(3)
+        return capsules_BJD
+
+
+def capsules() -> nn.Module:
+    return Capsules()
+
+
+def weight_norm() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), nn.Linear(4, 3))
+
+
+def spectral_norm() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)), nn.Linear(4, 3))
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(6)) for _ in range(3)])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.randn(6))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x + self.named["shift"]
+
+
+def parameter_list() -> nn.Module:
+    return Listed()
+
+
+class Tied(nn.Module):
+    """A table used twice, first for its rows and then as the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.output = nn.Linear(6, 11, bias=False)
+        self.output.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(F.relu(self.table(x.abs().long() % 11).sum(1)))
+
+
+def tied() -> nn.Module:
+    return Tied()
+
+
+SHAPES = {
+    mlp_batchnorm: (6,),
+    lstm: (4, 6),
+    gru: (4, 6),
+    transformer: (4, 6),
+    cnn: (1, 6, 6),
+    capsules: (6, 6),
+    weight_norm: (6,),
+    spectral_norm: (6,),
+    parameter_list: (6,),
+    tied: (6,),
+}
