@@ -1,6 +1,7 @@
 """Embedding tables in host memory, and the optimizers of their rows. Needs torch alone."""
 
 from dphybrid.embedding.optim import LazyAdam, RowAdagrad, RowAdam, RowOptimizer, RowSGD, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding.pipeline import RowPipeline
 from dphybrid.embedding.table import HostEmbedding, find_tables
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "RowAdagrad",
     "RowAdam",
     "RowOptimizer",
+    "RowPipeline",
     "RowSGD",
     "clip_grad_norm_",
     "find_tables",

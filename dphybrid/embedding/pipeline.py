@@ -25,7 +25,7 @@ The worker draws batches ahead of their use: their source must not depend on tor
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeVar
@@ -37,7 +37,8 @@ from dphybrid.embedding.table import HostEmbedding
 from dphybrid.errors import UserError
 
 Batch = TypeVar("Batch")
-IdsOf = Callable[[Batch], Mapping[str, Tensor]]
+IdsOf = Callable[[Batch], Mapping[str, Tensor | Sequence[Tensor]]]
+"""From a batch to the ids that will be looked up, by table: one tensor, or one for each lookup."""
 
 _JOIN_S = 5.0
 """How long closing waits for a worker that is inside the batch source."""
@@ -57,6 +58,7 @@ class RowPipeline:
             raise UserError(f"lookahead={lookahead}: must be at least 1")
         self.tables, self.mode, self.lookahead = dict(tables), mode, lookahead
         self._runs: list[_Run] = []
+        self._ended_s = [0.0, 0.0]
         self._seen = self._totals()
 
     def __enter__(self) -> Self:
@@ -71,7 +73,8 @@ class RowPipeline:
             run.stop()
 
     def prefetch(self, batches: Iterable[Batch], ids_of: IdsOf[Batch] | None = None) -> Iterator[Batch]:
-        """Yield the batches in order. ids_of: says which ids of which table the model will look up for a batch; None: it does not say.
+        """Yield the batches in order. ids_of: says which ids of which table the model will look up for a batch (one tensor, or a list
+        of one tensor a lookup); None: it does not say.
 
         An exception of the batch source or of `ids_of`, and an id out of range, end the loop where its batch would have come, with the
         worker's own traceback. Leaving the loop early, by `break` or an exception, stops the worker.
@@ -87,13 +90,14 @@ class RowPipeline:
         try:
             while (item := run.next()) is not None:
                 for name, table in self.tables.items():
-                    table.expect([item.lookups[name]] if name in item.lookups else [])
+                    table.expect(item.lookups.get(name, []))
                 batch = item.batch
                 del item  # the loop's body must be free to drop the batch
                 yield batch
         finally:
             run.stop()
             self._runs.remove(run)
+            self._ended_s = [self._ended_s[0] + run.prepare_s, self._ended_s[1] + run.wait_s]
             for table in self.tables.values():
                 table.expect([])
                 table.record_changes(0)
@@ -130,15 +134,15 @@ class RowPipeline:
             "bytes": float(
                 sum((table.num_unique + table.num_refreshed) * table.dim * table.weight.element_size() for table in tables)
             ),
-            "prepare_ms": 1e3 * sum(run.prepare_s for run in self._runs),
-            "wait_ms": 1e3 * sum(run.wait_s for run in self._runs),
+            "prepare_ms": 1e3 * (self._ended_s[0] + sum(run.prepare_s for run in self._runs)),
+            "wait_ms": 1e3 * (self._ended_s[1] + sum(run.wait_s for run in self._runs)),
         }
 
 
 @dataclass
 class _Item(Generic[Batch]):
     batch: Batch
-    lookups: dict[str, Lookup]
+    lookups: dict[str, list[Lookup]]
 
 
 class _Run(Generic[Batch]):
@@ -180,8 +184,9 @@ class _Run(Generic[Batch]):
                 self._permits.acquire()
                 if self._stopping.is_set():
                     return
-                batch = next(self._iterator, _END)
-                if batch is _END:
+                try:
+                    batch = next(self._iterator)
+                except StopIteration:
                     self._done.put("end")
                     return
                 start = time.perf_counter()
@@ -190,12 +195,12 @@ class _Run(Generic[Batch]):
                     raise UserError(
                         f"ids for the tables {sorted(unknown)}, which the model lacks; it has {', '.join(self._tables)}"
                     )
-                lookups = {name: self._tables[name].prepare(ids_of_table) for name, ids_of_table in ids.items()}
+                lookups = {}
+                for name, wanted in ids.items():
+                    each = [wanted] if isinstance(wanted, Tensor) else wanted
+                    lookups[name] = [self._tables[name].prepare(ids_of_lookup) for ids_of_lookup in each]
                 self.prepare_s += time.perf_counter() - start
                 self._done.put(_Item(batch, lookups))
-                del batch, ids, lookups
+                del batch, ids, lookups  # what is handed over is not kept alive here
         except BaseException as error:  # noqa: BLE001 - whatever it is, the loop that waits must get it
             self._done.put(error)
-
-
-_END: object = object()

@@ -134,8 +134,8 @@ class HostEmbedding(nn.Module):
         """Check `ids`, find the unique ones and gather their rows. May run in another thread, beside updates: see `refresh`."""
         ids = self._checked(ids)
         version = self.weight._version
-        unique_U, *sums = sort_ids(ids.reshape(-1))
-        return Lookup(ids, unique_U, *sums, self.read_rows(unique_U), version)
+        unique_U, inverse_N, order_N, starts_U = sort_ids(ids.reshape(-1))
+        return Lookup(ids, unique_U, inverse_N, order_N, starts_U, self.read_rows(unique_U), version)
 
     def expect(self, lookups: Sequence[Lookup]) -> None:
         """Use these prepared lookups for the next `forward` calls with equal ids, each once; earlier ones are forgotten."""

@@ -1,0 +1,207 @@
+"""With and without the pipeline: the same bits, the same errors, nothing left behind."""
+
+import gc
+import threading
+import traceback
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, find_tables, make_row_optimizer
+from dphybrid.embedding.lookup import Lookup
+from dphybrid.parallel import DataParallel
+
+ROWS, DIM, BATCH, COLUMNS, STEPS = 2000, 8, 24, 4, 200
+
+
+class Unmended(HostEmbedding):
+    """What a pipeline without the repair would be."""
+
+    def refresh(self, lookup: Lookup) -> Lookup:
+        return lookup
+
+
+class Scores(nn.Module):
+    def __init__(self, kind: type[HostEmbedding], devices: str, **options: object) -> None:
+        super().__init__()
+        self.words = kind(ROWS, DIM, seed=1, name="words", **options)  # type: ignore[arg-type]
+        self.places = kind(50, DIM, seed=2, name="places", **options)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(COLUMNS * DIM, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.region = DataParallel(layers, devices)
+
+    def table_ids(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"words": batch["ids_BF"] + 0, "places": batch["ids_BF"] % 50}
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        ids = self.table_ids(batch)
+        rows = self.words(ids["words"]) * self.places(ids["places"])
+        loss: torch.Tensor = (self.region(rows.flatten(1)).squeeze(1) - batch["target_B"]).square().mean()
+        return loss
+
+
+def zipf_batches(steps: int = STEPS) -> Iterator[dict[str, torch.Tensor]]:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        chance = torch.rand(BATCH - step % 5, COLUMNS, generator=generator, dtype=torch.float64)
+        ids = ((ROWS**-0.05 * chance + 1 - chance) ** -20).long().clamp_(1, ROWS) - 1
+        yield {"ids_BF": ids, "target_B": torch.rand(len(ids), generator=generator)}
+
+
+def train(
+    mode: str, optimizer: str, devices: str = "cpu", kind: type[HostEmbedding] = HostEmbedding, lookahead: int = 1, **options: object
+) -> tuple[list[torch.Tensor], dict[str, float]]:
+    model = Scores(kind, devices, **options)
+    tables = find_tables(model)
+    rows = make_row_optimizer(optimizer, tables, lr=0.1, weight_decay=0.01)
+    dense = torch.optim.SGD(model.region.parameters(), lr=0.05)
+    seen: list[torch.Tensor] = []
+    with RowPipeline(tables, mode=mode, lookahead=lookahead) as pipeline:
+        for step, batch in enumerate(pipeline.prefetch(zipf_batches(), model.table_ids)):
+            dense.zero_grad()
+            rows.zero_grad()
+            loss = model(batch)
+            loss.backward()
+            clip_grad_norm_(model.region.parameters(), tables, 0.05)
+            dense.step()
+            rows.step()
+            seen.append(loss.detach())
+            if step == 90:  # an evaluation and a checkpoint in between
+                with torch.no_grad():
+                    seen.append(model(next(zipf_batches())))
+                seen += [value.clone() for value in {**model.state_dict(), **rows.state_dict()}.values()]
+            if step == 120:
+                model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+    return [*seen, *model.state_dict().values(), *rows.state_dict().values()], pipeline.counters()
+
+
+def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "lazy-adam"])
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_same_bits_as_without(optimizer: str, lookahead: int) -> None:
+    plain, _ = train("off", optimizer)
+    ahead, counters = train("exact", optimizer, lookahead=lookahead)
+    assert same_bits(plain, ahead)
+    assert counters["prepared_ratio"] > 0.95
+    assert 0.1 < counters["conflict_ratio"] <= 1
+
+
+@pytest.mark.parametrize("devices", ["cpu*2", "cpu*3", "cpu*8"])
+def test_same_bits_as_without_on_several_devices(devices: str) -> None:
+    assert same_bits(train("off", "adagrad", devices)[0], train("exact", "adagrad", devices)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_same_bits_for_other_types(dtype: torch.dtype) -> None:
+    def run(mode: str) -> list[torch.Tensor]:
+        model = HostEmbedding(ROWS, DIM, dtype=dtype)
+        rows = make_row_optimizer("adagrad", {"t": model}, lr=0.1)
+        with RowPipeline({"t": model}, mode=mode) as pipeline:
+            for batch in pipeline.prefetch(zipf_batches(), lambda batch: {"t": batch["ids_BF"]}):
+                rows.zero_grad()
+                (model(batch["ids_BF"]) - 1).square().mean().backward()
+                rows.step()
+        return [model.weight, *rows.state_dict().values()]
+
+    assert same_bits(run("off"), run("exact"))
+
+
+def test_leaving_the_repair_out_is_noticed() -> None:
+    assert same_bits(train("off", "adagrad", kind=Unmended)[0], train("off", "adagrad")[0])
+    assert not same_bits(train("off", "adagrad")[0], train("exact", "adagrad", kind=Unmended)[0])
+
+
+def test_a_few_changed_rows_are_read_again_one_by_one() -> None:
+    table = HostEmbedding(100, 4)
+    table.record_changes(3)
+    lookup = table.prepare(torch.arange(50))
+    table.write_rows(torch.tensor([7, 60]), torch.ones(2, 4))
+    assert torch.equal(table.refresh(lookup).rows_UD, table.weight[:50])
+    assert table.num_refreshed == 1
+    table.weight[3] = 5.0  # by hand: not on record
+    assert torch.equal(table.refresh(lookup).rows_UD, table.weight[:50])
+    assert table.num_refreshed == 51
+
+
+def test_a_lookup_that_was_not_announced_is_done_on_the_spot() -> None:
+    table = HostEmbedding(100, 4)
+    with RowPipeline({"t": table}) as pipeline:
+        for batch in pipeline.prefetch([torch.tensor([1, 2])], lambda ids: {"t": ids}):
+            assert torch.equal(table(batch + 1), table.weight[[2, 3]])
+            assert torch.equal(table(batch), table.weight[[1, 2]])
+            assert torch.equal(table(batch), table.weight[[1, 2]])
+        assert pipeline.counters()["prepared_ratio"] == pytest.approx(1 / 3)
+
+
+def test_several_lookups_of_one_table() -> None:
+    table = HostEmbedding(100, 4)
+    with RowPipeline({"t": table}) as pipeline:
+        for head, tail in pipeline.prefetch([(torch.tensor([1, 2]), torch.tensor([3]))], lambda pair: {"t": list(pair)}):
+            assert torch.equal(table(tail), table.weight[[3]])
+            assert torch.equal(table(head), table.weight[[1, 2]])
+        assert pipeline.counters()["prepared_ratio"] == 1
+
+
+def broken_source() -> Iterator[torch.Tensor]:
+    yield torch.tensor([1])
+    raise OSError("the disk is gone")
+
+
+def test_an_error_of_the_source_comes_with_its_own_traceback_after_the_good_batches() -> None:
+    table, seen = HostEmbedding(10, 2), list[torch.Tensor]()
+    pipeline = RowPipeline({"t": table})
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        seen.extend(pipeline.prefetch(broken_source(), lambda ids: {"t": ids}))
+    assert len(seen) == 1
+    assert "broken_source" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert_no_worker()
+
+
+def test_wrong_ids_and_unknown_tables_are_named() -> None:
+    pipeline = RowPipeline({"t": HostEmbedding(10, 2, name="words")})
+    with pytest.raises(ValueError, match=r"'words': id 10 at position \[1\]"):
+        list(pipeline.prefetch([torch.tensor([1, 10])], lambda ids: {"t": ids}))
+    with pytest.raises(ValueError, match=r"\['other'\].* it has t"):
+        list(pipeline.prefetch([torch.tensor([1])], lambda ids: {"other": ids}))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_leaving_the_loop_ends_the_worker(error: type[BaseException]) -> None:
+    def leave() -> None:
+        with RowPipeline({"t": HostEmbedding(10, 2)}, lookahead=3) as pipeline:
+            for _ in pipeline.prefetch((torch.tensor([n % 10]) for n in range(1000)), lambda ids: {"t": ids}):
+                raise error
+
+    with pytest.raises(error):
+        leave()
+    assert_no_worker()
+
+
+def test_prepares_no_more_than_lookahead() -> None:
+    drawn: list[int] = []
+
+    def source() -> Iterator[torch.Tensor]:
+        for number in range(20):
+            drawn.append(number)
+            yield torch.tensor([0])
+
+    with RowPipeline({"t": HostEmbedding(10, 2)}, lookahead=2) as pipeline:
+        for used, _ in enumerate(pipeline.prefetch(source(), lambda ids: {"t": ids}), start=1):
+            assert len(drawn) <= used + 2
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(ValueError, match="'fast': use off or exact"):
+        RowPipeline({}, mode="fast")
+    with pytest.raises(ValueError, match="lookahead=0"):
+        RowPipeline({}, lookahead=0)
+
+
+def assert_no_worker() -> None:
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "dphybrid-rows"]
