@@ -1,6 +1,7 @@
 """The command `dphybrid`: plan a split, train, look at devices, check a model, measure."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,22 @@ examples:
 A TOML file has the same names: `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
 Values in brackets of a flag are the text recipe's; other recipes set their own. Data, checkpoints and the MLflow store
 lie under DPHYBRID_DATA_DIR (~/.dphybrid).
+"""
+
+
+PLAN_HELP = """\
+examples:
+  %(prog)s --devices 'cpu*8' --batch-size 30 --rows 100
+  %(prog)s --devices cuda:0,cuda:1 --recipe text --rows 50000 --memory
+"""
+
+CHECK_HELP = """\
+examples:
+  %(prog)s my_models:build_block              a function without arguments, or one that takes a ModelContext
+  %(prog)s --recipe text                      the model of a recipe
+
+Each finding says whether it BREAKS (fails, or computes on the wrong weights, on two GPUs) or differs (other results than on one
+device), where, and the remedy. The exit code is 1 when something breaks.
 """
 
 
@@ -86,10 +103,39 @@ def _train(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from dphybrid.parallel import resolve_devices, split_plan
 
-    if args.batch_size < 1 or args.rows < 1:
-        raise UserError(f"--batch-size {args.batch_size} --rows {args.rows}: both must be at least 1")
-    devices = resolve_devices(args.devices or load_settings().devices)
-    print(split_plan(args.rows, args.batch_size, devices.labels).text())
+    config, settings = load_config(args.config, overrides_from_args(args)), load_settings()
+    batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
+    if batch_size < 1 or args.rows < 1:
+        raise UserError(f"--batch-size {batch_size} --rows {args.rows}: both must be at least 1")
+    devices = resolve_devices(settings.devices if config.devices == "auto" else config.devices)
+    print(split_plan(args.rows, batch_size, devices.labels).text())
+    if args.memory:
+        from dphybrid.inspection import memory_report
+
+        print(f"\n{memory_report(config, settings, batch_size)}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from dphybrid.inspection import check_target
+
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    breaks = 0
+    for block, findings in check_target(args.target, load_config(args.config, overrides_from_args(args)), load_settings()):
+        print(f"{block}: {'nothing found' if not findings else f'{len(findings)} found'}")
+        for finding in findings:
+            print(f"  {finding.text()}")
+        breaks += sum(finding.breaks for finding in findings)
+    return 1 if breaks else 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from dphybrid.parallel import bench
+
+    result = bench.run(args.repeats)
+    print(bench.text(result))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     return 0
 
 
@@ -129,13 +175,34 @@ def make_parser() -> Parser:
     add_train_flags(train)
     train.set_defaults(function=_train)
 
-    plan = commands.add_parser("plan", help="show how batches will be split, before anything runs")
-    plan.add_argument("--devices", help="as in train: cpu*8, cuda:0,cuda:1, ... (default: DPHYBRID_DEVICES or auto)")
-    plan.add_argument("--batch-size", type=int, required=True, metavar="N", help="rows of a batch over all devices")
+    plan = commands.add_parser(
+        "plan", help="show how batches will be split, before anything runs", epilog=PLAN_HELP, formatter_class=raw
+    )
+    plan.add_argument("--batch-size", type=int, metavar="N", help="rows of a batch over all devices (default: the recipe's)")
     plan.add_argument(
         "--rows", type=int, required=True, metavar="N", help="rows of an epoch, so that the last batch is shown too"
     )
+    plan.add_argument("--memory", action="store_true", help="also build the recipe's model and estimate each device's memory")
+    add_config_flags(plan)
     plan.set_defaults(function=_plan)
+
+    check = commands.add_parser(
+        "check", help="list what of a model differs or breaks under data parallelism", epilog=CHECK_HELP, formatter_class=raw
+    )
+    check.add_argument(
+        "target",
+        nargs="?",
+        metavar="package.module:factory",
+        help="function that returns the module (default: the recipe's model)",
+    )
+    add_config_flags(check)
+    check.set_defaults(function=_check)
+
+    bench = commands.add_parser("bench", help="measure the cost of splitting, beside torch's own")
+    bench.add_argument("what", choices=["parallel"], help="what to measure")
+    bench.add_argument("--repeats", type=int, default=200, metavar="N", help="calls a figure is the median of (200)")
+    bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    bench.set_defaults(function=_bench)
 
     commands.add_parser("devices", help="list what `auto` can use").set_defaults(function=_devices)
     commands.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=_doctor)

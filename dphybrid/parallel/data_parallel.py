@@ -25,6 +25,18 @@ from dphybrid.parallel.primitives import (
 )
 from dphybrid.parallel.splits import Size, Split, split_sizes
 
+_Key = tuple[tuple[Size, ...], tuple[Size, ...]]
+
+
+class _Record:
+    """The splits seen so far. Apart from the module: setting a module's attribute costs more than all the rest of recording."""
+
+    __slots__ = ("counts", "last")
+
+    def __init__(self) -> None:
+        self.counts: dict[_Key, int] = {}
+        self.last: _Key | None = None
+
 
 class DataParallel(nn.DataParallel):
     """Runs one module on every device, each on its share of the batch, and joins the outputs in order.
@@ -80,16 +92,21 @@ class DataParallel(nn.DataParallel):
         self.output_device = self.devices.home  # type: ignore[assignment] # upstream keeps an index, we a device
         self.src_device_obj = self.devices.home
         self._bare = len(self.devices) == 1 and self.devices.home.type == "cpu" and not self.whole
-        self._counts: dict[tuple[tuple[Size, ...], tuple[Size, ...]], int] = {}
-        self._last: tuple[tuple[Size, ...], tuple[Size, ...]] | None = None
+        self._record = _Record()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output for the whole batch, on the first device. Raises UserError for inputs that cannot be split."""
-        if self._bare:
-            output = self.module(*inputs, **kwargs)
-            key = ((_first_size(inputs) or _first_size(kwargs),), (_first_size(output),))
-            self._last = key
-            self._counts[key] = self._counts.get(key, 0) + 1
+        if self._bare:  # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
+            attributes = self.__dict__
+            output = attributes["_modules"]["module"](*inputs, **kwargs)
+            key: _Key
+            if len(inputs) == 1 and type(output) is Tensor and type(inputs[0]) is Tensor:
+                key = ((inputs[0].shape,), (output.shape,))
+            else:
+                key = ((_first_size((inputs, kwargs)),), (_first_size(output),))
+            record = attributes["_record"]
+            record.last = key
+            record.counts[key] = record.counts.get(key, 0) + 1
             return output
         if len(self.devices) == 1:
             return self._on_one(inputs, kwargs)
@@ -127,22 +144,22 @@ class DataParallel(nn.DataParallel):
         return output
 
     def _note(self, input_sizes: tuple[Size, ...], output_sizes: tuple[Size, ...]) -> None:
-        self._last = key = (input_sizes, output_sizes)
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._record.last = key = (input_sizes, output_sizes)
+        self._record.counts[key] = self._record.counts.get(key, 0) + 1
 
     @property
     def last_split(self) -> Split | None:
         """The split of the latest forward, or None before the first."""
-        if self._last is None:
-            return None
-        return self._as_split(self._last)
+        key = self._record.last
+        return None if key is None else self._as_split(key)
 
     def splits(self) -> list[Split]:
         """Return every split seen, in order of first appearance, with how often it happened."""
-        return [self._as_split(key) for key in self._counts]
+        return [self._as_split(key) for key in self._record.counts]
 
-    def _as_split(self, key: tuple[tuple[Size, ...], tuple[Size, ...]]) -> Split:
-        return Split(*key, devices=self.devices.labels[: len(key[0])], count=self._counts[key])
+    def _as_split(self, key: _Key) -> Split:
+        inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
+        return Split(inputs, outputs, devices=self.devices.labels[: len(inputs)], count=self._record.counts[key])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state dict: keys without `module.`."""

@@ -1,0 +1,72 @@
+"""What splitting costs: a plain call, torch's nn.DataParallel on the CPU, and ours, in one run. Medians of microseconds, warm-up apart."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dphybrid.parallel.data_parallel import DataParallel
+
+WARM_UP = 30
+
+
+def run(repeats: int = 200) -> dict[str, Any]:
+    """Measure; return {"rows": [{"what", "identity_us", "mlp_us", "step_us"}, ...]} with the thread count and version."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        makers: dict[str, Callable[[nn.Module], nn.Module]] = {
+            "plain call": lambda module: module,
+            "nn.DataParallel, no GPU": nn.DataParallel,
+            "dphybrid, cpu": lambda module: DataParallel(module, "cpu"),
+            **{f"dphybrid, cpu*{n}": (lambda module, n=n: DataParallel(module, f"cpu*{n}")) for n in (2, 3, 8)},  # type: ignore[misc]
+        }
+        if torch.cuda.is_available():
+            makers["nn.DataParallel, cuda:0"] = lambda module: nn.DataParallel(module.cuda(), device_ids=[0])
+            makers["dphybrid, cuda:0"] = lambda module: DataParallel(module, "cuda:0")
+            makers["dphybrid, cuda:0*2"] = lambda module: DataParallel(module, "cuda:0*2")
+        x = torch.randn(64, 64)
+        identity = _interleaved(
+            {name: make(nn.Identity()) for name, make in makers.items() if "cuda" not in name}, x, repeats, backward=False
+        )
+        mlp = _interleaved({name: make(_mlp()) for name, make in makers.items()}, x, repeats, backward=False)
+        step = _interleaved({name: make(_mlp()) for name, make in makers.items()}, x, repeats, backward=True)
+    finally:
+        torch.set_num_threads(threads)
+    rows = [{"what": name, "identity_us": identity.get(name), "mlp_us": mlp[name], "step_us": step[name]} for name in makers]
+    return {"torch": torch.__version__, "threads": 1, "repeats": repeats, "rows": rows}
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
+
+
+def _interleaved(calls: dict[str, nn.Module], x: torch.Tensor, repeats: int, backward: bool) -> dict[str, float]:
+    """Medians of calls that take turns, so that a busy machine is equally unfair to all."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(WARM_UP + repeats):
+        for name, module in calls.items():
+            start = time.perf_counter()
+            if backward:
+                module(x).sum().backward()
+            else:
+                with torch.no_grad():
+                    module(x)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn >= WARM_UP:
+                times[name].append(time.perf_counter() - start)
+    return {name: 1e6 * statistics.median(seconds) for name, seconds in times.items()}
+
+
+def text(result: dict[str, Any]) -> str:
+    """Return the figures as a table."""
+    lines = [f"torch {result['torch']}, 1 thread, medians of {result['repeats']} calls in us; batch 64 x 64", ""]
+    lines.append(f"  {'':<26}{'identity':>10}{'MLP':>10}{'MLP + backward':>16}")
+    for row in result["rows"]:
+        identity = f"{row['identity_us']:.1f}" if row["identity_us"] is not None else "-"
+        lines.append(f"  {row['what']:<26}{identity:>10}{row['mlp_us']:>10.0f}{row['step_us']:>16.0f}")
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""What a block needs on each device: parameters, gradients, optimizer states, and an estimate of activations from a pass without data."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.parallel.primitives import map_tensors
+
+OPTIMIZER_STATES = {"sgd": 0, "adam": 2, "adamw": 2}
+"""Numbers an optimizer keeps for each parameter."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on one device. The first device also holds gradients and optimizer states; the others hold a copy of the parameters."""
+
+    label: str
+    rows: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def activation_bytes(module: nn.Module, args: Any, kwargs: Any) -> int:
+    """Return the bytes that autograd keeps of one forward, its output included. Runs on the meta device: no memory, no data.
+
+    args, kwargs: real or meta tensors of the right sizes. Raises whatever the module raises on meta tensors.
+    """
+    ghost = copy.deepcopy(module).to("meta")
+    own = {p.untyped_storage()._cdata for p in (*ghost.parameters(), *ghost.buffers())}
+    kept: dict[int, int] = {}
+    alive: list[Any] = []  # a storage that is gone could lend its address to the next one
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            alive.append(storage)
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    meta_args, meta_kwargs = map_tensors(lambda t: t.detach().to("meta").requires_grad_(t.is_floating_point()), (args, kwargs))
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = ghost(*meta_args, **meta_kwargs)
+    map_tensors(keep, output)
+    return sum(kept.values())
+
+
+def block_memory(
+    module: nn.Module, args: Any, kwargs: Any, sizes: Sequence[int], labels: Sequence[str], optimizer: str, dim: int = 0
+) -> list[DeviceMemory]:
+    """Return the memory of each device for a batch split into `sizes`. args, kwargs: one batch's inputs, with at least max(sizes) rows."""
+    parameters = sum(p.numel() * p.element_size() for p in module.parameters())
+    buffers = sum(b.numel() * b.element_size() for b in module.buffers())
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    by_rows: dict[int, int] = {}
+    for rows in set(sizes):
+        part = map_tensors(lambda t, rows=rows: t.narrow(dim, 0, rows), (args, kwargs))  # type: ignore[misc]
+        by_rows[rows] = activation_bytes(module, *part)
+    return [
+        DeviceMemory(
+            label=label,
+            rows=rows,
+            parameters=parameters + buffers,
+            gradients=trained * (2 if len(sizes) > 1 and index == 0 else 1),  # the first device also sums the others' up
+            optimizer=trained * OPTIMIZER_STATES[optimizer] if index == 0 else 0,
+            activations=by_rows[rows],
+        )
+        for index, (label, rows) in enumerate(zip(labels, sizes, strict=False))
+    ]
+
+
+def memory_text(devices: Sequence[DeviceMemory]) -> str:
+    """Return the table for people, in MiB."""
+    head = f"  {'device':<10}{'rows':>7}{'parameters':>13}{'gradients':>12}{'optimizer':>12}{'activations':>14}{'MiB':>10}"
+    mib = 2**20
+    lines = [
+        f"  {d.label:<10}{d.rows:>7}{d.parameters / mib:>13.1f}{d.gradients / mib:>12.1f}{d.optimizer / mib:>12.1f}"
+        f"{d.activations / mib:>14.1f}{d.total / mib:>10.1f}"
+        for d in devices
+    ]
+    return "\n".join(
+        [head, *lines, "  Activations are an estimate; workspaces of kernels and the memory's fragmentation come on top."]
+    )
