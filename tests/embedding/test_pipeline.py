@@ -51,7 +51,12 @@ def zipf_batches(steps: int = STEPS) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def train(
-    mode: str, optimizer: str, devices: str = "cpu", kind: type[HostEmbedding] = HostEmbedding, lookahead: int = 1, **options: object
+    mode: str,
+    optimizer: str,
+    devices: str = "cpu",
+    kind: type[HostEmbedding] = HostEmbedding,
+    lookahead: int = 1,
+    **options: object,
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     model = Scores(kind, devices, **options)
     tables = find_tables(model)
