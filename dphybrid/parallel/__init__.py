@@ -3,7 +3,7 @@
 from dphybrid.parallel.data_parallel import DataParallel, LossInside, data_parallel, find_data_parallel
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.primitives import Whole, current_replica, gather, parallel_apply, replicate, scatter
-from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes
+from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes, splits_table
 
 __all__ = [
     "DataParallel",
@@ -22,4 +22,5 @@ __all__ = [
     "scatter",
     "split_plan",
     "split_sizes",
+    "splits_table",
 ]

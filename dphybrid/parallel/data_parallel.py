@@ -130,7 +130,7 @@ class DataParallel(nn.DataParallel):
             tuple(_first_size((i, k)) for i, k in zip(replica_inputs, replica_kwargs, strict=True)),
             tuple(map(_first_size, outputs)),
         )
-        return gather(outputs, self.devices.home, self.dim)
+        return gather(outputs, self.devices.home, self.dim, sizes)
 
     check_synchrony = False
     """Compare the replicas' parameters before each forward. Set it on the class in tests; it costs one read of all parameters."""

@@ -269,12 +269,16 @@ def differing_replicas(replicas: Sequence[nn.Module]) -> list[str]:
     return names
 
 
-def gather(outputs: Sequence[Any], target: torch.device | str, dim: int = 0) -> Any:
-    """Join the replicas' outputs on `dim`, on the device `target`. Raises UserError for what cannot be joined, with its place."""
-    return _gather(list(outputs), torch.device(target), dim, "output")
+def gather(outputs: Sequence[Any], target: torch.device | str, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
+    """Join the replicas' outputs on `dim`, on the device `target`. Raises UserError for what cannot be joined, with its place.
+
+    sizes: the samples of each replica's share. With it, a tensor must have the same whole number of rows for each sample: one that has its
+    batch elsewhere, such as an RNN's state (layers, B, H), is refused instead of joined on the wrong dim.
+    """
+    return _gather(list(outputs), torch.device(target), dim, "output", sizes)
 
 
-def _gather(outputs: list[Any], target: torch.device, dim: int, path: str) -> Any:
+def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, sizes: Sequence[int] | None) -> Any:
     first = outputs[0]
     if len({type(output) for output in outputs}) > 1:
         raise UserError(
@@ -285,6 +289,8 @@ def _gather(outputs: list[Any], target: torch.device, dim: int, path: str) -> An
             raise UserError(
                 f"{path}: a {first.dim()}-dim tensor has no dim {dim} to join on; return one value a sample, such as a loss of shape (B,)"
             )
+        if sizes is not None:
+            _check_rows(outputs, dim, path, sizes)
         rests = [(*output.shape[:dim], *output.shape[dim + 1 :]) for output in outputs]
         if len(set(rests)) > 1:
             shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
@@ -304,13 +310,23 @@ def _gather(outputs: list[Any], target: torch.device, dim: int, path: str) -> An
             )
         names = list(first) if isinstance(first, dict) else range(len(columns[0]))
         joined = [
-            _gather(list(parts), target, dim, f"{path}[{name!r}]")
+            _gather(list(parts), target, dim, f"{path}[{name!r}]", sizes)
             for name, parts in zip(names, zip(*columns, strict=True), strict=True)
         ]
         return _rebuild(first, joined)
     raise UserError(
         f"{path}: a {type(first).__name__} cannot be joined over replicas; return tensors with the batch on dim {dim}"
     )
+
+
+def _check_rows(outputs: list[Tensor], dim: int, path: str, sizes: Sequence[int]) -> None:
+    per_sample, rest = divmod(outputs[0].shape[dim], sizes[0])
+    for output, size in zip(outputs, sizes, strict=True):
+        if rest or output.shape[dim] != per_sample * size:
+            raise UserError(
+                f"{path}: size {tuple(output.shape)} for a share of {size} samples; return the batch on dim {dim}, "
+                "with the same number of rows for each sample (transpose an RNN's state, expand a value of the whole share)"
+            )
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -44,6 +44,39 @@ class Split:
     devices: tuple[str, ...]
     count: int = 1
 
+    def lines(self) -> list[str]:
+        """Return one line a replica, in device order, and one for the whole batch, in the words of PyTorch's data-parallel tutorial."""
+        replicas = zip(self.input_sizes, self.output_sizes, strict=True)
+        inside = [f"\tIn Model: input size {_size(inputs)} output size {_size(outputs)}" for inputs, outputs in replicas]
+        return [*inside, f"Outside: input size {_size(_whole(self.input_sizes))} output_size {_size(_whole(self.output_sizes))}"]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the split as plain values, fit for JSON."""
+        sizes = {"input_sizes": self.input_sizes, "output_sizes": self.output_sizes}
+        return {name: [list(size) for size in value] for name, value in sizes.items()} | {
+            "devices": list(self.devices),
+            "count": self.count,
+        }
+
+
+def splits_table(splits: Sequence[Split]) -> str:
+    """Return splits as a table for people, a line a replica."""
+    rows = [("split", "times", "device", "input", "output")]
+    for number, split in enumerate(splits, start=1):
+        for place, device in enumerate(split.devices):
+            first = (str(number), str(split.count)) if place == 0 else ("", "")
+            rows.append((*first, device, str(list(split.input_sizes[place])), str(list(split.output_sizes[place]))))
+    wide = [max(len(row[column]) for row in rows) for column in range(5)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows)
+
+
+def _size(size: Size) -> str:
+    return f"torch.Size([{', '.join(map(str, size))}])"
+
+
+def _whole(sizes: tuple[Size, ...]) -> Size:
+    return (sum(size[0] for size in sizes), *sizes[0][1:]) if sizes[0] else ()
+
 
 @dataclass(frozen=True)
 class SplitPlan:

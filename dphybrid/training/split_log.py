@@ -12,23 +12,6 @@ def announcement(devices: Devices) -> str | None:
     return f"Let's use {len(devices)} {devices.noun}!" if len(devices) > 1 else None
 
 
-def split_lines(split: Split) -> list[str]:
-    """Return one line a replica, in device order, and one for the whole batch."""
-    lines = [
-        f"\tIn Model: input size {_size(inputs)} output size {_size(outputs)}"
-        for inputs, outputs in zip(split.input_sizes, split.output_sizes, strict=True)
-    ]
-    return [*lines, f"Outside: input size {_size(_whole(split.input_sizes))} output_size {_size(_whole(split.output_sizes))}"]
-
-
-def _size(size: tuple[int, ...]) -> str:
-    return f"torch.Size([{', '.join(map(str, size))}])"
-
-
-def _whole(sizes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    return (sum(size[0] for size in sizes), *sizes[0][1:]) if sizes[0] else ()
-
-
 @dataclass
 class Seen:
     """A split of one block and the steps it happened in."""
@@ -58,7 +41,7 @@ class SplitLog:
                 continue
             key = (name, split.input_sizes, split.output_sizes)
             if self._each or key not in self._seen:
-                fresh += split_lines(split)
+                fresh += split.lines()
             if key in self._seen:
                 self._seen[key].last_step = step
                 self._seen[key].steps += 1

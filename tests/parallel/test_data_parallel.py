@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from dphybrid.parallel import DataParallel, Whole, current_replica, data_parallel, resolve_devices, split_plan, split_sizes
+from dphybrid.parallel import (
+    DataParallel,
+    Whole,
+    current_replica,
+    data_parallel,
+    resolve_devices,
+    split_plan,
+    split_sizes,
+    splits_table,
+)
 from dphybrid.parallel.primitives import gather, parallel_apply, replicate, scatter
 from tests.conftest import SHARED
 
@@ -54,6 +63,10 @@ def test_splits_are_those_of_the_reference(devices: int) -> None:
         assert [size[0] for size in wrapped.last_split.input_sizes] == rows
         assert [size[0] for size in wrapped.last_split.output_sizes] == rows
     assert [split.count for split in wrapped.splits()] == [3, 1]
+    assert json.loads(json.dumps(wrapped.splits()[1].as_dict()))["input_sizes"] == [[count, 5] for count in expected[-1]]
+    table = splits_table(wrapped.splits()).splitlines()
+    assert len(table) == 1 + len(expected[0]) + len(expected[-1])
+    assert table[1].split()[:2] == ["1", "3"]
 
 
 def test_split_sizes_are_those_of_chunk() -> None:
@@ -125,7 +138,10 @@ def test_what_every_replica_needs_whole_is_not_split() -> None:
     [
         (lambda x: x.sum(), "0-dim"),
         (lambda x: "text", "str"),
-        (lambda x: x.T, "cannot be joined"),
+        (lambda x: x.T, "for a share of . samples"),
+        (lambda x: torch.ones(2, len(x), 4), "for a share of . samples"),
+        (lambda x: x.new_ones(1), "for a share of . samples"),
+        (lambda x: x[:, : len(x)], "cannot be joined"),
         (lambda x: [x] * len(x), "items"),
     ],
 )
