@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dphybrid.config import DataConfig
 from dphybrid.data.batches import Array, Dataset
-from dphybrid.data.store import Content, source_digests
+from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.errors import UserError
 
 UNKNOWN, END = "<unk>", "<end>"
@@ -26,7 +26,9 @@ IGNORED = -100
 
 PASSAGE = 12
 MAX_REPEATED = 0.2
-"""Documents of which a larger share of passages stands elsewhere are not held out."""
+"""Documents of which a larger share of passages stands elsewhere are held out last."""
+MAX_HELD = 2.0
+"""Documents that would make the held-out part larger than this many times what was asked for are held out last."""
 
 _TOKEN = re.compile(r"<unk>|\w+|[^\w\s]")
 
@@ -70,36 +72,41 @@ class TextSource:
     @property
     def options(self) -> dict[str, Any]:
         d = self.data
-        names = [str(file.relative_to(self.root)) for file in self.files] if self.root and self.root.is_dir() else []
+        names = [file.relative_to(self.root).as_posix() for file in self.files] if self.root and self.root.is_dir() else []
         return {"min_count": d.min_count, "window": d.window, "valid_fraction": d.valid_fraction, "files": names}
 
-    def digests(self) -> list[bytes]:
+    def digests(self, progress: Progress) -> list[bytes]:
         if self.files:
-            return source_digests(self.files)
+            return source_digests(self.files, progress)
         return ["\0".join(f"{name}\0{text}" for name, text in self._documents()).encode()]
 
     def _documents(self) -> Iterator[tuple[str, str]]:
         if not self.files:
-            from pydoc_data.topics import topics
-
-            yield from sorted(topics.items())
-        elif len(self.files) > 1:
+            yield from sorted(_python_reference().items())
+        elif len(self.files) > 1 and self.root:
             for file in self.files:
-                yield file.name, _read(file)
+                yield file.relative_to(self.root).as_posix(), _read(file)
         else:
             text = _read(self.files[0])
             paragraphs = re.split(r"\n\s*\n", text) if re.search(r"\n\s*\n", text) else text.splitlines()
             for number, paragraph in enumerate(paragraphs, start=1):
                 yield f"paragraph {number}", paragraph
 
-    def read(self) -> Content:
-        documents = [(name, words) for name, text in self._documents() if (words := tokenize(text))]
+    def read(self, progress: Progress) -> Content:
+        documents: list[tuple[str, list[str]]] = []
+        for done, (name, text) in enumerate(self._documents()):
+            progress("read documents", done, max(len(self.files), done + 1))
+            if words := tokenize(text):
+                documents.append((name, words))
         where = str(self.root) if self.root else "the Python reference"
         if len(documents) < 2:
             raise UserError(
                 f"data.path={where}: found {len(documents)} documents with words; two are needed, one of them held out"
             )
-        train, valid = self._hold_out(documents)
+        progress("look for repeated passages", 0, 1)
+        held, doubtful = held_out([words for _, words in documents], self.data.valid_fraction, self.seed)
+        train = [document for i, document in enumerate(documents) if i not in held]
+        valid = [document for i, document in enumerate(documents) if i in held]
         counts = Counter(word for _, words in train for word in words)
         kept = sorted(
             (word for word, count in counts.items() if count >= self.data.min_count and word != UNKNOWN),
@@ -120,25 +127,46 @@ class TextSource:
             f"  {len(train_tokens):,} tokens to train; held out: {len(valid)} whole documents, {len(valid_tokens):,} tokens, "
             f"{unknown:.1%} of them {UNKNOWN}",
         ]
+        if doubtful:
+            lines.append(
+                f"  {doubtful} held-out documents repeat passages of others, so the held-out figures flatter; too little text stands alone"
+            )
         info = {"task": "language-model", "num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
         return Content("text", {"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra)
 
-    def _hold_out(
-        self, documents: list[tuple[str, list[str]]]
-    ) -> tuple[list[tuple[str, list[str]]], list[tuple[str, list[str]]]]:
-        wanted = self.data.valid_fraction * sum(len(words) for _, words in documents)
-        repeated = repeated_shares([words for _, words in documents])
-        held: set[int] = set()
-        taken = 0
-        for number in np.random.default_rng(self.seed).permutation(len(documents))[:-1]:
-            if taken >= wanted:
-                break
-            if repeated[number] > MAX_REPEATED:  # what stands in other documents too would have been read in training
-                continue
-            held.add(int(number))
-            taken += len(documents[number][1])
-        return [d for i, d in enumerate(documents) if i not in held], [d for i, d in enumerate(documents) if i in held]
+
+def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[set[int], int]:
+    """Return the numbers of the documents to hold out, about `fraction` of all words, and how many of them repeat passages of others.
+
+    At random by seed among those that stand alone and are not far too large. Only when these come to less than half of what is wanted,
+    the smallest one that stands alone or, last, documents that would have been read in training, because large parts of them stand in
+    other documents too (the least repeated one first). One document always stays for training.
+    """
+    sizes = [len(words) for words in documents]
+    wanted = fraction * sum(sizes)
+    shares = repeated_shares(documents)
+    order = [int(number) for number in np.random.default_rng(seed).permutation(len(documents))]
+    alone = [number for number in order if shares[number] <= MAX_REPEATED]
+    repeated = sorted((number for number in order if shares[number] > MAX_REPEATED), key=lambda number: shares[number])
+    held: set[int] = set()
+    taken = 0
+
+    def take(candidates: list[int], limit: float) -> None:
+        nonlocal taken
+        for number in candidates:
+            if taken < wanted and taken + sizes[number] <= limit and len(held) < len(documents) - 1:
+                held.add(number)
+                taken += sizes[number]
+
+    take(alone, MAX_HELD * wanted)
+    if not held and alone:
+        take([min(alone, key=lambda number: sizes[number])], sum(sizes) / 2)
+    if taken < wanted / 2:
+        take(repeated, MAX_HELD * wanted)
+    if not held:
+        take([min(order, key=lambda number: sizes[number])], sum(sizes))
+    return held, sum(shares[number] > MAX_REPEATED for number in held)
 
 
 def repeated_shares(documents: list[list[str]]) -> list[float]:
@@ -159,6 +187,16 @@ def repeated_shares(documents: list[list[str]]) -> list[float]:
 def _encode(documents: list[tuple[str, list[str]]], vocabulary: dict[str, int]) -> Array:
     numbers = [number for _, words in documents for number in (*(vocabulary.get(word, 0) for word in words), 1)]
     return np.array(numbers, dtype=np.int32)
+
+
+def _python_reference() -> dict[str, str]:
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "this Python comes without pydoc_data, the default text; install your system's full Python, or give text with data.path"
+        ) from error
+    return topics
 
 
 def _read(file: Path) -> str:
