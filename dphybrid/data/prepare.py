@@ -4,24 +4,61 @@ import json
 from pathlib import Path
 
 from dphybrid.config import DataConfig
-from dphybrid.data.store import ENCODER_VERSION, Prepared, Source, build_once, combined_digest
+from dphybrid.data.store import ENCODER_VERSION, Content, Prepared, Progress, Source, build_once, combined_digest
+from dphybrid.errors import UserError
 
 
-def prepare(recipe: str, data: DataConfig, folder: Path, seed: int) -> Prepared:
+def prepare(recipe: str, data: DataConfig, folder: Path, seed: int, on_progress: Progress | None = None) -> Prepared:
     """Return the prepared data of a recipe under `folder`, building it when it is not there.
 
-    seed: chooses what is held out. The same bytes and values give the same digest on any machine.
-    Raises UserError for input that cannot be used; nothing half-made is left then.
+    seed: chooses what is held out. on_progress(what, done, total) is called along the way. The same bytes and values give the same digest
+    on any machine. Raises UserError for input that cannot be used; nothing half-made is left then.
     """
-    from dphybrid.data import synthetic, table, text
+    progress = on_progress or _silent
+    source = _open_source(recipe, data, seed)
+    try:
+        before = _stamps(source)
+        digests = source.digests(progress)
+    except OSError as error:
+        raise _unreadable(data, error) from error
 
-    source: Source
-    if recipe == "text":
-        source = text.open_source(data, seed)
-    elif recipe == "ctr":
-        source = table.open_source(data, seed)
-    else:
-        source = synthetic.open_source(recipe, seed)
+    def make() -> Content:
+        try:
+            content = source.read(progress)
+            after = _stamps(source)
+        except OSError as error:
+            raise _unreadable(data, error) from error
+        if after != before:
+            raise UserError(f"data.path={data.path}: changed while it was read; run again when it is complete")
+        return content
+
     facts = json.dumps({"recipe": recipe, "seed": seed, "encoder": ENCODER_VERSION, **source.options}, sort_keys=True)
-    digest = combined_digest([facts.encode(), *source.digests()])
-    return build_once(folder, recipe, digest, source.read)
+    return build_once(folder, recipe, combined_digest([facts.encode(), *digests]), make)
+
+
+def _open_source(recipe: str, data: DataConfig, seed: int) -> Source:
+    if recipe == "text":
+        from dphybrid.data import text
+
+        return text.open_source(data, seed)
+    if recipe == "ctr":
+        from dphybrid.data import table  # imports polars: only when it is needed
+
+        return table.open_source(data, seed)
+    from dphybrid.data import synthetic
+
+    return synthetic.open_source(recipe, seed)
+
+
+def _stamps(source: Source) -> list[tuple[int, int]]:
+    return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in source.files)]
+
+
+def _unreadable(data: DataConfig, error: OSError) -> UserError:
+    return UserError(
+        f"data.path={data.path}: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its permissions"
+    )
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Report nothing."""

@@ -1,6 +1,7 @@
 """Prepared data: a folder of memory-mapped arrays named by the digest of what went in.
 
-Built under a temporary name and renamed when complete; a lock lets processes that want the same folder build it once.
+Built under a temporary name and renamed when complete; a lock of the kernel lets processes that want the same folder build it once, and
+ends with its process, so that whoever comes next clears away what a killed one left.
 """
 
 import fcntl
@@ -8,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +21,11 @@ import numpy as np
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.errors import UserError
 
-ENCODER_VERSION = 2
+ENCODER_VERSION = 3
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
+
+Progress = Callable[[str, int, int], None]
+"""Told about long work: what is being done, how much of it is done, how much there is."""
 
 
 @dataclass(frozen=True)
@@ -80,45 +84,71 @@ class Source(Protocol):
     @property
     def options(self) -> dict[str, Any]: ...
 
-    def digests(self) -> list[bytes]:
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files that are read."""
+        ...
+
+    def digests(self, progress: Progress) -> list[bytes]:
         """Return digests of the source's bytes."""
         ...
 
-    def read(self) -> Content:
+    def read(self, progress: Progress) -> Content:
         """Read and encode everything. Raises UserError for input that cannot be used."""
         ...
 
 
 def open_prepared(path: Path) -> Prepared:
-    """Open a prepared folder. Raises UserError when it is none or incomplete."""
+    """Open a prepared folder. Raises UserError when it is none, or when arrays are missing or not as long as they were written."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is no prepared data ({error}); run the preparation again") from error
-    missing = [name for name in manifest["arrays"] if not (path / f"{name}.npy").is_file()]
-    if missing:
-        raise UserError(f"{path}: lacks {', '.join(missing)}; delete the folder and run the preparation again")
+        sizes = {name: int(facts["bytes"]) for name, facts in manifest["arrays"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{path}: is no complete prepared data ({error}); delete the folder and run the preparation again"
+        ) from error
+    for name, size in sizes.items():
+        file = path / f"{name}.npy"
+        found = file.stat().st_size if file.is_file() else 0
+        if found != size:
+            raise UserError(f"{file}: has {found:,} bytes of {size:,}; delete the folder {path} and run the preparation again")
     return Prepared(path, manifest)
 
 
 def build_once(folder: Path, name: str, digest: str, make: Callable[[], Content]) -> Prepared:
-    """Return the prepared folder `folder/name-digest`, built by `make` when it is not there yet."""
+    """Return the prepared folder `folder/name-digest`, built by `make` when it is not there yet.
+
+    Raises UserError when the folder is damaged or cannot be written; nothing half-made is left then.
+    """
     final = folder / f"{name}-{digest[:12]}"
-    if (final / "manifest.json").is_file():
+    if final.exists():
         return open_prepared(final)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f".{final.name}.lock"):
-        if (final / "manifest.json").is_file():  # another process was faster
-            return open_prepared(final)
-        partial = folder / f".{final.name}.partial-{os.getpid()}"
-        try:
+    with _told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder / f".{final.name}.lock"):
+            if final.exists():  # another process was faster
+                return open_prepared(final)
+            partial = folder / f".{final.name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)  # of a killed process: whoever holds the lock is the only one alive
             content = make()
-            partial.mkdir()
-            manifest = _write(partial, content, digest)
-            partial.rename(final)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            try:
+                partial.mkdir()
+                manifest = _write(partial, content, digest)
+                partial.rename(final)
+                _sync(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     return Prepared(final, manifest, reused=False)
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{folder}: prepared data cannot be written there: {error}; make room, or name another folder in DPHYBRID_DATA_DIR"
+        ) from error
 
 
 def _write(partial: Path, content: Content, digest: str) -> dict[str, Any]:
@@ -133,12 +163,19 @@ def _write(partial: Path, content: Content, digest: str) -> dict[str, Any]:
         for row in content.rejected:
             lines.write(json.dumps(row) + "\n")
             num_rejected += 1
+    _sync(partial / "rejected.jsonl")
     manifest = {
         "digest": digest,
         "encoder_version": ENCODER_VERSION,
         "kind": content.kind,
         "arrays": {
-            name: {"shape": list(a.shape), "dtype": str(a.dtype), "sha256": sums[name]} for name, a in content.arrays.items()
+            name: {
+                "shape": list(a.shape),
+                "dtype": str(a.dtype),
+                "bytes": (partial / f"{name}.npy").stat().st_size,
+                "sha256": sums[name],
+            }
+            for name, a in content.arrays.items()
         },
         "batch_arrays": list(content.batch_arrays),
         "info": content.info,
@@ -148,6 +185,7 @@ def _write(partial: Path, content: Content, digest: str) -> dict[str, Any]:
     }
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
     _sync(partial / "manifest.json")
+    _sync(partial)
     return manifest
 
 
@@ -160,9 +198,13 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return total.hexdigest()
 
 
-def source_digests(files: Iterable[Path]) -> list[bytes]:
+def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
     """Return one sha256 a file, in the given order."""
-    return [bytes.fromhex(_file_digest(file)) for file in files]
+    digests = []
+    for done, file in enumerate(files):
+        progress("digest files", done, len(files))
+        digests.append(bytes.fromhex(_file_digest(file)))
+    return digests
 
 
 def _file_digest(file: Path) -> str:
@@ -170,16 +212,30 @@ def _file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sync(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)  # a folder's entries need it as much as a file's bytes
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
 def _lock(file: Path) -> Iterator[None]:
-    with file.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
+    while True:
+        with file.open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            if not _is_open_file(file, stream.fileno()):  # its last holder removed it: a newer one may be held by someone else
+                continue
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+            return
+
+
+def _is_open_file(file: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(file.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False

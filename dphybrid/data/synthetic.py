@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content
+from dphybrid.data.store import Content, Progress
+from dphybrid.errors import UserError
 
 Made = tuple[dict[str, Array], dict[str, Any], str]
 
@@ -23,10 +25,14 @@ class SyntheticSource:
     def options(self) -> dict[str, Any]:
         return {}
 
-    def digests(self) -> list[bytes]:
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return ()
+
+    def digests(self, progress: Progress) -> list[bytes]:
         return []
 
-    def read(self) -> Content:
+    def read(self, progress: Progress) -> Content:
         num_train, num_valid, make = _SHAPES[self.recipe]
         arrays, info, words = make(np.random.default_rng([self.seed, 7]), num_train + num_valid)
         parts = {"train_rows": np.arange(num_train), "valid_rows": np.arange(num_train, num_train + num_valid)}
@@ -35,6 +41,9 @@ class SyntheticSource:
 
 
 def open_source(recipe: str, seed: int) -> SyntheticSource:
+    """Find the recipe. Raises UserError for one that has no data of its own."""
+    if recipe not in _SHAPES:
+        raise UserError(f"recipe={recipe!r}: there is none of that name; choose one of text, ctr, {', '.join(_SHAPES)}")
     return SyntheticSource(recipe, seed)
 
 

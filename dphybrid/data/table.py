@@ -1,15 +1,16 @@
 """Tables of clicks: a CSV, TSV or Parquet file with a binary label, categorical and numeric columns.
 
-Roles are inferred and printed: a column is numeric when every value present is a number and none is written with a leading zero (007),
-else categorical; integer codes need to be named in `data.categorical`. All statistics and vocabularies come from the training part.
-Ids of a column: 0 = no value, 1 = unknown value, from 2 on the values, most frequent first; buckets: 0 = no value, then by size.
+Roles are inferred, printed with a reason where it is not plain, and overridden by data.numeric, data.categorical and data.ignore:
+
+- numeric: every value present is a number. A code with few values stays numeric on purpose: its buckets give each frequent value its own row;
+- categorical: some value is no number; or numbers that are names: written with a leading zero (007), beyond 2^53, or whole numbers in a
+  column whose name ends in id, code, zip, ... (user_id, itemId);
+- ignore: a row number (whole numbers that grow by one from row to row, hardly any left out), as data frames write it; or no value at all.
 """
 
-import csv
 import difflib
-import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,31 @@ import polars as pl
 
 from dphybrid.config import DataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, source_digests
+from dphybrid.data.encode import FIRST_ID, Numbers, encode_categories, encode_numeric
+from dphybrid.data.rows import Rows, check_rejected, is_number, read_rows
+from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.errors import UserError
 
-MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
-_POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
+POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
+"""Label values that mean 1 although they would sort first."""
+FEW_OTHERS = 0.05
+"""Share of values that are no numbers up to which a person is told which one made the column categorical."""
+ROW_NUMBERS = 20
+"""Rows from which on a column that counts them is taken for a row number."""
+ROW_GAPS = 0.05
+"""Share of numbers that may be left out between row numbers: rows that were filtered out or rejected."""
+
+_NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
+_CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column and what it is used as. samples: a few values for people."""
+    """A column and what it is used as. reason: why, where it is not plain; samples: a few values for people."""
 
     name: str
     role: str
+    reason: str
     samples: tuple[str, ...]
 
 
@@ -46,202 +59,139 @@ class TableSource:
     def options(self) -> dict[str, Any]:
         return self.data.model_dump(mode="json", exclude={"path", "window"})
 
-    def digests(self) -> list[bytes]:
-        return source_digests([self.file])
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.file,)
 
-    def read(self) -> Content:
-        frame, lines, rejected = self._frame()
-        label = self._find(frame, self.data.label or "", "data.label")
-        frame = frame.with_columns(
-            pl.when(pl.col(c).is_in(list(self.data.missing))).then(None).otherwise(pl.col(c)).alias(c) for c in frame.columns
-        )
-        labelled = frame[label].is_not_null().to_numpy()
-        rejected += [{"file": str(self.file), "line": lines[i], "reason": "no label"} for i in np.flatnonzero(~labelled).tolist()]
-        self._check_rejected(rejected, len(frame) + len(rejected))
-        frame, lines = frame.filter(pl.Series(labelled)), [line for line, good in zip(lines, labelled, strict=True) if good]
-        labels_B, classes = self._labels(frame[label])
-        columns = self._roles(frame, label, lines)
-        train_rows, valid_rows = self._split(len(frame))
-        encoded = [_encode_numeric(frame[c.name], train_rows, self.data) for c in columns if c.role == "numeric"]
-        dense = [part for e in encoded for part in e.dense]
-        ids, sizes, id_columns = [], [], []
-        for column, numbers in zip([c for c in columns if c.role == "numeric"], encoded, strict=True):
-            if numbers.buckets is not None:
-                ids.append(numbers.buckets)
-                sizes.append(numbers.num_buckets)
-                id_columns.append({"name": column.name, "role": "buckets", "num_ids": numbers.num_buckets})
-        vocabularies: dict[str, list[str]] = {}
-        for column in (c for c in columns if c.role == "categorical"):
-            codes, vocabulary = _encode_categories(frame[column.name], train_rows, self.data.min_count)
-            vocabularies[column.name] = vocabulary
-            ids.append(codes)
-            sizes.append(FIRST_ID + len(vocabulary))
-            id_columns.append({"name": column.name, "role": "categorical", "num_ids": sizes[-1]})
-        if not ids:
-            raise UserError(
-                f"data.path={self.file}: no column is left to look up; ignore fewer columns or set data.buckets above 0"
-            )
-        rows = len(frame)
-        arrays = {
-            "ids_BF": np.stack(ids, axis=1),
-            "dense_BN": np.stack(dense, axis=1).astype(np.float32) if dense else np.zeros((rows, 0), np.float32),
-            "labels_B": labels_B,
-        }
-        info = {"task": "binary", "columns": id_columns, "num_ids": sizes, "num_dense": len(dense)}
-        statistics = {c.name: e.facts for c, e in zip([c for c in columns if c.role == "numeric"], encoded, strict=True)}
+    def digests(self, progress: Progress) -> list[bytes]:
+        return source_digests(self.files, progress)
+
+    def read(self, progress: Progress) -> Content:
+        progress("read rows", 0, 1)
+        rows = read_rows(self.file, self.data)
+        label = self._find(rows, self.data.label or "", "data.label")
+        rows = self._with_label(rows, label)
+        labels_B, classes = self._labels(rows.column(label), label)
+        columns = self._roles(rows, label)
+        parts = dict(zip(("train_rows", "valid_rows"), self._split(len(rows)), strict=True))
+        arrays, info, statistics, vocabularies = self._encode(rows, columns, parts["train_rows"], progress)
+        batch_arrays = arrays | {"labels_B": labels_B}
         extra = {
+            "label": label,
             "classes": classes,
             "vocabularies": vocabularies,
             "numeric": statistics,
-            "columns": [c.__dict__ for c in columns],
+            "columns": [column.__dict__ for column in columns],
         }
-        parts = {"train_rows": train_rows, "valid_rows": valid_rows}
-        text = self._description(columns, label, classes, sizes, id_columns, labels_B, parts, len(rejected))
-        return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, rejected)
+        text = self._description(columns, label, classes, info, labels_B, parts, len(rows.rejected))
+        return Content("arrays", batch_arrays | parts, info, text, tuple(batch_arrays), extra, rows.rejected)
 
-    def _frame(self) -> tuple[pl.DataFrame, list[int], list[dict[str, Any]]]:
-        """Return all values as stripped text (None: empty), the line of each row, and the rows that do not fit."""
-        if self.file.suffix.lower() in (".parquet", ".pq"):
-            try:
-                frame = pl.read_parquet(self.file)
-            except (pl.exceptions.PolarsError, OSError) as error:
-                raise UserError(f"data.path={self.file}: cannot be read as Parquet: {error}") from error
-            lines = list(range(1, len(frame) + 1))
-            rejected: list[dict[str, Any]] = []
-        else:
-            frame, lines, rejected = self._csv()
-        frame = frame.with_columns(pl.all().cast(pl.String).str.strip_chars())
-        frame = frame.with_columns(pl.when(pl.col(c) == "").then(None).otherwise(pl.col(c)).alias(c) for c in frame.columns)
-        if len(frame) < 2:
-            raise UserError(f"data.path={self.file}: has {len(frame)} rows; at least 2 are needed, one of them held out")
-        return frame, lines, rejected
+    def _with_label(self, rows: Rows, label: str) -> Rows:
+        """Reject the rows without a label."""
+        labelled_B = rows.column(label).is_not_null()
+        without = rows.lines[~labelled_B.to_numpy()].tolist()
+        rejected = [*rows.rejected, *({"file": str(self.file), "line": line, "reason": "no label"} for line in without)]
+        rejected.sort(key=lambda row: row["line"])
+        check_rejected(self.file, rejected, len(rows) + len(rows.rejected), self.data.max_rejected)
+        return replace(rows, values=rows.values.filter(labelled_B), lines=rows.lines[labelled_B.to_numpy()], rejected=rejected)
 
-    def _csv(self) -> tuple[pl.DataFrame, list[int], list[dict[str, Any]]]:
-        try:
-            all_lines = self.file.read_text(encoding="utf-8-sig").splitlines()
-        except UnicodeDecodeError as error:
+    def _encode(
+        self, rows: Rows, columns: list[Column], train_rows: Array, progress: Progress
+    ) -> tuple[dict[str, Array], dict[str, Any], dict[str, Any], dict[str, list[str]]]:
+        """Return (ids_BF and dense_BN, info for models, statistics of numeric columns, vocabularies). Bucket ids come first."""
+        numbers: dict[str, Numbers] = {}
+        vocabularies: dict[str, list[str]] = {}
+        bucket_ids: list[Array] = []
+        category_ids: list[Array] = []
+        for done, column in enumerate(columns):
+            progress("encode columns", done, len(columns))
+            if column.role == "numeric":
+                encoded = numbers[column.name] = encode_numeric(rows.column(column.name), train_rows, self.data.buckets)
+                bucket_ids += [encoded.buckets] if encoded.buckets is not None else []
+            elif column.role == "categorical":
+                ids_B, vocabularies[column.name] = encode_categories(rows.column(column.name), train_rows, self.data.min_count)
+                category_ids.append(ids_B)
+        progress("encode columns", len(columns), len(columns))
+        id_columns = [
+            *({"name": n, "role": "buckets", "num_ids": e.num_buckets} for n, e in numbers.items() if e.buckets is not None),
+            *({"name": n, "role": "categorical", "num_ids": FIRST_ID + len(v)} for n, v in vocabularies.items()),
+        ]
+        if not id_columns:
             raise UserError(
-                f"data.path={self.file}: is no UTF-8 text (byte {error.start}); save it as UTF-8, or give a Parquet file"
-            ) from error
-        numbered = [(number, line) for number, line in enumerate(all_lines, start=1) if line.strip()]
-        if not numbered:
-            raise UserError(f"data.path={self.file}: is empty; give a file with rows")
-        separator = self._separator([line for _, line in numbered[:50]])
-        head = next(csv.reader([numbered[0][1]], delimiter=separator))
-        has_header = self._has_header(head, [next(csv.reader([line], delimiter=separator)) for _, line in numbered[1:20]])
-        names = _unique([name.strip() for name in head]) if has_header else [str(i) for i in range(len(head))]
-        body = numbered[1:] if has_header else numbered
-        good: list[tuple[int, str]] = []
-        rejected: list[dict[str, Any]] = []
-        for number, line in body:
-            found = len(next(csv.reader([line], delimiter=separator))) if '"' in line else line.count(separator) + 1
-            if found == len(names):
-                good.append((number, line))
-            else:
-                rejected.append(
-                    {
-                        "file": str(self.file),
-                        "line": number,
-                        "reason": f"{found} values, expected {len(names)}",
-                        "text": line[:500],
-                    }
-                )
-        self._check_rejected(rejected, len(body))
-        if not good:
-            raise UserError(f"data.path={self.file}: has a header and no rows")
-        text = "\n".join(line for _, line in good).encode()
-        frame = pl.read_csv(io.BytesIO(text), has_header=False, separator=separator, new_columns=names, infer_schema=False)
-        return frame, [number for number, _ in good], rejected
+                f"data.path={self.file}: no column is left to look up; ignore fewer columns or set data.buckets above 0"
+            )
+        dense = [part for e in numbers.values() for part in e.dense]
+        arrays = {
+            "ids_BF": np.stack(bucket_ids + category_ids, axis=1),
+            "dense_BN": np.stack(dense, axis=1).astype(np.float32) if dense else np.zeros((len(rows), 0), np.float32),
+        }
+        num_ids = [column["num_ids"] for column in id_columns]
+        info = {"task": "binary", "columns": id_columns, "num_ids": num_ids, "num_dense": len(dense)}
+        return arrays, info, {name: e.facts for name, e in numbers.items()}, vocabularies
 
-    def _separator(self, lines: Sequence[str]) -> str:
-        if self.data.delimiter != "auto":
-            wanted = {"tab": "\t", "\\t": "\t"}.get(self.data.delimiter, self.data.delimiter)
-            if len(wanted) != 1:
-                raise UserError(f"data.delimiter={self.data.delimiter!r}: give one character, or tab")
-            return wanted
-        try:
-            return csv.Sniffer().sniff("\n".join(lines), delimiters=",;\t|").delimiter
-        except csv.Error:
-            return max(",;\t|", key=lines[0].count)
-
-    def _has_header(self, first: list[str], others: list[list[str]]) -> bool:
-        """A first line is a header when none of its values is a number or empty and it names a column whose other values are numbers,
-        or when none of its values appears below it."""
-        if self.data.header != "auto":
-            return self.data.header == "yes"
-        cells = [cell.strip() for cell in first]
-        if any(cell == "" or _is_number(cell) for cell in cells) or len(set(cells)) < len(cells):
-            return False
-        below = [{row[i].strip() for row in others if i < len(row)} for i in range(len(cells))]
-        numbers_below = any(values and all(_is_number(v) for v in values if v) for values in below)
-        return numbers_below or not any(cell in values for cell, values in zip(cells, below, strict=True))
-
-    def _find(self, frame: pl.DataFrame, name: str, place: str) -> str:
-        if name in frame.columns:
+    def _find(self, rows: Rows, name: str, place: str) -> str:
+        """Return the column of a name or a position."""
+        columns = rows.names
+        if name in columns:
             return name
-        if name.isdigit() and int(name) < len(frame.columns):
-            return frame.columns[int(name)]
-        listed = ", ".join(frame.columns)
+        if name.isascii() and name.isdigit() and int(name) < len(columns):
+            return columns[int(name)]
+        listed = ", ".join(columns)
         if not name:
             raise UserError(f"{place} is not set; name the column with the answer, one of: {listed}")
-        close = difflib.get_close_matches(name, frame.columns, n=1)
+        close = difflib.get_close_matches(name, columns, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
+        if not rows.header:
+            hint += "its first line was read as values (data.header=yes reads it as names), so "
         raise UserError(f"{place}={name!r}: {self.file} has no such column; {hint}columns: {listed}")
 
-    def _check_rejected(self, rejected: list[dict[str, Any]], rows: int) -> None:
-        if len(rejected) > self.data.max_rejected * rows:
-            first = rejected[0]
-            raise UserError(
-                f"data.path={self.file}: {len(rejected)} of {rows} rows cannot be read, more than "
-                f"data.max_rejected={self.data.max_rejected:g} allows; "
-                f"the first is line {first['line']}: {first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
-            )
-
-    def _labels(self, values: pl.Series) -> tuple[Array, list[str]]:
-        counts = values.value_counts(sort=True)
-        found = sorted(counts[values.name].to_list(), key=lambda v: (_is_number(v), float(v) if _is_number(v) else 0.0, v))
+    def _labels(self, values: pl.Series, label: str) -> tuple[Array, list[str]]:
+        """Return labels (B,) of 0 and 1, and the two values: numbers by size, else by text, the positive one last."""
+        found = values.unique().to_list()
+        found.sort(key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
         if len(found) != 2:
-            shown = ", ".join(repr(v) for v in counts[values.name].to_list()[:6]) + (", ..." if len(found) > 6 else "")
+            shown = ", ".join(repr(v) for v in found[:6]) + (", ..." if len(found) > 6 else "")
             raise UserError(
-                f"data.label={self.data.label}: needs two different values, column {values.name!r} has {len(found)}: {shown}"
+                f"data.label={self.data.label}: needs two different values, column {label!r} has {len(found)}: {shown} ({self.file}); "
+                "name another column, or make the label two-valued"
             )
-        if found[0].lower() in _POSITIVE:
+        if found[0].lower() in POSITIVE:
             found.reverse()
         return (values == found[1]).to_numpy().astype(np.float32), found
 
-    def _roles(self, frame: pl.DataFrame, label: str, lines: list[int]) -> list[Column]:
+    def _roles(self, rows: Rows, label: str) -> list[Column]:
         given: dict[str, str] = {}
         for role, names in (("numeric", self.data.numeric), ("categorical", self.data.categorical), ("ignore", self.data.ignore)):
             for name in names:
-                found = self._find(frame, name, f"data.{role}")
+                found = self._find(rows, name, f"data.{role}")
                 if found in given or found == label:
                     other = "label" if found == label else given[found]
                     raise UserError(f"data.{role}={name!r}: this column is already named as {other}; name it once")
                 given[found] = role
         columns = []
-        for name in frame.columns:
+        for name in rows.names:
             if name == label:
                 continue
-            values = frame[name]
-            present = values.drop_nulls()
-            numbers = present.cast(pl.Float64, strict=False)
-            bad = numbers.is_null() | ~numbers.is_finite()
-            wanted = given.get(name)
-            if wanted == "numeric" and bad.any():
-                wrong = present.filter(bad)[0]
-                row = int(np.flatnonzero((values == wrong).fill_null(False).to_numpy())[0])
-                raise UserError(
-                    f"data.numeric: column {name!r} holds {wrong!r} in line {lines[row]} of {self.file}; "
-                    f"mend it, list it in data.missing, or name the column in data.categorical"
-                )
-            padded = bool(present.str.contains(r"^-?0\d").any())
-            inferred = "categorical" if bad.any() or padded or not len(present) else "numeric"
-            columns.append(Column(name, wanted or inferred, tuple(present.unique(maintain_order=True)[:3].to_list())))
+            present = rows.column(name).drop_nulls()
+            if given.get(name) == "numeric":
+                self._check_numeric(rows, name)
+            role, reason = (given[name], "as given") if name in given else inferred_role(name, present, len(rows))
+            columns.append(Column(name, role, reason, tuple(present.unique(maintain_order=True)[:3].to_list())))
         return columns
 
-    def _split(self, rows: int) -> tuple[Array, Array]:
-        order = np.random.default_rng(self.seed).permutation(rows)
-        held = min(max(1, round(rows * self.data.valid_fraction)), rows - 1)
+    def _check_numeric(self, rows: Rows, name: str) -> None:
+        values = rows.column(name)
+        wrong_B = (values.is_not_null() & ~_finite(values)).to_numpy()
+        if wrong_B.any():
+            row = int(np.argmax(wrong_B))
+            raise UserError(
+                f"data.numeric: column {name!r} holds {values[row]!r} in {rows.place} {rows.lines[row]} of {self.file}; "
+                f"mend it, list it in data.missing, or name the column in data.categorical"
+            )
+
+    def _split(self, num_rows: int) -> tuple[Array, Array]:
+        order = np.random.default_rng(self.seed).permutation(num_rows)
+        held = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
         return np.sort(order[held:]), np.sort(order[:held])
 
     def _description(
@@ -249,24 +199,23 @@ class TableSource:
         columns: list[Column],
         label: str,
         classes: list[str],
-        sizes: list[int],
-        id_columns: list[dict[str, Any]],
+        info: dict[str, Any],
         labels_B: Array,
         parts: dict[str, Array],
         num_rejected: int,
     ) -> list[str]:
-        num_ids = {column["name"]: column["num_ids"] for column in id_columns}
-        wide = max(len(column.name) for column in columns)
+        num_ids = {column["name"]: column["num_ids"] for column in info["columns"]}
+        wide = max(len("column"), *(len(column.name) for column in columns))
         lines = [f"  {self.file}: {len(labels_B):,} rows, label {label!r}: {classes[1]!r} is 1, {classes[0]!r} is 0"]
-        lines += [f"  {'column':<{wide}}  role         ids  values such as"]
+        lines += [f"  {'column':<{wide}}  role            ids  values such as"]
         for column in columns:
-            lines.append(
-                f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>4}  {', '.join(column.samples)}"
-            )
-        rates = {name: float(labels_B[parts[f"{name}_rows"]].mean()) for name in ("train", "valid")}
+            samples = ", ".join(text if len(text) <= 24 else text[:21] + "..." for text in column.samples)
+            reason = f"  ({column.reason})" if column.reason else ""
+            lines.append(f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  {samples}{reason}")
+        rates = {name: float(labels_B[rows].mean()) for name, rows in parts.items()}
         lines.append(
-            f"  {len(parts['train_rows']):,} rows to train ({rates['train']:.1%} of them 1), "
-            f"{len(parts['valid_rows']):,} held out ({rates['valid']:.1%}), {sum(sizes):,} table rows"
+            f"  {len(parts['train_rows']):,} rows to train ({rates['train_rows']:.1%} of them 1), "
+            f"{len(parts['valid_rows']):,} held out ({rates['valid_rows']:.1%}), {sum(info['num_ids']):,} table rows"
         )
         lines.append(
             "  Other roles: --data.numeric, --data.categorical, --data.ignore with column names; without a header columns are named 0, 1, ..."
@@ -276,81 +225,37 @@ class TableSource:
         return lines
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """A numeric column: dense parts (B,), bucket ids (B,) and the statistics they rest on."""
-
-    dense: list[Array]
-    buckets: Array | None
-    num_buckets: int
-    facts: dict[str, Any]
-
-
-def _encode_numeric(values: pl.Series, train_rows: Array, data: DataConfig) -> Numbers:
-    raw_B = values.cast(pl.Float64).to_numpy().astype(np.float64)
-    missing_B = np.isnan(raw_B)
-    known = raw_B[train_rows][~missing_B[train_rows]]
-    low, middle, high, top = np.quantile(known, [0.05, 0.5, 0.95, 0.999]) if len(known) else (0.0, 0.0, 0.0, 0.0)
-    use_log = bool(top - middle > 10 * max(high - low, 1e-12) or (low >= 0 and high > 30 * max(middle, 1e-12)))
-    scaled_B = np.sign(raw_B) * np.log1p(np.abs(raw_B)) if use_log else raw_B
-    fit = scaled_B[train_rows][~missing_B[train_rows]]
-    mean, std = (float(fit.mean()), float(fit.std()) or 1.0) if len(fit) else (0.0, 1.0)
-    dense = [np.where(missing_B, 0.0, (scaled_B - mean) / std)]
-    if missing_B.any():
-        dense.append(missing_B.astype(np.float64))
-    buckets, edges = None, np.empty(0)
-    if data.buckets and len(known):
-        edges = _bucket_edges(known, data.buckets)
-        buckets = np.where(
-            missing_B, MISSING_ID, 1 + np.searchsorted(edges, np.where(missing_B, 0.0, raw_B), side="right")
-        ).astype(np.int64)
-    facts = {"log": use_log, "mean": mean, "std": std, "edges": edges.tolist(), "indicator": len(dense) > 1}
-    return Numbers(dense, buckets, len(edges) + 2, facts)
+def inferred_role(name: str, present: pl.Series, num_rows: int) -> tuple[str, str]:
+    """Return (role, reason where it is not plain) of a column with the given values present, by the rules at the top of this file."""
+    if not len(present):
+        return "ignore", "no values"
+    others = present.filter(~_finite(present))
+    if len(others):
+        few = len(others) <= FEW_OTHERS * len(present)
+        return "categorical", f"{others[0]!r} is no number; data.missing can name it" if few else ""
+    if present.str.contains(r"^-?0\d").any():
+        return "categorical", "leading zeros"
+    whole = present.cast(pl.Int64, strict=False)
+    if whole.is_null().any():
+        large = present.str.contains(r"^-?\d{17,}$").any()
+        return ("categorical", "whole numbers beyond 2^53") if large else ("numeric", "")
+    grows = len(present) == num_rows >= ROW_NUMBERS and (whole.diff().drop_nulls() > 0).all()
+    if grows and int(whole[-1]) - int(whole[0]) < (1 + ROW_GAPS) * num_rows:
+        return "ignore", "a row number"
+    if whole.abs().max() > 2**53:  # type: ignore[operator]
+        return "categorical", "whole numbers beyond 2^53"
+    if _NAMES_AN_ID.search(name) or _CAMEL_ID.search(name):
+        return "categorical", "named like an id"
+    return "numeric", ""
 
 
-def _bucket_edges(known: Array, buckets: int) -> Array:
-    """Return at most `buckets` - 1 edges at quantiles. A value that fills whole buckets gets its own, and the rest share the others."""
-    shares = np.linspace(0, 1, buckets + 1)[1:-1]
-    distinct, counts = np.unique(known, return_counts=True)
-    large = distinct[counts * buckets > len(known)]
-    rest = known[~np.isin(known, large)]
-    if not len(large) or not len(rest):
-        return np.unique(np.quantile(known, shares))
-    around = np.concatenate([large, np.nextafter(large, np.inf)])
-    spare = max(0, buckets - 1 - len(around))
-    edges = np.concatenate([around, np.quantile(rest, np.linspace(0, 1, spare + 2)[1:-1])]) if spare else around
-    return np.unique(edges)
-
-
-def _encode_categories(values: pl.Series, train_rows: Array, min_count: int) -> tuple[Array, list[str]]:
-    counts = values[train_rows].drop_nulls().value_counts()
-    kept = counts.filter(pl.col("count") >= min_count).sort(["count", values.name], descending=[True, False])
-    vocabulary = kept[values.name].to_list()
-    codes = values.replace_strict(
-        vocabulary, list(range(FIRST_ID, FIRST_ID + len(vocabulary))), default=UNKNOWN_ID, return_dtype=pl.Int64
-    )
-    return np.where(values.is_null().to_numpy(), MISSING_ID, codes.to_numpy()).astype(np.int64), vocabulary
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _unique(names: list[str]) -> list[str]:
-    seen: dict[str, int] = {}
-    out = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        out.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return out
+def _finite(values: pl.Series) -> pl.Series:
+    """Tell which values are finite numbers (none: False)."""
+    return values.cast(pl.Float64, strict=False).is_finite().fill_null(False)
 
 
 def open_source(data: DataConfig, seed: int) -> TableSource:
-    """Find the file. Raises UserError for a missing path or label."""
+    """Find the file. Raises UserError for a missing path or an empty file."""
     if data.path is None:
         raise UserError(
             "data.path is not set; recipe ctr needs a CSV, TSV or Parquet file: --data.path clicks.csv --data.label clicked"
