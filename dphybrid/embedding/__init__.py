@@ -1,11 +1,13 @@
 """Embedding tables in host memory, and the optimizers of their rows. Needs torch alone."""
 
+from dphybrid.embedding.collection import HostEmbeddingCollection
 from dphybrid.embedding.optim import LazyAdam, RowAdagrad, RowAdam, RowOptimizer, RowSGD, clip_grad_norm_, make_row_optimizer
 from dphybrid.embedding.pipeline import RowPipeline
 from dphybrid.embedding.table import HostEmbedding, find_tables
 
 __all__ = [
     "HostEmbedding",
+    "HostEmbeddingCollection",
     "LazyAdam",
     "RowAdagrad",
     "RowAdam",

@@ -8,11 +8,13 @@ EXACT_ROWWISE_ADAGRAD and PARTIAL_ROWWISE_ADAM do.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.errors import UserError
 
@@ -50,11 +52,14 @@ class RowOptimizer(ABC):
             if found is None or not len(found[0]):
                 continue
             ids_U, grads_UD = found
-            rows_UD = table.read_rows(ids_U)
-            if self.weight_decay:
-                grads_UD = grads_UD.add(rows_UD, alpha=self.weight_decay)
-            self.update(rows_UD, grads_UD, ids_U, self.state[name])
-            table.write_rows(ids_U, rows_UD, self._rounding(name))
+            change = partial(self._change, grads_UD, ids_U, self.state[name])
+            table.update_rows(ids_U, change, self._rounding(name))
+
+    def _change(self, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor], rows_CD: Tensor, part: slice) -> None:
+        grads_CD = grads_UD[part]
+        if self.weight_decay:
+            grads_CD = grads_CD.add(rows_CD, alpha=self.weight_decay)
+        self.update(rows_CD, grads_CD, ids_U[part], state)
 
     def _rounding(self, name: str) -> torch.Generator | None:
         """A generator a step, seeded by a counter in the state: a resumed run rounds as the unbroken one would."""
@@ -107,7 +112,7 @@ class RowAdagrad(RowOptimizer):
         super().__init__(tables, lr, weight_decay)
 
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
-        return {"sum": torch.zeros(table.num_rows, dtype=table.row_dtype)}
+        return {"sum": zero_rows((table.num_rows,), table.row_dtype)}
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
         sum_U = state["sum"].index_select(0, ids_U).add_(_mean_square(grads_UD))
@@ -132,11 +137,11 @@ class _Adam(RowOptimizer):
         super().__init__(tables, lr, weight_decay)
 
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
-        second = (table.num_rows,) if self.row_wise else (table.num_rows, table.dim)
+        second: tuple[int, ...] = (table.num_rows,) if self.row_wise else (table.num_rows, table.dim)
         return {
-            "mean": torch.zeros(table.num_rows, table.dim, dtype=table.row_dtype),
-            "square": torch.zeros(second, dtype=table.row_dtype),
-            "steps": torch.zeros(table.num_rows, dtype=torch.int32),
+            "mean": zero_rows((table.num_rows, table.dim), table.row_dtype),
+            "square": zero_rows(second, table.row_dtype),
+            "steps": zero_rows((table.num_rows,), torch.int32),
         }
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
@@ -145,14 +150,18 @@ class _Adam(RowOptimizer):
         state["steps"].index_copy_(0, ids_U, steps_U)
         mean_UD = state["mean"].index_select(0, ids_U).lerp_(grads_UD, 1 - beta1)
         state["mean"].index_copy_(0, ids_U, mean_UD)
-        squares = _mean_square(grads_UD) if self.row_wise else grads_UD.square()
+        squares = _mean_square(grads_UD) if self.row_wise else grads_UD * grads_UD
         square = state["square"].index_select(0, ids_U).lerp_(squares, 1 - beta2)
         state["square"].index_copy_(0, ids_U, square)
         count_U = steps_U.to(torch.float64)
         rate_U = (self.lr / -torch.expm1(count_U * math.log(beta1))).to(rows_UD.dtype)
-        scale_U = (-torch.expm1(count_U * math.log(beta2))).sqrt().to(rows_UD.dtype)
-        square = square.unsqueeze(1) if self.row_wise else square
-        rows_UD.sub_(mean_UD.mul_(rate_U.unsqueeze(1)).div_(square.sqrt_().div_(scale_U.unsqueeze(1)).add_(self.eps)))
+        scale_U = (-torch.expm1(count_U * math.log(beta2))).rsqrt_().to(rows_UD.dtype)
+        if self.row_wise:
+            step_U = rate_U.div_(square.sqrt_().mul_(scale_U).add_(self.eps))
+            rows_UD.addcmul_(mean_UD, step_U.unsqueeze(1), value=-1)
+        else:
+            square.sqrt_().mul_(scale_U.unsqueeze(1)).add_(self.eps)
+            rows_UD.addcdiv_(mean_UD.mul_(rate_U.unsqueeze(1)), square, value=-1)
 
 
 class RowAdam(_Adam):

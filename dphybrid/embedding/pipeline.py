@@ -13,7 +13,7 @@ lookup by the equality of its ids (53,248 ids: 0.05 ms), brings the rows up to d
 and goes on as if it had gathered them itself. Thus models need no change, a lookup that was not announced is simply done on the spot, and
 tables, losses and states have the same bits as with mode "off".
 
-Why that is exact. Rows change only through `write_rows`, which puts the row ids of each update on record together with the table tensor's
+Why that is exact. Rows change only through `update_rows`, which puts the row ids of each update on record together with the table tensor's
 version before and after. A prepared lookup carries the version read before its gathering began, so every update that may have run
 beside the gathering comes later and its rows are read again. A version that the record does not explain (a state dict was loaded, someone
 edited the weight) makes all rows be read again. The worker never writes to a table, so an evaluation or a checkpoint in between needs no

@@ -1,10 +1,12 @@
 """Where a table's rows lie: in memory, or in a file that is mapped into memory. Start values with the same bits for any thread count."""
 
+import math
+import mmap
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +17,8 @@ from dphybrid.errors import UserError
 GIB = 2**30
 KEEP_FREE_SHARE = 0.02
 """Of the free memory or disk: left for everything else."""
+
+_HUGE_PAGE_BYTES = 2**21
 
 _INIT_BLOCK_ROWS = 65536
 """Rows drawn from one generator: the bits do not depend on how many threads or calls fill a table."""
@@ -38,6 +42,21 @@ def available_memory_bytes() -> int:
     return pages if limit == "max" else max(0, min(pages, int(limit) - used))
 
 
+def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros in huge pages where the system has them: random rows of a large table then cost few address look-ups.
+
+    Pages get memory when they are first written.
+    """
+    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    if size < 2 * _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype)
+    # Private: shared anonymous memory gets no huge pages.
+    pages = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages: small ones are right, only slower
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
 def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: Path | None, name: str) -> tuple[Tensor, bool]:
     """Return (weight of shape (num_rows, dim), whether it must still be filled).
 
@@ -54,7 +73,7 @@ def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: P
             raise UserError(
                 f"{shape}, {free / GIB:.3g} GiB of memory are free; use fewer or narrower rows, bfloat16, or storage mmap"
             )
-        return torch.empty(num_rows, dim, dtype=dtype), True
+        return zero_rows((num_rows, dim), dtype), True
     if storage != "mmap":
         raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
     if path is None:

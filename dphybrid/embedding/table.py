@@ -4,7 +4,7 @@ Letters: N ids of a lookup, U unique rows of it, B bags, D width of a row.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from dphybrid.embedding.lookup import Lookup, Rows, WeightedBags, sort_ids
 from dphybrid.embedding.storage import fill_normal, finished_file, open_rows
 from dphybrid.errors import UserError
+
+_CACHED_VALUES = 2**17
+"""Values of a table changed at a time, 512 KiB of float32."""
 
 _REFRESH_WHOLE_SHARE = 0.3
 """From this share of changed rows on, reading all rows again is cheaper than mending single ones."""
@@ -59,6 +62,7 @@ class HostEmbedding(nn.Module):
                 fill_normal(self.weight, std, seed)
             if fresh and padding_idx is not None:
                 self.weight[padding_idx] = 0.0
+        self.frozen_rows = torch.tensor([] if padding_idx is None else [padding_idx], dtype=torch.int64)
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._prepared: list[Lookup] = []
         self._changes: deque[tuple[int, int, Tensor]] | None = None
@@ -209,10 +213,11 @@ class HostEmbedding(nn.Module):
             ids_U, inverse = torch.unique(torch.cat([ids for ids, _ in parts]), return_inverse=True)
             grads_UD = torch.zeros(len(ids_U), self.dim, dtype=self.row_dtype)
             grads_UD.index_add_(0, inverse, torch.cat([grads for _, grads in parts]))
-        if self.padding_idx is not None and len(ids_U):
-            place = int(torch.searchsorted(ids_U, self.padding_idx))
-            if place < len(ids_U) and int(ids_U[place]) == self.padding_idx:
-                keep_U = ids_U != self.padding_idx
+        if len(self.frozen_rows) and len(ids_U):
+            places = torch.searchsorted(ids_U, self.frozen_rows).clamp_(max=len(ids_U) - 1)
+            places = places[ids_U[places] == self.frozen_rows]
+            if len(places):
+                keep_U = torch.ones(len(ids_U), dtype=torch.bool).index_fill_(0, places, False)
                 ids_U, grads_UD = ids_U[keep_U], grads_UD[keep_U]
         return ids_U, grads_UD
 
@@ -230,17 +235,29 @@ class HostEmbedding(nn.Module):
         """Return a copy of the rows ids_U in `row_dtype`."""
         return self.weight.index_select(0, ids_U).to(self.row_dtype)
 
-    def write_rows(self, ids_U: Tensor, rows_UD: Tensor, generator: torch.Generator | None = None) -> None:
-        """Put rows_UD into the table. A bfloat16 table rounds up or down by chance, drawn from `generator`, so that updates far below
-        a value's resolution arrive on average."""
+    def update_rows(
+        self, ids_U: Tensor, change: Callable[[Tensor, slice], None], generator: torch.Generator | None = None
+    ) -> None:
+        """Read the rows ids_U (unique), let `change(rows_CD, part)` change them in place, write them back; `part` says which of ids_U.
+
+        Works on as many rows at a time as stay in a core's cache, which is 1.5 to 3 times as fast as all at once. A bfloat16 table
+        rounds up or down by chance, drawn from `generator`, so that updates far below a value's resolution arrive on average.
+        """
         before = self.weight._version
-        if self.weight.dtype == torch.bfloat16:
-            noise_UD = torch.randint(0, 2**16, rows_UD.shape, dtype=torch.int32, generator=generator)
-            bits_UD = (rows_UD.contiguous().view(torch.int32) + noise_UD).bitwise_and_(-(2**16))
-            rows_UD = bits_UD.view(torch.float32).to(torch.bfloat16)
-        self.weight.index_copy_(0, ids_U, rows_UD)
-        if self._changes is not None:
+        step = max(1, _CACHED_VALUES // self.dim)
+        for start in range(0, len(ids_U), step):
+            part = slice(start, start + step)
+            rows_CD = self.read_rows(ids_U[part])
+            change(rows_CD, part)
+            self.weight.index_copy_(0, ids_U[part], self._rounded(rows_CD, generator))
+        if self._changes is not None and len(ids_U):
             self._changes.append((before, self.weight._version, ids_U))
+
+    def _rounded(self, rows_CD: Tensor, generator: torch.Generator | None) -> Tensor:
+        if self.weight.dtype != torch.bfloat16:
+            return rows_CD
+        noise_CD = torch.randint(0, 2**16, rows_CD.shape, dtype=torch.int32, generator=generator)
+        return (rows_CD.view(torch.int32) + noise_CD).bitwise_and_(-(2**16)).view(torch.float32).to(torch.bfloat16)
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.dim}, dtype={self.weight.dtype}, in host memory"

@@ -125,7 +125,7 @@ def test_a_few_changed_rows_are_read_again_one_by_one() -> None:
     table = HostEmbedding(100, 4)
     table.record_changes(3)
     lookup = table.prepare(torch.arange(50))
-    table.write_rows(torch.tensor([7, 60]), torch.ones(2, 4))
+    table.update_rows(torch.tensor([7, 60]), lambda rows, part: rows.fill_(1.0))
     assert torch.equal(table.refresh(lookup).rows_UD, table.weight[:50])
     assert table.num_refreshed == 1
     table.weight[3] = 5.0  # by hand: not on record

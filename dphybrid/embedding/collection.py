@@ -1,0 +1,92 @@
+"""Many tables of one width in one flat table: one sort, one gather and one update a step instead of one a table.
+
+Letters: B samples, F columns (one id column a table here), N ids of a bag lookup, D width of a row.
+"""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.embedding.table import HostEmbedding
+from dphybrid.errors import UserError
+
+
+class HostEmbeddingCollection(nn.Module):
+    """Tables name -> num_rows, laid one after the other in `flat`, a HostEmbedding of the sum of their rows.
+
+    dim: width of all rows. padding: name -> id that stays zero and is never trained. std: of the start values, one for all or name -> std.
+    options: what else `HostEmbedding` takes (seed, dtype, storage, path). Row optimizers and `RowPipeline` see `flat` alone; give the
+    latter `flat_ids(...)`.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, int],
+        dim: int,
+        *,
+        padding: Mapping[str, int] | None = None,
+        std: float | Mapping[str, float] = 0.1,
+        name: str = "tables",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not tables or min(tables.values()) < 1:
+            raise UserError(f"collection {name!r}: tables={dict(tables)}; give at least one table, each with at least one row")
+        self.num_rows, self.dim = dict(tables), dim
+        starts = [0, *itertools.accumulate(tables.values())]
+        self.starts = dict(zip(tables, starts[:-1], strict=True))
+        self._starts_F = torch.tensor(starts[:-1])
+        self._num_rows_F = torch.tensor(list(tables.values()))
+        self.flat = HostEmbedding(starts[-1], dim, std=1.0 if isinstance(std, Mapping) else std, name=name, **options)
+        if isinstance(std, Mapping):
+            for table, start in self.starts.items():
+                self.flat.weight[start : start + tables[table]] *= std[table]
+        self._padding = {table: self.starts[table] + self._known(table, row) for table, row in (padding or {}).items()}
+        for row in self._padding.values():
+            self.flat.weight[row] = 0.0
+        self.flat.frozen_rows = torch.tensor(sorted(self._padding.values()), dtype=torch.int64)
+
+    def _known(self, table: str, row: int) -> int:
+        if not 0 <= row < self.num_rows.get(table, 0):
+            raise UserError(f"padding {table!r}: {row} is no row of the tables {self.num_rows}")
+        return row
+
+    def weight_of(self, table: str) -> Tensor:
+        """Return the rows of one table as a view (num_rows, dim)."""
+        return self.flat.weight[self.starts[table] : self.starts[table] + self.num_rows[table]]
+
+    def flat_ids(self, ids_BF: Tensor) -> Tensor:
+        """Return the ids in `flat` of ids_BF, whose columns are the tables in order.
+
+        Raises UserError for an id that its own table lacks, naming table, value and position.
+        """
+        if ids_BF.dtype != torch.int64 or ids_BF.shape[-1] != len(self.num_rows):
+            raise UserError(
+                f"ids are {ids_BF.dtype} of shape {tuple(ids_BF.shape)}; give int64 with {len(self.num_rows)} columns, one a table"
+            )
+        wrong = (ids_BF < 0) | (ids_BF >= self._num_rows_F)
+        if bool(wrong.any()):
+            place = wrong.nonzero()[0].tolist()
+            table = list(self.num_rows)[place[-1]]
+            raise UserError(
+                f"table {table!r}: id {int(ids_BF[tuple(place)])} at position {place} is no row; rows are 0 to {self.num_rows[table] - 1}"
+            )
+        return ids_BF + self._starts_F
+
+    def forward(self, ids_BF: Tensor) -> Tensor:
+        """Return rows_BFD of one id a table and sample."""
+        rows_BFD: Tensor = self.flat(self.flat_ids(ids_BF))
+        return rows_BFD
+
+    def bags(self, table: str, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None) -> Tensor:
+        """Return pooled_BD of bags of ids of one table; see `HostEmbedding.bags`."""
+        wrong = (ids_N < 0) | (ids_N >= self.num_rows[table])
+        if bool(wrong.any()):
+            place = int(wrong.nonzero()[0])
+            raise UserError(
+                f"table {table!r}: id {int(ids_N[place])} at position [{place}] is no row; rows are 0 to {self.num_rows[table] - 1}"
+            )
+        return self.flat.bags(ids_N + self.starts[table], offsets_B, mode=mode, weights_N=weights_N)

@@ -1,0 +1,147 @@
+"""Storage in memory and in files, pooled lookups, collections of tables, and what the package imports."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, RowAdagrad, RowPipeline, RowSGD
+from dphybrid.embedding.bench import run, table_text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", ["sum", "mean", "weighted"])
+def test_bags_equal_torch(mode: str, dtype: torch.dtype) -> None:
+    table = HostEmbedding(20, 4, dtype=dtype)
+    dense = table.weight.clone().requires_grad_()
+    ids, offsets = torch.tensor([3, 3, 9, 1, 3, 0]), torch.tensor([0, 2, 2, 5])
+    weights = [torch.rand(6, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
+    ours_w, theirs_w = weights if mode == "weighted" else (None, None)
+    plain = "sum" if mode == "weighted" else mode
+    ours = table.bags(ids, offsets, mode=plain, weights_N=ours_w)
+    theirs = F.embedding_bag(ids, dense, offsets, mode=plain, per_sample_weights=theirs_w)
+    torch.testing.assert_close(ours, theirs)
+    ours.square().sum().backward()
+    theirs.square().sum().backward()
+    found = table.row_gradients()
+    assert found is not None
+    torch.testing.assert_close(found[1], dense.grad[found[0]])
+    if ours_w is not None:
+        torch.testing.assert_close(ours_w.grad, theirs_w.grad)
+
+
+def test_empty_lookups() -> None:
+    table = HostEmbedding(20, 4)
+    none = torch.zeros(0, dtype=torch.int64)
+    (table(none.view(0, 3)).sum() + table.bags(none, torch.tensor([0, 0])).sum()).backward()
+    RowSGD({"t": table}, lr=1.0).step()
+    assert torch.equal(table.weight, HostEmbedding(20, 4).weight)
+
+
+def test_a_file_outlives_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "words.rows"
+    first = HostEmbedding(1000, 8, seed=3, storage="mmap", path=path)
+    assert torch.equal(first.weight, HostEmbedding(1000, 8, seed=3).weight)
+    first(torch.tensor([5])).sum().backward()
+    RowSGD({"t": first}, lr=1.0).step()
+    trained = first.weight.clone()
+    del first
+    assert torch.equal(HostEmbedding(1000, 8, seed=4, storage="mmap", path=path).weight, trained)
+    assert [file.name for file in tmp_path.iterdir()] == ["words.rows"]
+    with pytest.raises(ValueError, match="made for another table"):
+        HostEmbedding(1001, 8, storage="mmap", path=path)
+
+
+def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    rows = 2**40
+    with pytest.raises(ValueError, match=r"1,099,511,627,776 rows x 64 .* GiB of memory are free.*storage mmap"):
+        HostEmbedding(rows, 64)
+    with pytest.raises(ValueError, match=r"has .* GiB free"):
+        HostEmbedding(rows, 64, storage="mmap", path=tmp_path / "large")
+    assert not list(tmp_path.iterdir())
+
+
+def test_start_values_do_not_depend_on_threads() -> None:
+    one = HostEmbedding(200_000, 4, seed=1).weight
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(one, HostEmbedding(200_000, 4, seed=1).weight)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_bfloat16_table_learns_what_plain_rounding_would_lose() -> None:
+    table = HostEmbedding(100, 64, std=0.0, dtype=torch.bfloat16)
+    table.weight.fill_(1.0)
+    optimizer = RowSGD({"t": table}, lr=1e-4)  # 1 / 40 of the distance to the next lower bfloat16
+    ids = torch.arange(100)
+    for _ in range(100):
+        optimizer.zero_grad()
+        table(ids).sum().backward()
+        optimizer.step()
+    assert float(table.weight.float().mean()) == pytest.approx(0.99, abs=0.0005)
+
+
+def test_a_collection_is_its_tables_side_by_side() -> None:
+    tables = HostEmbeddingCollection({"user": 30, "item": 5}, 4, padding={"item": 0}, std={"user": 1.0, "item": 0.5})
+    ids_BF = torch.tensor([[3, 0], [29, 4]])
+    rows_BFD = tables(ids_BF)
+    assert torch.equal(rows_BFD[:, 0], tables.weight_of("user")[[3, 29]])
+    assert torch.equal(rows_BFD[:, 1], tables.weight_of("item")[[0, 4]])
+    before = tables.flat.weight.clone()
+    rows_BFD.sum().backward()
+    tables.bags("item", torch.tensor([0, 2]), torch.tensor([0])).sum().backward()
+    RowSGD({"flat": tables.flat}, lr=1.0).step()
+    changed = (tables.flat.weight != before).any(1).nonzero().squeeze(1)
+    assert changed.tolist() == [3, 29, 32, 34]
+    with pytest.raises(ValueError, match=r"'item': id 5 at position \[0, 1\] is no row; rows are 0 to 4"):
+        tables(torch.tensor([[3, 5]]))
+    with pytest.raises(ValueError, match=r"'item': id -1 at position \[0\]"):
+        tables.bags("item", torch.tensor([-1]), torch.tensor([0]))
+
+
+def test_a_collection_is_prefetched() -> None:
+    tables = HostEmbeddingCollection({"user": 30, "item": 5}, 4)
+    batches = [torch.tensor([[step, step % 5]]) for step in range(20)]
+    with RowPipeline({"flat": tables.flat}) as pipeline:
+        for ids_BF in pipeline.prefetch(batches, lambda ids_BF: {"flat": tables.flat_ids(ids_BF)}):
+            tables(ids_BF)
+        assert pipeline.counters()["prepared_ratio"] == 1
+
+
+def test_needs_torch_alone() -> None:
+    code = "import sys, dphybrid.embedding; print([n for n in sys.modules if n in %r])"
+    heavy = ("pydantic", "mlflow", "prefect", "polars", "sklearn", "matplotlib", "safetensors")
+    found = subprocess.run([sys.executable, "-c", code % (heavy,)], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_benchmark_runs() -> None:
+    results = run((1,), rounds=1, scale=0.01)
+    assert results["threads=1"]["ratios"]
+    assert "SparseAdam / dphybrid adam" in table_text(results)
+
+
+@pytest.mark.skipif(not find_spec("fbgemm_gpu"), reason="fbgemm-gpu-cpu is not installed")
+def test_row_adagrad_equals_fbgemm() -> None:
+    from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+
+    place = (500, 16, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)
+    kind = training.OptimType.EXACT_ROWWISE_ADAGRAD
+    theirs = training.SplitTableBatchedEmbeddingBagsCodegen([place], optimizer=kind, learning_rate=0.05, eps=1e-8)
+    ours = HostEmbedding(500, 16)
+    theirs.split_embedding_weights()[0].copy_(ours.weight)
+    optimizer = RowAdagrad({"t": ours}, lr=0.05, eps=1e-8)
+    for step in range(100):
+        generator = torch.Generator().manual_seed(step)
+        ids, grads = torch.randint(0, 500, (200,), generator=generator), torch.randn(200, 16, generator=generator)
+        theirs(ids, torch.arange(201)).backward(grads)
+        optimizer.zero_grad()
+        ours(ids).backward(grads)
+        optimizer.step()
+    torch.testing.assert_close(ours.weight, theirs.split_embedding_weights()[0], rtol=1e-6, atol=1e-6)
