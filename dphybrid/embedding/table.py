@@ -240,7 +240,7 @@ class HostEmbedding(nn.Module):
     ) -> None:
         """Read the rows ids_U (unique), let `change(rows_CD, part)` change them in place, write them back; `part` says which of ids_U.
 
-        Works on as many rows at a time as stay in a core's cache, which is 1.5 to 3 times as fast as all at once. A bfloat16 table
+        Works on as many rows at a time as stay in a core's cache, about 1.4 times as fast as all at once. A bfloat16 table
         rounds up or down by chance, drawn from `generator`, so that updates far below a value's resolution arrive on average.
         """
         before = self.weight._version
