@@ -130,10 +130,16 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from dphybrid.parallel import bench
+    if args.what == "parallel":
+        from dphybrid.parallel import bench
 
-    result = bench.run(args.repeats)
-    print(bench.text(result))
+        result = bench.run(args.repeats or 200)
+        print(bench.text(result))
+    else:
+        from dphybrid.embedding import bench as rows_bench
+
+        result = rows_bench.run(rounds=args.repeats or 15)
+        print(rows_bench.table_text(result))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     return 0
@@ -198,9 +204,9 @@ def make_parser() -> Parser:
     add_config_flags(check)
     check.set_defaults(function=_check)
 
-    bench = commands.add_parser("bench", help="measure the cost of splitting, beside torch's own")
-    bench.add_argument("what", choices=["parallel"], help="what to measure")
-    bench.add_argument("--repeats", type=int, default=200, metavar="N", help="calls a figure is the median of (200)")
+    bench = commands.add_parser("bench", help="measure splitting, or row updates, beside torch's own")
+    bench.add_argument("what", choices=["parallel", "embedding"], help="what to measure")
+    bench.add_argument("--repeats", type=int, metavar="N", help="calls a figure is the median of (200; embedding: 15)")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     bench.set_defaults(function=_bench)
 

@@ -117,6 +117,8 @@ class TrainConfig(Section):
     """Epochs without a better held-out metric after which training stops; 0: never."""
     log_every: int = Field(default=20, ge=1)
     """Steps between two lines of metrics."""
+    pipeline: Literal["off", "exact"] = "exact"
+    """exact looks up the rows of the next batch while this one computes, and repairs those that changed: the same bits as off."""
     print_splits: Literal["new", "each"] = "new"
     """Print how a batch was split when that split is new, or in each step."""
 

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -31,6 +31,15 @@ class ModelContext:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.options.dtype == "float64" else torch.float32
+
+
+@runtime_checkable
+class DeclaresIds(Protocol):
+    """A model that says which rows its `forward` will look up, so that they can be fetched ahead."""
+
+    def table_ids(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the ids by table, named as `dphybrid.embedding.find_tables` names them."""
+        ...
 
 
 Factory = Callable[[ModelContext], nn.Module]

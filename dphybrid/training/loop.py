@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from dphybrid.config import ExperimentConfig, TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
-from dphybrid.embedding import clip_grad_norm_, find_tables
+from dphybrid.embedding import RowPipeline, clip_grad_norm_, find_tables
 from dphybrid.errors import UserError
+from dphybrid.models import DeclaresIds
 from dphybrid.tracking import Tracker
 from dphybrid.training.checkpoint import Trained, prune_checkpoints, save_checkpoint
 from dphybrid.training.clock import StageClock, timed_parts
@@ -51,10 +52,13 @@ def train(session: Session, display: Display) -> "Meter":
     config, progress, clock = session.config.train, session.trained.progress, session.clock
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
     meter = Meter(session)
-    with timed_parts(clock, session.trained.model), clock.stage("other"):
+    model, tables = session.trained.model, find_tables(session.trained.model)
+    ids_of = model.table_ids if isinstance(model, DeclaresIds) else None
+    with timed_parts(clock, model), RowPipeline(tables, mode=config.pipeline) as pipeline, clock.stage("other"):
+        meter.rows = pipeline if tables else None
         while progress.epoch < config.epochs and not _stale(session):
             display.epoch(progress.epoch, config.epochs, steps_per_epoch, progress.batch)
-            for batch in _timed(clock, batches_of_epoch(session)):
+            for batch in _timed(clock, pipeline.prefetch(batches_of_epoch(session), ids_of)):
                 _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
                 meter.add(*train_step(session, batch))
                 progress.step += 1
@@ -165,6 +169,7 @@ class Meter:
         self._sums: tuple[Tensor, Tensor] | None = None
         self._loss, self._weight = 0.0, 0.0
         self._steps = 0
+        self.rows: RowPipeline | None = None
         self.step_ms: list[float] = []
         self.note = ""
 
@@ -210,6 +215,10 @@ class Meter:
                 "perf/samples_per_s": session.config.train.batch_size / seconds,
             }
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
+            if self.rows is not None:
+                counters = self.rows.counters()
+                metrics |= {f"rows/{name}": counters[name] for name in ("unique_ratio", "prepared_ratio", "conflict_ratio")}
+                metrics |= {f"rows/{name}_a_step": counters[name] / self._steps for name in ("unique", "prepare_ms", "wait_ms")}
             session.tracker.log_metrics(metrics, step)
         self.note = f"loss {loss:.4g}"
         self._loss, self._weight, self._steps = 0.0, 0.0, 0

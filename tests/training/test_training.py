@@ -72,6 +72,22 @@ def test_text_trains_to_the_same_losses_on_any_number_of_devices(kind: str, data
             torch.testing.assert_close(tensors(split)[key], value, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad", "lazy-adam", "sgd"])
+def test_prefetching_changes_no_bit(optimizer: str, devices: str, data_dir: Path, small_text: str) -> None:
+    options = [
+        small_text,
+        *SMALL_TEXT,
+        f"devices={devices}",
+        f"table.optimizer={optimizer}",
+        "table.lr=0.05",
+        "model.dropout=0.2",
+    ]
+    exact, off = (train(*options, f"train.pipeline={mode}") for mode in ("exact", "off"))
+    assert exact.digests == off.digests
+    assert exact.metrics == off.metrics
+
+
 def test_hybrid_trains_to_the_same_losses_on_any_number_of_devices(data_dir: Path) -> None:
     options = ["recipe=hybrid", "model.dtype=float64", "train.epochs=2"]
     one = train(*options, "devices=cpu")
