@@ -3,6 +3,7 @@
 import importlib
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dphybrid.parallel.primitives import gather, replicate, scatter
 from tests.parallel.zoo import SHAPES, mlp_batchnorm, spectral_norm
 
 torch_replicate = importlib.import_module("torch.nn.parallel.replicate")
+torch_parallel_apply = importlib.import_module("torch.nn.parallel.parallel_apply")
 torch_scatter_gather = importlib.import_module("torch.nn.parallel.scatter_gather")
 
 
@@ -52,6 +54,26 @@ class Joined:
 
 upstream_scatter = rebound(torch_scatter_gather.scatter, Scatter=ChunkedScatter)
 upstream_gather = rebound(torch_scatter_gather.gather, Gather=Joined)
+
+
+class OtherTorch:
+    """torch, but with an accelerator that is there and does nothing."""
+
+    accelerator = types.SimpleNamespace(
+        current_stream=lambda device=None: nullcontext(),
+        device_index=lambda device: nullcontext(),
+        is_available=lambda: True,
+        current_accelerator=lambda: types.SimpleNamespace(type="cpu"),
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+upstream_scatter_kwargs = rebound(torch_scatter_gather.scatter_kwargs, scatter=upstream_scatter)
+upstream_parallel_apply = rebound(
+    torch_parallel_apply.parallel_apply, torch=OtherTorch(), _get_device_index=lambda device, optional=False: device
+)
 
 
 def structure(module: nn.Module) -> dict[str, Any]:
@@ -115,6 +137,43 @@ def test_networks_without_batch_state_equal_themselves_unsplit(make: Callable[[]
     for mode in ("inline", "serial", "threads"):
         got = DataParallel(module, f"cpu*{devices}", mode=mode, strict=strict and mode == "inline")(x)  # type: ignore[arg-type]
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+class Keyword(nn.Module):
+    """Takes a tensor by keyword, one by position, and a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor, *, scale: Tensor, flag: bool | None = None) -> dict[str, Any]:
+        y = self.layer(x) * scale
+        return {"y": -y if flag else y, "pair": (y.sum(1), None)}
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize("flag", [{}, {"flag": True}])
+def test_a_call_with_keywords_equals_torchs_scatter_kwargs_and_parallel_apply(devices: int, flag: dict[str, bool]) -> None:
+    module = Keyword()
+    x, scale = torch.randn(16, 3, dtype=torch.float64), torch.randn(16, 1, dtype=torch.float64)
+    places = list(range(len(split_sizes(16, devices))))
+    args, kwargs = upstream_scatter_kwargs((x,), {"scale": scale, **flag}, places)
+    theirs = upstream_gather(upstream_parallel_apply(upstream_replicate(module, places), args, kwargs, places), 0)
+    for mode in ("inline", "serial", "threads"):
+        ours = DataParallel(module, f"cpu*{devices}", mode=mode)(x, scale=scale, **flag)  # type: ignore[arg-type]
+        assert torch.equal(ours["y"], theirs["y"])
+        assert torch.equal(ours["pair"][0], theirs["pair"][0])
+        assert ours["pair"][1] is None
+
+
+def test_where_torch_fails_on_a_short_batch_with_a_flag_ours_does_not() -> None:
+    x, scale = torch.randn(10, 3, dtype=torch.float64), torch.ones(10, 1, dtype=torch.float64)
+    args, _ = upstream_scatter_kwargs((x,), {"flag": True}, list(range(8)))
+    assert sum(part == () for part in args) == 3  # three replicas would be called without x
+    module = Keyword()
+    torch.testing.assert_close(
+        DataParallel(module, "cpu*8")(x, scale=scale, flag=True)["y"], -module.layer(x), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_integer_weights_give_the_same_bits() -> None:

@@ -36,9 +36,15 @@ def make(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "conv", "weight_norm"])
 @pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("rows", [1, 2, 7, 10, 30, 33])
-def test_outputs_and_gradients_equal_those_of_the_bare_module(kind: str, devices: int, rows: int) -> None:
+def test_outputs_and_gradients_equal_those_of_the_bare_module(kind: str, devices: int) -> None:
     bare, wrapped = make(kind), DataParallel(make(kind), f"cpu*{devices}")
+    for rows in range(1, 34):
+        compare(bare, wrapped, rows)
+
+
+def compare(bare: nn.Module, wrapped: DataParallel, rows: int) -> None:
+    bare.zero_grad()
+    wrapped.zero_grad()
     x1 = torch.randn(rows, 5, dtype=torch.float64, requires_grad=True)
     x2 = x1.detach().clone().requires_grad_()
     y1, y2 = bare(x1), wrapped(x2)
