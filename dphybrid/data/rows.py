@@ -22,6 +22,8 @@ from dphybrid.errors import UserError
 
 SEPARATORS = ",\t;|"
 """Separators that are looked for; the earlier one wins a tie."""
+SAMPLE = 50
+"""Rows that separator, header and width are inferred from."""
 MAX_SPAN = 64
 """Lines that one quoted value may run over."""
 SHOWN = 500
@@ -58,7 +60,7 @@ def read_rows(file: Path, data: DataConfig) -> Rows:
     if file.suffix.lower() in (".parquet", ".pq"):
         try:
             frame = pl.read_parquet(file)
-            values = _clean(frame.get_columns(), data.missing)
+            values = _clean([_single(column, file, data) for column in frame.get_columns()], data.missing)
         except (pl.exceptions.PolarsError, OSError) as error:
             raise UserError(f"data.path={file}: cannot be read as Parquet: {error}") from error
         rows = Rows(frame.columns, values, np.arange(1, len(frame) + 1), [], True, "row")
@@ -87,6 +89,17 @@ def is_number(text: str) -> bool:
         return False
 
 
+def _single(column: pl.Series, file: Path, data: DataConfig) -> pl.Series:
+    """Return a Parquet column of single values; one of lists, structures or bytes must be ignored, and is empty then."""
+    if not (column.dtype.is_nested() or column.dtype in (pl.Binary, pl.Object)):
+        return column
+    if column.name in data.ignore:
+        return pl.Series(column.name, [None] * len(column), dtype=pl.String)
+    raise UserError(
+        f"data.path={file}: column {column.name!r} holds {column.dtype}, not single values; name it in data.ignore, or write it as text"
+    )
+
+
 def _clean(columns: Sequence[pl.Series], missing: Sequence[str]) -> pl.DataFrame:
     """Return columns 0, 1, ... of stripped text, None for what means no value."""
     texts = [column.alias(str(i)).cast(pl.String).str.strip_chars() for i, column in enumerate(columns)]
@@ -98,14 +111,19 @@ def _read_csv(file: Path, data: DataConfig) -> Rows:
     starts = [i for i, line in enumerate(lines) if line.strip()]
     if not starts:
         raise UserError(f"data.path={file}: is empty; give a file with rows")
-    sample = [lines[i] for i in starts[:50]]
-    separator = _separator(sample, data.delimiter)
-    first, *others = [_loose(line, separator) for line in sample]
-    header = _has_header(first, others, data)
-    names = _names(first) if header else [str(i) for i in range(len(first))]
+    separator = _separator([lines[i] for i in starts[:SAMPLE]], data.delimiter)
+    (first, first_end), *others = _sample(lines, starts, separator)
+    header = _has_header(first, [cells for cells, _ in others], data)
+    if header:
+        names = _names(first)
+        starts = [i for i in starts if i > first_end]
+    else:
+        names = [
+            str(i) for i in range(Counter(len(cells) for cells in (first, *(cells for cells, _ in others))).most_common(1)[0][0])
+        ]
     good: list[tuple[int, str | list[str]]] = []
     rejected: list[dict[str, Any]] = []
-    for number, row, reason in _fields(lines, starts[header:], separator, len(names)):
+    for number, row, reason in _fields(lines, starts, separator, len(names)):
         if reason:
             rejected.append({"file": str(file), "line": number, "reason": reason, "text": lines[number - 1][:SHOWN]})
         else:
@@ -121,7 +139,7 @@ def _read_csv(file: Path, data: DataConfig) -> Rows:
 def _decode(file: Path) -> str:
     raw = file.read_bytes()
     try:
-        return raw.decode("utf-8-sig")
+        return raw.decode("utf-8").replace("\ufeff", "")  # also between files that were joined
     except UnicodeDecodeError as error:
         line = 1 + len(re.findall(rb"\r\n|\n|\r", raw[: error.start]))
         raise UserError(
@@ -146,8 +164,21 @@ def _fields(
         yield i + 1, row, reason
 
 
-def _quoted(lines: list[str], start: int, separator: str, width: int) -> tuple[list[str], int, str | None]:
-    """Return the row that begins in line `start`, its last line, and what is wrong with it."""
+def _sample(lines: list[str], starts: Sequence[int], separator: str) -> list[tuple[list[str], int]]:
+    """Return the cells and the last line of the first rows; broken ones are cut as well as can be."""
+    rows: list[tuple[list[str], int]] = []
+    for i in starts:
+        if rows and i <= rows[-1][1]:
+            continue
+        if len(rows) == SAMPLE:
+            break
+        cells, last, reason = _quoted(lines, i, separator, None)
+        rows.append((_loose(lines[i], separator), i) if reason else ([cell.strip() for cell in cells], last))
+    return rows
+
+
+def _quoted(lines: list[str], start: int, separator: str, width: int | None) -> tuple[list[str], int, str | None]:
+    """Return the row that begins in line `start`, its last line, and what is wrong with it. width None: any."""
     text = lines[start]
     for last in range(start, min(start + MAX_SPAN, len(lines))):
         if last > start:
@@ -162,7 +193,7 @@ def _quoted(lines: list[str], start: int, separator: str, width: int) -> tuple[l
             if last == start:
                 return [], start, f"misplaced quote: {error}"
             break
-        if len(row) == width:
+        if width is None or len(row) == width:
             return row, last, None
         if last == start:
             return row, start, _wrong_width(len(row), width)

@@ -1,0 +1,177 @@
+"""Reading of delimited text: compared with Python's csv module, and with whatever a random file may hold."""
+
+import csv
+import io
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dphybrid.config import DataConfig
+from dphybrid.data import prepare
+from dphybrid.data.rows import Rows, is_number, read_rows
+from dphybrid.errors import UserError
+
+MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PIECES = st.sampled_from(
+    [
+        ",",
+        ";",
+        "\t",
+        '"',
+        '""',
+        "\n",
+        "\r\n",
+        "\r",
+        "0",
+        "1",
+        "-2.5",
+        "007",
+        "1e400",
+        "nan",
+        "inf",
+        "é",
+        "\0",
+        " ",
+        "a",
+        "yes",
+        "\ufeff",
+        "\x0c",
+    ]
+)
+
+
+LINES = st.lists(
+    st.tuples(st.sampled_from(["0", "1"]), *[st.lists(PIECES, max_size=3).map("".join)] * 2).map(",".join),
+    min_size=2,
+    max_size=12,
+).map("\n".join)  # two in five of these can be prepared, of loose pieces hardly any
+
+
+def read(folder: Path, text: str | bytes, **values: object) -> Rows:
+    file = folder / "x.csv"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_rows(file, DataConfig(path=str(file), **values))  # type: ignore[arg-type]
+
+
+@MANY
+@given(
+    st.lists(st.lists(st.text('ab "\n,;7', max_size=6), min_size=3, max_size=3), min_size=2, max_size=8),
+    st.sampled_from(["\n", "\r\n"]),
+)
+def test_what_the_csv_module_writes_is_read_back(tmp_path: Path, table: list[list[str]], line_end: str) -> None:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator=line_end).writerows(table)
+    rows = read(tmp_path, text.getvalue(), header="no", delimiter=",")
+    assert rows.rejected == []
+    assert rows.values.rows() == [tuple(cell.strip() or None for cell in row) for row in table]
+
+
+@MANY
+@given(
+    st.one_of(LINES, LINES, st.lists(PIECES, max_size=60).map("".join)),
+    st.sampled_from(["auto", "yes", "no"]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_any_text_is_prepared_or_refused_with_a_message(tmp_path: Path, text: str, header: str, max_rejected: float) -> None:
+    file, out = tmp_path / "x.csv", tmp_path / "prepared"
+    file.write_text(text, newline="")
+    data = DataConfig(path=str(file), label="0", header=header, max_rejected=max_rejected, min_count=1)  # type: ignore[arg-type]
+    before = sorted(out.glob("*")) if out.is_dir() else []
+    try:
+        prepared = prepare("ctr", data, out, 0)
+    except UserError:
+        assert (sorted(out.glob("*")) if out.is_dir() else []) == before
+    else:
+        arrays = prepared.arrays
+        assert len(arrays["train_rows"]) + len(arrays["valid_rows"]) == len(arrays["labels_B"]) >= 2
+        assert (abs(arrays["dense_BN"]) <= 100).all()
+        assert ((arrays["ids_BF"] >= 0) & (arrays["ids_BF"] < prepared.info["num_ids"])).all()
+    assert list(out.glob(".*")) == []
+
+
+@MANY
+@given(st.binary(max_size=80))
+def test_any_bytes_are_prepared_or_refused_with_a_message(tmp_path: Path, raw: bytes) -> None:
+    for name in ("x.csv", "x.parquet"):
+        file = tmp_path / name
+        file.write_bytes(raw)
+        with suppress(UserError):  # anything else fails the test
+            prepare("ctr", DataConfig(path=str(file), label="0"), tmp_path / "prepared", 0)
+
+
+def test_a_stray_quote_costs_its_own_row_only(tmp_path: Path) -> None:
+    body = [f"{i},x{i}" for i in range(40)]
+    body[3], body[7], body[9], body[12] = '3,"open', '7,"a"b', '9,5" pipe', '12,"two\nlines, one value"'
+    rows = read(tmp_path, "n,word\n" + "\n".join(body), max_rejected=0.1)
+    assert [(row["line"], row["reason"]) for row in rows.rejected] == [
+        (5, "a quote is opened and not closed"),
+        (9, "misplaced quote: ',' expected after '\"'"),
+    ]
+    words = dict(zip(rows.column("n"), rows.column("word"), strict=True))
+    assert (words["9"], words["12"], words["39"]) == ('5" pipe', "two\nlines, one value", "x39")
+    assert rows.lines.tolist()[-1] == 42  # the value over two lines counts
+    assert len(rows) == 38
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_and_a_byte_order_mark(tmp_path: Path, end: str) -> None:
+    rows = read(tmp_path, b"\xef\xbb\xbf" + end.join(["n,w", "1,a\x0cb", "", "2,c\u2028d"]).encode())
+    assert rows.names == ["n", "w"]
+    assert rows.values.rows() == [("1", "a\x0cb"), ("2", "c\u2028d")]
+    assert rows.lines.tolist() == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "separator"),
+    [
+        ("a;b\n1,5;2\n2,5;3\n", ";"),
+        ("a\tb\nx, y\tz\nx, y, z\tw\n", "\t"),
+        ("a|b|c\n1|2,0|3\n4|5|6\n", "|"),
+        ("a,b\n1,2\n3,4\n", ","),
+    ],
+)
+def test_the_separator_is_the_one_that_cuts_evenly(tmp_path: Path, text: str, separator: str) -> None:
+    assert read(tmp_path, text).names == text.splitlines()[0].split(separator)
+    assert read(tmp_path, text, delimiter="tab" if separator == "\t" else separator).header
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "names"),
+    [
+        ("age,city\n39,a\n40,b\n", {}, ["age", "city"]),
+        (",age,city\n0,39,a\n1,40,b\n", {}, ["0", "age", "city"]),  # a data frame's index has no name
+        ("age,age,age_2\n1,2,3\n4,5,6\n", {}, ["age", "age_3", "age_2"]),
+        ("2019,2020,sold\n1,2,yes\n3,4,no\n", {"label": "sold"}, ["2019", "2020", "sold"]),
+        ("39, a\n40, b\n", {}, ["0", "1"]),
+        ("?,a\n40,b\n40,a\n", {}, ["0", "1"]),
+        ("a,b\nb,a\na,a\n", {}, ["0", "1"]),
+        ("39,a\n40,b\n", {"header": "yes"}, ["39", "a"]),
+        ("age,city\n39,a\n40,b\n", {"header": "no"}, ["0", "1"]),
+        ("first,last\nann,b\ncid,d\n", {}, ["first", "last"]),
+    ],
+)
+def test_headers_are_told_from_values(tmp_path: Path, text: str, values: dict[str, object], names: list[str]) -> None:
+    assert read(tmp_path, text + text.splitlines()[-1] + "\n", **values).names == names
+
+
+def test_a_ragged_first_row_without_header_is_the_one_rejected(tmp_path: Path) -> None:
+    rows = read(tmp_path, "1,2,3\n" + "\n".join(f"{i},{i}" for i in range(30)), max_rejected=0.1)
+    assert [(row["line"], row["reason"]) for row in rows.rejected] == [(1, "3 values, expected 2")]
+
+
+def test_a_header_over_two_lines(tmp_path: Path) -> None:
+    rows = read(tmp_path, 'n,"two\nlines"\n1,a\n2,b\n')
+    assert (rows.names, rows.lines.tolist()) == (["n", "two\nlines"], [3, 4])
+
+
+def test_bad_bytes_are_told_with_their_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no UTF-8 text \(line 3, byte 12\)"):
+        read(tmp_path, b"n,w\r\n1,a\r\n2,\xe9\r\n")
+
+
+def test_numbers_are_what_float_reads_and_is_finite() -> None:
+    assert all(map(is_number, ["1", "-1.5", "1e5", ".5", "007"]))
+    assert not any(map(is_number, ["", "x", "nan", "inf", "1e999", "1_000", "0x10"]))

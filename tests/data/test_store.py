@@ -1,0 +1,164 @@
+"""The folder of prepared data: complete or not there, made once, told about."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dphybrid.config import DataConfig
+from dphybrid.data import open_prepared, prepare
+from dphybrid.data.store import Content, build_once
+from dphybrid.errors import UserError
+
+
+def small() -> Content:
+    return Content(
+        "arrays", {"x_B": np.arange(3), "train_rows": np.arange(2), "valid_rows": np.array([2])}, {}, ["  x"], ("x_B",)
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def test_threads_that_fail_one_after_the_other_never_build_at_once(tmp_path: Path) -> None:
+    """The lock file is removed by each holder while others wait for it: still only one may build."""
+    inside, most, failures = 0, 0, 0
+    count = threading.Lock()
+
+    def make() -> Content:
+        nonlocal inside, most, failures
+        with count:
+            inside += 1
+            most = max(most, inside)
+            fail = failures < 5
+            failures += fail
+        time.sleep(0.01)
+        with count:
+            inside -= 1
+        if fail:
+            raise UserError("no")
+        return small()
+
+    reused: list[bool | None] = []
+
+    def work() -> None:
+        try:
+            reused.append(build_once(tmp_path, "x", "0" * 64, make).reused)
+        except UserError:
+            reused.append(None)
+
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most == 1
+    assert sorted(map(str, reused)) == ["False"] + ["None"] * 5 + ["True"] * 6
+    assert names(tmp_path) == ["x-" + "0" * 12]
+
+
+def test_what_a_killed_preparation_left_is_cleared_away(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from dphybrid.data import store;"
+        "from tests.data.test_store import small;"
+        "store._file_digest = lambda file: (print('writing', flush=True), time.sleep(60));"
+        f"store.build_once(Path({str(tmp_path)!r}), 'x', '0' * 64, small)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "writing\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait(60)
+    child.stdout.close()
+    assert any("partial" in name for name in names(tmp_path))
+    assert not build_once(tmp_path, "x", "0" * 64, small).reused
+    assert names(tmp_path) == ["x-" + "0" * 12]
+
+
+def test_a_damaged_folder_is_told_and_not_used(tmp_path: Path) -> None:
+    path = build_once(tmp_path, "x", "0" * 64, small).path
+    array = path / "x_B.npy"
+    whole = array.read_bytes()
+    for damage in (lambda: array.write_bytes(whole[:-1]), lambda: array.unlink()):
+        damage()
+        with pytest.raises(UserError, match=r"x_B\.npy: has .* delete the folder"):
+            build_once(tmp_path, "x", "0" * 64, small)
+    for text in ("", "[]", "{}", '{"arrays": {"x_B": {}}}'):
+        (path / "manifest.json").write_text(text)
+        with pytest.raises(UserError, match="is no complete prepared data .* delete the folder"):
+            open_prepared(path)
+    with pytest.raises(UserError, match="is no complete prepared data"):
+        open_prepared(tmp_path / "nowhere")
+
+
+def test_a_full_disk_and_a_file_in_the_way_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="cannot be written there.*DPHYBRID_DATA_DIR"):
+        prepare("toy", DataConfig(), tmp_path / "file", 0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(UserError, match="No space left.*make room"):
+        prepare("toy", DataConfig(), tmp_path / "prepared", 0)
+    assert names(tmp_path / "prepared") == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("n,y\n" + "\n".join(f"{i * i},{i % 2}" for i in range(30)))
+
+    def grow(what: str, done: int, total: int) -> None:
+        if what == "encode columns":
+            file.write_text("n,y\n1,1\n")
+
+    with pytest.raises(UserError, match="changed while it was read"):
+        prepare("ctr", DataConfig(path=str(file), label="y"), tmp_path / "prepared", 0, grow)
+    assert names(tmp_path / "prepared") == []
+
+
+def test_files_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("n,y\n1,1\n2,0\n")
+    opened = Path.open
+
+    def forbid(path: Path, *args: object, **kwargs: object) -> object:
+        if path == file:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", forbid)
+    with pytest.raises(UserError, match=r"x\.csv cannot be read: Permission denied; check its permissions"):
+        prepare("ctr", DataConfig(path=str(file), label="y"), tmp_path / "prepared", 0)
+
+
+def test_progress_is_told_and_ends_complete(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("a,b,y\n" + "\n".join(f"{i * i},{i % 3},{i % 2}" for i in range(30)))
+    calls: list[tuple[str, int, int]] = []
+    prepare("ctr", DataConfig(path=str(file), label="y"), tmp_path / "prepared", 0, lambda *call: calls.append(call))
+    assert list(dict.fromkeys(call[0] for call in calls)) == ["digest files", "read rows", "encode columns"]
+    assert calls[-1] == ("encode columns", 2, 2)
+    assert all(0 <= done <= total for _, done, total in calls)
+
+
+def test_a_recipe_without_data_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"recipe='tyo'.*text, ctr, toy"):
+        prepare("tyo", DataConfig(), tmp_path, 0)
+
+
+def test_polars_is_imported_for_tables_only(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare;"
+        f"prepare('text', DataConfig(), Path({str(tmp_path)!r}), 0); assert 'polars' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

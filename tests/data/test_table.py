@@ -1,0 +1,189 @@
+"""Roles, labels and encodings of tables."""
+
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from dphybrid.config import DataConfig
+from dphybrid.data import Prepared, prepare
+from dphybrid.data.encode import bucket_edges, encode_categories, encode_numeric
+from dphybrid.data.table import inferred_role
+from dphybrid.errors import UserError
+
+
+def table(folder: Path, columns: dict[str, list[object]], **values: object) -> Prepared:
+    rows = zip(*columns.values(), strict=True)
+    file = folder / "x.csv"
+    file.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in rows)]))
+    config = DataConfig(path=str(file), **{"label": "y", "header": "yes", "valid_fraction": 0.25} | values)  # type: ignore[arg-type]
+    return prepare("ctr", config, folder / "prepared", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "role"),
+    [
+        ("age", [str(i % 50) for i in range(60)], "numeric"),
+        ("level", [str(i % 3) for i in range(60)], "numeric"),
+        ("price", ["1.5", "2", "-3e2"] * 20, "numeric"),
+        ("user_id", [str(i * 31 % 37) for i in range(60)], "categorical"),
+        ("itemId", ["4", "5"] * 30, "categorical"),
+        ("ZIP", ["12345", "23456"] * 30, "categorical"),
+        ("paid", ["1", "2"] * 30, "numeric"),
+        ("valid", ["1", "2"] * 30, "numeric"),
+        ("user_id", ["0.5", "1.5"] * 30, "numeric"),
+        ("branch", ["007", "12"] * 30, "categorical"),
+        ("share", ["0.25", "-0.5"] * 30, "numeric"),
+        ("hash", [str(2**60 + i % 7) for i in range(60)], "categorical"),
+        ("hash", [str(2**70 + i % 7) for i in range(60)], "categorical"),
+        ("", [str(i) for i in range(60)], "ignore"),
+        ("n", [str(100 + i + (i > 30)) for i in range(60)], "ignore"),  # a row was left out
+        ("day", [str(i * 7) for i in range(60)], "numeric"),
+        ("word", ["a", "1"] * 30, "categorical"),
+        ("nothing", [], "ignore"),
+    ],
+)
+def test_roles(name: str, values: list[str], role: str) -> None:
+    assert inferred_role(name, pl.Series("0", values, dtype=pl.String), 60)[0] == role
+
+
+def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
+    n: list[object] = [str(i * 3 % 50) for i in range(60)]
+    n[7] = "inf"
+    prepared = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]})
+    assert "categorical" in prepared.describe()
+    assert "'inf' is no number; data.missing can name it" in prepared.describe()
+    roles = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, missing=("inf",)).manifest["columns"]
+    assert [column["role"] for column in roles] == ["numeric"]
+    with pytest.raises(UserError, match=r"column 'n' holds 'inf' in line 9 of .*data\.missing.*data\.categorical"):
+        table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, numeric=("n",))
+
+
+@pytest.mark.parametrize(
+    ("values", "classes"),
+    [
+        (["0", "1"], ["0", "1"]),
+        (["1", "-1"], ["-1", "1"]),
+        (["10", "9"], ["9", "10"]),
+        (["yes", "no"], ["no", "yes"]),
+        (["True", "False"], ["False", "True"]),
+        (["clicked", "passed"], ["passed", "clicked"]),
+        ([">50K", "<=50K"], ["<=50K", ">50K"]),
+        (["1.0", "0.0"], ["0.0", "1.0"]),
+        (["dog", "cat"], ["cat", "dog"]),
+    ],
+)
+def test_which_label_is_one_does_not_depend_on_the_order_of_rows(
+    tmp_path: Path, values: list[object], classes: list[str]
+) -> None:
+    for number, order in enumerate((values, values[::-1])):
+        (tmp_path / str(number)).mkdir()
+        labels = [order[i % 2] for i in range(20)]
+        prepared = table(tmp_path / str(number), {"n": [i * i for i in range(20)], "y": labels})
+        assert prepared.manifest["classes"] == classes
+        assert prepared.arrays["labels_B"].tolist() == [float(label == classes[1]) for label in labels]
+        assert f"{classes[1]!r} is 1, {classes[0]!r} is 0" in prepared.describe()
+
+
+@pytest.mark.parametrize("values", [["a", "b", "c"], ["a"], [str(i) for i in range(20)]])
+def test_labels_that_are_not_binary_are_named(tmp_path: Path, values: list[object]) -> None:
+    with pytest.raises(
+        UserError, match=rf"data\.label=y: needs two different values, column 'y' has {len(values)}: .*name another column"
+    ):
+        table(tmp_path, {"n": [i * i for i in range(40)], "y": [values[i % len(values)] for i in range(40)]})
+
+
+def test_names_that_mean_something_to_polars(tmp_path: Path) -> None:
+    names = ["count", "*", "^x$", "value", "rows", "len", "literal", " n "]
+    columns: dict[str, list[object]] = {name: [f"{'abc'[i % 3]}" for i in range(40)] for name in names}
+    prepared = table(tmp_path, columns | {"y": [i % 2 for i in range(40)]}, categorical=("*", "count"), ignore=("^x$",))
+    assert [c["name"] for c in prepared.info["columns"]] == [name.strip() for name in names if name != "^x$"]
+    assert prepared.info["num_ids"] == [5] * 7
+    pl.DataFrame({name: [str(v) for v in values] for name, values in columns.items()} | {"y": [True, False] * 20}).write_parquet(
+        tmp_path / "x.parquet"
+    )
+    config = DataConfig(path=str(tmp_path / "x.parquet"), label="y")
+    assert prepare("ctr", config, tmp_path / "prepared", 0).info["num_ids"] == [5] * 8
+
+
+def test_a_wrong_column_of_a_file_without_header_says_how_columns_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("\n".join(f"{i * i},{i % 2}" for i in range(30)))
+    with pytest.raises(
+        UserError, match=r"data\.label='clicked'.*first line was read as values \(data\.header=yes.*columns: 0, 1"
+    ):
+        prepare("ctr", DataConfig(path=str(file), label="clicked"), tmp_path / "prepared", 0)
+
+
+def parquet(folder: Path, columns: dict[str, list[object]], **values: object) -> Prepared:
+    pl.DataFrame(columns | {"y": [i % 2 for i in range(40)]}).write_parquet(folder / "x.parquet")
+    config = DataConfig(path=str(folder / "x.parquet"), label="y", **values)  # type: ignore[arg-type]
+    return prepare("ctr", config, folder / "prepared", 0)
+
+
+def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> None:
+    columns: dict[str, list[object]] = {
+        "real": [1.5, None, float("nan"), 2.0] * 10,
+        "word": ["a", "b", None, " c "] * 10,
+        "day": [date(2024, 1, 1), date(2024, 1, 2)] * 20,
+        "cost": [Decimal("1.50"), Decimal("2")] * 20,
+        "big": [2**60, 2**60 + 1] * 20,
+        "flag": [True, False] * 20,
+        "none": [None] * 40,
+    }
+    prepared = parquet(tmp_path, columns)
+    roles = {column["name"]: column["role"] for column in prepared.manifest["columns"]}
+    assert roles == {
+        "real": "numeric",
+        "word": "categorical",
+        "day": "categorical",
+        "cost": "numeric",
+        "big": "categorical",
+        "flag": "categorical",
+        "none": "ignore",
+    }
+    assert prepared.arrays["dense_BN"][:4, 1].tolist() == [0, 1, 1, 0]
+    assert sorted(prepared.manifest["vocabularies"]["word"]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("odd", [[1, 2], {"a": 1}, b"\xff"])
+def test_parquet_columns_of_other_things_must_be_ignored(tmp_path: Path, odd: object) -> None:
+    columns: dict[str, list[object]] = {"odd": [odd] * 40, "n": [i * i for i in range(40)]}
+    with pytest.raises(UserError, match=r"column 'odd' holds .* not single values; name it in data\.ignore"):
+        parquet(tmp_path, columns)
+    assert parquet(tmp_path, columns, ignore=("odd",)).info["num_dense"] == 1
+
+
+def test_statistics_do_not_look_at_held_out_rows() -> None:
+    train = np.arange(50)
+    values = pl.Series("0", [str(i) for i in range(50)] + ["1000000", None], dtype=pl.String)
+    one = encode_numeric(values, train, 8)
+    other = encode_numeric(values[:50].extend(pl.Series("0", ["3", None], dtype=pl.String)), train, 8)
+    assert one.facts == other.facts
+    assert one.dense[0][:50].mean() == pytest.approx(0)
+    assert one.dense[0][50] == 100  # cut off
+    assert one.dense[1].tolist() == [0] * 51 + [1]
+    assert one.buckets is not None
+    assert one.buckets.tolist()[-2:] == [8, 0]
+    ids, vocabulary = encode_categories(pl.Series("0", ["a", "b", "b", "c", None, "d"]), np.array([0, 1, 2, 4]), 1)
+    assert (vocabulary, ids.tolist()) == (["b", "a"], [3, 2, 2, 1, 0, 1])
+
+
+def test_numbers_of_any_size_come_out_finite() -> None:
+    for numbers in (["1e308", "-1e308"], ["1e-300", "1e300"], ["5", "5"], ["0", "1e16"]):
+        encoded = encode_numeric(pl.Series("0", numbers * 10), np.arange(15), 4)
+        assert np.isfinite(encoded.dense[0]).all()
+        assert np.abs(encoded.dense[0]).max() <= 100
+
+
+def test_frequent_values_get_buckets_of_their_own() -> None:
+    known = np.array([0.0] * 900 + list(range(1, 101)))
+    edges = bucket_edges(known, 8)
+    places = np.searchsorted(edges, known, side="right")
+    assert len(set(places[known == 0])) == 1
+    assert not set(places[known == 0]) & set(places[known > 0])
+    assert len(edges) <= 7
+    assert len(set(places)) == 7

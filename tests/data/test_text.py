@@ -1,0 +1,47 @@
+"""Which documents are held out."""
+
+from pathlib import Path
+
+import pytest
+
+from dphybrid.config import DataConfig
+from dphybrid.data import prepare
+from dphybrid.data.text import held_out
+
+
+def words(name: str, count: int) -> list[str]:
+    return [f"{name}{i}" for i in range(count)]
+
+
+def test_documents_that_stand_alone_are_held_out_first() -> None:
+    common = words("common", 80)
+    documents = [words(f"d{i}_", 50) for i in range(20)] + [common + words(f"e{i}_", 5) for i in range(5)]
+    for seed in range(20):
+        held, doubtful = held_out(documents, 0.1, seed)
+        assert doubtful == 0
+        assert max(held) < 20
+        assert 140 <= sum(len(documents[i]) for i in held) <= 280
+
+
+def test_repeating_documents_are_held_out_when_nothing_else_is_left() -> None:
+    documents = [words("common", 80) + words(f"e{i}_", 5) for i in range(10)]
+    held, doubtful = held_out(documents, 0.1, 0)
+    assert (len(held), doubtful) == (1, 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_huge_document_stays_for_training(seed: int) -> None:
+    assert held_out([words("a", 1000), words("b", 30)], 0.1, seed)[0] == {1}
+    assert held_out([words("a", 600), words("b", 500)], 0.1, seed)[0] == {1}
+    assert held_out([words("a", 30), words("b", 31)], 0.9, seed)[0] in ({0}, {1})
+
+
+def test_files_of_nested_folders_are_documents(tmp_path: Path) -> None:
+    for name in ("a/one.txt", "a/b/two.md", "b/one.txt", "b/pictures.png"):
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(f"{name} has its own words. " * 30)
+    prepared = prepare("text", DataConfig(path=str(tmp_path / "texts"), window=8), tmp_path / "prepared", 0)
+    assert "3 documents" in prepared.describe()
+    assert set(prepared.manifest["held_out"]) <= {"a/one.txt", "a/b/two.md", "b/one.txt"}
+    (tmp_path / "texts/b/one.txt").rename(tmp_path / "texts/b/three.txt")
+    assert not prepare("text", DataConfig(path=str(tmp_path / "texts"), window=8), tmp_path / "prepared", 0).reused
