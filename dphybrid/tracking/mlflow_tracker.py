@@ -28,14 +28,14 @@ from mlflow.models import Model
 from mlflow.tracking import MlflowClient
 
 from dphybrid.errors import UserError
-from dphybrid.tracking.base import Status
+from dphybrid.tracking.base import Status, Tracker
 from dphybrid.tracking.sender import MetricSender
 
 CHECKPOINT_TYPE = "dphybrid-checkpoint"
 _MAX_PARAM, _MAX_TAG, _MAX_BATCH = 6000, 8000, 100
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """Records one run at `tracking_uri` in `experiment`. store: folder for artifacts of a database and for what could not be sent."""
 
     def __init__(self, tracking_uri: str, experiment: str, store: Path) -> None:

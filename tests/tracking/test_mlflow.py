@@ -14,7 +14,7 @@ from dphybrid.config_sources import load_config
 from dphybrid.errors import UserError
 from dphybrid.job import Report, run_job
 from dphybrid.settings import load_settings
-from dphybrid.tracking import NullTracker, open_tracker
+from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
 from dphybrid.tracking.loader import checkpoint_folder
 
@@ -179,8 +179,8 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
         open_tracker("./mlruns", "x", tmp_path)
 
 
-def test_the_null_tracker_has_every_verb(tmp_path: Path) -> None:
-    tracker = NullTracker()
+def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path: Path) -> None:
+    tracker = Tracker()
     assert tracker.start("run", {}, {}, "", resume_run_id="kept") == "kept"
     tracker.log_metrics({"a": 1.0}, 0)
     assert tracker.log_checkpoint(tmp_path, name="c", step=1, metrics={}, dataset=None, params={}) == ""
