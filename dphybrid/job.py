@@ -23,7 +23,7 @@ from dphybrid.settings import Settings
 from dphybrid.tracking import Status, Tracker, open_tracker
 from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, load_checkpoint, load_weights, read_state
 from dphybrid.training.clock import StageClock
-from dphybrid.training.display import Display
+from dphybrid.training.display import Display, preparation_progress
 from dphybrid.training.loop import Session, evaluate, make_dense_optimizer, train
 from dphybrid.training.metrics import TASKS
 from dphybrid.training.split_log import SplitLog, announcement
@@ -76,7 +76,8 @@ def _is_stop(error: BaseException) -> bool:
 def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
     """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input."""
     check_devices(config, settings)
-    prepared = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed)
+    with preparation_progress() as progress:
+        prepared = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)
     print(prepared.describe(), flush=True)
     return str(prepared.path)

@@ -1,11 +1,42 @@
 """What a person sees while training: a progress bar in a terminal, plain lines elsewhere."""
 
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+QUIET_S = 5.0
+"""Preparation shorter than this is not told where there is no terminal."""
+
+
+@contextmanager
+def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a callback (what, done, total) for long work: a bar in a terminal, now and then a line elsewhere."""
+    if not sys.stdout.isatty():
+        told = time.monotonic()
+
+        def tell(what: str, done: int, total: int) -> None:
+            nonlocal told
+            if time.monotonic() - told > QUIET_S:
+                told = time.monotonic()
+                print(f"  {what}: {done:,} of {total:,}", flush=True)
+
+        yield tell
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def move(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield move
 
 
 class Display:
