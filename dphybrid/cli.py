@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +45,12 @@ device), where, and the remedy. The exit code is 1 when something breaks.
 """
 
 
+SYNC_HELP = """\
+Training never waits for MLflow: what could not be sent stays in DPHYBRID_DATA_DIR/mlflow/spool. Run this when the server is back; it may
+run any number of times, and beside running trainings. The exit code is 1 when something still waits.
+"""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, but wrong flags end in one message with a remedy."""
 
@@ -62,6 +69,12 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--run-name", metavar="NAME", help="name of the run and its folder (default: recipe, devices, time)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what the run came to as JSON")
+    parser.add_argument(
+        "--tracking", metavar="URI", help="MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)"
+    )
+    parser.add_argument(
+        "--profile", metavar="FIRST-LAST", help="steps to record with torch's profiler, such as 20-24 (opens in Perfetto)"
+    )
     add_config_flags(parser)
 
 
@@ -70,6 +83,9 @@ def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settin
     report: Path | None = args.report
     if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
         raise UserError(f"--report {report}: cannot be written there; name a file in a folder that exists")
+    for name, value in (("DPHYBRID_TRACKING_URI", args.tracking), ("DPHYBRID_PROFILE", args.profile)):
+        if value is not None:
+            os.environ[name] = value  # a setting: the flow's tasks read it, too
     return load_config(args.config, overrides_from_args(args)), load_settings(), args.resume, report
 
 
@@ -165,6 +181,21 @@ def _doctor(_: argparse.Namespace) -> int:
     return run_checks(load_settings())
 
 
+def _sync(args: argparse.Namespace) -> int:
+    from dphybrid.tracking.opening import embedded_uri
+    from dphybrid.tracking.sync import sync
+
+    settings = load_settings()
+    uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
+
+    def tell(run_id: str, records: int) -> None:
+        print(f"{run_id}: sending {records:,} records", flush=True)
+
+    done = sync(settings.mlflow_dir, uri, settings.experiment, settings.upload_limit_mb * 2**20, wait_s=args.wait, on_run=tell)
+    print(done.text())
+    return 1 if done.waiting else 0
+
+
 def make_parser() -> Parser:
     """Return the parser of the whole command."""
     parser = Parser(
@@ -209,6 +240,15 @@ def make_parser() -> Parser:
     bench.add_argument("--repeats", type=int, metavar="N", help="calls a figure is the median of (200; embedding: 15)")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     bench.set_defaults(function=_bench)
+
+    sync = commands.add_parser(
+        "sync",
+        help="send to MLflow what was kept while it was away, and end runs whose process died",
+        epilog=SYNC_HELP,
+        formatter_class=raw,
+    )
+    sync.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="how long each run may take (60)")
+    sync.set_defaults(function=_sync)
 
     commands.add_parser("devices", help="list what `auto` can use").set_defaults(function=_devices)
     commands.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=_doctor)

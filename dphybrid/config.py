@@ -129,7 +129,13 @@ class CheckpointConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """Steps between checkpoints, besides the one after each epoch; 0: only those."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep; the best one is always kept."""
+    """Newest checkpoints to keep."""
+    keep_best: int = Field(default=1, ge=1)
+    """Checkpoints with the best held-out metric to keep."""
+    keep_every: int = Field(default=0, ge=0)
+    """Also keep each checkpoint whose step is a multiple of this; 0: none."""
+    register_as: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[^/:]+$")
+    """Name in MLflow's model registry; the best checkpoint becomes its newest version, with the alias challenger. Empty: not registered."""
 
 
 # What a recipe sets; anything given by the user comes on top.

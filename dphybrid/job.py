@@ -20,12 +20,14 @@ from dphybrid.models import ModelContext, build_model
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.runs import Run, environment_tags, find_run, new_run_folder, read_json, read_run, write_json
 from dphybrid.settings import Settings
-from dphybrid.tracking import Status, Tracker, open_tracker
+from dphybrid.tracking import Status, Tracker, open_tracker, waiting
+from dphybrid.tracking.system import system_metrics
 from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, load_checkpoint, load_weights, read_state
 from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display, preparation_progress
-from dphybrid.training.loop import Session, evaluate, make_dense_optimizer, train
+from dphybrid.training.loop import Meter, Session, evaluate, make_dense_optimizer, train
 from dphybrid.training.metrics import TASKS
+from dphybrid.training.retention import checkpoint_uid
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.stop import stop_signals
 
@@ -127,7 +129,12 @@ def build_run(
     )
     previous = find_run(settings, config, data, resume) if resume else None
     folder = previous.folder if previous else new_run_folder(settings, config, devices, run_name)
-    tracker = open_tracker(settings.mlflow_uri, settings.experiment, settings.mlflow_dir)
+    tracker = _open_tracker(settings, must_answer=previous is None)
+    if count := waiting(settings.mlflow_dir / "spool"):
+        print(
+            f"Note: records of {count} earlier {'run' if count == 1 else 'runs'} wait to be sent; `dphybrid sync` does it",
+            flush=True,
+        )
     attempt = previous.page["attempt"] + 1 if previous else 1
     all_tags = {
         **environment_tags(),
@@ -145,19 +152,25 @@ def build_run(
     }
     params = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
     try:
-        run_id = tracker.start(folder.name, params, all_tags, _note(config, data), previous.page["run_id"] if previous else None)
+        if previous:
+            run_id = previous.page["run_id"]
+            tracker.resume(run_id, all_tags)
+        else:
+            run_id = tracker.start(folder.name, params, all_tags, _note(config, data))
         tracker.log_dataset(
             name=data.path.name,
             digest=data.digest,
             source=config.data.path or config.recipe,
             num_rows=len(data.dataset("train")),
-            schema=data.info,
+            columns=list(data.info),
             context="training",
         )
     except BaseException:
         if previous is None:
             folder.rmdir()
         raise
+    finally:
+        tracker.close()
     page = {
         "run_id": run_id,
         "attempt": attempt,
@@ -169,7 +182,7 @@ def build_run(
         "created": previous.page["created"] if previous else datetime.now(UTC).isoformat(),
     }
     write_json(folder / "run.json", page)
-    print(f"Run: {folder.name} ({run_id})", flush=True)
+    print(f"Run: {folder.name}" + (f" ({run_id})" if run_id else ", not recorded"), flush=True)
     return str(folder)
 
 
@@ -194,8 +207,7 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
     if done := complete_checkpoints(run.checkpoints):
         load_checkpoint(done[-1], trained)
         print(f"Going on from {done[-1]}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}", flush=True)
-    tracker = _tracker(run, settings)
-    with stop_signals() as stop, Display() as display:
+    with _recording(run, settings) as tracker, stop_signals() as stop, Display() as display:
         session = Session(
             config=config,
             trained=trained,
@@ -203,25 +215,30 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
             valid_data=data.dataset("valid"),
             task=TASKS[data.info["task"]],
             tracker=tracker,
-            clock=StageClock(devices.home),
+            clock=StageClock.of(devices.home),
             splits=SplitLog(model, each=config.train.print_splits == "each"),
             stop=stop,
             checkpoints=run.checkpoints,
             facts={"data_digest": data.digest, "devices": devices.text, "recipe": config.recipe, "info": data.info},
+            dataset=(data.path.name, data.digest),
+            profile_steps=settings.profile_steps,
         )
         for line in filter(None, [announcement(devices)]):
             session.splits.lines.append(line)
             display.line(line)
-        median_step_ms = None
+        meter = Meter(session)
+        started = datetime.fromisoformat(run.page["created"]).timestamp()
         try:
-            median_step_ms = train(session, display).median_step_ms()
+            with system_metrics(tracker, started, devices.gpu_uuids):
+                train(session, display, meter)
         finally:
-            result = _write_result(run, session, median_step_ms)
-            _log_results(tracker, run, session)
+            result = _write_result(run, session, meter)
+            tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
+            tracker.log_table("split_shapes.json", session.splits.rows())
     return result
 
 
-def _write_result(run: Run, session: Session, median_step_ms: float | None) -> dict[str, Any]:
+def _write_result(run: Run, session: Session, meter: Meter) -> dict[str, Any]:
     progress = session.trained.progress
     done = complete_checkpoints(run.checkpoints)
     best = run.checkpoints / f"step-{progress.best_step or 0:06d}"
@@ -233,7 +250,7 @@ def _write_result(run: Run, session: Session, median_step_ms: float | None) -> d
         "devices": session.facts["devices"],
         "history": progress.history,
         "best_value": progress.best_value,
-        "median_step_ms": median_step_ms,
+        "step_ms": meter.times.summary(),
         "stages": {name: round(seconds, 6) for name, seconds in sorted(session.clock.totals.items(), key=lambda item: -item[1])},
         "steps_per_epoch": num_batches(session.train_data, session.config.train.batch_size),
     }
@@ -241,28 +258,6 @@ def _write_result(run: Run, session: Session, median_step_ms: float | None) -> d
     write_json(run.folder / "splits.json", session.splits.rows())
     (run.folder / "splits.txt").write_text("\n".join(session.splits.lines) + "\n", encoding="utf-8")
     return result
-
-
-def _log_results(tracker: Tracker, run: Run, session: Session) -> None:
-    tracker.flush()
-    tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
-    tracker.log_table("split_shapes.json", session.splits.rows())
-    done = complete_checkpoints(run.checkpoints)
-    best_step = session.trained.progress.best_step
-    for path in done:
-        state = read_state(path)
-        step = state["progress"]["step"]
-        roles = [role for role, match in (("best", step == best_step), ("latest", path == done[-1])) if match]
-        if not roles:
-            continue
-        tracker.log_checkpoint(
-            path,
-            name=f"{session.config.recipe}-{path.name}",
-            step=step,
-            metrics={f"checkpoint/{name}": value for name, value in state["progress"]["metrics"].items()},
-            dataset=(Path(run.page["prepared"]).name, run.page["data_digest"]),
-            params={"step": str(step), "role": "+".join(roles), "folder": str(path)},
-        )
 
 
 def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
@@ -274,9 +269,8 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     load_weights(Path(result["best_checkpoint"]), model)
     metrics = evaluate(model, data.dataset("valid"), config.train.batch_size, TASKS[data.info["task"]])
     write_json(run.folder / "metrics.json", metrics)
-    tracker = _tracker(run, settings)
-    tracker.log_metrics({f"final/{name}": value for name, value in metrics.items()}, result["steps"])
-    tracker.flush()
+    with _recording(run, settings) as tracker:
+        tracker.log_metrics({f"final/{name}": value for name, value in metrics.items()}, result["steps"])
     return metrics
 
 
@@ -292,17 +286,16 @@ def report_run(run_folder: str, settings: Settings) -> Report:
 
     run = read_run(run_folder)
     result, metrics, splits = (read_json(run.folder / f"{name}.json") for name in ("result", "metrics", "splits"))
-    tracker = _tracker(run, settings)
+    tracker = _attached(run, settings)
     shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     ui = tracker.ui_command
     text = "\n".join(
         [
             "",
             f"Held out:    {shown}",
-            f"Run:         {run.folder.name}, id {run.page['run_id']}",
+            f"Run:         {run.folder.name}" + (f", id {run.page['run_id']}" if run.page["run_id"] else ", not recorded"),
             f"Best:        {result['best_checkpoint']}",
-            f"Look at it:  {ui}",
-            f"             {tracker.run_url}",
+            *([f"Look at it:  {ui}", *([f"             {tracker.run_url}"] if tracker.run_url != ui else [])] if ui else []),
         ]
     )
     report = Report(
@@ -322,14 +315,15 @@ def report_run(run_folder: str, settings: Settings) -> Report:
         text=text,
     )
     (run.folder / "report.json").write_text(report.model_dump_json(indent=1), encoding="utf-8")
-    step_ms = result["median_step_ms"]
+    step_ms = result["step_ms"]
     total = sum(result["stages"].values())
     summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result["stages"].items()}
+    if splits:
+        rows = [row["rows"] for row in splits if row["where"].startswith("split 1 /")]
+        summary |= {"split/replicas_used": len(rows), "split/rows_max": max(rows), "split/rows_min": min(rows)}
+    summary |= {f"summary/step_ms_{name}": value for name, value in step_ms.items() if name != "steps"}
     if step_ms:
-        summary |= {
-            "summary/step_ms_median": step_ms,
-            "summary/samples_per_s_median": 1e3 * run.config.train.batch_size / step_ms,
-        }
+        summary["summary/samples_per_s_median"] = 1e3 * run.config.train.batch_size / step_ms["p50"]
     tracker.log_metrics(summary | {"summary/train_s": total}, result["steps"])
     if splits:
         tracker.log_figure("figures/rows_per_replica.png", rows_per_replica_figure(splits))
@@ -348,23 +342,44 @@ def report_run(run_folder: str, settings: Settings) -> Report:
             run.page["links"],
         )
     )
+    if name := run.config.checkpoint.register_as:
+        tracker.register(name, checkpoint_uid(Path(result["best_checkpoint"])), "challenger")
     tracker.finish("FINISHED")
     return report
 
 
 def fail_run(run_folder: str, settings: Settings, status: Status) -> None:
     """End the MLflow run of a run folder as FAILED or KILLED."""
-    _tracker(read_run(run_folder), settings).finish(status)
+    _attached(read_run(run_folder), settings).finish(status)
 
 
 def _context(config: ExperimentConfig, data: Prepared, devices: Devices) -> ModelContext:
     return ModelContext(devices=devices, info=data.info, options=config.model, seed=config.train.seed)
 
 
-def _tracker(run: Run, settings: Settings) -> Tracker:
-    tracker = open_tracker(settings.mlflow_uri, settings.experiment, settings.mlflow_dir)
+def _open_tracker(settings: Settings, must_answer: bool) -> Tracker:
+    return open_tracker(
+        settings.mlflow_uri,
+        settings.experiment,
+        settings.mlflow_dir,
+        upload_limit=settings.upload_limit_mb * 2**20,
+        must_answer=must_answer,
+    )
+
+
+def _attached(run: Run, settings: Settings) -> Tracker:
+    tracker = _open_tracker(settings, must_answer=False)
     tracker.attach(run.page["run_id"])
     return tracker
+
+
+@contextmanager
+def _recording(run: Run, settings: Settings) -> Iterator[Tracker]:
+    tracker = _attached(run, settings)
+    try:
+        yield tracker
+    finally:
+        tracker.close()
 
 
 def _note(config: ExperimentConfig, data: Prepared) -> str:

@@ -25,7 +25,11 @@ class Settings(BaseSettings):
     threads: int = Field(default=0, ge=0)
     """CPU threads for torch; 0: torch's own choice. A fixed number makes CPU results repeat bit for bit on another machine."""
     tracking_uri: str | None = None
-    """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir."""
+    """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir; none: nothing is recorded."""
+    upload_limit_mb: int = Field(default=900, ge=1)
+    """Files of a checkpoint above this many MiB are not uploaded to an MLflow server but recorded by path and digest."""
+    profile: str | None = None
+    """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default="dphybrid", min_length=1)
     """MLflow experiment that runs are put into."""
 
@@ -38,6 +42,22 @@ class Settings(BaseSettings):
     @classmethod
     def _parse(cls, value: str) -> str:
         return parse_device_spec(value).text
+
+    @field_validator("profile")
+    @classmethod
+    def _steps(cls, value: str | None) -> str | None:
+        first, dash, last = (value or "1-1").partition("-")
+        if not (first.isdigit() and (last.isdigit() or not dash) and 1 <= int(first) <= int(last or first)):
+            raise ValueError("name steps as FIRST-LAST, counted from 1, such as 20-24")
+        return value
+
+    @property
+    def profile_steps(self) -> range:
+        """Steps to profile, none by default."""
+        if self.profile is None:
+            return range(0)
+        first, _, last = self.profile.partition("-")
+        return range(int(first), int(last or first) + 1)
 
     @cached_property
     def mlflow_uri(self) -> str | None:

@@ -1,7 +1,7 @@
 """`DataParallel`: torch.nn.DataParallel's interface, right or refused, with every split on record."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -116,10 +116,13 @@ class DataParallel(nn.DataParallel):
         if not rows:  # nothing to split: once, on the first device
             return self._on_one(inputs, kwargs)
         sizes = split_sizes(rows, len(self.devices), self.weights)
-        replica_inputs = scatter(inputs, self.devices, sizes, self.dim)
-        replica_kwargs = scatter(kwargs, self.devices, sizes, self.dim)
+        stage = self.stage if self.stage is not None and self.training else _untimed
+        with stage("scatter"):
+            replica_inputs = scatter(inputs, self.devices, sizes, self.dim)
+            replica_kwargs = scatter(kwargs, self.devices, sizes, self.dim)
         used = Devices(self.devices.text, self.devices.replicas[: len(sizes)], self.devices.virtual)
-        replicas = replicate(self.module, used, detach=not torch.is_grad_enabled())
+        with stage("replicate"):
+            replicas = replicate(self.module, used, detach=not torch.is_grad_enabled())
         if self.check_synchrony and (names := differing_replicas(replicas)):
             raise RuntimeError(f"replicas start from different parameters: {', '.join(names)}")
         with random_streams(self.randomness, self.devices.home, len(sizes)) as around:
@@ -130,7 +133,11 @@ class DataParallel(nn.DataParallel):
             tuple(_first_size((i, k)) for i, k in zip(replica_inputs, replica_kwargs, strict=True)),
             tuple(map(_first_size, outputs)),
         )
-        return gather(outputs, self.devices.home, self.dim, sizes)
+        with stage("gather"):
+            return gather(outputs, self.devices.home, self.dim, sizes)
+
+    stage: Callable[[str], AbstractContextManager[None]] | None = None
+    """Set it to time the parts of a forward in training mode: called with scatter, replicate, host_to_device or gather, it gives a context."""
 
     check_synchrony = False
     """Compare the replicas' parameters before each forward. Set it on the class in tests; it costs one read of all parameters."""
@@ -138,7 +145,8 @@ class DataParallel(nn.DataParallel):
     def _on_one(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         home = self.devices.home
         if home.type != "cpu" or self.whole or len(self.devices) > 1:
-            inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
+            with (self.stage if self.stage is not None and self.training else _untimed)("host_to_device"):
+                inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
         self._note((_first_size((inputs, kwargs)),), (_first_size(output),))
         return output
@@ -196,6 +204,10 @@ class LossInside(nn.Module):
                 'LossInside: the loss is one number for the whole chunk; give it reduction="none", one value a sample'
             )
         return loss_B
+
+
+def _untimed(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def memory_weights(devices: Devices) -> list[float] | None:

@@ -34,6 +34,12 @@ class Devices:
         return "GPUs" if self.home.type == "cuda" and not self.virtual else "devices"
 
     @property
+    def gpu_uuids(self) -> tuple[str, ...]:
+        """The UUIDs of the GPUs, each once, as the driver's tools write them."""
+        gpus = dict.fromkeys(device for device in self.replicas if device.type == "cuda")
+        return tuple(f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus)
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """One name a replica: `cuda:1`, or `cpu[3]` for the virtual device 3 on the CPU."""
         if not self.virtual:

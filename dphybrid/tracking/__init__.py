@@ -1,6 +1,7 @@
 """The record of runs: a handful of verbs, their MLflow adapter, figures and reports. The only place that imports mlflow."""
 
-from dphybrid.tracking.base import Status, Tracker
+from dphybrid.tracking.base import CheckpointCard, Status, Tracker
+from dphybrid.tracking.journal import waiting
 from dphybrid.tracking.opening import open_tracker
 
-__all__ = ["Status", "Tracker", "open_tracker"]
+__all__ = ["CheckpointCard", "Status", "Tracker", "open_tracker", "waiting"]

@@ -1,14 +1,30 @@
 """What the rest of the library asks of a tracker: a handful of verbs. Here each does nothing, so the base is also the null object."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
+@dataclass(frozen=True)
+class CheckpointCard:
+    """A checkpoint as a tracker records it. uid: differs when its content does; role: best, latest, best+latest or kept."""
+
+    uid: str
+    name: str
+    step: int
+    folder: Path
+    role: str
+    metrics: Mapping[str, float]
+
+
 class Tracker:
-    """The record of one run. This one records nothing; `MlflowTracker` is the real one."""
+    """The record of one run. This one records nothing; `MlflowTracker` is the real one.
+
+    After `start` or `attach` no verb waits for a server, and none raises because one is away.
+    """
 
     run_id = ""
     tracking_uri = ""
@@ -23,22 +39,18 @@ class Tracker:
         """What to type, or open, to get there."""
         return ""
 
-    def start(
-        self,
-        run_name: str,
-        params: Mapping[str, str],
-        tags: Mapping[str, str],
-        description: str,
-        resume_run_id: str | None = None,
-    ) -> str:
-        """Create the run, or open it again; return its id."""
-        return resume_run_id or ""
+    def start(self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str) -> str:
+        """Create the run; return its id."""
+        return ""
+
+    def resume(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Go on with a run that ended: it counts as running again, and steps recorded before are not recorded twice."""
 
     def attach(self, run_id: str) -> None:
-        """Go on recording a run that exists."""
+        """Go on recording a run that is open."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record numbers at a step. Returns at once; sending happens elsewhere."""
+        """Record numbers at a step."""
 
     def log_text(self, name: str, text: str) -> None:
         """Record a text file."""
@@ -50,23 +62,19 @@ class Tracker:
         """Record a picture."""
 
     def log_file(self, path: Path, folder: str) -> None:
-        """Record a file under `folder` ("" for the top)."""
+        """Record a file under `folder` ("" for the top). It must stay where it is."""
 
-    def log_dataset(self, name: str, digest: str, source: str, num_rows: int, schema: Mapping[str, Any], context: str) -> None:
+    def log_dataset(self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str) -> None:
         """Record what the run was trained on."""
 
-    def log_checkpoint(
-        self,
-        folder: Path,
-        *,
-        name: str,
-        step: int,
-        metrics: Mapping[str, float],
-        dataset: tuple[str, str] | None,
-        params: Mapping[str, str],
-    ) -> str:
-        """Record a checkpoint folder as a model that can be loaded back; return the model's id."""
-        return ""
+    def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
+        """Record which checkpoints the run keeps now, each as a model that can be loaded back; others are removed from the record.
+
+        dataset: name and digest of the data they were made from.
+        """
+
+    def register(self, name: str, uid: str, alias: str) -> None:
+        """Make the recorded checkpoint `uid` a new version of the registered model `name`, with an alias that points to it."""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set short facts to filter and group runs by."""
@@ -74,8 +82,12 @@ class Tracker:
     def set_description(self, markdown: str) -> None:
         """Set the page that stands first on the run."""
 
-    def flush(self) -> None:
-        """Send what is waiting."""
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Wait until everything so far has arrived, at most `timeout_s` seconds; return whether it has."""
+        return True
+
+    def close(self) -> None:
+        """Stop recording in this process; the run stays open."""
 
     def finish(self, status: Status) -> None:
-        """Send what is waiting and end the run."""
+        """End the run, and stop recording."""

@@ -1,9 +1,15 @@
 """Loads checkpoints back from MLflow: by model, by registered name and alias, or as a plain folder."""
 
+import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from dphybrid.errors import UserError
+from dphybrid.tracking.checkpoint_models import LEFT_OUT
+from dphybrid.training.tensor_file import file_digest
 
 
 class LoadedCheckpoint:
@@ -59,7 +65,31 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
     from mlflow.exceptions import MlflowException
 
     try:
-        root = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, tracking_uri=tracking_uri))
+        root = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, tracking_uri=tracking_uri, registry_uri=tracking_uri))
     except (MlflowException, OSError) as error:
         raise UserError(f"{uri}: cannot be fetched from MLflow: {error}") from error
-    return root / "checkpoint"
+    return _with_left_out(root) / "checkpoint"
+
+
+def _with_left_out(root: Path) -> Path:
+    """Return the model's folder with the files that were too large to upload, from where the run left them."""
+    page = root / LEFT_OUT
+    if not page.is_file():
+        return root
+    whole = Path(tempfile.mkdtemp(prefix="dphybrid-model-"))  # the downloaded folder may be the store's own
+    shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
+    for entry in json.loads(page.read_text(encoding="utf-8")):
+        source = Path(entry["path"])
+        if not source.is_file():
+            raise UserError(
+                f"{source}: is not here, and with {entry['bytes'] / 2**20:.0f} MiB it was too large to upload; "
+                "load the model on a machine that sees this path, or copy the file there"
+            )
+        if file_digest(source) != entry["sha256"]:
+            raise UserError(
+                f"{source}: its sha256 differs from the one recorded with the model; it belongs to another checkpoint now"
+            )
+        target = whole / "checkpoint" / entry["name"]
+        target.parent.mkdir(parents=True, exist_ok=True)  # uploads leave out empty folders
+        target.symlink_to(source)
+    return whole

@@ -1,68 +1,48 @@
-"""MLflow as a tracker: a client and an explicit run id, never the fluent functions, whose active run belongs to a thread."""
+"""MLflow as a tracker. Every verb writes into the run's journal and returns; a thread sends the journal on, however long that takes.
+
+The client with an explicit run id is used, never the fluent functions, whose active run belongs to a thread.
+"""
 
 import json
+import logging
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import unquote, urlparse
+from typing import Any
 
-import mlflow
-from mlflow.entities import (
-    Dataset,
-    DatasetInput,
-    InputTag,
-    LoggedModelOutput,
-    LoggedModelParameter,
-    LoggedModelTag,
-    Metric,
-    Param,
-    RunTag,
-    ViewType,
-)
 from mlflow.exceptions import MlflowException
-from mlflow.models import Model
 from mlflow.tracking import MlflowClient
 
 from dphybrid.errors import UserError
-from dphybrid.tracking.base import Status, Tracker
-from dphybrid.tracking.sender import MetricSender
+from dphybrid.tracking.base import CheckpointCard, Status, Tracker
+from dphybrid.tracking.journal import Journal
+from dphybrid.tracking.mlflow_writer import MlflowWriter
+from dphybrid.tracking.sender import Sender
 
-CHECKPOINT_TYPE = "dphybrid-checkpoint"
-_MAX_PARAM, _MAX_TAG, _MAX_BATCH = 6000, 8000, 100
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_TAG, PID_TAG = "dphybrid.heartbeat", "dphybrid.pid"
+FINISH_WAIT_S, CLOSE_WAIT_S = 30.0, 5.0
+"""How long the end of a run, and the end of one of its parts, wait for a server that is away."""
 
 
 class MlflowTracker(Tracker):
-    """Records one run at `tracking_uri` in `experiment`. store: folder for artifacts of a database and for what could not be sent."""
+    """Records one run at `tracking_uri` in `experiment`.
 
-    def __init__(self, tracking_uri: str, experiment: str, store: Path) -> None:
+    store: folder for the artifacts of a database and for records on their way. upload_limit: bytes above which a file of a
+    checkpoint is not uploaded but recorded by path and digest.
+    """
+
+    def __init__(self, tracking_uri: str, experiment: str, store: Path, upload_limit: int) -> None:
         self.tracking_uri = tracking_uri
         self.run_id = ""
-        self._client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
-        self._experiment_id = self._find_experiment(experiment, store)
-        self._sender: MetricSender | None = None
-        self._store = store
-
-    def _find_experiment(self, name: str, store: Path) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is not None and found.lifecycle_stage != "active":
-            raise UserError(f"MLflow experiment {name!r} was deleted; restore it, or set DPHYBRID_EXPERIMENT to another name")
-        if found is not None:
-            return str(found.experiment_id)
-        # A database keeps the artifact folder of an experiment for ever, so it must not depend on where the first run started.
-        location = None if self.tracking_uri.startswith("http") else (store / "artifacts").as_uri()
-        note = "dphybrid: hybrid models, their splits, timings and checkpoints. Group runs by the parameter devices.resolved."
-        tags = {"mlflow.note.content": note, "mlflow.experimentKind": "custom_model_development"}
-        try:
-            return str(self._client.create_experiment(name, artifact_location=location, tags=tags))
-        except MlflowException:
-            found = self._client.get_experiment_by_name(name)  # somebody was faster
-            if found is None:
-                raise
-            return str(found.experiment_id)
+        self._experiment, self._store, self._upload_limit = experiment, store, upload_limit
+        self._experiment_id = ""
+        self._journal: Journal | None = None
+        self._sender: Sender | None = None
 
     @property
     def run_url(self) -> str:
@@ -75,164 +55,157 @@ class MlflowTracker(Tracker):
             return self.run_url
         return f"mlflow server --backend-store-uri {self.tracking_uri} --port 5000"
 
-    def start(
-        self,
-        run_name: str,
-        params: Mapping[str, str],
-        tags: Mapping[str, str],
-        description: str,
-        resume_run_id: str | None = None,
-    ) -> str:
-        cut = {name: value[:_MAX_TAG] for name, value in tags.items()}
-        if resume_run_id is not None:
-            self.attach(resume_run_id)
-            self._client.update_run(self.run_id, status="RUNNING")
-        else:
-            own = {"mlflow.source.name": "dphybrid", "mlflow.source.type": "JOB", "mlflow.note.content": description}
-            own["mlflow.user"] = os.environ.get("USER", "")
-            run = self._client.create_run(self._experiment_id, run_name=run_name, tags=own | cut)
-            self.attach(run.info.run_id)
-            pairs = [Param(name, value[:_MAX_PARAM]) for name, value in params.items()]
-            for start in range(0, len(pairs), _MAX_BATCH):
-                self._client.log_batch(self.run_id, params=pairs[start : start + _MAX_BATCH])
-        self.set_tags(cut)
-        return self.run_id
+    def start(self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str) -> str:
+        client = MlflowClient(tracking_uri=self.tracking_uri, registry_uri=self.tracking_uri)
+        self._experiment_id = find_experiment(client, self.tracking_uri, self._experiment, self._store)
+        own = {"mlflow.source.name": "dphybrid", "mlflow.source.type": "JOB", "mlflow.note.content": description}
+        own["mlflow.user"] = os.environ.get("USER", "")
+        run = client.create_run(self._experiment_id, run_name=run_name, tags=own)
+        run_id = str(run.info.run_id)
+        Journal(self._spool, run_id).set_destination(tracking_uri=self.tracking_uri, experiment_id=self._experiment_id)
+        self.attach(run_id)
+        self._append({"op": "params", "values": dict(params)})
+        self.set_tags(tags)
+        return run_id
+
+    def resume(self, run_id: str, tags: Mapping[str, str]) -> None:
+        self.attach(run_id)
+        self._append({"op": "status", "status": "RUNNING"})
+        self.set_tags(tags)
 
     def attach(self, run_id: str) -> None:
         self.run_id = run_id
-        self._experiment_id = self._client.get_run(run_id).info.experiment_id
-        self._sender = MetricSender(self._client, run_id, self._store / "unsent")
+        self._journal = Journal(self._spool, run_id)
+        self._experiment_id = self._journal.destination().get("experiment_id", "")
+
+    @property
+    def _spool(self) -> Path:
+        return self._store / "spool"
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._open_journal().append(record)
+
+    def _open_journal(self) -> Journal:
+        if self._journal is None:
+            raise RuntimeError("no run: call start(), resume() or attach() first")
+        if self._sender is None:
+            self._sender = Sender(self._journal, *writer_of(self._journal, self.tracking_uri, self._upload_limit))
+        return self._journal
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        now_ms = int(time.time() * 1000)
-        self._open_sender().put([Metric(name, float(value), now_ms, step) for name, value in metrics.items()])
-
-    def _open_sender(self) -> MetricSender:
-        if self._sender is None:
-            raise RuntimeError("no run: call start() or attach() first")
-        return self._sender
-
-    def flush(self) -> None:
-        self._open_sender().flush()
+        journal = self._open_journal()
+        try:
+            journal.append_metrics({name: float(value) for name, value in metrics.items()}, step)
+        except OSError as error:  # a full disk costs the curves some points, not the training its end
+            _log.warning("metrics of step %d could not be kept: %s", step, error)
 
     def log_text(self, name: str, text: str) -> None:
-        self._client.log_text(self.run_id, text, name)
+        self._log_content("file", name, text.encode())
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if not rows:
-            return
-        columns = list(rows[0])
-        self._client.log_text(
-            self.run_id, json.dumps({"columns": columns, "data": [[row[c] for c in columns] for row in rows]}), name
-        )
-        # This tag is what makes the UI offer the file as a table that can be compared between runs.
-        logged = self._client.get_run(self.run_id).data.tags.get("mlflow.loggedArtifacts", "[]")
-        entry = {"path": name, "type": "table"}
-        entries = json.loads(logged)
-        if entry not in entries:
-            self.set_tags({"mlflow.loggedArtifacts": json.dumps([*entries, entry])})
+        if rows:
+            columns = list(rows[0])
+            table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
+            self._log_content("table", name, json.dumps(table).encode())
 
     def log_figure(self, name: str, png: bytes) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / Path(name).name
-            file.write_bytes(png)
-            self.log_file(file, str(Path(name).parent))
+        self._log_content("file", name, png)
+
+    def _log_content(self, op: str, name: str, content: bytes) -> None:
+        path = self._open_journal().keep_content(name, content)
+        folder = str(Path(name).parent)
+        self._append({"op": op, "path": str(path), "folder": "" if folder == "." else folder})
 
     def log_file(self, path: Path, folder: str) -> None:
-        self._client.log_artifact(self.run_id, str(path), folder if folder not in ("", ".") else None)
+        self._append({"op": "file", "path": str(path.absolute()), "folder": folder})
 
-    def log_dataset(self, name: str, digest: str, source: str, num_rows: int, schema: Mapping[str, Any], context: str) -> None:
-        columns = [{"name": str(key), "type": "string"} for key in schema]
-        dataset = Dataset(
-            name=name,
-            digest=digest[:36],
-            source_type="local",
-            source=json.dumps({"uri": source}),
-            schema=json.dumps({"mlflow_colspec": columns}),
-            profile=json.dumps({"num_rows": num_rows, "digest": digest}),
-        )
-        self._client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", context)])])
+    def log_dataset(self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str) -> None:
+        values = {"name": name, "digest": digest, "source": source, "num_rows": num_rows, "columns": list(columns)}
+        self._append({"op": "dataset", **values, "context": context})
 
-    def log_checkpoint(
-        self,
-        folder: Path,
-        *,
-        name: str,
-        step: int,
-        metrics: Mapping[str, float],
-        dataset: tuple[str, str] | None,
-        params: Mapping[str, str],
-    ) -> str:
-        """Make a LoggedModel of the folder. Its files are hard links where the artifact folder is on the same disk."""
-        model = self._client.create_logged_model(
-            self._experiment_id,
-            name=name,
-            source_run_id=self.run_id,
-            params={p.key: p.value for p in (LoggedModelParameter(k, str(v)) for k, v in params.items())},
-            tags={t.key: t.value for t in (LoggedModelTag("dphybrid.step", str(step)),)},
-            model_type=CHECKPOINT_TYPE,
-        )
-        status: Literal["READY", "FAILED"] = "FAILED"
-        try:
-            self._put_model_files(model, folder)
-            status = "READY"
-        finally:
-            self._client.finalize_logged_model(model.model_id, status)
-        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=step)])
+    def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
         now_ms = int(time.time() * 1000)
-        named = {"dataset_name": dataset[0], "dataset_digest": dataset[1][:36]} if dataset else {}
-        linked = [
-            Metric(key, value, now_ms, step, model_id=model.model_id, run_id=self.run_id, **named)
-            for key, value in metrics.items()
+        cards = [
+            {
+                **asdict(card),
+                "folder": str(card.folder.absolute()),
+                "params": {"step": str(card.step), "folder": str(card.folder.absolute())},
+                "t": now_ms,
+            }
+            for card in kept
         ]
-        if linked:
-            self._client.log_batch(self.run_id, metrics=linked)
-        return str(model.model_id)
+        self._append({"op": "checkpoints", "kept": cards, "dataset": list(dataset) if dataset else None})
 
-    def _put_model_files(self, model: Any, folder: Path) -> None:
-        card = Model(model_id=model.model_id)
-        card.add_flavor("python_function", loader_module="dphybrid.tracking.loader", data="checkpoint")
-        card.add_flavor("dphybrid", data="checkpoint")
-        location = urlparse(model.artifact_location)
-        if location.scheme in ("", "file"):
-            target = Path(unquote(location.path))
-            target.mkdir(parents=True, exist_ok=True)
-            card.save(str(target / "MLmodel"))
-            shutil.copytree(folder, target / "checkpoint", copy_function=_link_or_copy)
-            return
-        with tempfile.TemporaryDirectory() as scratch:
-            card.save(str(Path(scratch) / "MLmodel"))
-            shutil.copytree(folder, Path(scratch) / "checkpoint", copy_function=_link_or_copy)
-            self._client.log_model_artifacts(model.model_id, scratch)
+    def register(self, name: str, uid: str, alias: str) -> None:
+        self._append({"op": "register", "name": name, "uid": uid, "alias": alias})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        pairs = [RunTag(name, value[:_MAX_TAG]) for name, value in tags.items()]
-        for start in range(0, len(pairs), _MAX_BATCH):
-            self._client.log_batch(self.run_id, tags=pairs[start : start + _MAX_BATCH])
+        self._append({"op": "tags", "values": dict(tags)})
 
     def set_description(self, markdown: str) -> None:
         self.set_tags({"mlflow.note.content": markdown})
 
+    def flush(self, timeout_s: float = FINISH_WAIT_S) -> bool:
+        self._open_journal()
+        return self._sender is None or self._sender.drain(timeout_s)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close(CLOSE_WAIT_S)
+            self._sender = None
+
     def finish(self, status: Status) -> None:
-        unsent = self._open_sender().close()
-        if unsent:
-            print(f"{unsent} metric points could not be sent; they are kept in {self._store / 'unsent'}", flush=True)
-        self._client.set_terminated(self.run_id, status)
+        journal = self._open_journal()
+        self._append({"op": "status", "status": status})
+        if self._sender is not None and self._sender.close(FINISH_WAIT_S):
+            journal.clear()
+        else:
+            print(
+                f"MLflow at {self.tracking_uri} does not take records now; they are kept. `dphybrid sync` sends them when it is back.",
+                flush=True,
+            )
+        self._sender = None
 
 
-def _link_or_copy(source: str, target: str) -> str:
+def writer_of(
+    journal: Journal, tracking_uri: str, upload_limit: int
+) -> tuple[Callable[[list[dict[str, Any]]], None], Callable[[], None]]:
+    """Return what a Sender needs for `journal`: a function that writes records, and one that shows a sign of life.
+
+    The connection is made by the first of them that is called, in the sender's thread.
+    """
+    made: list[MlflowWriter] = []
+
+    def writer() -> MlflowWriter:
+        if not made:
+            made.append(MlflowWriter(tracking_uri, journal.run_id, journal.contents, upload_limit))
+        return made[0]
+
+    def beat() -> None:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        writer().write([{"op": "tags", "values": {HEARTBEAT_TAG: now, PID_TAG: str(os.getpid())}}])
+
+    return lambda records: writer().write(records), beat
+
+
+def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:
+    """Return the id of an experiment, which is made where there is none. Raises UserError for a deleted one."""
+    found = client.get_experiment_by_name(name)
+    if found is not None and found.lifecycle_stage != "active":
+        raise UserError(f"MLflow experiment {name!r} was deleted; restore it, or set DPHYBRID_EXPERIMENT to another name")
+    if found is not None:
+        return str(found.experiment_id)
+    # A database keeps the artifact folder of an experiment for ever, so it must not depend on where the first run started.
+    location = None if tracking_uri.startswith("http") else (store / "artifacts").as_uri()
+    note = "dphybrid: hybrid models, their splits, timings and checkpoints. Group runs by the parameter devices.resolved."
+    tags = {"mlflow.note.content": note, "mlflow.experimentKind": "custom_model_development"}
     try:
-        os.link(source, target)
-    except OSError:  # another disk, or a file system without links
-        shutil.copy2(source, target)
-    return target
+        return str(client.create_experiment(name, artifact_location=location, tags=tags))
+    except MlflowException:
+        found = client.get_experiment_by_name(name)  # somebody was faster
+        if found is None:
+            raise
+        return str(found.experiment_id)
 
 
-def search_runs(tracking_uri: str, experiment: str) -> list[Any]:
-    """Return the active runs of an experiment, newest first."""
-    client = MlflowClient(tracking_uri=tracking_uri)
-    found = client.get_experiment_by_name(experiment)
-    return list(client.search_runs([found.experiment_id], run_view_type=ViewType.ACTIVE_ONLY)) if found else []
-
-
-__all__ = ["CHECKPOINT_TYPE", "MlflowTracker", "mlflow", "search_runs"]
+__all__ = ["HEARTBEAT_TAG", "PID_TAG", "MlflowTracker", "find_experiment", "writer_of"]

@@ -14,29 +14,46 @@ REACH_SECONDS = 10
 """How long to wait for a server's first answer before saying that it is not there."""
 
 
-def open_tracker(tracking_uri: str | None, experiment: str, store: Path) -> Tracker:
-    """Return a tracker for `experiment`. tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`.
+def open_tracker(
+    tracking_uri: str | None, experiment: str, store: Path, *, upload_limit: int = 900 * 2**20, must_answer: bool = True
+) -> Tracker:
+    """Return a tracker for `experiment`.
 
+    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`; "none": a tracker that records nothing.
+    upload_limit: bytes above which a file of a checkpoint is recorded by path and digest. must_answer: look whether the server is there.
     Raises UserError when a server does not answer, and for the file stores that MLflow gave up.
     """
+    if tracking_uri == "none":
+        return Tracker()
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    if tracking_uri is None:
-        store.mkdir(parents=True, exist_ok=True)
-        uri = f"sqlite:///{store / 'mlflow.db'}"
-    else:
-        uri = tracking_uri
-        _check(uri)
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    # The journal tries again for ever, so the client itself should give up soon.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    if must_answer and tracking_uri is not None:
+        _check(tracking_uri)
     from dphybrid.tracking.mlflow_tracker import MlflowTracker
 
     logging.getLogger("alembic").setLevel(logging.WARNING)  # forty lines of schema news at the first start
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    uri = tracking_uri or embedded_uri(store)
     if uri.startswith("sqlite"):
-        lock = store / "mlflow.lock"
-        store.mkdir(parents=True, exist_ok=True)
-        with lock.open("w") as stream:  # processes that create the same new database at once break it
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            return MlflowTracker(uri, experiment, store)
-    return MlflowTracker(uri, experiment, store)
+        make_database(uri, store)
+    return MlflowTracker(uri, experiment, store, upload_limit)
+
+
+def embedded_uri(store: Path) -> str:
+    """Return the address of the database that is used where no server is named."""
+    return f"sqlite:///{store / 'mlflow.db'}"
+
+
+def make_database(uri: str, store: Path) -> None:
+    """Make the tables of a new SQLite database. Processes that do it at the same time would break it, so they queue."""
+    from mlflow.tracking import MlflowClient
+
+    store.mkdir(parents=True, exist_ok=True)
+    with (store / "mlflow.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")
 
 
 def _check(uri: str) -> None:
@@ -48,7 +65,8 @@ def _check(uri: str) -> None:
             return  # a server that answers with an error is there; MLflow's client tells what it wants
         except (OSError, ValueError) as error:
             raise UserError(
-                f"MLflow server {uri}: does not answer ({error}); start it, correct MLFLOW_TRACKING_URI, or unset it for the embedded store"
+                f"MLflow server {uri}: does not answer ({error}); start it, correct MLFLOW_TRACKING_URI, unset it for the "
+                "embedded store, or record nothing with --tracking none"
             ) from error
     if uri.startswith("file:") or "://" not in uri:
         raise UserError(

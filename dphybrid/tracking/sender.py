@@ -1,77 +1,127 @@
-"""Metrics off the training thread: collected, sent in batches, kept on disk when they cannot be sent."""
+"""Sends a run's journal from a thread of its own: in order, as often as it takes, without the training noticing."""
 
 import contextlib
-import json
+import logging
 import threading
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable
 
-from mlflow.entities import Metric
-from mlflow.exceptions import MlflowException
+from dphybrid.tracking.journal import Journal, Record
 
 SEND_EVERY_S = 2.0
-_MAX_METRICS = 1000
+HEARTBEAT_EVERY_S = 60.0
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
+_AT_ONCE = 200
+_log = logging.getLogger(__name__)
 
 
-class MetricSender:
-    """Sends the metrics of one run from a thread of its own. Failing to send never reaches the caller."""
+class Refused(Exception):
+    """The server understood and said no, and would say no again."""
 
-    def __init__(self, client: Any, run_id: str, spool: Path) -> None:
-        self._client, self._run_id = client, run_id
-        self._file = spool / f"{run_id}.jsonl"
-        self._waiting: list[Metric] = []
-        self._lock = threading.Lock()
-        self._sending = threading.Lock()
+
+class Sender:
+    """Takes records from `journal` and gives them to `write` until each is acknowledged.
+
+    write: takes records that belong together (metrics, or one of another kind); raises Refused, or any other error to be tried again.
+    beat: called about once a minute, to show that the process lives.
+    """
+
+    def __init__(self, journal: Journal, write: Callable[[list[Record]], None], beat: Callable[[], None]) -> None:
+        self._journal, self._write, self._beat = journal, write, beat
         self._wake = threading.Event()
+        self._empty = threading.Condition()
         self._closed = False
-        self._unsent = 0
-        self._thread: threading.Thread | None = None
+        self._asked = self._answered = 0
+        self.trouble: str = ""
+        """What the latest attempt to send failed with, or nothing."""
+        self._thread = threading.Thread(target=self._work, name="dphybrid-tracking", daemon=True)
+        self._thread.start()
 
-    def put(self, metrics: list[Metric]) -> None:
-        """Take metrics and return at once."""
-        with self._lock:
-            self._waiting += metrics
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="dphybrid-metrics", daemon=True)
-            self._thread.start()
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until what the journal holds now has arrived, at most `timeout_s` seconds; return whether it has."""
+        with self._empty:
+            self._asked += 1
+            wanted = self._asked
+            self._wake.set()
+            return self._empty.wait_for(lambda: self._answered >= wanted or not self._thread.is_alive(), timeout_s) and (
+                self._answered >= wanted
+            )
 
-    def _work(self) -> None:
-        while not self._closed:
-            self._wake.wait(SEND_EVERY_S)
-            self._wake.clear()
-            self.flush()
-
-    def flush(self) -> None:
-        """Send everything that waits, in order."""
-        with self._sending:
-            with self._lock:
-                metrics, self._waiting = self._waiting, []
-            for start in range(0, len(metrics), _MAX_METRICS):
-                batch = metrics[start : start + _MAX_METRICS]
-                try:
-                    self._client.log_batch(self._run_id, metrics=batch)
-                except (MlflowException, OSError) as error:
-                    self._keep(batch, error)
-
-    def _keep(self, batch: list[Metric], error: Exception) -> None:
-        self._unsent += len(batch)
-        with contextlib.suppress(OSError):  # a full disk must not end training either
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as lines:
-                for m in batch:
-                    lines.write(
-                        json.dumps(
-                            {"key": m.key, "value": m.value, "timestamp": m.timestamp, "step": m.step, "error": str(error)[:200]}
-                        )
-                        + "\n"
-                    )
-
-    def close(self) -> int:
-        """Send the rest and end the thread; return how many points could not be sent."""
+    def close(self, timeout_s: float) -> bool:
+        """Drain, end the thread and let go of the journal; return whether everything arrived."""
+        arrived = self.drain(timeout_s)
         self._closed = True
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.flush()
-        return self._unsent
+        self._thread.join(1.0 if arrived else 0.1)  # a thread that waits for a dead server is left to itself
+        self._journal.release()
+        return arrived
+
+    def _work(self) -> None:
+        retry_s, beaten = _FIRST_RETRY_S, 0.0
+        while not self._closed:
+            asked = self._asked
+            try:
+                if not self._journal.hold():
+                    raise BlockingIOError("another process is sending this run's records")
+                if time.monotonic() - beaten > HEARTBEAT_EVERY_S:
+                    self._beat()
+                    beaten = time.monotonic()
+                self._send_all()
+            except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: told once, tried again
+                if not self.trouble:
+                    _log.warning("the tracking server does not take records (%s); they are kept and sent later", _short(error))
+                self.trouble = _short(error)
+                self._wait(retry_s)
+                retry_s = min(2 * retry_s, _LAST_RETRY_S)
+                continue
+            if self.trouble:
+                _log.warning("the tracking server takes records again")
+            self.trouble, retry_s = "", _FIRST_RETRY_S
+            with self._empty:
+                self._answered = asked
+                self._empty.notify_all()
+                again = self._asked > asked
+            if not again:
+                self._wait(SEND_EVERY_S)
+
+    def _wait(self, seconds: float) -> None:
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def _send_all(self) -> None:
+        while not self._closed and (found := self._journal.pending(_AT_ONCE)):
+            for group in _groups(found):
+                if self._closed:
+                    return
+                self._send([record for _, record in group])
+                if self._closed:  # given up meanwhile: whoever sends next begins here, and what comes twice counts once
+                    return
+                self._journal.acknowledge(group[-1][0])
+
+    def _send(self, records: list[Record]) -> None:
+        try:
+            self._write(records)
+        except Refused as refusal:
+            if len(records) > 1:  # one of them spoils the others
+                for record in records:
+                    self._send([record])
+                return
+            _log.warning("the tracking server refused a record: %s", _short(refusal))
+            with contextlib.suppress(OSError):
+                self._journal.refuse(records[0], str(refusal))
+
+
+def _groups(found: list[tuple[int, Record]]) -> list[list[tuple[int, Record]]]:
+    """Put neighbouring records of metrics together."""
+    groups: list[list[tuple[int, Record]]] = []
+    for item in found:
+        if groups and item[1]["op"] == "metrics" == groups[-1][-1][1]["op"]:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) < 200 else f"{text[:200]}..."

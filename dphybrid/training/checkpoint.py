@@ -164,14 +164,6 @@ def read_state(path: Path) -> dict[str, Any]:
     return page
 
 
-def prune_checkpoints(folder: Path, keep_last: int, best_step: int | None) -> list[Path]:
-    """Remove all but the newest `keep_last` checkpoints and the best one; return what was removed."""
-    removed = [path for path in complete_checkpoints(folder)[:-keep_last] if path.name != f"step-{best_step or 0:06d}"]
-    for path in removed:
-        shutil.rmtree(path)
-    return removed
-
-
 def _table_tensors(trained: Trained) -> dict[str, dict[str, Tensor]]:
     states = trained.rows.state_dict() if trained.rows is not None else {}
     tensors: dict[str, dict[str, Tensor]] = {}

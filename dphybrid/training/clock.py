@@ -1,9 +1,10 @@
-"""Where a step's time goes: exclusive seconds a stage, a nested stage's time counted once."""
+"""Where a step's time goes: exclusive seconds a stage, a nested stage's time counted once; and how long each step took."""
 
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -11,35 +12,80 @@ from torch import nn
 from dphybrid.embedding import find_tables
 from dphybrid.parallel import find_data_parallel
 
+NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile")
+"""Stages that happen between steps and do not count as their time."""
+
+WARM_UP_STEPS = 5
+"""First steps of an attempt, in which caches, threads and kernels are made: told apart from the others."""
+
+
+class Event(Protocol):
+    """A mark on a device's stream, as `torch.cuda.Event(enable_timing=True)` is one."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
 
 class StageClock:
-    """Adds up seconds by stage. On a GPU each stage ends with a synchronisation, so that its work is counted in it.
+    """Adds up seconds by stage. Stages nest: while the inner one runs, the outer one stands still.
 
-    totals: stage -> seconds since the start. Stages nest: while the inner one runs, the outer one stands still.
+    new_event: for a GPU, makes events on its stream. They are only marked while training and read now and then, so that
+    the host never waits for the device because it is being timed; a stage then lasts from the moment the device comes to it to
+    the moment the device comes to the next one.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.totals: dict[str, float] = {}
-        self._sync = device if device is not None and device.type == "cuda" else None
+    _READ_AFTER = 4096
+
+    def __init__(self, new_event: Callable[[], Event] | None = None) -> None:
+        self._new_event = new_event
+        self._totals: dict[str, float] = {}
         self._stack: list[str] = []
         self._since = 0.0
+        self._marks: list[tuple[str | None, Event]] = []
         self._window: dict[str, float] = {}
 
-    def _switch(self) -> None:
-        if self._sync is not None:
-            torch.cuda.synchronize(self._sync)
+    @classmethod
+    def of(cls, device: torch.device) -> "StageClock":
+        """Return a clock for work on `device`."""
+        return cls((lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else None)
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Stage -> seconds since the start."""
+        self._read_marks()
+        return dict(self._totals)
+
+    def _switch(self, following: str | None) -> None:
+        """End the stage on top of the stack and begin `following`."""
+        if self._new_event is not None:
+            event = self._new_event()
+            event.record()
+            self._marks.append((following, event))
+            if len(self._marks) > self._READ_AFTER:
+                self._read_marks()
+            return
         now = time.perf_counter()
         if self._stack:
             stage = self._stack[-1]
-            self.totals[stage] = self.totals.get(stage, 0.0) + now - self._since
+            self._totals[stage] = self._totals.get(stage, 0.0) + now - self._since
         self._since = now
 
+    def _read_marks(self) -> None:
+        if len(self._marks) < 2:
+            return
+        self._marks[-1][1].synchronize()
+        for (stage, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if stage is not None:
+                self._totals[stage] = self._totals.get(stage, 0.0) + 1e-3 * begin.elapsed_time(end)
+        del self._marks[:-1]
+
     def enter(self, stage: str) -> None:
-        self._switch()
+        self._switch(stage)
         self._stack.append(stage)
 
     def leave(self) -> None:
-        self._switch()
+        self._switch(self._stack[-2] if len(self._stack) > 1 else None)
         self._stack.pop()
 
     @contextmanager
@@ -53,30 +99,75 @@ class StageClock:
 
     def window(self) -> dict[str, float]:
         """Return the seconds by stage since the last call."""
-        now = dict(self.totals)
+        now = self.totals
         grown = {stage: seconds - self._window.get(stage, 0.0) for stage, seconds in now.items()}
         self._window = now
         return {stage: seconds for stage, seconds in grown.items() if seconds > 0}
 
 
+class StepTimes:
+    """How long each step took on the host's clock, without what happens between steps. A short last batch is left out."""
+
+    def __init__(self) -> None:
+        self.ms: list[float] = []
+        self._since = time.perf_counter()
+        self._told = 0
+
+    def begin(self) -> None:
+        """Start the next step here."""
+        self._since = time.perf_counter()
+
+    def end(self, full: bool) -> None:
+        """End the step. full: its batch had the full size."""
+        if full:
+            self.ms.append(1e3 * (time.perf_counter() - self._since))
+
+    def window(self) -> Mapping[str, float]:
+        """Return p50 and p95 (ms) of the steps since the last call, or nothing."""
+        fresh, self._told = self.ms[self._told :], len(self.ms)
+        return {"p50": percentile(fresh, 0.5), "p95": percentile(fresh, 0.95)} if fresh else {}
+
+    def summary(self) -> dict[str, float]:
+        """Return p50, p95, mean (ms) and count of all steps after the warm-up, and the warm-up's mean. Empty without steps."""
+        warm, steady = self.ms[:WARM_UP_STEPS], self.ms[WARM_UP_STEPS:]
+        if not steady:  # too short a run to tell them apart
+            warm, steady = [], self.ms
+        if not steady:
+            return {}
+        figures = {"p50": percentile(steady, 0.5), "p95": percentile(steady, 0.95), "mean": statistics.fmean(steady)}
+        return figures | ({"warm_up": statistics.fmean(warm)} if warm else {}) | {"steps": float(len(steady))}
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return the smallest value that at least `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1)]
+
+
 @contextmanager
 def timed_parts(clock: StageClock, model: nn.Module) -> Iterator[None]:
-    """While the block runs, count table lookups of `model` as stage `lookup` and its data-parallel blocks as `region`.
+    """While the block runs, count table lookups of `model` as stage `lookup`, and the work of its data-parallel blocks as
+    `scatter`, `replicate`, `forward` and `gather`.
 
     Only in training mode: an evaluation is one stage.
     """
-    parts: list[tuple[nn.Module, str]] = [(table, "lookup") for table in find_tables(model).values()]
-    parts += [(block, "region") for block in find_data_parallel(model).values()]
     handles: list[Any] = []
-    for module, stage in parts:
+    for table in find_tables(model).values():
+        handles.append(table.register_forward_pre_hook(lambda module, _: clock.enter("lookup") if module.training else None))
         handles.append(
-            module.register_forward_pre_hook(lambda module, _, stage=stage: clock.enter(stage) if module.training else None)
+            table.register_forward_hook(lambda module, *_: clock.leave() if module.training else None, always_call=True)
         )
+    blocks = list(find_data_parallel(model).values())
+    for block in blocks:
+        handles.append(block.register_forward_pre_hook(lambda module, _: clock.enter("forward") if module.training else None))
         handles.append(
-            module.register_forward_hook(lambda module, *_: clock.leave() if module.training else None, always_call=True)
+            block.register_forward_hook(lambda module, *_: clock.leave() if module.training else None, always_call=True)
         )
+        block.stage = clock.stage
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for block in blocks:
+            block.stage = None

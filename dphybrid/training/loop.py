@@ -1,7 +1,6 @@
 """The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over held-out rows."""
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +15,22 @@ from dphybrid.embedding import RowPipeline, clip_grad_norm_, find_tables
 from dphybrid.errors import UserError
 from dphybrid.models import DeclaresIds
 from dphybrid.tracking import Tracker
-from dphybrid.training.checkpoint import Trained, prune_checkpoints, save_checkpoint
-from dphybrid.training.clock import StageClock, timed_parts
+from dphybrid.training.checkpoint import Trained, save_checkpoint
+from dphybrid.training.clock import NOT_A_STEP, StageClock, StepTimes, timed_parts
 from dphybrid.training.display import Display
 from dphybrid.training.metrics import Task
+from dphybrid.training.profiling import profiled_steps
+from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.split_log import SplitLog
 from dphybrid.training.stop import Interrupted, StopRequest
-
-NOT_A_STEP = ("evaluate", "checkpoint", "log")
-"""Stages that happen between steps and do not count as their time."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """Everything one training run works with. facts: what else goes into each checkpoint's page."""
+    """Everything one training run works with.
+
+    facts: what else goes into each checkpoint's page. dataset: name and digest of the data. profile_steps: steps to record in detail.
+    """
 
     config: ExperimentConfig
     trained: Trained
@@ -42,26 +43,42 @@ class Session:
     stop: StopRequest
     checkpoints: Path
     facts: Mapping[str, Any]
+    dataset: tuple[str, str]
+    profile_steps: range = range(0)
 
 
-def train(session: Session, display: Display) -> "Meter":
-    """Train from where `session.trained.progress` stands to the last epoch, or until no epoch gets better; return the speeds seen.
+def train(session: Session, display: Display, meter: "Meter") -> None:
+    """Train from where `session.trained.progress` stands to the last epoch, or until no epoch gets better.
+
+    meter: gets the speeds and sums, also of a training that is interrupted.
 
     Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.
     """
     config, progress, clock = session.config.train, session.trained.progress, session.clock
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
-    meter = Meter(session)
     model, tables = session.trained.model, find_tables(session.trained.model)
     ids_of = model.table_ids if isinstance(model, DeclaresIds) else None
-    with timed_parts(clock, model), RowPipeline(tables, mode=config.pipeline) as pipeline, clock.stage("other"):
+    with (
+        timed_parts(clock, model),
+        profiled_steps(session.profile_steps, session.checkpoints.parent, session.tracker) as profiler,
+        RowPipeline(tables, mode=config.pipeline) as pipeline,
+        clock.stage("other"),
+    ):
         meter.rows = pipeline if tables else None
         while progress.epoch < config.epochs and not _stale(session):
             display.epoch(progress.epoch, config.epochs, steps_per_epoch, progress.batch)
+            meter.times.begin()
             for batch in _timed(clock, pipeline.prefetch(batches_of_epoch(session), ids_of)):
+                if session.profile_steps:
+                    with clock.stage("profile"):
+                        profiler.before(progress.step + 1)
                 _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
                 meter.add(*train_step(session, batch))
+                meter.times.end(full=_rows(batch) == config.batch_size)
                 progress.step += 1
+                if session.profile_steps:
+                    with clock.stage("profile"):
+                        profiler.after(progress.step)
                 progress.batch += 1
                 for line in session.splits.after_step(progress.step):
                     display.line(line)
@@ -79,11 +96,11 @@ def train(session: Session, display: Display) -> "Meter":
                         f"stopped by {session.stop.reason} after step {progress.step}; {path} goes on with --resume",
                         session.stop.signal_number,
                     )
+                meter.times.begin()
             display.line(end_of_epoch(session, meter))
             checkpoint(session)
     if _stale(session) and progress.epoch < config.epochs:
         display.line(f"stopped early: no better {session.task.metric} for {progress.stale_epochs} epochs")
-    return meter
 
 
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -157,7 +174,11 @@ def checkpoint(session: Session) -> Path:
     with session.clock.stage("checkpoint"):
         trained = session.trained
         path = save_checkpoint(session.checkpoints, trained, session.config.model_dump(mode="json"), session.facts)
-        prune_checkpoints(session.checkpoints, session.config.checkpoint.keep_last, trained.progress.best_step)
+        config, progress = session.config.checkpoint, trained.progress
+        kept = prune_checkpoints(session.checkpoints, config, best_steps(progress, session.task, config.keep_best))
+    with session.clock.stage("log"):
+        cards = checkpoint_cards(kept, session.config.recipe, progress.best_step)
+        session.tracker.log_checkpoints(cards, session.dataset)
     return path
 
 
@@ -170,7 +191,7 @@ class Meter:
         self._loss, self._weight = 0.0, 0.0
         self._steps = 0
         self.rows: RowPipeline | None = None
-        self.step_ms: list[float] = []
+        self.times = StepTimes()
         self.note = ""
 
     def add(self, loss: Tensor, weight: Tensor) -> None:
@@ -194,11 +215,6 @@ class Meter:
         progress.epoch_loss += loss
         progress.epoch_weight += weight
 
-    def median_step_ms(self) -> float | None:
-        """Return the median over the logged windows, the first one left out as warm-up where there are more."""
-        windows = self.step_ms[1:] or self.step_ms
-        return statistics.median(windows) if windows else None
-
     def log(self) -> str:
         """Log the metrics since the last call and return them as a line."""
         self.settle()
@@ -206,7 +222,6 @@ class Meter:
         with session.clock.stage("log"):
             window = session.clock.window()
             seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
-            self.step_ms.append(1e3 * seconds)
             loss = self._loss / max(self._weight, 1e-12)
             metrics = {
                 "train/loss": loss,
@@ -214,6 +229,7 @@ class Meter:
                 "perf/step_ms": 1e3 * seconds,
                 "perf/samples_per_s": session.config.train.batch_size / seconds,
             }
+            metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
             if self.rows is not None:
                 counters = self.rows.counters()
@@ -267,6 +283,10 @@ def _set_learning_rates(session: Session, done: float) -> None:
             group["lr"] = session.config.train.lr * factor
     if session.trained.rows is not None:
         session.trained.rows.lr = session.config.table.lr * factor
+
+
+def _rows(batch: Mapping[str, Tensor]) -> int:
+    return len(next(iter(batch.values())))
 
 
 def _stale(session: Session) -> bool:

@@ -1,0 +1,169 @@
+"""Checkpoints of a run as LoggedModels: what the run keeps is there, marked best or latest; what it removed is removed there, too."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from mlflow.entities import LoggedModelOutput, Metric
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.tracking import MlflowClient
+
+from dphybrid.tracking.journal import Record
+
+CHECKPOINT_TYPE = "dphybrid-checkpoint"
+UID_TAG, ROLE_TAG, STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
+LEFT_OUT = "left_out.json"
+"""Page in a model's folder that names the files that were too large to upload: path, bytes, sha256."""
+
+
+class CheckpointModels:
+    """The LoggedModels of one run. upload_limit: bytes above which a file is logged by path and digest alone."""
+
+    def __init__(self, client: MlflowClient, tracking_uri: str, run_id: str, upload_limit: int) -> None:
+        self._client, self._uri, self._run_id, self._limit = client, tracking_uri, run_id, upload_limit
+
+    def reconcile(self, record: Record) -> None:
+        """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never removed.
+
+        kept: {uid, name, step, folder, role, metrics, params} each. A folder that is gone by now is left out.
+        """
+        there = self._logged()
+        wanted = {card["uid"]: card for card in record["kept"]}
+        for uid, card in wanted.items():
+            model = there.get(uid)
+            if model is None and (Path(card["folder"]) / "state.json").is_file():
+                self._create(card, record["dataset"])
+            elif model is not None and model.tags.get(ROLE_TAG) != card["role"]:
+                self._client.set_logged_model_tags(model.model_id, {ROLE_TAG: card["role"]})
+        for uid, model in there.items():
+            if uid not in wanted and not self._is_registered(model):
+                self._remove(model)
+
+    def register(self, record: Record) -> None:
+        """Make the checkpoint `uid` a new version of the registered model `name`; `alias` points to it from now on."""
+        model = self._logged()[record["uid"]]
+        name = record["name"]
+        with contextlib.suppress(MlflowException):  # it exists
+            self._client.create_registered_model(name, tags={"dphybrid.recipe": record.get("recipe", "")})
+        versions = self._client.search_model_versions(f"name = '{name}'")
+        version = next((v for v in versions if v.source == model.artifact_location), None)
+        if version is None:
+            version = self._client.create_model_version(
+                name, model.artifact_location, run_id=self._run_id, model_id=model.model_id, await_creation_for=0
+            )
+            self._client.set_logged_model_tags(model.model_id, {"dphybrid.registered": f"{name}/{version.version}"})
+        aliases = [record["alias"]]
+        if not versions:
+            aliases.append("champion")  # the first of its name has nobody to be compared with
+        for alias in filter(None, aliases):
+            self._client.set_registered_model_alias(name, alias, version.version)
+
+    def _logged(self) -> dict[str, Any]:
+        """Return the run's finished models by uid; what a crash left half-made is removed."""
+        run = self._client.get_run(self._run_id)
+        found: dict[str, Any] = {}
+        for model in self._search(run.info.experiment_id):
+            if str(model.status).endswith("READY"):
+                found[model.tags[UID_TAG]] = model
+            else:
+                self._remove(model)
+        return found
+
+    def _search(self, experiment_id: str) -> list[Any]:
+        models: list[Any] = []
+        token = None
+        while True:
+            page = self._client.search_logged_models(
+                [experiment_id], filter_string=f"source_run_id = '{self._run_id}'", page_token=token
+            )
+            models += [model for model in page if model.model_type == CHECKPOINT_TYPE and UID_TAG in model.tags]
+            token = page.token
+            if not token:
+                return models
+
+    def _create(self, card: Record, dataset: list[str] | None) -> None:
+        run = self._client.get_run(self._run_id)
+        model = self._client.create_logged_model(
+            run.info.experiment_id,
+            name=card["name"],
+            source_run_id=self._run_id,
+            params={key: str(value) for key, value in card["params"].items()},
+            tags={UID_TAG: card["uid"], ROLE_TAG: card["role"], STEP_TAG: str(card["step"])},
+            model_type=CHECKPOINT_TYPE,
+        )
+        try:
+            self._put_files(model, Path(card["folder"]))
+        except FileNotFoundError:  # removed by the run's own retention while it was being copied
+            self._remove(model)
+            return
+        self._client.log_outputs(self._run_id, [LoggedModelOutput(model.model_id, step=card["step"])])
+        named = {"dataset_name": dataset[0], "dataset_digest": dataset[1][:36]} if dataset else {}
+        points = [
+            Metric(key, value, card["t"], card["step"], model_id=model.model_id, run_id=self._run_id, **named)
+            for key, value in card["metrics"].items()
+        ]
+        if points:
+            self._client.log_batch(self._run_id, metrics=points)
+        self._client.finalize_logged_model(model.model_id, "READY")  # last: what is not READY is made again after a crash
+
+    def _put_files(self, model: Any, folder: Path) -> None:
+        page = Model(model_id=model.model_id)
+        page.add_flavor("python_function", loader_module="dphybrid.tracking.loader", data="checkpoint")
+        page.add_flavor("dphybrid", data="checkpoint")
+        location = urlparse(model.artifact_location)
+        if location.scheme in ("", "file"):
+            target = Path(unquote(location.path))
+            target.mkdir(parents=True, exist_ok=True)
+            page.save(str(target / "MLmodel"))
+            self._copy(folder, target, uploads=False)
+            return
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as scratch:  # on the same disk: links, no copies
+            page.save(str(Path(scratch) / "MLmodel"))
+            self._copy(folder, Path(scratch), uploads=True)
+            self._client.log_model_artifacts(model.model_id, scratch)
+
+    def _copy(self, folder: Path, target: Path, uploads: bool) -> None:
+        """Link the checkpoint's files into `target`; a large one that would have to be copied or uploaded is named in a page instead."""
+        digests = json.loads((folder / "state.json").read_text(encoding="utf-8"))["sha256"]
+        left_out: list[dict[str, Any]] = []
+
+        def put(source: str, wanted: str) -> str:
+            size = os.path.getsize(source)
+            if (size <= self._limit or not uploads) and _linked(source, wanted):
+                return wanted
+            if size <= self._limit:
+                shutil.copy2(source, wanted)
+            else:
+                name = str(Path(source).relative_to(folder))
+                left_out.append({"name": name, "path": source, "bytes": size, "sha256": digests.get(name, "")})
+            return wanted
+
+        try:
+            shutil.copytree(folder, target / "checkpoint", copy_function=put)
+        except shutil.Error as error:
+            raise FileNotFoundError(str(error)) from error
+        if left_out:
+            (target / LEFT_OUT).write_text(json.dumps(left_out, indent=1), encoding="utf-8")
+
+    def _is_registered(self, model: Any) -> bool:
+        return "dphybrid.registered" in model.tags or "mlflow.modelVersions" in model.tags
+
+    def _remove(self, model: Any) -> None:
+        with contextlib.suppress(OSError):  # the folder may never have been made
+            get_artifact_repository(model.artifact_location, tracking_uri=self._uri).delete_artifacts()
+        self._client.delete_logged_model(model.model_id)
+
+
+def _linked(source: str, target: str) -> bool:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or a file system without links
+        return False
+    return True

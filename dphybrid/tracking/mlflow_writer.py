@@ -1,0 +1,110 @@
+"""Writes the records of a journal into MLflow. Each of them may come twice, after a crash or an outage, and counts once."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from dphybrid.tracking.checkpoint_models import CheckpointModels
+from dphybrid.tracking.journal import Record
+from dphybrid.tracking.names import safe_name
+from dphybrid.tracking.sender import Refused
+
+_MAX_METRICS, _MAX_PAIRS, _MAX_PARAM, _MAX_TAG = 1000, 100, 6000, 8000
+_FOR_GOOD = {
+    "BAD_REQUEST",
+    "INVALID_PARAMETER_VALUE",
+    "INVALID_STATE",
+    "NOT_FOUND",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
+}
+
+
+class MlflowWriter:
+    """Writes records of one run. upload_limit: bytes above which a file of a checkpoint stays where it is and is logged by path."""
+
+    def __init__(self, tracking_uri: str, run_id: str, contents: Path, upload_limit: int) -> None:
+        self._client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        self._run_id = run_id
+        self._contents = contents
+        self._models = CheckpointModels(self._client, tracking_uri, run_id, upload_limit)
+        self._verbs: dict[str, Callable[[Record], None]] = {
+            "params": self._params,
+            "tags": self._tags,
+            "file": self._file,
+            "table": self._table,
+            "dataset": self._dataset,
+            "checkpoints": self._models.reconcile,
+            "register": self._models.register,
+            "status": self._status,
+        }
+
+    def write(self, records: list[Record]) -> None:
+        """Write records of one kind. Raises Refused when the server will never take them, another error when it may later."""
+        try:
+            if records[0]["op"] == "metrics":
+                self._metrics(records)
+                return
+            for record in records:
+                self._verbs[record["op"]](record)
+        except MlflowException as error:
+            if error.error_code in _FOR_GOOD:
+                raise Refused(str(error)) from error
+            raise
+
+    def _metrics(self, records: list[Record]) -> None:
+        points = [
+            Metric(safe_name(name), float(value), record["t"], record["step"])
+            for record in records
+            for name, value in record["values"].items()
+        ]
+        for start in range(0, len(points), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=points[start : start + _MAX_METRICS])
+
+    def _params(self, record: Record) -> None:
+        params = [Param(safe_name(name), str(value)[:_MAX_PARAM]) for name, value in record["values"].items()]
+        for start in range(0, len(params), _MAX_PAIRS):
+            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PAIRS])
+
+    def _tags(self, record: Record) -> None:
+        tags = [RunTag(safe_name(name), str(value)[:_MAX_TAG]) for name, value in record["values"].items()]
+        for start in range(0, len(tags), _MAX_PAIRS):
+            self._client.log_batch(self._run_id, tags=tags[start : start + _MAX_PAIRS])
+
+    def _file(self, record: Record) -> None:
+        path = Path(record["path"])
+        if path.exists():  # it is gone when this record was written once before
+            self._client.log_artifact(self._run_id, str(path), record["folder"] or None)
+        if self._contents in path.parents:
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+    def _table(self, record: Record) -> None:
+        self._file(record)
+        # This tag is what makes the UI offer the file as a table that can be compared between runs.
+        entry = {"path": "/".join(filter(None, (record["folder"], Path(record["path"]).name))), "type": "table"}
+        entries = json.loads(self._client.get_run(self._run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
+        if entry not in entries:
+            self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps([*entries, entry]))
+
+    def _dataset(self, record: Record) -> None:
+        columns = [{"name": str(key), "type": "string"} for key in record["columns"]]
+        dataset = Dataset(
+            name=record["name"],
+            digest=record["digest"][:36],
+            source_type="local",
+            source=json.dumps({"uri": record["source"]}),
+            schema=json.dumps({"mlflow_colspec": columns}),
+            profile=json.dumps({"num_rows": record["num_rows"], "digest": record["digest"]}),
+        )
+        self._client.log_inputs(self._run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", str(record["context"]))])])
+
+    def _status(self, record: Record) -> None:
+        if record["status"] == "RUNNING":
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            self._client.set_terminated(self._run_id, record["status"], end_time=record["t"])

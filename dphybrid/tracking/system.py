@@ -1,0 +1,89 @@
+"""What the machine did meanwhile: processor, memory and each used GPU, every few seconds, beside the training's own figures."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+
+from dphybrid.tracking.base import Tracker
+
+SAMPLE_EVERY_S = 10.0
+MIB = 2**20
+
+GpuReading = dict[str, float]
+"""utilization_pct, memory_mb, memory_pct, power_w, temperature_c: those the device tells."""
+
+
+@contextmanager
+def system_metrics(tracker: Tracker, since: float, gpus: Sequence[str] = (), every_s: float = SAMPLE_EVERY_S) -> Iterator[None]:
+    """While the block runs, record `system/...` metrics; their step counts seconds from `since` (time.time()), the run's start.
+
+    gpus: UUIDs of the GPUs this run uses; others of the machine are not recorded.
+    """
+    done = threading.Event()
+    read = nvml_reader(gpus)
+    own = psutil.Process()
+    psutil.cpu_percent()
+    own.cpu_percent()
+
+    def sample() -> None:
+        memory = psutil.virtual_memory()
+        values = {
+            "system/cpu_pct": psutil.cpu_percent(),
+            "system/process_cpu_pct": own.cpu_percent(),
+            "system/memory_pct": memory.percent,
+            "system/process_rss_mb": own.memory_info().rss / MIB,
+        }
+        for index, reading in enumerate(read()):
+            values |= {f"system/gpu{index}_{name}": value for name, value in reading.items()}
+        tracker.log_metrics(values, int(time.time() - since))
+
+    def work() -> None:
+        while not done.wait(every_s):
+            sample()
+
+    thread = threading.Thread(target=work, name="dphybrid-system", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        sample()
+
+
+def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[GpuReading]]:
+    """Return a function that reads the GPUs with these UUIDs through NVML. A value that a device does not tell is left out."""
+    if not gpus:
+        return list
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver here
+        return list
+
+    def read_one(uuid: str) -> GpuReading:
+        reading: GpuReading = {}
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        except pynvml.NVMLError:
+            return reading
+        reading["memory_mb"] = memory.used / MIB
+        reading["memory_pct"] = 100 * memory.used / memory.total
+        ask: dict[str, Callable[[], float]] = {
+            "utilization_pct": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "temperature_c": lambda: float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+        }
+        for name, question in ask.items():
+            try:
+                reading[name] = question()
+            except pynvml.NVMLError:
+                continue
+        return reading
+
+    return lambda: [read_one(uuid) for uuid in gpus]

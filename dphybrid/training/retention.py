@@ -1,0 +1,63 @@
+"""Which checkpoints a run keeps: the newest, the best, and each n-th step; on disk and in its record alike."""
+
+import hashlib
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from dphybrid.config import CheckpointConfig
+from dphybrid.tracking import CheckpointCard
+from dphybrid.training.checkpoint import Progress, complete_checkpoints, read_state
+from dphybrid.training.metrics import Task
+
+
+def best_steps(progress: Progress, task: Task, count: int) -> list[int]:
+    """Return the steps of the `count` best evaluations, best first."""
+    metric = f"held-out {task.metric}"
+    rows = [row for row in progress.history if not math.isnan(row[metric])]
+    rows.sort(key=lambda row: row[metric], reverse=task.higher_is_better)
+    return [int(row["step"]) for row in rows[:count]]
+
+
+def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int]) -> list[Path]:
+    """Remove the checkpoints that are neither new, nor of the steps `best`, nor of each n-th step; return what is left, oldest first."""
+    there = complete_checkpoints(folder)
+    kept = []
+    for place, path in enumerate(there):
+        step = step_of(path)
+        nth = config.keep_every > 0 and step % config.keep_every == 0
+        if place >= len(there) - config.keep_last or step in best or nth:
+            kept.append(path)
+        else:
+            shutil.rmtree(path)
+    return kept
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -> list[CheckpointCard]:
+    """Return what the record should say of the kept checkpoints (oldest first)."""
+    cards = []
+    for path in kept:
+        progress = read_state(path)["progress"]
+        roles = [role for role, match in (("best", step_of(path) == best_step), ("latest", path == kept[-1])) if match]
+        cards.append(
+            CheckpointCard(
+                uid=checkpoint_uid(path),
+                name=f"{recipe}-{path.name}",
+                step=progress["step"],
+                folder=path,
+                role="+".join(roles) or "kept",
+                metrics={f"checkpoint/{name}": value for name, value in progress["metrics"].items()},
+            )
+        )
+    return cards
+
+
+def checkpoint_uid(path: Path) -> str:
+    """Return a name that differs when the checkpoint's content does."""
+    return f"{path.name}-{hashlib.sha256((path / 'state.json').read_bytes()).hexdigest()[:12]}"

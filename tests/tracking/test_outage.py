@@ -1,0 +1,181 @@
+"""A tracking server that goes away, with real servers: training goes on, and the record is whole afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from dphybrid.config_sources import load_config
+from dphybrid.job import run_job
+from dphybrid.settings import load_settings
+from dphybrid.tracking import open_tracker
+from tests.tracking.conftest import MlflowServer
+
+pytestmark = pytest.mark.slow
+NewServer = Callable[[str], MlflowServer]
+SQLITE = "sqlite:///{folder}/mlflow.db"
+RUN = ["recipe=hybrid", "devices=cpu*2", "train.log_every=5", "train.patience=0"]
+
+
+def history(client: MlflowClient, run_id: str, key: str) -> list[int]:
+    return sorted(point.step for point in client.get_metric_history(run_id, key))
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_a_server_that_dies_in_mid_run_and_comes_back_has_every_point_once(
+    database: str, new_server: NewServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    server = new_server(SQLITE if database == "sqlite" else request.getfixturevalue("postgres_uri"))
+    tracker = open_tracker(server.uri, "outage", tmp_path / "store")
+    run_id = tracker.start("run", {f"section.param_{i}": str(i) for i in range(1000)}, {"odd (tag)": "x"}, "note")
+    assert tracker.flush(60)
+    slowest = 0.0
+    for step in range(300):
+        if step == 100:
+            server.kill()
+        if step == 200:
+            time.sleep(60 if database == "sqlite" else 20)  # without a server
+            threading.Thread(target=server.start).start()
+        begin = time.perf_counter()
+        tracker.log_metrics({"train/loss": 1 / (step + 1), "odd (name)": float(step), "train/nan": float("nan")}, step)
+        slowest = max(slowest, time.perf_counter() - begin)
+        if step % 50 == 0:
+            tracker.log_text(f"note-{step}.txt", "text")
+        time.sleep(0.01)
+    assert slowest < 5  # a call to a dead server takes minutes by default
+    assert tracker.flush(120)
+    tracker.finish("FINISHED")
+    client = MlflowClient(server.uri)
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert len(run.data.params) == 1000
+    names = [name for name in run.data.metrics if name.startswith("odd")]
+    for key in ("train/loss", "train/nan", *names):
+        assert history(client, run_id, key) == list(range(300))
+    assert len(names) == 1
+    assert {item.path for item in client.list_artifacts(run_id)} == {f"note-{step}.txt" for step in range(0, 300, 50)}
+    assert list((tmp_path / "store" / "spool").glob("*.jsonl")) == []
+
+
+def test_training_ends_without_its_server_and_sync_completes_the_run(
+    new_server: NewServer, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = new_server(SQLITE)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    for name in ("FINISH_WAIT_S", "CLOSE_WAIT_S"):
+        monkeypatch.setattr(f"dphybrid.tracking.mlflow_tracker.{name}", 0.5)
+    from dphybrid.training import loop
+
+    evaluated = loop.end_of_epoch
+
+    def with_a_death(session: Any, meter: Any) -> str:
+        if session.trained.progress.epoch == 1:
+            server.kill()
+        return evaluated(session, meter)
+
+    monkeypatch.setattr(loop, "end_of_epoch", with_a_death)
+    report = run_job(load_config(None, [*RUN, "train.epochs=3", "checkpoint.register_as=hybrid"]), load_settings())
+    assert report.metrics["mse"] < 1
+    assert "`dphybrid sync` sends them" in capsys.readouterr().out
+    sync = [sys.executable, "-m", "dphybrid", "sync", "--wait"]
+    away = subprocess.run([*sync, "3"], capture_output=True, text=True, timeout=120)
+    assert away.returncode == 1
+    assert f"{report.run_id}: kept" in away.stdout
+    server.start()
+    there = subprocess.run([*sync, "120"], capture_output=True, text=True, timeout=180)
+    assert there.returncode == 0, there.stdout + there.stderr
+    assert f"{report.run_id}: everything sent" in there.stdout
+    again = subprocess.run([*sync, "120"], capture_output=True, text=True, timeout=180)
+    assert "Nothing to do" in again.stdout
+    client = MlflowClient(server.uri)
+    run = client.get_run(report.run_id)
+    assert run.info.status == "FINISHED"
+    assert history(client, report.run_id, "train/loss") == list(range(5, 475, 5))
+    assert history(client, report.run_id, "valid/mse") == [157, 314, 471]
+    assert "How batches were split" in run.data.tags["mlflow.note.content"]
+    assert {"split_shapes.json", "report.json"} <= {item.path for item in client.list_artifacts(report.run_id)}
+    models = client.search_logged_models([run.info.experiment_id])
+    assert sorted(model.tags["dphybrid.step"] for model in models) == ["314", "471"]
+    assert client.get_model_version_by_alias("hybrid", "champion").version == "1"
+
+
+def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(new_server: NewServer, data_dir: Path) -> None:
+    server = new_server(SQLITE)
+    command = [sys.executable, "-m", "dphybrid", "train", "--tracking", server.uri, "--recipe", "hybrid", "--train.epochs", "40"]
+    command += ["--train.log-every", "10", "--checkpoint.every-steps", "50", "--train.patience", "0"]
+    client = MlflowClient(server.uri)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if "step 230:" in line:
+            child.send_signal(signal.SIGKILL)
+            break
+    child.wait()
+    experiment = client.get_experiment_by_name("dphybrid")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "RUNNING"  # an orphan
+    sync = subprocess.run(
+        [sys.executable, "-m", "dphybrid", "sync"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MLFLOW_TRACKING_URI": server.uri},
+    )
+    assert f"{run.info.run_id}: its process is gone; ended as KILLED" in sync.stdout, sync.stdout + sync.stderr
+    assert client.get_run(run.info.run_id).info.status == "KILLED"
+    command[command.index("--train.epochs") + 1] = "3"
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["dphybrid.attempt"] == "2"
+    assert history(client, run.info.run_id, "train/loss") == list(range(10, 480, 10))
+
+
+def test_a_long_history_and_many_names_arrive(tmp_path: Path) -> None:
+    tracker = open_tracker(None, "long", tmp_path)
+    run_id = tracker.start("run", {}, {}, "")
+    for step in range(4000):
+        tracker.log_metrics({f"group{i % 5}/name {i}": float(step) for i in range(50)}, step)
+    assert tracker.flush(300)
+    tracker.finish("FINISHED")
+    client = MlflowClient(tracker.tracking_uri)
+    assert len(client.get_run(run_id).data.metrics) == 50
+    assert history(client, run_id, "group0/name 0") == list(range(4000))
+
+
+def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
+    new_server: NewServer, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dphybrid.errors import UserError
+    from dphybrid.loading import model_from_checkpoint
+    from dphybrid.tracking.loader import checkpoint_folder
+
+    server = new_server(SQLITE)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    monkeypatch.setenv("DPHYBRID_UPLOAD_LIMIT_MB", "1")
+    config = load_config(None, ["recipe=hybrid", "model.dim=400", "train.epochs=1", "checkpoint.register_as=wide"])
+    report = run_job(config, load_settings())
+    client = MlflowClient(server.uri)
+    version = client.get_model_version_by_alias("wide", "challenger")
+    table = next((Path(report.best_checkpoint) / "tables").glob("*.safetensors"))
+    assert table.stat().st_size > 2**20
+    uploaded = [p for p in (server.folder / "artifacts").rglob("*.safetensors") if p.name == table.name]
+    assert uploaded == []
+    folder = checkpoint_folder(f"models:/wide/{version.version}", server.uri)
+    (entry,) = json.loads((folder.parent / "left_out.json").read_text())
+    assert entry["sha256"] == report.digests[f"tables/{table.name}"]
+    one, two = model_from_checkpoint(folder), model_from_checkpoint(report.best_checkpoint)
+    assert all(value.equal(two.state_dict()[key]) for key, value in one.state_dict().items())
+    table.write_bytes(b"other")
+    with pytest.raises(UserError, match=r"sha256 differs"):
+        checkpoint_folder(f"models:/wide/{version.version}", server.uri)
