@@ -45,6 +45,13 @@ device), where, and the remedy. The exit code is 1 when something breaks.
 """
 
 
+COMPARE_HELP = """\
+examples:
+  %(prog)s text-cpu-1121-044553 text-cpux2-1121-045901
+  %(prog)s --experiment dphybrid --group-by devices
+  %(prog)s --sweep nightly --group-by table.optimizer --log
+"""
+
 SYNC_HELP = """\
 Training never waits for MLflow: what could not be sent stays in DPHYBRID_DATA_DIR/mlflow/spool. Run this when the server is back; it may
 run any number of times, and beside running trainings. The exit code is 1 when something still waits.
@@ -151,6 +158,11 @@ def _bench(args: argparse.Namespace) -> int:
 
         result = bench.run(args.repeats or 200)
         print(bench.text(result))
+    elif args.what == "tracking":
+        from dphybrid.tracking import bench as tracking_bench
+
+        result = tracking_bench.run(args.repeats or 15)
+        print(tracking_bench.text(result))
     else:
         from dphybrid.embedding import bench as rows_bench
 
@@ -196,6 +208,24 @@ def _sync(args: argparse.Namespace) -> int:
     return 1 if done.waiting else 0
 
 
+def _compare(args: argparse.Namespace) -> int:
+    from dphybrid.tracking import compare
+    from dphybrid.tracking.opening import embedded_uri
+
+    settings = load_settings()
+    uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
+    experiment = args.experiment or settings.experiment
+    if not args.runs and args.sweep is None and args.experiment is None:
+        raise UserError("name runs to compare, or --experiment NAME, or --sweep ID; see `dphybrid compare --help`")
+    run_ids = compare.find_runs(uri, experiment, args.runs, args.sweep)
+    page = compare.compare_runs(uri, run_ids, args.out, args.group_by)
+    print(f"{len(run_ids)} runs: {compare.page_link(page)}")
+    if args.log:
+        run_id = compare.log_comparison(uri, experiment, settings.mlflow_dir, page, run_ids, args.sweep)
+        print(f"Recorded as run {run_id}")
+    return 0
+
+
 def make_parser() -> Parser:
     """Return the parser of the whole command."""
     parser = Parser(
@@ -235,11 +265,29 @@ def make_parser() -> Parser:
     add_config_flags(check)
     check.set_defaults(function=_check)
 
-    bench = commands.add_parser("bench", help="measure splitting, or row updates, beside torch's own")
-    bench.add_argument("what", choices=["parallel", "embedding"], help="what to measure")
-    bench.add_argument("--repeats", type=int, metavar="N", help="calls a figure is the median of (200; embedding: 15)")
+    bench = commands.add_parser("bench", help="measure splitting and row updates beside torch's own, and what recording costs")
+    bench.add_argument("what", choices=["parallel", "embedding", "tracking"], help="what to measure")
+    bench.add_argument("--repeats", type=int, metavar="N", help="calls a figure is the median of (200; embedding, tracking: 15)")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     bench.set_defaults(function=_bench)
+
+    compare = commands.add_parser(
+        "compare",
+        help="put runs side by side on a page: speed, stages, curves, differences",
+        epilog=COMPARE_HELP,
+        formatter_class=raw,
+    )
+    compare.add_argument("runs", nargs="*", metavar="RUN", help="MLflow ids or names of runs")
+    compare.add_argument("--experiment", metavar="NAME", help="where the runs are; alone: all its finished runs (the newest 24)")
+    compare.add_argument("--sweep", metavar="ID", help="the runs of a sweep")
+    compare.add_argument(
+        "--group-by", default="devices", metavar="NAME", help="devices, or a param such as train.batch_size (devices)"
+    )
+    compare.add_argument(
+        "--out", type=Path, default=Path("comparison"), metavar="FOLDER", help="where the page goes (comparison)"
+    )
+    compare.add_argument("--log", action="store_true", help="also put the page into MLflow, as a run of its own")
+    compare.set_defaults(function=_compare)
 
     sync = commands.add_parser(
         "sync",

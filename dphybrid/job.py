@@ -23,7 +23,7 @@ from dphybrid.settings import Settings
 from dphybrid.tracking import Status, Tracker, open_tracker, waiting
 from dphybrid.tracking.system import system_metrics
 from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, load_checkpoint, load_weights, read_state
-from dphybrid.training.clock import StageClock
+from dphybrid.training.clock import NOT_A_STEP, StageClock
 from dphybrid.training.display import Display, preparation_progress
 from dphybrid.training.loop import Meter, Session, evaluate, make_dense_optimizer, train
 from dphybrid.training.metrics import TASKS
@@ -251,6 +251,7 @@ def _write_result(run: Run, session: Session, meter: Meter) -> dict[str, Any]:
         "history": progress.history,
         "best_value": progress.best_value,
         "step_ms": meter.times.summary(),
+        "steps_timed": meter.times.count,
         "stages": {name: round(seconds, 6) for name, seconds in sorted(session.clock.totals.items(), key=lambda item: -item[1])},
         "steps_per_epoch": num_batches(session.train_data, session.config.train.batch_size),
     }
@@ -318,6 +319,9 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     step_ms = result["step_ms"]
     total = sum(result["stages"].values())
     summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result["stages"].items()}
+    if count := result["steps_timed"]:
+        in_step = {stage: seconds for stage, seconds in result["stages"].items() if stage not in NOT_A_STEP}
+        summary |= {f"timing_mean/{stage}_ms": 1e3 * seconds / count for stage, seconds in in_step.items()}
     if splits:
         rows = [row["rows"] for row in splits if row["where"].startswith("split 1 /")]
         summary |= {"split/replicas_used": len(rows), "split/rows_max": max(rows), "split/rows_min": min(rows)}

@@ -89,3 +89,105 @@ def curves_figure(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: s
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     return _png(figure)
+
+
+def scaling_figure(speeds: Mapping[str, float], devices: Sequence[float] | None, name: str) -> bytes:
+    """Draw speed-up and efficiency against devices with the ideal lines, or, where the groups are no numbers of devices, bars of speed.
+
+    speeds: group -> samples a second, the first one being what others are measured against. devices: how many each group has.
+    """
+    labels, values = list(speeds), list(speeds.values())
+    if devices is None or len(set(devices)) < 2:
+        figure = _figure(8, 1.2 + 0.4 * len(labels))
+        axes = figure.subplots()
+        axes.barh(range(len(labels)), values, color=_COLOURS[0])
+        for place, value in enumerate(values):
+            axes.text(value, place, f" {value:,.0f}", va="center", fontsize=8)
+        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel("samples a second")
+        axes.set_title(f"Speed by {name}", loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        return _png(figure)
+    ratios = [value / values[0] for value in values]
+    ideal = [count / devices[0] for count in devices]
+    figure = _figure(10, 3.6)
+    left, right = figure.subplots(1, 2)
+    for axes, ours, best, title in (
+        (left, ratios, ideal, "speed-up"),
+        (right, [r / i for r, i in zip(ratios, ideal, strict=True)], [1.0] * len(ideal), "efficiency a device"),
+    ):
+        axes.plot(devices, best, linestyle="--", color="#999999", label="ideal")
+        axes.plot(devices, ours, marker="o", color=_COLOURS[0], label="measured")
+        for x, y, label in zip(devices, ours, labels, strict=True):
+            axes.annotate(f"{label}: {y:.2f}", (x, y), textcoords="offset points", xytext=(5, 6), fontsize=8)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("devices")
+        axes.set_xticks(sorted(set(devices)))
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0.12)
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    return _png(figure)
+
+
+def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
+    """Draw one stacked bar a run. runs: label -> stage -> milliseconds of a step; small stages are put together."""
+    totals: dict[str, float] = {}
+    for stages in runs.values():
+        for stage, value in stages.items():
+            totals[stage] = totals.get(stage, 0.0) + value
+    large = sorted(totals, key=lambda stage: -totals[stage])[: len(_COLOURS) - 1]
+    figure = _figure(10, 1.8 + 0.45 * len(runs))
+    axes = figure.subplots()
+    left = [0.0] * len(runs)
+    for number, stage in enumerate([*large, "rest"]):
+        if stage == "rest":
+            widths = [sum(value for name, value in stages.items() if name not in large) for stages in runs.values()]
+        else:
+            widths = [stages.get(stage, 0.0) for stages in runs.values()]
+        if any(widths):
+            axes.barh(range(len(runs)), widths, left=left, label=stage, color=_COLOURS[number])
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, total in enumerate(left):
+        axes.text(total, place, f" {total:.2f} ms", va="center", fontsize=8)
+    axes.set_yticks(range(len(runs)), list(runs), fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("milliseconds of a step")
+    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper left", bbox_to_anchor=(0, -0.25 - 0.35 / len(runs)))
+    axes.spines[["top", "right"]].set_visible(False)
+    return _png(figure)
+
+
+def overlay_figure(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], xlabel: str) -> bytes:
+    """Draw a panel a metric and in it a line a run. curves: metric -> run -> points (x, y)."""
+    columns = min(3, len(curves))
+    rows = -(-len(curves) // columns)
+    figure = _figure(max(6, 4.2 * columns), 3.2 * rows + 0.6)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
+    for axes, (name, lines) in zip(panels, curves.items(), strict=False):
+        for label, points in lines.items():
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                label=label,
+                color=_COLOURS[labels.index(label) % len(_COLOURS)],
+                marker="o" if len(points) < 12 else None,
+                markersize=4,
+                linewidth=1.4,
+                alpha=0.85,
+            )
+        axes.set_title(name, loc="left")
+        axes.set_xlabel(xlabel)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    for axes in panels[len(curves) :]:
+        axes.set_visible(False)
+    handles = [axes.get_legend_handles_labels() for axes in figure.axes]
+    shown = {label: handle for pair in handles for handle, label in zip(*pair, strict=True)}
+    figure.legend(shown.values(), shown.keys(), loc="outside lower left", frameon=False, fontsize=8, ncols=2)
+    return _png(figure)

@@ -110,6 +110,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.ms: list[float] = []
+        self.count = 0
         self._since = time.perf_counter()
         self._told = 0
 
@@ -119,6 +120,7 @@ class StepTimes:
 
     def end(self, full: bool) -> None:
         """End the step. full: its batch had the full size."""
+        self.count += 1
         if full:
             self.ms.append(1e3 * (time.perf_counter() - self._since))
 

@@ -1,0 +1,104 @@
+"""What recording costs: the same training steps with the record on and off, in one process, in turns."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dphybrid.tracking.base import Tracker
+from dphybrid.tracking.opening import open_tracker
+
+LOG_EVERY = (1, 20)
+METRICS = 25
+"""Numbers in one line of metrics, about what training records."""
+
+
+def run(rounds: int = 15, steps: int = 40, step_ms: float = 10.0) -> dict[str, Any]:
+    """Measure and return the figures.
+
+    rounds: blocks of `steps` steps, on and off in turns. step_ms: about how long a step of matrix products takes.
+    """
+    work = _work_of(step_ms)
+    result: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "metrics": METRICS, "cases": []}
+    with tempfile.TemporaryDirectory() as folder:
+        recording = open_tracker(None, "bench", Path(folder))
+        recording.start("bench", {}, {}, "")
+        for every in LOG_EVERY:
+            result["cases"].append(_case(work, recording, every, rounds, steps))
+        calls = _calls_us(recording)
+        recording.finish("FINISHED")
+    return result | {"call_us": calls}
+
+
+def _work_of(step_ms: float) -> Callable[[], None]:
+    matrix = torch.randn(256, 256)
+
+    def once(repeats: int) -> None:
+        for _ in range(repeats):
+            torch.mm(matrix, matrix)
+
+    once(20)
+    start = time.perf_counter()
+    once(100)
+    repeats = max(1, round(step_ms / ((time.perf_counter() - start) * 10)))
+    return lambda: once(repeats)
+
+
+def _block(work: Callable[[], None], tracker: Tracker, every: int, first: int, steps: int) -> list[float]:
+    times = []
+    for step in range(first, first + steps):
+        start = time.perf_counter()
+        work()
+        if step % every == 0:
+            tracker.log_metrics({f"bench/value_{i}": step + i / 10 for i in range(METRICS)}, step)
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def _case(work: Callable[[], None], recording: Tracker, every: int, rounds: int, steps: int) -> dict[str, Any]:
+    off = Tracker()
+    _block(work, recording, every, 0, steps)  # warm-up
+    pairs = []
+    for number in range(rounds):
+        order = (off, recording) if number % 2 else (recording, off)
+        means = {id(tracker): statistics.fmean(_block(work, tracker, every, (number + 1) * steps, steps)) for tracker in order}
+        pairs.append((means[id(off)], means[id(recording)]))
+    ratios = sorted(on / without for without, on in pairs)
+    return {
+        "log_every": every,
+        "step_ms_off": statistics.median(without for without, _ in pairs),
+        "step_ms_on": statistics.median(on for _, on in pairs),
+        "ratio_median": statistics.median(ratios),
+        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+    }
+
+
+def _calls_us(recording: Tracker) -> dict[str, float]:
+    times = []
+    for step in range(1000):
+        start = time.perf_counter()
+        recording.log_metrics({f"call/value_{i}": 0.5 for i in range(METRICS)}, step)
+        times.append(1e6 * (time.perf_counter() - start))
+    times.sort()
+    return {"p50": times[500], "p95": times[950], "max": times[-1]}
+
+
+def text(result: dict[str, Any]) -> str:
+    """Return the figures as a table for people."""
+    lines = [f"{'recorded':>16}  {'off, ms':>9}  {'on, ms':>9}  {'on / off':>9}  {'quartiles':>15}"]
+    for case in result["cases"]:
+        low, high = case["ratio_quartiles"]
+        lines.append(
+            f"{'every step' if case['log_every'] == 1 else 'every {} steps'.format(case['log_every']):>16}  {case['step_ms_off']:>9.2f}  "
+            f"{case['step_ms_on']:>9.2f}  {case['ratio_median']:>9.4f}  {low:>7.4f} {high:>7.4f}"
+        )
+    call = result["call_us"]
+    lines.append(
+        f"one call with {result['metrics']} numbers: p50 {call['p50']:.0f} us, p95 {call['p95']:.0f} us, max {call['max']:.0f} us; "
+        f"torch {result['torch']}, {result['threads']} threads"
+    )
+    return "\n".join(lines)
