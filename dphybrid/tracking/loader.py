@@ -61,14 +61,31 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
         if not (folder / "state.json").is_file():
             raise UserError(f"{uri}: is no checkpoint folder (it has no state.json)")
         return folder
-    import mlflow
+    from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException
 
     try:
-        root = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, tracking_uri=tracking_uri, registry_uri=tracking_uri))
+        root = Path(download_artifacts(artifact_uri=_location(uri, tracking_uri), tracking_uri=tracking_uri))
     except (MlflowException, OSError) as error:
         raise UserError(f"{uri}: cannot be fetched from MLflow: {error}") from error
     return _with_left_out(root) / "checkpoint"
+
+
+def _location(uri: str, tracking_uri: str | None) -> str:
+    """Return where the files of `models:/...` lie, asking `tracking_uri` alone: MLflow's own look-up asks the process-wide store."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri, registry_uri=tracking_uri)
+    match uri.removeprefix("models:/").replace("@", "/@").split("/"):
+        case [str(model_id)] if uri.startswith("models:/") and model_id.startswith("m-"):
+            location = client.get_logged_model(model_id).artifact_location
+        case [str(name), str(version)] if uri.startswith("models:/"):
+            alias = version.startswith("@")
+            found = client.get_model_version_by_alias(name, version[1:]) if alias else client.get_model_version(name, version)
+            location = client.get_logged_model(found.model_id).artifact_location if found.model_id else found.source
+        case _:
+            location = uri
+    return str(location)
 
 
 def _with_left_out(root: Path) -> Path:

@@ -108,7 +108,7 @@ def test_the_data_set_is_an_input_with_its_digest(finished: tuple[Report, Mlflow
     assert json.loads(given.dataset.profile)["num_rows"] == 10_000
 
 
-def test_checkpoints_are_models_that_load_back(finished: tuple[Report, MlflowClient]) -> None:
+def test_checkpoints_are_models_that_load_back(finished: tuple[Report, MlflowClient], monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
     report, client = finished
@@ -119,7 +119,7 @@ def test_checkpoints_are_models_that_load_back(finished: tuple[Report, MlflowCli
     best = next(model for model in models if "best" in model.tags["dphybrid.role"])
     assert str(best.status) == "READY"
     assert {metric.key for metric in best.metrics} == {"checkpoint/mse"}
-    mlflow.set_tracking_uri(report.tracking_uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", report.tracking_uri)
     loaded = mlflow.pyfunc.load_model(f"models:/{best.model_id}").unwrap_python_model
     assert loaded is not None
     folder = checkpoint_folder(f"models:/{best.model_id}", report.tracking_uri)

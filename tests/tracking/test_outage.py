@@ -171,7 +171,12 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     assert table.stat().st_size > 2**20
     uploaded = [p for p in (server.folder / "artifacts").rglob("*.safetensors") if p.name == table.name]
     assert uploaded == []
-    folder = checkpoint_folder(f"models:/wide/{version.version}", server.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{data_dir}/elsewhere.db")  # only the store asked for counts
+    folder = checkpoint_folder("models:/wide@challenger", server.uri)
+    with pytest.raises(UserError, match=r"models:/wide@nobody: cannot be fetched"):
+        checkpoint_folder("models:/wide@nobody", server.uri)
+    with pytest.raises(UserError, match=r"models:/narrow/1: cannot be fetched"):
+        checkpoint_folder("models:/narrow/1", server.uri)
     (entry,) = json.loads((folder.parent / "left_out.json").read_text())
     assert entry["sha256"] == report.digests[f"tables/{table.name}"]
     one, two = model_from_checkpoint(folder), model_from_checkpoint(report.best_checkpoint)
