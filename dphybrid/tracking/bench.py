@@ -48,15 +48,14 @@ def _work_of(step_ms: float) -> Callable[[], None]:
     return lambda: once(repeats)
 
 
-def _block(work: Callable[[], None], tracker: Tracker, every: int, first: int, steps: int) -> list[float]:
-    times = []
+def _block(work: Callable[[], None], tracker: Tracker, every: int, first: int, steps: int) -> tuple[float, float]:
+    """Return milliseconds a step takes: by the clock on the wall, and of processor time in the training thread."""
+    wall, processor = time.perf_counter(), time.thread_time()
     for step in range(first, first + steps):
-        start = time.perf_counter()
         work()
         if step % every == 0:
             tracker.log_metrics({f"bench/value_{i}": step + i / 10 for i in range(METRICS)}, step)
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
+    return 1e3 * (time.perf_counter() - wall) / steps, 1e3 * (time.thread_time() - processor) / steps
 
 
 def _case(work: Callable[[], None], recording: Tracker, every: int, rounds: int, steps: int) -> dict[str, Any]:
@@ -65,15 +64,16 @@ def _case(work: Callable[[], None], recording: Tracker, every: int, rounds: int,
     pairs = []
     for number in range(rounds):
         order = (off, recording) if number % 2 else (recording, off)
-        means = {id(tracker): statistics.fmean(_block(work, tracker, every, (number + 1) * steps, steps)) for tracker in order}
+        means = {id(tracker): _block(work, tracker, every, (number + 1) * steps, steps) for tracker in order}
         pairs.append((means[id(off)], means[id(recording)]))
-    ratios = sorted(on / without for without, on in pairs)
+    wall, processor = (sorted(on[clock] / without[clock] for without, on in pairs) for clock in (0, 1))
     return {
         "log_every": every,
-        "step_ms_off": statistics.median(without for without, _ in pairs),
-        "step_ms_on": statistics.median(on for _, on in pairs),
-        "ratio_median": statistics.median(ratios),
-        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        "step_ms_off": statistics.median(without[0] for without, _ in pairs),
+        "step_ms_on": statistics.median(on[0] for _, on in pairs),
+        "ratio_median": statistics.median(wall),
+        "ratio_quartiles": [wall[len(wall) // 4], wall[3 * len(wall) // 4]],
+        "thread_ratio_median": statistics.median(processor),
     }
 
 
@@ -89,14 +89,15 @@ def _calls_us(recording: Tracker) -> dict[str, float]:
 
 def text(result: dict[str, Any]) -> str:
     """Return the figures as a table for people."""
-    lines = [f"{'recorded':>16}  {'off, ms':>9}  {'on, ms':>9}  {'on / off':>9}  {'quartiles':>15}"]
+    lines = [f"{'recorded':>16}  {'off, ms':>9}  {'on, ms':>9}  {'on / off':>9}  {'quartiles':>15}  {'thread time':>11}"]
     for case in result["cases"]:
         low, high = case["ratio_quartiles"]
         lines.append(
             f"{'every step' if case['log_every'] == 1 else 'every {} steps'.format(case['log_every']):>16}  {case['step_ms_off']:>9.2f}  "
-            f"{case['step_ms_on']:>9.2f}  {case['ratio_median']:>9.4f}  {low:>7.4f} {high:>7.4f}"
+            f"{case['step_ms_on']:>9.2f}  {case['ratio_median']:>9.4f}  {low:>7.4f} {high:>7.4f}  {case['thread_ratio_median']:>11.4f}"
         )
     call = result["call_us"]
+    lines.append("thread time: processor time of the training thread, on / off; what other programs take does not count in it")
     lines.append(
         f"one call with {result['metrics']} numbers: p50 {call['p50']:.0f} us, p95 {call['p95']:.0f} us, max {call['max']:.0f} us; "
         f"torch {result['torch']}, {result['threads']} threads"

@@ -76,6 +76,7 @@ def _location(uri: str, tracking_uri: str | None) -> str:
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri, registry_uri=tracking_uri)
+    location: str | None
     match uri.removeprefix("models:/").replace("@", "/@").split("/"):
         case [str(model_id)] if uri.startswith("models:/") and model_id.startswith("m-"):
             location = client.get_logged_model(model_id).artifact_location
