@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from dphybrid.device_spec import parse_device_spec
 
-RecipeName = Literal["text", "ctr", "hybrid", "blocks", "convnet", "toy"]
+RecipeName = Literal["text", "ctr", "kge", "hybrid", "blocks", "convnet", "toy"]
 
 
 def _split_names(value: Any) -> Any:
@@ -50,8 +50,10 @@ class DataConfig(Section):
     """Quantile buckets that each numeric column also gets an embedding for; 0: none (ctr)."""
     window: int = Field(default=64, ge=2, le=8192)
     """Tokens in one training sample (text)."""
+    negatives: int = Field(default=1024, ge=1, le=2**20)
+    """Random entities that compete with the answers of a batch (kge)."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of the rows (ctr) or of the documents (text) that is held out for evaluation."""
+    """Share of the rows (ctr, kge) or of the documents (text) that is held out for evaluation."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
     """Share of unreadable rows above which preparation stops."""
 
@@ -61,8 +63,8 @@ class ModelConfig(Section):
 
     factory: str | None = None
     """Your own model, `package.module:function`; it is called with a dphybrid.models.ModelContext. Empty: the recipe's model."""
-    kind: Literal["lstm", "gru", "transformer"] = "lstm"
-    """Network of the text model."""
+    kind: Literal["lstm", "gru", "transformer", "distmult", "complex", "rotate"] = "lstm"
+    """Network: lstm, gru, transformer (text); distmult, complex, rotate (kge)."""
     dim: int = Field(default=256, ge=1, le=65536)
     """Width of an embedding row."""
     hidden: int = Field(default=256, ge=1, le=65536)
@@ -73,6 +75,8 @@ class ModelConfig(Section):
     """Attention heads of the transformer."""
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
     """Share of activations dropped while training. With more than one device the masks differ from those of one device."""
+    penalty: float = Field(default=0.0, ge=0.0)
+    """Weight of the cubed moduli of a triple's rows, Lacroix's N3 (kge)."""
     dtype: Literal["float32", "float64"] = "float32"
     """Number format of tables and blocks; float64 is for comparing results to the last digit."""
 
@@ -147,6 +151,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "table": {"optimizer": "adagrad", "lr": 0.02},
         "train": {"epochs": 10, "batch_size": 512, "lr": 0.001},
     },
+    "kge": {
+        "model": {"kind": "complex", "dim": 128},
+        "table": {"optimizer": "adagrad", "lr": 0.1},
+        "train": {"epochs": 100, "batch_size": 1024, "lr": 0.01, "clip_norm": 0.0, "patience": 0},
+    },
     "hybrid": {
         "model": {"dim": 10, "hidden": 10, "layers": 1, "dropout": 0.0},
         "table": {"optimizer": "adagrad", "lr": 0.5},
@@ -189,7 +198,7 @@ class ExperimentConfig(Section):
     """A whole experiment. The recipe sets every value that is not given."""
 
     recipe: RecipeName = "text"
-    """Ready config: text (word language model), ctr (click-through rows of a table), hybrid, blocks, convnet, toy (the tutorials' models)."""
+    """Ready config: text (words), ctr (clicks), kge (triples of a knowledge graph); hybrid, blocks, convnet, toy (the tutorials' models)."""
     devices: str = "auto"
     """Where the blocks run: auto, cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1, cuda:0*4 (four virtual devices on one GPU)."""
     data: DataConfig = DataConfig()

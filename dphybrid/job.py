@@ -262,13 +262,16 @@ def _write_result(run: Run, session: Session, meter: Meter) -> dict[str, Any]:
 
 
 def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
-    """Evaluate the best checkpoint on the held-out rows and log the figures as `final/...`."""
+    """Evaluate the best checkpoint on the held-out rows, and on test rows where the data has some (`test_...`); log it all as `final/...`."""
     run = read_run(run_folder)
     config, data = run.config, open_prepared(Path(run.page["prepared"]))
     result = read_json(run.folder / "result.json")
     model = build_model(config.recipe, _context(config, data, check_devices_quietly(config, settings)))
     load_weights(Path(result["best_checkpoint"]), model)
-    metrics = evaluate(model, data.dataset("valid"), config.train.batch_size, TASKS[data.info["task"]])
+    task, batch_size = TASKS[data.info["task"]], config.train.batch_size
+    metrics = evaluate(model, data.dataset("valid"), batch_size, task)
+    if "test" in data.parts:
+        metrics |= {f"test_{name}": value for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()}
     write_json(run.folder / "metrics.json", metrics)
     with _recording(run, settings) as tracker:
         tracker.log_metrics({f"final/{name}": value for name, value in metrics.items()}, result["steps"])

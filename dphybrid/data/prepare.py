@@ -45,6 +45,10 @@ def _open_source(recipe: str, data: DataConfig, seed: int) -> Source:
         from dphybrid.data import table  # imports polars: only when it is needed
 
         return table.open_source(data, seed)
+    if recipe == "kge":
+        from dphybrid.data import triples
+
+        return triples.open_source(data, seed)
     from dphybrid.data import synthetic
 
     return synthetic.open_source(recipe, seed)

@@ -55,12 +55,23 @@ class Prepared:
     def arrays(self) -> dict[str, Array]:
         return {name: np.load(self.path / f"{name}.npy", mmap_mode="r") for name in self.manifest["arrays"]}
 
+    @property
+    def parts(self) -> list[str]:
+        """What the rows are divided into: train, valid, and test where the source comes with one."""
+        return [
+            part for part in ("train", "valid", "test") if any(name.startswith(f"{part}_") for name in self.manifest["arrays"])
+        ]
+
     def dataset(self, part: str) -> Dataset:
-        """Return the `train` or the `valid` part."""
+        """Return one of the parts."""
         if self.manifest["kind"] == "text":
             from dphybrid.data.text import WindowDataset
 
             return WindowDataset(self.arrays[f"{part}_tokens"], self.info["window"])
+        if self.manifest["kind"] == "triples":
+            from dphybrid.data.triples import part_of
+
+            return part_of(part, self.arrays, self.info)
         rows = self.arrays[f"{part}_rows"]
         return ArrayDataset({name: self.arrays[name] for name in self.manifest["batch_arrays"]}, rows)
 

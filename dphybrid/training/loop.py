@@ -24,6 +24,8 @@ from dphybrid.training.retention import best_steps, checkpoint_cards, prune_chec
 from dphybrid.training.split_log import SplitLog
 from dphybrid.training.stop import Interrupted, StopRequest
 
+EVALUATED = ("loss", "weight", "logits", "labels_B", "ranks_B2")
+"""What metrics are computed from, of batches and outputs."""
 
 @dataclass(frozen=True)
 class Session:
@@ -138,7 +140,7 @@ def evaluate(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> di
     collected: dict[str, list[Tensor]] = {}
     for batch in batches(data, batch_size, seed=0, epoch=0, shuffle=False):
         outputs = model(batch)
-        kept = {name: value for name, value in {**batch, **outputs}.items() if name in ("loss", "weight", "logits", "labels_B")}
+        kept = {name: value for name, value in {**batch, **outputs}.items() if name in EVALUATED}
         for name, value in kept.items():
             collected.setdefault(name, []).append(value.detach().cpu())
     return task.compute({name: torch.cat(parts) for name, parts in collected.items()})

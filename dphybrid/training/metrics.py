@@ -53,9 +53,16 @@ def _regression(outputs: dict[str, Tensor]) -> dict[str, float]:
     return {"mse": _mean_loss(outputs)}
 
 
+def _ranking(outputs: dict[str, Tensor]) -> dict[str, float]:
+    ranks = outputs["ranks_B2"].double()
+    hits = {f"hits_at_{n}": float((ranks <= n).double().mean()) for n in (1, 3, 10)}
+    return {"mrr": float((1 / ranks).mean()), **hits, "loss": _mean_loss(outputs)}
+
+
 TASKS = {
     "language-model": Task("perplexity", False, _perplexity),
     "binary": Task("auc", True, _binary),
     "multiclass": Task("accuracy", True, _multiclass),
+    "ranking": Task("mrr", True, _ranking),
     "regression": Task("mse", False, _regression),
 }

@@ -1,0 +1,95 @@
+"""Triples: parts, known answers, and lines that are none."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dphybrid.config import DataConfig
+from dphybrid.data import Prepared, batches, prepare
+from dphybrid.errors import UserError
+from tests.conftest import SHARED
+
+WN18RR = SHARED / "data" / "wn18rr"
+
+
+def from_file(folder: Path, text: str | bytes, **values: object) -> Prepared:
+    file = folder / "triples.tsv"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return prepare("kge", DataConfig(path=str(file), **values), folder / "prepared", 0)  # type: ignore[arg-type]
+
+
+LINES = "".join(f"a{i}\tlikes\tb{i % 7}\n" for i in range(50))
+
+
+def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
+    data = from_file(tmp_path, LINES)
+    train, valid = data.arrays["train_triples"], data.arrays["valid_triples"]
+    assert (len(train), len(valid)) == (45, 5)
+    assert len(np.unique(np.concatenate([train, valid]), axis=0)) == 50
+    names = data.manifest["entities"]
+    assert {(names[h], names[t]) for h, _, t in np.concatenate([train, valid])} == {(f"a{i}", f"b{i % 7}") for i in range(50)}
+
+
+@pytest.mark.parametrize(
+    "text", [LINES.replace("\t", ","), LINES.replace("\t", "  "), "\ufeff" + LINES.replace("\n", "\r\n"), LINES + "\n \n"]
+)
+def test_other_separators_line_ends_and_marks_read_the_same(text: str, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one, two = from_file(tmp_path / "one", LINES), from_file(tmp_path / "two", text)
+    assert one.manifest["arrays"] == two.manifest["arrays"]
+    assert one.manifest["entities"] == two.manifest["entities"]
+
+
+def test_known_answers_are_those_of_all_parts(tmp_path: Path) -> None:
+    data = from_file(tmp_path, LINES)
+    everything = np.concatenate([data.arrays["train_triples"], data.arrays["valid_triples"]])
+    (batch,) = batches(data.dataset("valid"), 100, seed=0, epoch=0, shuffle=False)
+    for i, (head, relation, tail) in enumerate(data.arrays["valid_triples"]):
+        tails, heads = (sorted(set(batch["known_B2M"][i, side].tolist()) - {-1}) for side in (0, 1))
+        assert tails == sorted({t for h, r, t in everything.tolist() if (h, r) == (head, relation)})
+        assert heads == sorted({h for h, r, t in everything.tolist() if (r, t) == (relation, tail)})
+
+
+def test_lines_that_are_no_triples_are_rejected_with_line_and_reason(tmp_path: Path) -> None:
+    data = from_file(tmp_path, LINES + "alone\nx\t\ty\n" + LINES.replace("a", "c"), max_rejected=0.1)
+    rejected = [json.loads(line) for line in (data.path / "rejected.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["reason"]) for row in rejected] == [
+        (51, "1 values, expected head, relation and tail"),
+        (52, "an empty value"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (LINES + "alone\n", "line 51 .*1 values.*max_rejected"),
+        ("", "no triples"),
+        ("a\tb\tc\n", "no triples"),
+        (b"a\tb\t\xff\n", "UTF-8"),
+    ],
+)
+def test_unusable_files_are_told(text: str | bytes, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        from_file(tmp_path, text)
+    assert not list((tmp_path / "prepared").glob("*")) if (tmp_path / "prepared").exists() else True
+
+
+def test_folders_without_train_and_with_two_of_a_kind_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no train\.txt"):
+        prepare("kge", DataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
+    for name in ("train.txt", "train.tsv"):
+        (tmp_path / name).write_text(LINES)
+    with pytest.raises(UserError, match="leave one"):
+        prepare("kge", DataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
+    with pytest.raises(UserError, match="no such file"):
+        prepare("kge", DataConfig(path=str(tmp_path / "nowhere")), tmp_path / "prepared", 0)
+
+
+@pytest.mark.skipif(not WN18RR.is_dir(), reason="WN18RR is not here")
+def test_wn18rr_has_its_published_sizes(tmp_path: Path) -> None:
+    data = prepare("kge", DataConfig(path=str(WN18RR)), tmp_path, 0)
+    assert [len(data.arrays[f"{part}_triples"]) for part in ("train", "valid", "test")] == [86_835, 3_034, 3_134]
+    assert data.info["num_relations"] == 11

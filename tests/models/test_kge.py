@@ -1,0 +1,147 @@
+"""Knowledge-graph embeddings: scores against Python's complex numbers, ranks against a naive reference, and learning."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.config_sources import load_config
+from dphybrid.data import Prepared, batches, prepare
+from dphybrid.errors import UserError
+from dphybrid.job import run_job
+from dphybrid.models import ModelContext, build_model
+from dphybrid.models.kge import QUERIES, TripleModel
+from dphybrid.parallel import find_data_parallel, resolve_devices
+from dphybrid.parallel.check import check_module
+from dphybrid.settings import load_settings
+
+KINDS = ["distmult", "complex", "rotate"]
+
+
+def graph(folder: Path, num_entities: int = 30, num_triples: int = 120, **values: object) -> Prepared:
+    random = np.random.default_rng(0)
+    triples = {(f"e{h}", f"r{r}", f"e{t}") for h, r, t in random.integers(0, [num_entities, 3, num_entities], (num_triples, 3))}
+    lines = ["\t".join(triple) for triple in sorted(triples)]
+    (folder / "graph").mkdir()
+    for part, chosen in (("train", lines[::2]), ("valid", lines[1::4]), ("test", lines[3::4])):
+        (folder / "graph" / f"{part}.txt").write_text("\n".join(chosen) + "\n")
+    return prepare("kge", DataConfig(path=str(folder / "graph"), **{"negatives": 8} | values), folder / "prepared", 0)  # type: ignore[arg-type]
+
+
+def model_for(data: Prepared, kind: str, devices: str = "cpu") -> TripleModel:
+    options = ModelConfig(kind=kind, dim=6, dtype="float64")  # type: ignore[arg-type]
+    model = build_model("kge", ModelContext(resolve_devices(devices), data.info, options, 1))
+    assert isinstance(model, TripleModel)
+    return model
+
+
+def naive_score(kind: str, head: list[float], relation: list[float], tail: list[float]) -> float:
+    if kind == "distmult":
+        return sum(a * b * c for a, b, c in zip(head, relation, tail, strict=True))
+    half = len(head) // 2
+    h, r, t = ([complex(row[i], row[half + i]) for i in range(half)] for row in (head, relation, tail))
+    if kind == "complex":
+        return sum((a * b * c.conjugate()).real for a, b, c in zip(h, r, t, strict=True))
+    return -sum(abs(a * b / abs(b) - c) for a, b, c in zip(h, r, t, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+def test_ranks_are_those_of_a_naive_reference(kind: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dphybrid.models.kge.PRODUCTS", 2 * 10 * 7)  # several blocks of entities, a short one last
+    monkeypatch.setattr("dphybrid.models.kge.DISTANCES", 2 * 10 * 7 * 6)
+    data = graph(tmp_path)
+    model = model_for(data, kind, devices).eval()
+    table = model.entities.weight
+    table[3] = table[4]  # equal scores
+    relations = model.region.module.relations.weight.tolist()
+    arrays, num_relations, num_entities = data.arrays, data.info["num_relations"], data.info["num_entities"]
+    known = {tuple(row) for part in ("train", "valid", "test") for row in arrays[f"{part}_triples"].tolist()}
+
+    def rank_and_loss(asked: int, relation: int, answer: int, others: list[int]) -> tuple[float, float]:
+        own = naive_score(kind, table[asked].tolist(), relations[relation], table[answer].tolist())
+        scores = [naive_score(kind, table[asked].tolist(), relations[relation], table[other].tolist()) for other in others]
+        equal = [abs(score - own) < 1e-12 for score in scores]
+        above = sum(score > own and not same for score, same in zip(scores, equal, strict=True))
+        return 1 + above + sum(equal) / 2, math.log(sum(math.exp(score - own) for score in [own, *scores]))
+
+    expected_ranks, expected_losses = [], []
+    for head, relation, tail in arrays["valid_triples"].tolist():
+        tails = [e for e in range(num_entities) if e != tail and (head, relation, e) not in known]
+        heads = [e for e in range(num_entities) if e != head and (e, relation, tail) not in known]
+        one, two = rank_and_loss(head, relation, tail, tails), rank_and_loss(tail, relation + num_relations, head, heads)
+        expected_ranks.append([one[0], two[0]])
+        expected_losses.append(one[1] + two[1])
+    with torch.no_grad():
+        outputs = [model(batch) for batch in batches(data.dataset("valid"), 10, seed=0, epoch=0, shuffle=False)]
+    assert torch.cat([o["ranks_B2"] for o in outputs]).tolist() == expected_ranks
+    assert torch.cat([o["loss"] for o in outputs]).tolist() == pytest.approx(expected_losses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_training_loss_is_a_softmax_over_answer_and_negatives_and_any_split_gives_it(kind: str, tmp_path: Path) -> None:
+    data = graph(tmp_path)
+    (batch, *_) = batches(data.dataset("train"), 10, seed=0, epoch=0, shuffle=True)
+    one, three = model_for(data, kind), model_for(data, kind, "cpu*3")
+    loss_B = one(batch)["loss"]
+    torch.testing.assert_close(loss_B, three(batch)["loss"], rtol=1e-12, atol=1e-12)
+    table, relations = one.entities.weight, one.region.module.relations.weight
+    weight = math.log((data.info["num_entities"] - 1) / len(batch["negatives_K"]))
+    for i, (head, relation, tail) in enumerate(
+        zip(*(batch[f"{c}_B"].tolist() for c in ("heads", "relations", "tails")), strict=True)
+    ):
+        expected = 0.0
+        for asked, row, answer in ((head, relation, tail), (tail, relation + data.info["num_relations"], head)):
+            others = [e for e in batch["negatives_K"].tolist() if e != answer]
+            own, *scores = (
+                naive_score(kind, table[asked].tolist(), relations[row].tolist(), table[e].tolist()) for e in [answer, *others]
+            )
+            expected += math.log(1 + sum(math.exp(score + weight - own) for score in scores))
+        assert float(loss_B[i].detach()) == pytest.approx(expected)
+
+
+def test_negatives_are_a_function_of_seed_epoch_and_batch(tmp_path: Path) -> None:
+    data = graph(tmp_path).dataset("train")
+
+    def negatives(seed: int, epoch: int, start: int = 0) -> list[list[int]]:
+        found = batches(data, 16, seed=seed, epoch=epoch, shuffle=True, start_batch=start)
+        return [batch["negatives_K"].tolist() for batch in found]
+
+    assert negatives(0, 1) == negatives(0, 1)
+    assert negatives(0, 1, start=2) == negatives(0, 1)[2:]
+    assert negatives(0, 1) != negatives(0, 2)
+    assert len({tuple(part) for part in negatives(0, 1)}) == len(negatives(0, 1))
+
+
+def test_it_learns_relations_with_a_pattern(data_dir: Path, tmp_path: Path) -> None:
+    """Two relations and their inverses on a ring: `next` holds between neighbours, `before` says the same the other way round."""
+    lines = [f"e{i}\tnext\te{(i + 1) % 60}" for i in range(60)] + [f"e{(i + 1) % 60}\tbefore\te{i}" for i in range(60)]
+    (tmp_path / "ring").mkdir()
+    (tmp_path / "ring" / "train.txt").write_text("\n".join(line for i, line in enumerate(lines) if i < 60 or i % 6))
+    (tmp_path / "ring" / "valid.txt").write_text("\n".join(lines[60::6]))
+    values = ["recipe=kge", f"data.path={tmp_path / 'ring'}", "data.negatives=60", "train.batch_size=32", "train.epochs=60"]
+    report = run_job(load_config(None, [*values, "model.dim=32", "model.penalty=0.01", "devices=cpu*2"]), load_settings())
+    assert report.metrics["mrr"] > 0.9
+    assert report.metrics["hits_at_1"] <= report.metrics["hits_at_3"] <= report.metrics["hits_at_10"] <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_region_is_clean(kind: str, tmp_path: Path) -> None:
+    for block in find_data_parallel(model_for(graph(tmp_path), kind)).values():
+        assert check_module(block.module) == []
+
+
+def test_a_relation_s_query_keeps_the_entity_s_moduli_under_rotation() -> None:
+    entity, relation = torch.randn(5, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    turned = QUERIES["rotate"](entity, relation)
+    torch.testing.assert_close(turned[:, :4] ** 2 + turned[:, 4:] ** 2, entity[:, :4] ** 2 + entity[:, 4:] ** 2)
+
+
+def test_wrong_options_are_told(tmp_path: Path) -> None:
+    data = graph(tmp_path)
+    for options, words in ((ModelConfig(kind="lstm"), "kge has distmult"), (ModelConfig(kind="complex", dim=7), "even")):
+        with pytest.raises(UserError, match=words):
+            build_model("kge", ModelContext(resolve_devices("cpu"), data.info, options, 0))
