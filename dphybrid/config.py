@@ -29,7 +29,8 @@ class DataConfig(Section):
     """Where the rows come from and how they are read."""
 
     path: str | None = None
-    """Your data: a CSV, TSV or Parquet file for ctr; a text file or a folder of them for text. Empty: the data that comes with the recipe."""
+    """Your data: CSV, TSV or Parquet for ctr (a file, a folder, a pattern like day-*.csv.gz); a text file or a folder of them for text;
+    triples for kge. Empty: the data that comes with the recipe."""
     label: str | None = None
     """Column with the answer (ctr): its name, or its position 0, 1, ... in a file without a header."""
     numeric: Names = ()
@@ -38,6 +39,8 @@ class DataConfig(Section):
     """Columns to read as categories, separated by commas (ctr)."""
     ignore: Names = ()
     """Columns to leave out, separated by commas (ctr)."""
+    schema_file: str | None = None
+    """Roles and encodings of the columns, as a prepared folder's schema.toml has them (ctr)."""
     header: Literal["auto", "yes", "no"] = "auto"
     """Does the first line name the columns? auto looks at the file (ctr)."""
     delimiter: str = "auto"
@@ -54,8 +57,26 @@ class DataConfig(Section):
     """Random entities that compete with the answers of a batch (kge)."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the rows (ctr, kge) or of the documents (text) that is held out for evaluation."""
+    split: Literal["random", "time", "key"] = "random"
+    """Held-out rows: random, the latest by data.split_column (time), or whole values of it, so that no user is in both parts (key) (ctr)."""
+    split_column: str | None = None
+    """Column that data.split goes by (ctr)."""
+    valid_path: str | None = None
+    """Held-out rows from files of their own; data.valid_fraction and data.split say nothing then (ctr)."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
     """Share of unreadable rows above which preparation stops."""
+
+    @model_validator(mode="after")
+    def _split_has_its_column(self) -> Self:
+        if (self.split == "random") != (self.split_column is None):
+            raise ValueError(
+                f"split={self.split} with split_column={self.split_column}: time and key need a column, random has none"
+            )
+        if self.valid_path is not None and self.split != "random":
+            raise ValueError(
+                f"valid_path={self.valid_path} with split={self.split}: the files are the split; give one of the two"
+            )
+        return self
 
 
 class ModelConfig(Section):

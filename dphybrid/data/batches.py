@@ -40,7 +40,12 @@ class ArrayDataset(Dataset):
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
         rows_B = self.part_rows[index_B]
-        return {name: torch.from_numpy(np.ascontiguousarray(array[rows_B])) for name, array in self.arrays.items()}
+        return {name: torch.from_numpy(_wide(np.ascontiguousarray(array[rows_B]))) for name, array in self.arrays.items()}
+
+
+def _wide(array: Array) -> Array:
+    """Ids are int64 wherever they are used, and smaller only on disk."""
+    return array.astype(np.int64) if array.dtype == np.int32 else array
 
 
 def num_batches(dataset: Dataset, batch_size: int) -> int:

@@ -1,10 +1,16 @@
 """Columns as numbers: ids of categories, standardized numbers, quantile buckets. Everything is learnt from the training part.
 
-Ids of a category column: 0 = no value, 1 = unknown value, from 2 on the values, most frequent first. Buckets: 0 = no value, then by size.
-Letters: B rows.
+Ids of a category column: 0 = no value, 1 = unknown value, from 2 on the values, most frequent first (or hash buckets). Ids of buckets:
+0 = no value, then by size. Letters: B rows, F id columns, N dense columns.
 """
 
-from dataclasses import dataclass
+import itertools
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,44 +21,91 @@ from dphybrid.data.batches import Array
 MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 MAX_DEVIATION = 100.0
 """Standard deviations at which a standardized number is cut off, so that one absurd value cannot drown a batch."""
+FIT_ROWS = 2**19
+"""Training rows, evenly spaced, that the statistics of a numeric column come from at most."""
+
+
+class Dictionary:
+    """Numbers the texts of a column as they come, as many as memory holds."""
+
+    def __init__(self) -> None:
+        # A mapping of its own inside polars. Which text gets which number may depend on threads.
+        self._categories = pl.Categories.random()
+        self.dtype = pl.Categorical(self._categories)
+        self._keep = pl.Series([], dtype=self.dtype)  # polars forgets a mapping that no series uses
+
+    def codes(self, texts: pl.Series) -> Array:
+        """Return (B,) uint32: 0 for no value, else 1 + the place in `values`."""
+        return (texts.cast(self.dtype).to_physical() + 1).fill_null(0).to_numpy()
+
+    def expression(self, column: str) -> pl.Expr:
+        """Return the same as an expression of a column."""
+        return (pl.col(column).cast(self.dtype).to_physical() + 1).fill_null(0)
+
+    def values(self) -> pl.Series:
+        """Return the texts by number."""
+        return self._categories.to_series().alias("value")
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """A numeric column: dense parts (B,), bucket ids (B,) and the statistics they rest on."""
+class NumericColumn:
+    """A fitted column of numbers. log: they pass through sign(x) log(1 + |x|); indicator: a dense column tells the missing ones;
+    edges: of the buckets, None for none."""
 
-    dense: list[Array]
-    buckets: Array | None
-    num_buckets: int
-    facts: dict[str, Any]
+    name: str
+    log: bool
+    mean: float
+    std: float
+    indicator: bool
+    edges: tuple[float, ...] | None
+
+    @property
+    def width(self) -> int:
+        """Dense columns it becomes."""
+        return 1 + self.indicator
+
+    @property
+    def num_ids(self) -> int:
+        """Ids of its buckets, 0 without."""
+        return 0 if self.edges is None else len(self.edges) + 2
+
+    def dense(self, raw_B: Array, out_BN: Array) -> None:
+        """Write the standardized values, 0 where there is none (nan), and the indicator into out_BN (B, width)."""
+        missing_B = np.isnan(raw_B)
+        scaled_B = _log(raw_B) if self.log else raw_B
+        with np.errstate(over="ignore"):  # numbers near the end of float64: infinite is then a fair answer to "how far"
+            deviation_B = (scaled_B - self.mean) / self.std
+        out_BN[:, 0] = np.where(missing_B, 0.0, np.clip(deviation_B, -MAX_DEVIATION, MAX_DEVIATION))
+        if self.indicator:
+            out_BN[:, 1] = missing_B
+
+    def ids(self, raw_B: Array) -> Array:
+        """Return bucket ids (B,) of values (nan: no value)."""
+        missing_B = np.isnan(raw_B)
+        place_B = 1 + np.searchsorted(np.asarray(self.edges), raw_B, side="right")
+        return np.where(missing_B, MISSING_ID, place_B)
 
 
-def encode_numeric(values: pl.Series, train_rows: Array, num_buckets: int) -> Numbers:
-    """Encode a column of numbers written as text (None: no value); num_buckets 0: no bucket ids.
+def fit_numeric(name: str, train_B: Array, num_buckets: int, scale: str = "auto") -> NumericColumn:
+    """Learn from the training values (nan: no value). num_buckets 0: none. scale: auto (log when heavy-tailed), log, standard or none."""
+    known = np.sort(train_B[~np.isnan(train_B)])
+    indicator = len(known) < len(train_B)
+    if not len(known):
+        return NumericColumn(name, False, 0.0, 1.0, indicator, None)
+    low, middle, high, top = np.quantile(known, [0.05, 0.5, 0.95, 0.999])
+    use_log = scale == "log"
+    if scale == "auto":
+        with np.errstate(over="ignore"):
+            use_log = bool(top - middle > 10 * max(high - low, 1e-12) or (low >= 0 and high > 30 * max(middle, 1e-12)))
+        use_log = use_log or bool(max(abs(known[0]), abs(known[-1])) > 1e100)
+    fit = _log(known) if use_log else known
+    mean, std = (0.0, 1.0) if scale == "none" else (float(fit.mean()), float(fit.std()) or 1.0)
+    edges = tuple(bucket_edges(known, num_buckets).tolist()) if num_buckets else None
+    return NumericColumn(name, use_log, mean, std, indicator, edges)
 
-    dense: the standardized value, 0 where there is none; then, when any is missing, 1 where it is. Heavy-tailed columns pass through
-    sign(x) log(1 + |x|) first.
-    """
-    raw_B = values.cast(pl.Float64).to_numpy().astype(np.float64)
-    missing_B = np.isnan(raw_B)
-    known = raw_B[train_rows][~missing_B[train_rows]]
-    low, middle, high, top = np.quantile(known, [0.05, 0.5, 0.95, 0.999]) if len(known) else (0.0, 0.0, 0.0, 0.0)
-    with np.errstate(over="ignore"):  # numbers near the end of float64: infinite is then a fair answer to "how far"
-        use_log = bool(top - middle > 10 * max(high - low, 1e-12) or (low >= 0 and high > 30 * max(middle, 1e-12)))
-    use_log = use_log or bool(len(known) and np.abs(known).max() > 1e100)
-    scaled_B = np.sign(raw_B) * np.log1p(np.abs(raw_B)) if use_log else raw_B
-    fit = scaled_B[train_rows][~missing_B[train_rows]]
-    mean, std = (float(fit.mean()), float(fit.std()) or 1.0) if len(fit) else (0.0, 1.0)
-    dense = [np.where(missing_B, 0.0, np.clip((scaled_B - mean) / std, -MAX_DEVIATION, MAX_DEVIATION))]
-    if missing_B.any():
-        dense.append(missing_B.astype(np.float64))
-    buckets, edges = None, np.empty(0)
-    if num_buckets and len(known):
-        edges = bucket_edges(known, num_buckets)
-        place_B = 1 + np.searchsorted(edges, np.where(missing_B, 0.0, raw_B), side="right")
-        buckets = np.where(missing_B, MISSING_ID, place_B).astype(np.int64)
-    facts = {"log": use_log, "mean": mean, "std": std, "edges": edges.tolist(), "indicator": len(dense) > 1}
-    return Numbers(dense, buckets, len(edges) + 2, facts)
+
+def _log(raw_B: Array) -> Array:
+    return np.sign(raw_B) * np.log1p(np.abs(raw_B))
 
 
 def bucket_edges(known: Array, num_buckets: int) -> Array:
@@ -63,7 +116,7 @@ def bucket_edges(known: Array, num_buckets: int) -> Array:
     shares = np.linspace(0, 1, num_buckets + 1)[1:-1]
     distinct, counts = np.unique(known, return_counts=True)
     large = distinct[counts * num_buckets > len(known)]
-    rest = known[~np.isin(known, large)]
+    rest = known[~np.isin(known, large)] if len(large) else known
     if not len(large) or not len(rest):
         return np.unique(np.quantile(known, shares))
     around = np.concatenate([large, np.nextafter(large, np.inf)])
@@ -72,11 +125,112 @@ def bucket_edges(known: Array, num_buckets: int) -> Array:
     return np.unique(edges)
 
 
-def encode_categories(values: pl.Series, train_rows: Array, min_count: int) -> tuple[Array, list[str]]:
-    """Return ids (B,) int64 and the values that have one, from FIRST_ID on: those seen at least min_count times in the training part."""
-    counts = values.alias("value")[train_rows].drop_nulls().value_counts(name="rows")
-    kept = counts.filter(pl.col("rows") >= min_count).sort(["rows", "value"], descending=[True, False])
-    vocabulary: list[str] = kept["value"].to_list()
-    ids = list(range(FIRST_ID, FIRST_ID + len(vocabulary)))
-    codes = values.replace_strict(vocabulary, ids, default=UNKNOWN_ID, return_dtype=pl.Int64).to_numpy()
-    return np.where(values.is_null().to_numpy(), MISSING_ID, codes).astype(np.int64), vocabulary
+@dataclass(frozen=True)
+class CategoryColumn:
+    """A fitted column of categories. vocabulary: the values that have an id of their own, in the order of their ids; hash_buckets: all other
+    ones share so many ids (0: the unknown one)."""
+
+    name: str
+    vocabulary: pl.Series
+    hash_buckets: int = 0
+
+    @property
+    def num_ids(self) -> int:
+        return FIRST_ID + len(self.vocabulary) + self.hash_buckets
+
+    def ids_of_codes(self, values: pl.Series) -> Array:
+        """Return the ids of a dictionary's codes: entry 0 for no value, entry 1 + i for values[i]."""
+        known = pl.DataFrame(
+            {"value": self.vocabulary, "id": np.arange(FIRST_ID, FIRST_ID + len(self.vocabulary), dtype=np.int64)}
+        )
+        found = pl.DataFrame({"value": values}).join(known, on="value", how="left", maintain_order="left")["id"]
+        if self.hash_buckets:
+            first = FIRST_ID + len(self.vocabulary)
+            others = [first + zlib.crc32(value.encode()) % self.hash_buckets for value in values.to_list()]
+            found = found.fill_null(pl.Series(others, dtype=pl.Int64))
+        return np.concatenate([[MISSING_ID], found.fill_null(UNKNOWN_ID).to_numpy()])
+
+    @cached_property
+    def _dictionary(self) -> tuple[Dictionary, list[Array]]:
+        return Dictionary(), [np.array([MISSING_ID])]
+
+    def ids(self, texts: pl.Series) -> Array:
+        """Return the ids (B,) of texts (None: no value)."""
+        dictionary, known = self._dictionary
+        codes_B = dictionary.codes(texts)
+        values = dictionary.values()
+        if len(values) >= len(known[0]):  # texts that were not met before
+            known[0] = np.concatenate([known[0], self.ids_of_codes(values[len(known[0]) - 1 :])[1:]])
+        return known[0][codes_B]
+
+
+def fit_categories(
+    name: str, values: pl.Series, counts: Array, min_count: int, top: int | None = None, hash_buckets: int = 0
+) -> CategoryColumn:
+    """Keep the values seen at least `min_count` times in the training part, the `top` most frequent ones at most."""
+    seen = pl.DataFrame({"value": values, "rows": counts}).filter(pl.col("rows") >= min_count)
+    kept = seen.sort(["rows", "value"], descending=[True, False])["value"]
+    return CategoryColumn(name, kept if top is None else kept.head(top), hash_buckets)
+
+
+@dataclass(frozen=True)
+class TableEncoder:
+    """From columns of text to `ids_BF` and `dense_BN`: buckets first, then categories. What it has learnt is saved beside a checkpoint.
+
+    label: name of the answer's column, classes: its two values, the positive one last. missing: texts that mean no value.
+    """
+
+    numeric: tuple[NumericColumn, ...]
+    categories: tuple[CategoryColumn, ...]
+    label: str
+    classes: tuple[str, str]
+
+    @property
+    def names(self) -> list[str]:
+        """Columns that are read."""
+        return [column.name for column in self.numeric] + [column.name for column in self.categories]
+
+    @property
+    def id_columns(self) -> list[dict[str, Any]]:
+        """Name, role and number of ids of each column of ids_BF."""
+        return [
+            *({"name": c.name, "role": "buckets", "num_ids": c.num_ids} for c in self.numeric if c.num_ids),
+            *({"name": c.name, "role": "categorical", "num_ids": c.num_ids} for c in self.categories),
+        ]
+
+    @property
+    def num_dense(self) -> int:
+        return sum(column.width for column in self.numeric)
+
+    def dense(self, raw: Mapping[str, Array], num_rows: int) -> Array:
+        """Return dense_BN float32 of the numeric columns' values (nan: no value)."""
+        out_BN = np.zeros((num_rows, self.num_dense), np.float32)
+        ends = itertools.accumulate((column.width for column in self.numeric), initial=0)
+        for column, start in zip(self.numeric, ends, strict=False):
+            column.dense(raw[column.name], out_BN[:, start : start + column.width])
+        return out_BN
+
+    def save(self, folder: Path) -> None:
+        """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
+        folder.mkdir(exist_ok=True)
+        page = {
+            "numeric": [asdict(column) for column in self.numeric],
+            "categories": [{"name": c.name, "hash_buckets": c.hash_buckets} for c in self.categories],
+            "label": self.label,
+            "classes": list(self.classes),
+        }
+        (folder / "encoder.json").write_text(json.dumps(page, indent=1, ensure_ascii=False), encoding="utf-8")
+        lists = [pl.Series("values", [c.vocabulary.to_list() for c in self.categories], dtype=pl.List(pl.String))]
+        pl.DataFrame(lists).write_parquet(folder / "vocabularies.parquet")
+
+    @classmethod
+    def load(cls, folder: Path) -> "TableEncoder":
+        """Read what `save` wrote."""
+        page = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+        vocabularies = pl.read_parquet(folder / "vocabularies.parquet")["values"]
+        return cls(
+            tuple(NumericColumn(**{**c, "edges": None if c["edges"] is None else tuple(c["edges"])}) for c in page["numeric"]),
+            tuple(CategoryColumn(c["name"], v, c["hash_buckets"]) for c, v in zip(page["categories"], vocabularies, strict=True)),
+            page["label"],
+            tuple(page["classes"]),
+        )

@@ -1,11 +1,15 @@
 """`prepare`: from a recipe and its data config to a prepared folder, made once."""
 
+import errno
 import json
 from pathlib import Path
 
 from dphybrid.config import DataConfig
 from dphybrid.data.store import ENCODER_VERSION, Content, Prepared, Progress, Source, build_once, combined_digest
 from dphybrid.errors import UserError
+
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of the folder that is written to, not of the files that are read."""
 
 
 def prepare(recipe: str, data: DataConfig, folder: Path, seed: int, on_progress: Progress | None = None) -> Prepared:
@@ -22,11 +26,13 @@ def prepare(recipe: str, data: DataConfig, folder: Path, seed: int, on_progress:
     except OSError as error:
         raise _unreadable(data, error) from error
 
-    def make() -> Content:
+    def make(scratch: Path) -> Content:
         try:
-            content = source.read(progress)
+            content = source.read(progress, scratch)
             after = _stamps(source)
         except OSError as error:
+            if error.errno in DISK_TROUBLE:
+                raise
             raise _unreadable(data, error) from error
         if after != before:
             raise UserError(f"data.path={data.path}: changed while it was read; run again when it is complete")

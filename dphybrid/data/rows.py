@@ -1,35 +1,39 @@
-"""Rows of a CSV, TSV or Parquet file, as text, each with its line; rows that do not fit are kept apart.
+"""Rows of CSV, TSV and Parquet files, as text, in chunks; rows that do not fit are kept apart with line and reason.
 
-CSV: RFC 4180 plus what files in the wild do (byte order mark, any line end, blanks around values, ragged rows). Lines without a quote go to
-polars with quoting switched off, lines with one through Python's csv module, so that one stray quote never swallows the rows after it.
+A block of a file that holds no quote and has the same number of separators in every line goes to polars as it is. Any other block is read
+row by row (`dphybrid.data.fields`), which gives the same values, only slower. Neither chunks nor results depend on threads.
 """
 
-import csv
+import gzip
 import io
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import polars as pl
 
 from dphybrid.config import DataConfig
 from dphybrid.data.batches import Array
+from dphybrid.data.fields import MAX_SPAN, SAMPLE, column_names, cut_rows, find_separator, first_rows, has_header
 from dphybrid.errors import UserError
 
-SEPARATORS = ",\t;|"
-"""Separators that are looked for; the earlier one wins a tie."""
-SAMPLE = 50
-"""Rows that separator, header and width are inferred from."""
-MAX_SPAN = 64
-"""Lines that one quoted value may run over."""
 SHOWN = 500
 """Characters of a rejected row that are kept."""
+BLOCK_BYTES = 2**24
+"""Text read at a time."""
+BLOCK_ROWS = 2**16
+"""Parquet rows read at a time."""
+LONGEST_LINE = 2**28
+"""Bytes without a line end after which a file is taken for no text."""
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
+_LINE_END_BYTES = re.compile(rb"\r\n|\n|\r")
+_BLANKS = (b" ", b"\t", b"\v", b"\f")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Rows:
     rejected: list[dict[str, Any]]
     header: bool
     place: str
+    file: Path
+    bytes_read: int = 0
 
     def __len__(self) -> int:
         return len(self.values)
@@ -55,38 +61,74 @@ class Rows:
         return self.values.to_series(self.names.index(name))
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a delimited file is written. body: number of the first line after the header, from 0 on."""
+
+    separator: str
+    names: list[str]
+    header: bool
+    body: int
+
+
+def is_parquet(file: Path) -> bool:
+    """Tell by its name whether a file is read as Parquet."""
+    return file.suffix.lower() in (".parquet", ".pq")
+
+
+def read_chunks(file: Path, data: DataConfig) -> Iterator[Rows]:
+    """Yield the rows of a file, chunk after chunk; a file without rows gives one empty chunk.
+
+    Raises UserError when it cannot be read, is empty, or is no text.
+    """
+    yield from _parquet_chunks(file, data) if is_parquet(file) else _csv_chunks(file, data)
+
+
 def read_rows(file: Path, data: DataConfig) -> Rows:
-    """Read a whole file. Raises UserError when it is no such file, is empty, or too many of its rows do not fit."""
-    if file.suffix.lower() in (".parquet", ".pq"):
-        try:
-            frame = pl.read_parquet(file)
-            values = _clean([_single(column, file, data) for column in frame.get_columns()], data.missing)
-        except (pl.exceptions.PolarsError, OSError) as error:
-            raise UserError(f"data.path={file}: cannot be read as Parquet: {error}") from error
-        rows = Rows(frame.columns, values, np.arange(1, len(frame) + 1), [], True, "row")
-    else:
-        rows = _read_csv(file, data)
-    if len(rows) < 2:
-        raise UserError(f"data.path={file}: has {len(rows)} rows; at least 2 are needed, one of them held out")
-    return rows
+    """Read a whole file into memory. Raises UserError like `read_chunks`, and when too many rows do not fit or fewer than 2 do."""
+    chunks = list(read_chunks(file, data))
+    rejected = [row for chunk in chunks for row in chunk.rejected]
+    values, lines = pl.concat([chunk.values for chunk in chunks]), np.concatenate([chunk.lines for chunk in chunks])
+    first = chunks[0]
+    check_rejected(file, rejected, len(values) + len(rejected), data.max_rejected)
+    check_enough(file, first, len(values))
+    return Rows(first.names, values, lines, rejected, first.header, first.place, file)
 
 
-def check_rejected(file: Path, rejected: Sequence[dict[str, Any]], num_rows: int, max_rejected: float) -> None:
+def check_enough(file: Path | str, first: Rows, num_rows: int) -> None:
+    """Raise UserError when there are not at least two rows."""
+    if not num_rows:
+        raise UserError(f"data.path={file}: has {'a header and ' if first.header else ''}no rows that can be read")
+    if num_rows < 2:
+        raise UserError(f"data.path={file}: has {num_rows} rows; at least 2 are needed, one of them held out")
+
+
+def check_rejected(file: Path | str, rejected: Sequence[dict[str, Any]], num_rows: int, max_rejected: float) -> None:
     """Raise UserError when more than the share `max_rejected` of `num_rows` rows was rejected."""
     if len(rejected) > max_rejected * num_rows:
         first = rejected[0]
+        where = "" if str(file) == first["file"] else f" of {first['file']}"
         raise UserError(
             f"data.path={file}: {len(rejected)} of {num_rows} rows cannot be read, more than data.max_rejected={max_rejected:g} allows; "
-            f"the first is line {first['line']}: {first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
+            f"the first is line {first['line']}{where}: {first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
         )
 
 
-def is_number(text: str) -> bool:
-    """Tell whether a text is written as a number; infinity and nan are none."""
+def _parquet_chunks(file: Path, data: DataConfig) -> Iterator[Rows]:
+    names, start = None, 1
     try:
-        return bool(np.isfinite(float(text))) and "_" not in text
-    except ValueError:
-        return False
+        # Folders named key=value become columns.
+        lazy = pl.scan_parquet(file, hive_partitioning=any("=" in part for part in file.parent.parts), try_parse_hive_dates=False)
+        names = lazy.collect_schema().names()
+        for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
+            values = _clean([_single(column, file, data) for column in frame.get_columns()], data.missing)
+            yield Rows(names, values, np.arange(start, start + len(frame)), [], True, "row", file)
+            start += len(frame)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise UserError(f"data.path={file}: cannot be read as Parquet: {error}") from error
+    if start == 1:
+        empty = pl.DataFrame({str(i): pl.Series([], dtype=pl.String) for i in range(len(names))})
+        yield Rows(names, empty, np.arange(0), [], True, "row", file)
 
 
 def _single(column: pl.Series, file: Path, data: DataConfig) -> pl.Series:
@@ -106,110 +148,161 @@ def _clean(columns: Sequence[pl.Series], missing: Sequence[str]) -> pl.DataFrame
     return pl.DataFrame([text.set(text.is_in(["", *missing]).fill_null(False), None) for text in texts])
 
 
-def _read_csv(file: Path, data: DataConfig) -> Rows:
-    lines = _LINE_END.split(_decode(file))
+def _csv_chunks(file: Path, data: DataConfig) -> Iterator[Rows]:
+    layout: Layout | None = None
+    line = offset = 0  # of what is not read yet
+    found = False
+    with _text_stream(file) as stream:
+        rest, last = b"", False
+        while not last:
+            piece = stream.read(BLOCK_BYTES)
+            last = not piece
+            raw = rest + piece
+            cut = len(raw) if last else _last_line_end(raw)
+            if not cut:
+                if len(raw) > LONGEST_LINE:
+                    raise UserError(f"data.path={file}: line {line + 1} does not end within {LONGEST_LINE:,} bytes; is it text?")
+                rest = raw
+                continue
+            block, rest = raw[:cut], raw[cut:]
+            if layout is None:
+                layout = _layout(file, block, data)
+                if layout is None:  # blank lines only, so far
+                    line, offset = line + len(_LINE_END_BYTES.findall(block)), offset + cut
+                    continue
+                if line == 0 and layout.body:
+                    ends = [match.end() for match in _LINE_END_BYTES.finditer(block, 0)][: layout.body]
+                    start = ends[-1] if len(ends) == layout.body else len(block)
+                    line, offset, block = layout.body, offset + start, block[start:]
+            values = _plain(block, layout, data.missing)
+            if values is not None:
+                rows = Rows(layout.names, values, np.arange(line + 1, line + 1 + len(values)), [], layout.header, "line", file)
+                line, offset = line + len(values), offset + len(block)
+            else:
+                rows, num_lines, unread = _careful(file, block, layout, data, line, offset, last)
+                line, offset, rest = line + num_lines, offset + len(block) - len(unread), unread + rest
+            found = found or bool(len(rows) or rows.rejected)
+            yield replace(rows, bytes_read=offset)
+    if layout is None:
+        raise UserError(f"data.path={file}: is empty; give a file with rows")
+    if not found:
+        yield Rows(layout.names, _columns([], layout.separator, len(layout.names)), np.arange(0), [], layout.header, "line", file)
+
+
+class _text_stream:
+    """A file's bytes, unpacked when it is gzip; what is wrong with the packing is told as a UserError."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.stream: IO[bytes] | gzip.GzipFile | None = None
+
+    def __enter__(self) -> "_text_stream":
+        self.stream = gzip.open(self.file, "rb") if self.file.suffix.lower() == ".gz" else self.file.open("rb", buffering=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            self.stream.close()
+
+    def read(self, size: int) -> bytes:
+        assert self.stream is not None
+        try:
+            return self.stream.read(size)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"data.path={self.file}: is no complete gzip file: {error}; pack it again, or unpack it") from error
+
+
+def _last_line_end(raw: bytes) -> int:
+    """Return where the last whole line ends, 0 where there is none."""
+    cut = raw.rfind(b"\n") + 1
+    return cut or raw.rfind(b"\r", 0, len(raw) - 1) + 1  # \r may be the first half of a line end
+
+
+def _layout(file: Path, block: bytes, data: DataConfig) -> Layout | None:
+    head = block if len(block) <= 2**20 else block[: _last_line_end(block[: 2**20]) or len(block)]
+    lines = _LINE_END.split(_decode(file, head, 0, 0))
     starts = [i for i, line in enumerate(lines) if line.strip()]
     if not starts:
-        raise UserError(f"data.path={file}: is empty; give a file with rows")
-    separator = _separator([lines[i] for i in starts[:SAMPLE]], data.delimiter)
-    (first, first_end), *others = _sample(lines, starts, separator)
-    header = _has_header(first, [cells for cells, _ in others], data)
-    if header:
-        names = _names(first)
-        starts = [i for i in starts if i > first_end]
-    else:
-        names = [
-            str(i) for i in range(Counter(len(cells) for cells in (first, *(cells for cells, _ in others))).most_common(1)[0][0])
-        ]
+        return None
+    separator = find_separator([lines[i] for i in starts[:SAMPLE]], data.delimiter)
+    (first, first_end), *others = first_rows(lines, starts, separator)
+    if has_header(first, [cells for cells, _ in others], data):
+        return Layout(separator, column_names(first), True, first_end + 1)
+    width = Counter(len(cells) for cells in (first, *(cells for cells, _ in others))).most_common(1)[0][0]
+    return Layout(separator, [str(i) for i in range(width)], False, 0)
+
+
+def _plain(block: bytes, layout: Layout, missing: Sequence[str]) -> pl.DataFrame | None:
+    """Return the columns of a block when polars reads it as `_careful` would, else None."""
+    separator, width = layout.separator.encode(), len(layout.names)
+    if b'"' in block or len(separator) > 1 or width == 1:
+        return None
+    if b"\r" in block:
+        if block.count(b"\r") != block.count(b"\r\n"):
+            return None
+        block = block.replace(b"\r\n", b"\n")
+    if b"\xef\xbb\xbf" in block:
+        block = block.replace(b"\xef\xbb\xbf", b"")
+    num_rows = block.count(b"\n") + (not block.endswith(b"\n"))
+    if block.count(separator) != num_rows * (width - 1):
+        return None
+    blanks = not block.isascii() or any(blank in block for blank in _BLANKS if blank != separator)
+    try:
+        frame = pl.read_csv(
+            block,
+            has_header=False,
+            schema={str(i): pl.String for i in range(width)},
+            separator=layout.separator,
+            quote_char=None,
+            null_values=None if blanks else list(missing),
+        )
+    except pl.exceptions.PolarsError:
+        return None
+    if len(frame) != num_rows:  # a row with too many fields raises; so with all separators there, every row has its own
+        return None
+    return _clean(frame.get_columns(), missing) if blanks else frame
+
+
+def _careful(
+    file: Path, block: bytes, layout: Layout, data: DataConfig, line: int, offset: int, last: bool
+) -> tuple[Rows, int, bytes]:
+    """Return the rows of a block, how many lines they took, and the end of the block that needs lines of the next one."""
+    lines = _LINE_END.split(_decode(file, block, line, offset))
+    if lines[-1] == "":
+        lines.pop()
     good: list[tuple[int, str | list[str]]] = []
     rejected: list[dict[str, Any]] = []
-    for number, row, reason in _fields(lines, starts, separator, len(names)):
+    used = len(lines)
+    starts = [i for i, text in enumerate(lines) if text.strip()]
+    for i, row, reason in cut_rows(lines, starts, layout.separator, len(layout.names)):
+        if reason and not last and '"' in lines[i] and i + MAX_SPAN > len(lines):  # may go on in the next block
+            used = i
+            break
         if reason:
-            rejected.append({"file": str(file), "line": number, "reason": reason, "text": lines[number - 1][:SHOWN]})
+            rejected.append({"file": str(file), "line": line + i + 1, "reason": reason, "text": lines[i][:SHOWN]})
         else:
-            good.append((number, row))
-    check_rejected(file, rejected, len(good) + len(rejected), data.max_rejected)
-    if not good:
-        raise UserError(f"data.path={file}: has {'a header and ' if header else ''}no rows that can be read")
-    columns = _columns([row for _, row in good], separator, len(names))
-    values = _clean(columns, data.missing)
-    return Rows(names, values, np.array([number for number, _ in good]), rejected, header, "line")
+            good.append((line + i + 1, row))
+    values = _clean(_columns([row for _, row in good], layout.separator, len(layout.names)).get_columns(), data.missing)
+    numbers = np.array([number for number, _ in good], dtype=np.int64)
+    unread = "".join(f"{text}\n" for text in lines[used:]).encode()
+    return Rows(layout.names, values, numbers, rejected, layout.header, "line", file), used, unread
 
 
-def _decode(file: Path) -> str:
-    raw = file.read_bytes()
+def _decode(file: Path, raw: bytes, line: int, offset: int) -> str:
     try:
         return raw.decode("utf-8").replace("\ufeff", "")  # also between files that were joined
     except UnicodeDecodeError as error:
-        line = 1 + len(re.findall(rb"\r\n|\n|\r", raw[: error.start]))
+        line += 1 + len(_LINE_END_BYTES.findall(raw[: error.start]))
         raise UserError(
-            f"data.path={file}: is no UTF-8 text (line {line}, byte {error.start}); save it as UTF-8, or give a Parquet file"
+            f"data.path={file}: is no UTF-8 text (line {line}, byte {offset + error.start}); save it as UTF-8, or give a Parquet file"
         ) from error
 
 
-def _fields(
-    lines: list[str], starts: Sequence[int], separator: str, width: int
-) -> Iterator[tuple[int, str | list[str], str | None]]:
-    """Yield (line from 1 on, row, why it is rejected). A row without quotes stays one string."""
-    done = -1
-    for i in starts:
-        if i <= done:  # the row before runs over this line
-            continue
-        if '"' not in lines[i]:
-            found = lines[i].count(separator) + 1
-            yield i + 1, lines[i], None if found == width else _wrong_width(found, width)
-            continue
-        row, last, reason = _quoted(lines, i, separator, width)
-        done = max(done, last)
-        yield i + 1, row, reason
-
-
-def _sample(lines: list[str], starts: Sequence[int], separator: str) -> list[tuple[list[str], int]]:
-    """Return the cells and the last line of the first rows; broken ones are cut as well as can be."""
-    rows: list[tuple[list[str], int]] = []
-    for i in starts:
-        if rows and i <= rows[-1][1]:
-            continue
-        if len(rows) == SAMPLE:
-            break
-        cells, last, reason = _quoted(lines, i, separator, None)
-        rows.append((_loose(lines[i], separator), i) if reason else ([cell.strip() for cell in cells], last))
-    return rows
-
-
-def _quoted(lines: list[str], start: int, separator: str, width: int | None) -> tuple[list[str], int, str | None]:
-    """Return the row that begins in line `start`, its last line, and what is wrong with it. width None: any."""
-    text = lines[start]
-    for last in range(start, min(start + MAX_SPAN, len(lines))):
-        if last > start:
-            text += "\n" + lines[last]
-            if '"' not in lines[last]:  # cannot close the value
-                continue
-        try:
-            (row,) = csv.reader([text], delimiter=separator, skipinitialspace=True, strict=True)
-        except csv.Error as error:
-            if str(error) == "unexpected end of data":
-                continue
-            if last == start:
-                return [], start, f"misplaced quote: {error}"
-            break
-        if width is None or len(row) == width:
-            return row, last, None
-        if last == start:
-            return row, start, _wrong_width(len(row), width)
-        break
-    return [], start, "a quote is opened and not closed"
-
-
-def _wrong_width(found: int, width: int) -> str:
-    return f"{found} values, expected {width}"
-
-
-def _columns(rows: list[str | list[str]], separator: str, width: int) -> list[pl.Series]:
+def _columns(rows: list[str | list[str]], separator: str, width: int) -> pl.DataFrame:
     """Return the columns as text: plain rows by polars, rows with quotes put in their places."""
-    if all(isinstance(row, str) for row in rows):
+    names = [str(i) for i in range(width)]
+    if rows and separator.isascii() and all(isinstance(row, str) for row in rows):
         text = "\n".join(row for row in rows if isinstance(row, str))
-        names = [str(i) for i in range(width)]
         return pl.read_csv(
             io.BytesIO(text.encode()),
             has_header=False,
@@ -217,59 +310,7 @@ def _columns(rows: list[str | list[str]], separator: str, width: int) -> list[pl
             separator=separator,
             quote_char=None,
             infer_schema=False,
-        ).get_columns()
+        )
     split = [row.split(separator) if isinstance(row, str) else row for row in rows]
-    return [pl.Series(str(i), column, dtype=pl.String) for i, column in enumerate(zip(*split, strict=True))]
-
-
-def _loose(line: str, separator: str) -> list[str]:
-    """Return the cells of a line that may be broken."""
-    try:
-        (cells,) = csv.reader([line], delimiter=separator, skipinitialspace=True)
-    except csv.Error:
-        cells = line.split(separator)
-    return [cell.strip() for cell in cells]
-
-
-def _separator(sample: Sequence[str], wanted: str) -> str:
-    """Return the wanted separator, else the one that cuts the most lines into the same number of cells, then into the most cells."""
-    if wanted != "auto":
-        separator = {"tab": "\t", "\\t": "\t"}.get(wanted, wanted)
-        if len(separator) != 1 or separator in '"\r\n':
-            raise UserError(f"data.delimiter={wanted!r}: give one character, no quote and no line end, or tab")
-        return separator
-
-    def score(separator: str) -> tuple[float, int]:
-        cells, lines = Counter(len(_loose(line, separator)) for line in sample).most_common(1)[0]
-        return (lines / len(sample), cells) if cells > 1 else (0.0, 0)
-
-    return max(SEPARATORS, key=score)
-
-
-def _has_header(first: list[str], others: list[list[str]], data: DataConfig) -> bool:
-    """Tell whether the first line names the columns: it holds a column name that the config gives; else it holds no number, and names
-    a column whose other values are all numbers, or is complete, without repetition, and none of its cells appears below it."""
-    if data.header != "auto":
-        return data.header == "yes"
-    given = {name for name in (data.label or "", *data.numeric, *data.categorical, *data.ignore) if name and not is_number(name)}
-    below = [{row[i] for row in others if i < len(row)} - {"", *data.missing} for i in range(len(first))]
-    if any(cell in given and cell not in values for cell, values in zip(first, below, strict=True)):
-        return True
-    if any(is_number(cell) for cell in first):
-        return False
-    named = [cell not in ("", *data.missing) for cell in first]
-    if any(name and values and all(map(is_number, values)) for name, values in zip(named, below, strict=True)):
-        return True
-    return all(named) and len(set(first)) == len(first) and not any(c in v for c, v in zip(first, below, strict=True))
-
-
-def _names(header: list[str]) -> list[str]:
-    """Return distinct names: a column without a name gets its position, a repeated name a number."""
-    names: list[str] = []
-    for position, cell in enumerate(header):
-        name, count = cell or str(position), 1
-        while name in names or (count > 1 and name in header):
-            count += 1
-            name = f"{cell or position}_{count}"
-        names.append(name)
-    return names
+    columns = zip(*split, strict=True) if split else ([] for _ in names)
+    return pl.DataFrame([pl.Series(name, column, dtype=pl.String) for name, column in zip(names, columns, strict=True)])

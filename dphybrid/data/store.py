@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ import numpy as np
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.errors import UserError
 
-ENCODER_VERSION = 3
+ENCODER_VERSION = 4
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
 Progress = Callable[[str, int, int], None]
@@ -77,16 +77,26 @@ class Prepared:
 
 
 @dataclass(frozen=True)
+class Streamed:
+    """An array that is written block by block along dim 0."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    blocks: Callable[[], Iterator[Array]]
+
+
+@dataclass(frozen=True)
 class Content:
-    """What a source comes to: arrays to save, facts for models, lines for people, rejected rows."""
+    """What a source comes to: arrays to save, facts for models, lines for people, rejected rows. save: writes more files into the folder."""
 
     kind: str
-    arrays: dict[str, Array]
+    arrays: Mapping[str, Array | Streamed]
     info: dict[str, Any]
     description: list[str]
     batch_arrays: tuple[str, ...] = ()
     extra: dict[str, Any] | None = None
     rejected: Iterable[dict[str, Any]] = ()
+    save: Callable[[Path], None] | None = None
 
 
 class Source(Protocol):
@@ -104,8 +114,9 @@ class Source(Protocol):
         """Return digests of the source's bytes."""
         ...
 
-    def read(self, progress: Progress) -> Content:
-        """Read and encode everything. Raises UserError for input that cannot be used."""
+    def read(self, progress: Progress, scratch: Path) -> Content:
+        """Read and encode everything; scratch: an empty folder that lasts until the content is written. Raises UserError for input that
+        cannot be used."""
         ...
 
 
@@ -126,8 +137,8 @@ def open_prepared(path: Path) -> Prepared:
     return Prepared(path, manifest)
 
 
-def build_once(folder: Path, name: str, digest: str, make: Callable[[], Content]) -> Prepared:
-    """Return the prepared folder `folder/name-digest`, built by `make` when it is not there yet.
+def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Content]) -> Prepared:
+    """Return the prepared folder `folder/name-digest`, built by `make(scratch folder)` when it is not there yet.
 
     Raises UserError when the folder is damaged or cannot be written; nothing half-made is left then.
     """
@@ -141,10 +152,11 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[], Content]
                 return open_prepared(final)
             partial = folder / f".{final.name}.partial"
             shutil.rmtree(partial, ignore_errors=True)  # of a killed process: whoever holds the lock is the only one alive
-            content = make()
             try:
-                partial.mkdir()
+                (partial / "scratch").mkdir(parents=True)
+                content = make(partial / "scratch")
                 manifest = _write(partial, content, digest)
+                shutil.rmtree(partial / "scratch")
                 partial.rename(final)
                 _sync(folder)
             finally:
@@ -166,9 +178,16 @@ def _write(partial: Path, content: Content, digest: str) -> dict[str, Any]:
     sums: dict[str, str] = {}
     for name, array in content.arrays.items():
         file = partial / f"{name}.npy"
-        np.save(file, array)
+        if isinstance(array, Streamed):
+            sums[name] = _save_blocks(file, array)
+        else:
+            np.save(file, array)
+            sums[name] = _file_digest(file)
         _sync(file)
-        sums[name] = _file_digest(file)
+    if content.save is not None:
+        content.save(partial)
+        for file in partial.rglob("*"):
+            _sync(file)
     num_rejected = 0
     with (partial / "rejected.jsonl").open("w", encoding="utf-8") as lines:
         for row in content.rejected:
@@ -198,6 +217,22 @@ def _write(partial: Path, content: Content, digest: str) -> dict[str, Any]:
     _sync(partial / "manifest.json")
     _sync(partial)
     return manifest
+
+
+def _save_blocks(file: Path, array: Streamed) -> str:
+    """Write an array as numpy's format has it; return the file's sha256."""
+    total = hashlib.sha256()
+    with file.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(
+            stream, {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+        )
+        stream.flush()
+        total.update(file.read_bytes())
+        for block in array.blocks():
+            data = np.ascontiguousarray(block, array.dtype).data
+            total.update(data)
+            stream.write(data)
+    return total.hexdigest()
 
 
 def combined_digest(parts: Iterable[bytes]) -> str:

@@ -32,7 +32,7 @@ class SyntheticSource:
     def digests(self, progress: Progress) -> list[bytes]:
         return []
 
-    def read(self, progress: Progress) -> Content:
+    def read(self, progress: Progress, scratch: Path) -> Content:
         num_train, num_valid, make = _SHAPES[self.recipe]
         arrays, info, words = make(np.random.default_rng([self.seed, 7]), num_train + num_valid)
         parts = {"train_rows": np.arange(num_train), "valid_rows": np.arange(num_train, num_train + num_valid)}

@@ -1,40 +1,37 @@
-"""Tables of clicks: a CSV, TSV or Parquet file with a binary label, categorical and numeric columns.
+"""Tables of clicks: CSV, TSV or Parquet files with a binary label, categorical and numeric columns.
 
-Roles are inferred, printed with a reason where it is not plain, and overridden by data.numeric, data.categorical and data.ignore:
-
-- numeric: every value present is a number. A code with few values stays numeric on purpose: its buckets give each frequent value its own row;
-- categorical: some value is no number; or numbers that are names: written with a leading zero (007), beyond 2^53, or whole numbers in a
-  column whose name ends in id, code, zip, ... (user_id, itemId);
-- ignore: a row number (whole numbers that grow by one from row to row, hardly any left out), as data frames write it; or no value at all.
+Read once, chunk by chunk, into one file a column (numbers, or codes of a dictionary); then split, fitted on the training part, and encoded.
+Memory holds a chunk, the vocabularies and a few numbers a row, however large the input is. Letters: B rows, F id columns, N dense columns.
 """
 
 import difflib
-import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import polars as pl
 
 from dphybrid.config import DataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.encode import FIRST_ID, Numbers, encode_categories, encode_numeric
-from dphybrid.data.rows import Rows, check_rejected, is_number, read_rows
-from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.data.encode import FIT_ROWS, CategoryColumn, Dictionary, NumericColumn, TableEncoder, fit_categories, fit_numeric
+from dphybrid.data.fields import is_number
+from dphybrid.data.rows import Rows, check_enough, check_rejected, read_chunks
+from dphybrid.data.schema import ColumnOptions, Role, SchemaFile, inferred_role, read_schema, schema_text
+from dphybrid.data.splits import RowSplit, split_rows
+from dphybrid.data.store import Content, Progress, Streamed, source_digests
 from dphybrid.errors import UserError
 
 POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
 """Label values that mean 1 although they would sort first."""
-FEW_OTHERS = 0.05
-"""Share of values that are no numbers up to which a person is told which one made the column categorical."""
-ROW_NUMBERS = 20
-"""Rows from which on a column that counts them is taken for a row number."""
-ROW_GAPS = 0.05
-"""Share of numbers that may be left out between row numbers: rows that were filtered out or rejected."""
-
-_NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
-_CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
+ROLE_ROWS = 20_000
+"""Rows from which the columns' roles are told."""
+SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
+"""Files of a folder that are read."""
+_ENCODE_ROWS = 2**16
 
 
 @dataclass(frozen=True)
@@ -42,92 +39,290 @@ class Column:
     """A column and what it is used as. reason: why, where it is not plain; samples: a few values for people."""
 
     name: str
-    role: str
+    role: Role
     reason: str
     samples: tuple[str, ...]
+    options: ColumnOptions
 
 
 @dataclass(frozen=True)
 class TableSource:
-    """One file of rows."""
+    """Files of rows. held: files whose rows are the held-out ones."""
 
     data: DataConfig
     seed: int
-    file: Path
+    read_files: tuple[Path, ...]
+    held_files: tuple[Path, ...] = ()
+
+    @cached_property
+    def schema(self) -> SchemaFile:
+        return read_schema(Path(self.data.schema_file).expanduser()) if self.data.schema_file else SchemaFile()
 
     @property
     def options(self) -> dict[str, Any]:
-        return self.data.model_dump(mode="json", exclude={"path", "window"})
+        values = self.data.model_dump(mode="json", exclude={"path", "valid_path", "schema_file", "window", "negatives"})
+        partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
+        return values | {
+            "schema": self.schema.model_dump(mode="json"),
+            "partitions": partitions if any(partitions) else [],
+            "held_files": len(self.held_files),
+            "formats": sorted(
+                {"".join(file.suffixes[-2:]).lower() for file in self.files if file.suffix.lower() in (".gz", ".parquet", ".pq")}
+            ),
+        }
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return (self.file,)
+        return self.read_files + self.held_files
 
     def digests(self, progress: Progress) -> list[bytes]:
         return source_digests(self.files, progress)
 
-    def read(self, progress: Progress) -> Content:
-        progress("read rows", 0, 1)
-        rows = read_rows(self.file, self.data)
-        label = self._find(rows, self.data.label or "", "data.label")
-        rows = self._with_label(rows, label)
-        labels_B, classes = self._labels(rows.column(label), label)
-        columns = self._roles(rows, label)
-        parts = dict(zip(("train_rows", "valid_rows"), self._split(len(rows)), strict=True))
-        arrays, info, statistics, vocabularies = self._encode(rows, columns, parts["train_rows"], progress)
-        batch_arrays = arrays | {"labels_B": labels_B}
-        extra = {
-            "label": label,
-            "classes": classes,
-            "vocabularies": vocabularies,
-            "numeric": statistics,
-            "columns": [column.__dict__ for column in columns],
-        }
-        text = self._description(columns, label, classes, info, labels_B, parts, len(rows.rejected))
-        return Content("arrays", batch_arrays | parts, info, text, tuple(batch_arrays), extra, rows.rejected)
-
-    def _with_label(self, rows: Rows, label: str) -> Rows:
-        """Reject the rows without a label."""
-        labelled_B = rows.column(label).is_not_null()
-        without = rows.lines[~labelled_B.to_numpy()].tolist()
-        rejected = [*rows.rejected, *({"file": str(self.file), "line": line, "reason": "no label"} for line in without)]
-        rejected.sort(key=lambda row: row["line"])
-        check_rejected(self.file, rejected, len(rows) + len(rows.rejected), self.data.max_rejected)
-        return replace(rows, values=rows.values.filter(labelled_B), lines=rows.lines[labelled_B.to_numpy()], rejected=rejected)
-
-    def _encode(
-        self, rows: Rows, columns: list[Column], train_rows: Array, progress: Progress
-    ) -> tuple[dict[str, Array], dict[str, Any], dict[str, Any], dict[str, list[str]]]:
-        """Return (ids_BF and dense_BN, info for models, statistics of numeric columns, vocabularies). Bucket ids come first."""
-        numbers: dict[str, Numbers] = {}
-        vocabularies: dict[str, list[str]] = {}
-        bucket_ids: list[Array] = []
-        category_ids: list[Array] = []
-        for done, column in enumerate(columns):
-            progress("encode columns", done, len(columns))
-            if column.role == "numeric":
-                encoded = numbers[column.name] = encode_numeric(rows.column(column.name), train_rows, self.data.buckets)
-                bucket_ids += [encoded.buckets] if encoded.buckets is not None else []
-            elif column.role == "categorical":
-                ids_B, vocabularies[column.name] = encode_categories(rows.column(column.name), train_rows, self.data.min_count)
-                category_ids.append(ids_B)
-        progress("encode columns", len(columns), len(columns))
-        id_columns = [
-            *({"name": n, "role": "buckets", "num_ids": e.num_buckets} for n, e in numbers.items() if e.buckets is not None),
-            *({"name": n, "role": "categorical", "num_ids": FIRST_ID + len(v)} for n, v in vocabularies.items()),
-        ]
+    def read(self, progress: Progress, scratch: Path) -> Content:
+        with ColumnStore(scratch / "columns") as store:
+            table = _Reading(self, store, progress).run()
+        parts = {"train_rows": np.flatnonzero(~table.split.held_B), "valid_rows": np.flatnonzero(table.split.held_B)}
+        encoder = self._fit(table, store, progress)
+        num_rows, id_columns = len(table.split.held_B), encoder.id_columns
         if not id_columns:
             raise UserError(
-                f"data.path={self.file}: no column is left to look up; ignore fewer columns or set data.buckets above 0"
+                f"data.path={self.data.path}: no column is left to look up; ignore fewer columns or set data.buckets above 0"
             )
-        dense = [part for e in numbers.values() for part in e.dense]
-        arrays = {
-            "ids_BF": np.stack(bucket_ids + category_ids, axis=1),
-            "dense_BN": np.stack(dense, axis=1).astype(np.float32) if dense else np.zeros((len(rows), 0), np.float32),
+        lookups = {c.name: c.ids_of_codes(table.dictionaries[c.name].values()).astype(np.int32) for c in encoder.categories}
+        arrays: dict[str, Array | Streamed] = {
+            "ids_BF": Streamed((num_rows, len(id_columns)), np.dtype(np.int32), lambda: _ids(encoder, lookups, store, num_rows)),
+            "dense_BN": Streamed((num_rows, encoder.num_dense), np.dtype(np.float32), lambda: _dense(encoder, store, num_rows)),
+            "labels_B": table.labels_B,
         }
-        num_ids = [column["num_ids"] for column in id_columns]
-        info = {"task": "binary", "columns": id_columns, "num_ids": num_ids, "num_dense": len(dense)}
-        return arrays, info, {name: e.facts for name, e in numbers.items()}, vocabularies
+        info = {
+            "task": "binary",
+            "columns": id_columns,
+            "num_ids": [column["num_ids"] for column in id_columns],
+            "num_dense": encoder.num_dense,
+        }
+        extra = {
+            "label": table.label,
+            "classes": list(encoder.classes),
+            "columns": [{k: v for k, v in column.__dict__.items() if k != "options"} for column in table.columns],
+        }
+        text = self._description(table, encoder, parts)
+
+        def save(folder: Path) -> None:
+            encoder.save(folder / "encoder")
+            schema = schema_text(table.label, [(column.name, column.options) for column in table.columns])
+            (folder / "schema.toml").write_text(schema, encoding="utf-8")
+
+        return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, table.rejected, save)
+
+    def _fit(self, table: "Table", store: "ColumnStore", progress: Progress) -> TableEncoder:
+        numeric: list[NumericColumn] = []
+        categories: list[CategoryColumn] = []
+        train_B = ~table.split.held_B
+        every = -(-int(train_B.sum()) // FIT_ROWS)
+        for done, column in enumerate(table.columns):
+            progress("encode columns", done, len(table.columns))
+            o = column.options
+            if column.role == "numeric":
+                buckets = self.data.buckets if o.buckets is None else o.buckets
+                raw_B = np.concatenate([block[rows_B] for block, rows_B in store.with_rows(column.name, train_B)])
+                numeric.append(fit_numeric(column.name, raw_B[::every], buckets, o.scale))
+            elif column.role == "categorical":
+                values, counts = table.dictionaries[column.name].values(), np.zeros(0, np.int64)
+                for codes_B, rows_B in store.with_rows(column.name, train_B):
+                    found = np.bincount(codes_B[rows_B], minlength=len(values) + 1)
+                    counts = found if not len(counts) else counts + found
+                least = self.data.min_count if o.min_count is None else o.min_count
+                categories.append(fit_categories(column.name, values, counts[1:], least, o.top, o.hash_buckets))
+        progress("encode columns", len(table.columns), len(table.columns))
+        return TableEncoder(tuple(numeric), tuple(categories), table.label, (table.classes[0], table.classes[1]))
+
+    def _description(self, table: "Table", encoder: TableEncoder, parts: dict[str, Array]) -> list[str]:
+        num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
+        columns, classes, labels_B = table.columns, table.classes, table.labels_B
+        wide = max(len("column"), *(len(column.name) for column in columns))
+        lines = [f"  {self.data.path}: {len(labels_B):,} rows, label {table.label!r}: {classes[1]!r} is 1, {classes[0]!r} is 0"]
+        lines += [f"  {'column':<{wide}}  role            ids  values such as"]
+        for column in columns:
+            samples = ", ".join(text if len(text) <= 24 else text[:21] + "..." for text in column.samples)
+            reason = f"  ({column.reason})" if column.reason else ""
+            lines.append(f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  {samples}{reason}")
+        rates = {name: float(labels_B[rows].mean()) for name, rows in parts.items()}
+        lines.append(
+            f"  {len(parts['train_rows']):,} rows to train ({rates['train_rows']:.1%} of them 1), "
+            f"{len(parts['valid_rows']):,} held out ({rates['valid_rows']:.1%}), {sum(num_ids.values()):,} table rows"
+        )
+        lines.append(f"  {table.split.text}")
+        lines.append(
+            "  Other roles: --data.numeric, --data.categorical, --data.ignore with column names, or --data.schema-file with an edited "
+            "schema.toml of this folder; without a header columns are named 0, 1, ..."
+        )
+        if table.rejected:
+            lines.append(f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which and why")
+        return lines
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that was read: its columns lie in the store, as numbers (nan: no value) or codes of the dictionaries (0: no value)."""
+
+    label: str
+    classes: list[str]
+    labels_B: Array
+    columns: list[Column]
+    dictionaries: dict[str, Dictionary]
+    split: RowSplit
+    rejected: list[dict[str, Any]]
+
+
+class ColumnStore:
+    """One file of numbers a column, written chunk by chunk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, tuple[Path, np.dtype[Any], IO[bytes]]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "ColumnStore":
+        self.folder.mkdir()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def append(self, name: str, values_B: Array) -> None:
+        if name not in self._files:
+            path = self.folder / str(len(self._files))
+            self._files[name] = (path, values_B.dtype, self._stack.enter_context(path.open("wb")))
+        self._files[name][2].write(np.ascontiguousarray(values_B).data)
+
+    def blocks(self, name: str, size: int = _ENCODE_ROWS) -> Iterator[Array]:
+        """Yield a column in blocks of `size` rows, when all of it is written."""
+        path, dtype, _ = self._files[name]
+        with path.open("rb") as stream:
+            while raw := stream.read(size * dtype.itemsize):
+                yield np.frombuffer(raw, dtype)
+
+    def with_rows(self, name: str, rows_B: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield blocks with their part of `rows_B`."""
+        size = 2**20
+        for number, block in enumerate(self.blocks(name, size)):
+            yield block, rows_B[number * size : number * size + len(block)]
+
+    def whole(self, name: str) -> Array:
+        return np.concatenate(list(self.blocks(name)))
+
+
+def _ids(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int) -> Iterator[Array]:
+    bucketed = [column for column in encoder.numeric if column.num_ids]
+    sources = [store.blocks(name) for name in (*(c.name for c in bucketed), *(c.name for c in encoder.categories))]
+    for start in range(0, num_rows, _ENCODE_ROWS):
+        out_BF = np.empty((min(_ENCODE_ROWS, num_rows - start), len(sources)), np.int32)
+        for place, source in enumerate(sources):
+            values_B = next(source)
+            out_BF[:, place] = (
+                bucketed[place].ids(values_B)
+                if place < len(bucketed)
+                else lookups[encoder.categories[place - len(bucketed)].name][values_B]
+            )
+        yield out_BF
+
+
+def _dense(encoder: TableEncoder, store: ColumnStore, num_rows: int) -> Iterator[Array]:
+    sources = {column.name: store.blocks(column.name) for column in encoder.numeric}
+    for start in range(0, num_rows, _ENCODE_ROWS):
+        yield encoder.dense({name: next(source) for name, source in sources.items()}, min(_ENCODE_ROWS, num_rows - start))
+
+
+class _Reading:
+    """Reads the files of a source into a store."""
+
+    def __init__(self, source: TableSource, store: ColumnStore, progress: Progress) -> None:
+        self.source, self.data, self.store, self.progress = source, source.data, store, progress
+        self.rejected: list[dict[str, Any]] = []
+        self.columns: list[Column] = []
+        self.label = ""
+        self.names: list[str] = []
+        self.dictionaries: dict[str, Dictionary] = {}
+        self.num_rows = 0
+
+    def run(self) -> Table:
+        first: Rows | None = None
+        num_read = 0
+        total = sum(file.stat().st_size for file in self.source.files)
+        before = 0
+        for file in self.source.files:
+            if file in self.source.held_files and not num_read:
+                num_read = self.num_rows
+            for rows in read_chunks(file, self.data):
+                self.progress("read rows", min(total, before + rows.bytes_read), total)
+                if first is None:
+                    first = rows
+                    self._start(rows)
+                self._add(rows)
+            before += file.stat().st_size
+        assert first is not None
+        check_rejected(str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected)
+        check_enough(str(self.data.path), first, self.num_rows)
+        self.store.__exit__()
+        labels_B, classes = self._labels()
+        split = self._split(num_read if self.source.held_files else self.num_rows)
+        return Table(self.label, classes, labels_B, self.columns, self.dictionaries, split, self.rejected)
+
+    def _start(self, rows: Rows) -> None:
+        self.names = rows.names
+        self.label = self._find(rows, self.data.label or self.source.schema.label or "", "data.label")
+        self.columns = self._roles(rows)
+        self.numeric = [column.name for column in self.columns if column.role == "numeric"]
+        coded = [self.label, *(column.name for column in self.columns if column.role == "categorical")]
+        self.split_column = self._find(rows, self.data.split_column, "data.split_column") if self.data.split_column else None
+        if self.split_column and self.split_column not in coded:
+            coded.append(self.split_column)
+        self.dictionaries = {name: Dictionary() for name in coded}
+
+    def _add(self, rows: Rows) -> None:
+        if rows.names != self.names:
+            missing = [name for name in self.names if name not in rows.names] or [n for n in rows.names if n not in self.names]
+            if missing:
+                raise UserError(
+                    f"data.path={self.data.path}: {rows.file} has other columns than {self.source.files[0]}, {missing[0]!r} for one; "
+                    "give files with the same columns"
+                )
+        place = {name: str(rows.names.index(name)) for name in self.names}
+        frame = rows.values
+        numbers = frame.select(pl.col(place[name]).cast(pl.Float64, strict=False) for name in self.numeric)
+        wrong_B, rejected = np.zeros(len(frame), bool), list(rows.rejected)
+        unlabelled = frame[place[self.label]].is_null()
+        if unlabelled.any():
+            wrong_B |= unlabelled.to_numpy()
+            rejected += [self._rejected(rows, int(i), "no label") for i in np.flatnonzero(wrong_B)]
+        for name in self.numeric:
+            values, found = frame[place[name]], numbers[place[name]]
+            if int(found.is_finite().sum()) == len(values) - values.null_count():
+                continue
+            odd_B = (values.is_not_null() & ~found.is_finite().fill_null(False)).to_numpy() & ~wrong_B
+            hint = "mend it, list it in data.missing, or name the column in data.categorical"
+            rejected += [
+                self._rejected(rows, int(i), f"data.numeric: column {name!r} holds {values[int(i)]!r}, no number; {hint}")
+                for i in np.flatnonzero(odd_B)
+            ]
+            wrong_B |= odd_B
+        if rejected:
+            self.rejected += sorted(rejected, key=lambda row: row["line"])
+            keep = pl.Series(~wrong_B)
+            frame, numbers = frame.filter(keep), numbers.filter(keep) if self.numeric else numbers
+        for name in self.numeric:
+            self.store.append(f"{name}", numbers[place[name]].fill_null(float("nan")).to_numpy())
+        codes = frame.select(dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items())
+        for name in self.dictionaries:
+            key = name if name not in self.numeric else f"{name}\0codes"
+            self.store.append(key, codes[place[name]].to_numpy())
+        self.num_rows += len(frame)
+        seen = self.num_rows + len(self.rejected)
+        if len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen:  # hopeless
+            check_rejected(str(self.data.path), self.rejected, seen, self.data.max_rejected)
+
+    def _rejected(self, rows: Rows, row: int, reason: str) -> dict[str, Any]:
+        return {"file": str(rows.file), "line": int(rows.lines[row]), "reason": reason}
 
     def _find(self, rows: Rows, name: str, place: str) -> str:
         """Return the column of a name or a position."""
@@ -143,127 +338,98 @@ class TableSource:
         hint = f"did you mean {close[0]!r}? " if close else ""
         if not rows.header:
             hint += "its first line was read as values (data.header=yes reads it as names), so "
-        raise UserError(f"{place}={name!r}: {self.file} has no such column; {hint}columns: {listed}")
+        raise UserError(f"{place}={name!r}: {rows.file} has no such column; {hint}columns: {listed}")
 
-    def _labels(self, values: pl.Series, label: str) -> tuple[Array, list[str]]:
+    def _roles(self, rows: Rows) -> list[Column]:
+        given: dict[str, Role] = {}
+        flags: tuple[tuple[Role, tuple[str, ...]], ...] = (
+            ("numeric", self.data.numeric),
+            ("categorical", self.data.categorical),
+            ("ignore", self.data.ignore),
+        )
+        for role, names in flags:
+            for name in names:
+                found = self._find(rows, name, f"data.{role}")
+                if found in given or found == self.label:
+                    other = "label" if found == self.label else given[found]
+                    raise UserError(f"data.{role}={name!r}: this column is already named as {other}; name it once")
+                given[found] = role
+        options = {self._find(rows, name, "data.schema_file: columns"): o for name, o in self.source.schema.columns.items()}
+        columns = []
+        sample = rows.values.head(ROLE_ROWS)
+        for place, name in enumerate(rows.names):
+            if name == self.label:
+                continue
+            present, own = sample.to_series(place).drop_nulls(), options.get(name, ColumnOptions())
+            told = given.get(name) or own.role
+            if told is not None:
+                role, reason = told, "as given"
+            elif not len(present) and len(rows) > len(sample):
+                role, reason = "categorical", f"no values in the first {len(sample):,} rows"
+            else:
+                role, reason = inferred_role(name, present, len(sample))
+            samples = tuple(present.unique(maintain_order=True)[:3].to_list())
+            columns.append(Column(name, role, reason, samples, own.model_copy(update={"role": role})))
+        return columns
+
+    def _labels(self) -> tuple[Array, list[str]]:
         """Return labels (B,) of 0 and 1, and the two values: numbers by size, else by text, the positive one last."""
-        found = values.unique().to_list()
-        found.sort(key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
+        values = self.dictionaries[self.label].values().to_list()
+        found = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
         if len(found) != 2:
             shown = ", ".join(repr(v) for v in found[:6]) + (", ..." if len(found) > 6 else "")
             raise UserError(
-                f"data.label={self.data.label}: needs two different values, column {label!r} has {len(found)}: {shown} ({self.file}); "
-                "name another column, or make the label two-valued"
+                f"data.label={self.data.label}: needs two different values, column {self.label!r} has {len(found)}: {shown} "
+                f"({self.data.path}); name another column, or make the label two-valued"
             )
         if found[0].lower() in POSITIVE:
             found.reverse()
-        return (values == found[1]).to_numpy().astype(np.float32), found
+        is_one = np.array([False, *(value == found[1] for value in values)])
+        return is_one[self.store.whole(self.label)].astype(np.float32), found
 
-    def _roles(self, rows: Rows, label: str) -> list[Column]:
-        given: dict[str, str] = {}
-        for role, names in (("numeric", self.data.numeric), ("categorical", self.data.categorical), ("ignore", self.data.ignore)):
-            for name in names:
-                found = self._find(rows, name, f"data.{role}")
-                if found in given or found == label:
-                    other = "label" if found == label else given[found]
-                    raise UserError(f"data.{role}={name!r}: this column is already named as {other}; name it once")
-                given[found] = role
-        columns = []
-        for name in rows.names:
-            if name == label:
-                continue
-            present = rows.column(name).drop_nulls()
-            if given.get(name) == "numeric":
-                self._check_numeric(rows, name)
-            role, reason = (given[name], "as given") if name in given else inferred_role(name, present, len(rows))
-            columns.append(Column(name, role, reason, tuple(present.unique(maintain_order=True)[:3].to_list())))
-        return columns
-
-    def _check_numeric(self, rows: Rows, name: str) -> None:
-        values = rows.column(name)
-        wrong_B = (values.is_not_null() & ~_finite(values)).to_numpy()
-        if wrong_B.any():
-            row = int(np.argmax(wrong_B))
-            raise UserError(
-                f"data.numeric: column {name!r} holds {values[row]!r} in {rows.place} {rows.lines[row]} of {self.file}; "
-                f"mend it, list it in data.missing, or name the column in data.categorical"
-            )
-
-    def _split(self, num_rows: int) -> tuple[Array, Array]:
-        order = np.random.default_rng(self.seed).permutation(num_rows)
-        held = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
-        return np.sort(order[held:]), np.sort(order[:held])
-
-    def _description(
-        self,
-        columns: list[Column],
-        label: str,
-        classes: list[str],
-        info: dict[str, Any],
-        labels_B: Array,
-        parts: dict[str, Array],
-        num_rejected: int,
-    ) -> list[str]:
-        num_ids = {column["name"]: column["num_ids"] for column in info["columns"]}
-        wide = max(len("column"), *(len(column.name) for column in columns))
-        lines = [f"  {self.file}: {len(labels_B):,} rows, label {label!r}: {classes[1]!r} is 1, {classes[0]!r} is 0"]
-        lines += [f"  {'column':<{wide}}  role            ids  values such as"]
-        for column in columns:
-            samples = ", ".join(text if len(text) <= 24 else text[:21] + "..." for text in column.samples)
-            reason = f"  ({column.reason})" if column.reason else ""
-            lines.append(f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  {samples}{reason}")
-        rates = {name: float(labels_B[rows].mean()) for name, rows in parts.items()}
-        lines.append(
-            f"  {len(parts['train_rows']):,} rows to train ({rates['train_rows']:.1%} of them 1), "
-            f"{len(parts['valid_rows']):,} held out ({rates['valid_rows']:.1%}), {sum(info['num_ids']):,} table rows"
-        )
-        lines.append(
-            "  Other roles: --data.numeric, --data.categorical, --data.ignore with column names; without a header columns are named 0, 1, ..."
-        )
-        if num_rejected:
-            lines.append(f"  {num_rejected} rows rejected: rejected.jsonl in the prepared folder says which and why")
-        return lines
-
-
-def inferred_role(name: str, present: pl.Series, num_rows: int) -> tuple[str, str]:
-    """Return (role, reason where it is not plain) of a column with the given values present, by the rules at the top of this file."""
-    if not len(present):
-        return "ignore", "no values"
-    others = present.filter(~_finite(present))
-    if len(others):
-        few = len(others) <= FEW_OTHERS * len(present)
-        return "categorical", f"{others[0]!r} is no number; data.missing can name it" if few else ""
-    if present.str.contains(r"^-?0\d").any():
-        return "categorical", "leading zeros"
-    whole = present.cast(pl.Int64, strict=False)
-    if whole.is_null().any():
-        large = present.str.contains(r"^-?\d{17,}$").any()
-        return ("categorical", "whole numbers beyond 2^53") if large else ("numeric", "")
-    grows = len(present) == num_rows >= ROW_NUMBERS and (whole.diff().drop_nulls() > 0).all()
-    if grows and int(whole[-1]) - int(whole[0]) < (1 + ROW_GAPS) * num_rows:
-        return "ignore", "a row number"
-    if whole.abs().max() > 2**53:  # type: ignore[operator]
-        return "categorical", "whole numbers beyond 2^53"
-    if _NAMES_AN_ID.search(name) or _CAMEL_ID.search(name):
-        return "categorical", "named like an id"
-    return "numeric", ""
-
-
-def _finite(values: pl.Series) -> pl.Series:
-    """Tell which values are finite numbers (none: False)."""
-    return values.cast(pl.Float64, strict=False).is_finite().fill_null(False)
+    def _split(self, num_read: int) -> RowSplit:
+        codes_B, values = None, None
+        if self.split_column:
+            key = f"{self.split_column}\0codes" if self.split_column in self.numeric else self.split_column
+            codes_B, values = self.store.whole(key), self.dictionaries[self.split_column].values()
+        return split_rows(self.data, self.source.seed, self.num_rows, num_read, codes_B, values)
 
 
 def open_source(data: DataConfig, seed: int) -> TableSource:
-    """Find the file. Raises UserError for a missing path or an empty file."""
+    """Find the files. Raises UserError for a missing path or an empty file."""
     if data.path is None:
         raise UserError(
             "data.path is not set; recipe ctr needs a CSV, TSV or Parquet file: --data.path clicks.csv --data.label clicked"
         )
-    file = Path(data.path).expanduser()
-    if not file.is_file():
-        what = "is a folder; name one file" if file.is_dir() else "there is no such file"
-        raise UserError(f"data.path={data.path}: {what}")
-    if not file.stat().st_size:
-        raise UserError(f"data.path={data.path}: is empty; give a file with rows")
-    return TableSource(data, seed, file)
+    held = find_files(data.valid_path, "data.valid_path") if data.valid_path else ()
+    return TableSource(data, seed, find_files(data.path, "data.path"), held)
+
+
+def find_files(path: str, place: str) -> tuple[Path, ...]:
+    """Return the files of a file, a folder (with what is below it) or a pattern such as `logs/day-*.csv.gz`, sorted by name.
+
+    Raises UserError when there are none, and for an empty file.
+    """
+    root = Path(path).expanduser()
+    if root.is_file():
+        files = [root]
+    elif root.is_dir():
+        files = [
+            file
+            for file in root.rglob("*")
+            if file.name.lower().endswith(SUFFIXES) and file.is_file() and file.name[0] not in "._"
+        ]
+        if not files:
+            raise UserError(
+                f"{place}={path}: is a folder without files of rows ({', '.join(SUFFIXES)}); name a file, or one that has some"
+            )
+    else:
+        anchor = Path(root.anchor) if root.anchor else Path()
+        pattern = str(root.relative_to(anchor))
+        files = [file for file in anchor.glob(pattern) if file.is_file()] if any(sign in pattern for sign in "*?[") else []
+        if not files:
+            raise UserError(f"{place}={path}: there is no such file")
+    for file in files:
+        if not file.stat().st_size:
+            raise UserError(f"{place}={file}: is empty; give a file with rows")
+    return tuple(sorted(files))

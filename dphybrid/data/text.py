@@ -92,7 +92,7 @@ class TextSource:
             for number, paragraph in enumerate(paragraphs, start=1):
                 yield f"paragraph {number}", paragraph
 
-    def read(self, progress: Progress) -> Content:
+    def read(self, progress: Progress, scratch: Path) -> Content:
         documents: list[tuple[str, list[str]]] = []
         for done, (name, text) in enumerate(self._documents()):
             progress("read documents", done, max(len(self.files), done + 1))

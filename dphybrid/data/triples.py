@@ -125,7 +125,7 @@ class TripleSource:
     def digests(self, progress: Progress) -> list[bytes]:
         return source_digests(self.files, progress)
 
-    def read(self, progress: Progress) -> Content:
+    def read(self, progress: Progress, scratch: Path) -> Content:
         entities: dict[str, int] = {}
         relations: dict[str, int] = {}
         rejected: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ from dphybrid.data.store import Content, build_once
 from dphybrid.errors import UserError
 
 
-def small() -> Content:
+def small(_: Path) -> Content:
     return Content(
         "arrays", {"x_B": np.arange(3), "train_rows": np.arange(2), "valid_rows": np.array([2])}, {}, ["  x"], ("x_B",)
     )
@@ -33,7 +33,7 @@ def test_threads_that_fail_one_after_the_other_never_build_at_once(tmp_path: Pat
     inside, most, failures = 0, 0, 0
     count = threading.Lock()
 
-    def make() -> Content:
+    def make(_: Path) -> Content:
         nonlocal inside, most, failures
         with count:
             inside += 1
@@ -45,7 +45,7 @@ def test_threads_that_fail_one_after_the_other_never_build_at_once(tmp_path: Pat
             inside -= 1
         if fail:
             raise UserError("no")
-        return small()
+        return small(tmp_path)
 
     reused: list[bool | None] = []
 

@@ -10,8 +10,8 @@ import pytest
 
 from dphybrid.config import DataConfig
 from dphybrid.data import Prepared, prepare
-from dphybrid.data.encode import bucket_edges, encode_categories, encode_numeric
-from dphybrid.data.table import inferred_role
+from dphybrid.data.encode import Dictionary, TableEncoder, bucket_edges, fit_categories, fit_numeric
+from dphybrid.data.schema import inferred_role
 from dphybrid.errors import UserError
 
 
@@ -58,7 +58,7 @@ def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
     assert "'inf' is no number; data.missing can name it" in prepared.describe()
     roles = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, missing=("inf",)).manifest["columns"]
     assert [column["role"] for column in roles] == ["numeric"]
-    with pytest.raises(UserError, match=r"column 'n' holds 'inf' in line 9 of .*data\.missing.*data\.categorical"):
+    with pytest.raises(UserError, match=r"line 9: .*column 'n' holds 'inf'.*data\.missing.*data\.categorical"):
         table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, numeric=("n",))
 
 
@@ -146,7 +146,8 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
         "none": "ignore",
     }
     assert prepared.arrays["dense_BN"][:4, 1].tolist() == [0, 1, 1, 0]
-    assert sorted(prepared.manifest["vocabularies"]["word"]) == ["a", "b", "c"]
+    (word,) = [c for c in TableEncoder.load(prepared.path / "encoder").categories if c.name == "word"]
+    assert sorted(word.vocabulary) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("odd", [[1, 2], {"a": 1}, b"\xff"])
@@ -157,26 +158,56 @@ def test_parquet_columns_of_other_things_must_be_ignored(tmp_path: Path, odd: ob
     assert parquet(tmp_path, columns, ignore=("odd",)).info["num_dense"] == 1
 
 
-def test_statistics_do_not_look_at_held_out_rows() -> None:
-    train = np.arange(50)
-    values = pl.Series("0", [str(i) for i in range(50)] + ["1000000", None], dtype=pl.String)
-    one = encode_numeric(values, train, 8)
-    other = encode_numeric(values[:50].extend(pl.Series("0", ["3", None], dtype=pl.String)), train, 8)
-    assert one.facts == other.facts
-    assert one.dense[0][:50].mean() == pytest.approx(0)
-    assert one.dense[0][50] == 100  # cut off
-    assert one.dense[1].tolist() == [0] * 51 + [1]
-    assert one.buckets is not None
-    assert one.buckets.tolist()[-2:] == [8, 0]
-    ids, vocabulary = encode_categories(pl.Series("0", ["a", "b", "b", "c", None, "d"]), np.array([0, 1, 2, 4]), 1)
-    assert (vocabulary, ids.tolist()) == (["b", "a"], [3, 2, 2, 1, 0, 1])
+def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
+    def encoder(folder: str, held_out: list[object]) -> tuple[Prepared, TableEncoder]:
+        (tmp_path / folder).mkdir()
+        for part, n, w in (("train", [str(i) for i in range(50)], ["a", "b"] * 25), ("held", held_out, ["new"] * 4)):
+            rows = "".join(f"{x},{y},{i % 2}\n" for i, (x, y) in enumerate(zip(n, w, strict=True)))
+            (tmp_path / folder / f"{part}.csv").write_text("n,w,y\n" + rows)
+        paths = {"path": str(tmp_path / folder / "train.csv"), "valid_path": str(tmp_path / folder / "held.csv")}
+        prepared = prepare("ctr", DataConfig(label="y", numeric=("n",), **paths), tmp_path / "prepared", 0)  # type: ignore[arg-type]
+        return prepared, TableEncoder.load(prepared.path / "encoder")
+
+    (one, its), (other, others) = encoder("one", ["1000000", "", "7", "8"]), encoder("other", ["3", "4", "5", "6"])
+    assert its.numeric == others.numeric
+    assert [c.vocabulary.to_list() for c in its.categories] == [c.vocabulary.to_list() for c in others.categories] == [["a", "b"]]
+    assert one.arrays["dense_BN"][:50].mean() == pytest.approx(0, abs=1e-6)
+    assert one.arrays["dense_BN"][50:52, 0].tolist() == [100, 0]  # cut off; no value
+    assert one.info["num_dense"] == 1  # no training row misses a value
+    assert one.arrays["ids_BF"][50:52].tolist() == [[32, 1], [0, 1]]
+    assert other.arrays["train_rows"].tolist() == one.arrays["train_rows"].tolist() == list(range(50))
+
+
+def test_categories_by_count_top_and_hash() -> None:
+    dictionary = Dictionary()
+    codes = dictionary.codes(pl.Series(["a", "b", "b", "c", None, "d", "d", "d"]))
+    counts = np.bincount(codes[:-1], minlength=5)[1:]  # the last one is held out
+    values = dictionary.values()
+
+    def ids(texts: list[str | None], **options: int) -> list[int]:
+        column = fit_categories("c", values, counts, **{"min_count": 1} | options)
+        found = column.ids(pl.Series(texts, dtype=pl.String))
+        assert found.tolist() == column.ids_of_codes(values)[dictionary.codes(pl.Series(texts, dtype=pl.String))].tolist()
+        assert max(found) < column.num_ids
+        return list(found)
+
+    texts = ["b", "d", "a", "c", None]
+    assert ids(texts) == [2, 3, 4, 5, 0]  # by count, then by name
+    assert ids(texts, min_count=2) == [2, 3, 1, 1, 0]
+    assert ids(texts, top=1) == [2, 1, 1, 1, 0]
+    hashed = ids(texts, top=1, hash_buckets=4)
+    assert hashed[0] == 2
+    assert all(3 <= number < 7 for number in hashed[1:4])
+    assert hashed[4] == 0
 
 
 def test_numbers_of_any_size_come_out_finite() -> None:
-    for numbers in (["1e308", "-1e308"], ["1e-300", "1e300"], ["5", "5"], ["0", "1e16"]):
-        encoded = encode_numeric(pl.Series("0", numbers * 10), np.arange(15), 4)
-        assert np.isfinite(encoded.dense[0]).all()
-        assert np.abs(encoded.dense[0]).max() <= 100
+    for numbers in ([1e308, -1e308], [1e-300, 1e300], [5.0, 5.0], [0.0, 1e16]):
+        column = fit_numeric("n", np.array(numbers * 10)[:15], 4)
+        out = np.zeros((20, column.width))
+        column.dense(np.array(numbers * 10), out)
+        assert np.isfinite(out).all()
+        assert np.abs(out).max() <= 100
 
 
 def test_frequent_values_get_buckets_of_their_own() -> None:
