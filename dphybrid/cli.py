@@ -173,17 +173,28 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _devices(_: argparse.Namespace) -> int:
-    import torch
+def _devices(args: argparse.Namespace) -> int:
+    from rich.console import Console
 
-    settings = load_settings()
-    from dphybrid.parallel import resolve_devices
+    from dphybrid.gpus import Inventory, ask_for, lease_folder, visible
+    from dphybrid.gpus.table import gpu_table, show_live
 
-    print(f"cpu     {torch.get_num_threads()} threads")
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        print(f"cuda:{index}  {torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
-    print(f"devices={settings.devices} means {resolve_devices(settings.devices).text}")
+    settings, names = load_settings(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    inventory = Inventory(settings.nvml)
+    units = inventory.read()
+    if not units:
+        print(f"no GPU ({inventory.reason}); devices=auto means cpu")
+        return 0
+    folder = lease_folder(settings.lease_dir)
+    if args.ask is not None:
+        chosen = visible(units, names)
+        if not 0 <= args.ask < len(chosen):
+            raise UserError(f"--ask {args.ask}: there is no cuda:{args.ask}; {len(chosen)} GPUs are visible")
+        print(ask_for(folder, chosen[args.ask]))
+        return 0
+    if args.live:
+        show_live(inventory, names, folder, settings.gpu_policy)
+    Console().print(gpu_table(units, names, folder, settings.gpu_policy))
     return 0
 
 
@@ -298,7 +309,10 @@ def make_parser() -> Parser:
     sync.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="how long each run may take (60)")
     sync.set_defaults(function=_sync)
 
-    commands.add_parser("devices", help="list what `auto` can use").set_defaults(function=_devices)
+    devices = commands.add_parser("devices", help="show the GPUs: memory, load, who uses them, which run has leased them")
+    devices.add_argument("--live", action="store_true", help="go on showing them until Ctrl-C")
+    devices.add_argument("--ask", type=int, metavar="N", help="ask the run on cuda:N to give its GPUs back")
+    devices.set_defaults(function=_devices)
     commands.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=_doctor)
     return parser
 

@@ -221,7 +221,7 @@ class ExperimentConfig(Section):
     recipe: RecipeName = "text"
     """Ready config: text (words), ctr (clicks), kge (triples of a knowledge graph); hybrid, blocks, convnet, toy (the tutorials' models)."""
     devices: str = "auto"
-    """Where the blocks run: auto, cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1, cuda:0*4 (four virtual devices on one GPU)."""
+    """Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1, cuda:0*4 (four of one GPU)."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     table: TableConfig = TableConfig()

@@ -1,4 +1,4 @@
-"""The device grammar as text: `auto`, `cpu`, `cpu*8`, `cuda:0`, `cuda:0,cuda:1`, `cuda:0,1`, `cuda:0*4`.
+"""The device grammar as text: `auto`, `auto*2`, `cpu`, `cpu*8`, `cuda:0`, `cuda:0,cuda:1`, `cuda:0,1`, `cuda:0*4`.
 
 Pure Python, so that a config can be checked where torch is not installed; `dphybrid.parallel.resolve_devices` gives the text its hardware.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dphybrid.errors import UserError
 
 _ITEM = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d+))?(?:\*(?P<count>\d+))?")
-_HELP = "use auto, cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1 or cuda:0*4 (four virtual devices on one GPU)"
+_HELP = "use auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1 or cuda:0*4 (four virtual devices on one GPU)"
 MAX_DEVICES = 64
 
 
@@ -17,13 +17,14 @@ MAX_DEVICES = 64
 class DeviceSpec:
     """A parsed device text.
 
-    names: one device name a replica (`("cpu",) * 8` for `cpu*8`), empty for `auto`.
+    names: one device name a replica (`("cpu",) * 8` for `cpu*8`), empty for `auto`. count: the 2 of `auto*2`, else 0.
     virtual: replicas share hardware, as in `cpu*8`, `cuda:0*4` or `cuda:0,cuda:0`.
     """
 
     text: str
     names: tuple[str, ...]
     virtual: bool
+    count: int = 0
 
     @property
     def is_auto(self) -> bool:
@@ -35,6 +36,10 @@ def parse_device_spec(text: str) -> DeviceSpec:
     cleaned = text.replace(" ", "").lower()
     if cleaned == "auto":
         return DeviceSpec("auto", (), False)
+    if match := re.fullmatch(r"auto\*(\d+)", cleaned):
+        if not 1 <= int(match[1]) <= MAX_DEVICES:
+            raise UserError(f"devices={text!r}: {match[1]} devices; use 1 to {MAX_DEVICES}")
+        return DeviceSpec(cleaned, (), False, int(match[1]))
     names: list[str] = []
     for item in cleaned.split(","):
         if item.isdigit() and names and names[-1].startswith("cuda"):

@@ -3,12 +3,15 @@
 import os
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dphybrid.device_spec import parse_device_spec
 from dphybrid.errors import UserError
+from dphybrid.gpus.hours import parse_quiet_hours
+from dphybrid.gpus.inventory import Policy
 
 
 class Settings(BaseSettings):
@@ -32,6 +35,31 @@ class Settings(BaseSettings):
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default="dphybrid", min_length=1)
     """MLflow experiment that runs are put into."""
+    lease_dir: Path = Path("/var/lock/dphybrid")
+    """Folder of the locks that say which GPU belongs to which run; the same for all users of the machine."""
+    max_gpus: int = Field(default=0, ge=0)
+    """GPUs that devices=auto takes at most; 0: all that are free."""
+    gpu_wait_s: float = Field(default=86400.0, ge=0)
+    """Seconds to wait for GPUs before a run fails with the reason."""
+    gpu_free_share: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that must be free for it to count as free."""
+    gpu_max_load: int = Field(default=10, ge=0, le=100)
+    """Load in per cent up to which a GPU counts as free."""
+    gpu_window_s: float = Field(default=2.0, ge=0)
+    """Seconds over which a GPU must have been free."""
+    gpu_poll_s: float = Field(default=1.0, gt=0)
+    """Seconds between two looks at the GPUs, while waiting for them and while training on them."""
+    gpu_ignore: str = "Xorg,Xwayland,gnome-shell"
+    """Commands whose processes on a GPU do not count, separated by commas."""
+    yield_to_others: Literal["never", "ask", "always"] = "ask"
+    """When training gives its GPUs back to others: never; ask: when someone types `dphybrid devices --ask N`, or memory runs out; always: also
+    when another process appears on them."""
+    quiet_hours: str = ""
+    """When training may use GPUs, in this machine's time: `20:00-08:00`, `mon-fri 19:00-07:30, sat, sun`; empty: always."""
+    requeue_after_s: float = Field(default=60.0, ge=0)
+    """Seconds after which a run that gave its GPUs back asks for them again."""
+    nvml: str = "pynvml"
+    """Module with NVML's functions. Another one than pynvml stands in for it; its GPUs are virtual devices on the CPU."""
 
     @field_validator("data_dir")
     @classmethod
@@ -58,6 +86,17 @@ class Settings(BaseSettings):
             return range(0)
         first, _, last = self.profile.partition("-")
         return range(int(first), int(last or first) + 1)
+
+    @field_validator("quiet_hours")
+    @classmethod
+    def _hours(cls, value: str) -> str:
+        parse_quiet_hours(value)
+        return value
+
+    @property
+    def gpu_policy(self) -> Policy:
+        ignored = tuple(name.strip() for name in self.gpu_ignore.split(",") if name.strip())
+        return Policy(self.gpu_free_share, self.gpu_max_load, self.gpu_window_s, ignored)
 
     @cached_property
     def mlflow_uri(self) -> str | None:

@@ -63,6 +63,10 @@ def resolve_devices(spec: "str | Devices | Sequence[int] | None") -> Devices:
 
 def _with_hardware(parsed: DeviceSpec) -> Devices:
     count = torch.cuda.device_count()
+    if parsed.count:  # without a GPU the same split on the CPU
+        return _with_hardware(
+            parse_device_spec(",".join(f"cuda:{i}" for i in range(parsed.count)) if count else f"cpu*{parsed.count}")
+        )
     names = parsed.names or tuple(f"cuda:{index}" for index in range(count)) or ("cpu",)
     missing = [name for name in dict.fromkeys(names) if name.startswith("cuda") and int(name.split(":")[1]) >= count]
     if missing:

@@ -1,0 +1,114 @@
+"""Stands in for nvidia-ml-py in tests: the same functions, answers and errors, about GPUs that a JSON file describes.
+
+FAKE_NVML names the file: {"init_error": NAME?, "gpus": [{"uuid", "total_gib", "free_gib", "load", "processes": [[pid, gib], ...],
+"error": NAME?, "mig": [gpu, ...]?, "hides": ["load", "processes"]?}, ...]}. Real processes read it, so a test can change the machine below them.
+"""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+from pynvml import (  # noqa: F401 - what callers catch and compare with is the real library's
+    NVML_DEVICE_MIG_ENABLE,
+    NVMLError,
+    NVMLError_NoPermission,
+    NVMLError_NotFound,
+    NVMLError_NotSupported,
+)
+
+_open = False
+
+
+def write_state(file: Path, gpus: list[dict[str, Any]], **more: Any) -> None:
+    """Describe the machine; readers see the old or the new one, never half of it."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"gpus": gpus, **more}))
+    partial.replace(file)
+
+
+def gpu(number: int, **more: Any) -> dict[str, Any]:
+    """A free GPU of 80 GiB."""
+    return {"uuid": f"GPU-{number:08d}-fake", "total_gib": 80, "free_gib": 79.5, "load": 0, "processes": [], **more}
+
+
+def _raise(name: str) -> None:
+    raise NVMLError(getattr(pynvml, f"NVML_ERROR_{name}"))
+
+
+def _state() -> dict[str, Any]:
+    if not _open:
+        _raise("UNINITIALIZED")
+    return json.loads(Path(os.environ["FAKE_NVML"]).read_text())
+
+
+def nvmlInit() -> None:
+    global _open
+    state = json.loads(Path(os.environ["FAKE_NVML"]).read_text())
+    if "init_error" in state:
+        _raise(state["init_error"])
+    _open = True
+
+
+def nvmlDeviceGetCount() -> int:
+    return len(_state()["gpus"])
+
+
+def nvmlDeviceGetHandleByIndex(index: int) -> tuple[int, ...]:
+    if index >= len(_state()["gpus"]):
+        _raise("INVALID_ARGUMENT")
+    return (index,)
+
+
+def _find(handle: tuple[int, ...]) -> dict[str, Any]:
+    found = _state()["gpus"][handle[0]]
+    if "error" in found:
+        _raise(found["error"])
+    return found if len(handle) == 1 else found["mig"][handle[1]]
+
+
+def nvmlDeviceGetUUID(handle: tuple[int, ...]) -> str:
+    return _find(handle)["uuid"]
+
+
+def nvmlDeviceGetName(handle: tuple[int, ...]) -> str:
+    return "Fake H200" if _find(handle) else ""
+
+
+def nvmlDeviceGetMigMode(handle: tuple[int, ...]) -> list[int]:
+    found = _find(handle)
+    if "mig" not in found:
+        _raise("NOT_SUPPORTED")
+    return [1, 1]
+
+
+def nvmlDeviceGetMaxMigDeviceCount(handle: tuple[int, ...]) -> int:
+    return 7 if _find(handle) else 0
+
+
+def nvmlDeviceGetMigDeviceHandleByIndex(handle: tuple[int, ...], number: int) -> tuple[int, ...]:
+    found = _find(handle)["mig"]
+    if number >= len(found) or found[number] is None:
+        _raise("NOT_FOUND")
+    return (*handle, number)
+
+
+def nvmlDeviceGetMemoryInfo(handle: tuple[int, ...]) -> SimpleNamespace:
+    found = _find(handle)
+    return SimpleNamespace(total=int(found["total_gib"] * 2**30), free=int(found["free_gib"] * 2**30))
+
+
+def nvmlDeviceGetComputeRunningProcesses(handle: tuple[int, ...]) -> list[SimpleNamespace]:
+    found = _find(handle)
+    if "processes" in found.get("hides", []):
+        _raise("NO_PERMISSION")
+    return [SimpleNamespace(pid=pid, usedGpuMemory=None if gib is None else int(gib * 2**30)) for pid, gib in found["processes"]]
+
+
+def nvmlDeviceGetUtilizationRates(handle: tuple[int, ...]) -> SimpleNamespace:
+    found = _find(handle)
+    if len(handle) > 1 or "load" in found.get("hides", []):
+        _raise("NOT_SUPPORTED")
+    return SimpleNamespace(gpu=found["load"], memory=0)

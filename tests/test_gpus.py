@@ -1,0 +1,337 @@
+"""GPUs, when they are free, and leases: through a stand-in for NVML that answers and fails as the real library does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dphybrid.errors import UserError
+from dphybrid.gpus import (
+    Inventory,
+    LeaseTimeoutError,
+    Policy,
+    Wanted,
+    acquire,
+    asked_by,
+    busy_reason,
+    find_holder,
+    lease_folder,
+    try_lease,
+    visible,
+)
+from dphybrid.gpus.hours import parse_quiet_hours
+from tests.conftest import REPOSITORY
+from tests.fake_nvml import gpu, write_state
+
+AT_ONCE = Policy(window_s=0.0)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four free GPUs; returns the file that describes them."""
+    file = tmp_path / "nvml.json"
+    monkeypatch.setenv("FAKE_NVML", str(file))
+    write_state(file, [gpu(number) for number in range(4)])
+    return file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return lease_folder(tmp_path / "leases")
+
+
+@pytest.fixture
+def fake(machine: Path) -> Inventory:
+    return Inventory("tests.fake_nvml")
+
+
+@pytest.fixture
+def stranger() -> Any:
+    """A process that is not ours in the sense of the library: no child of this one, in the tree of process 1."""
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3, stderr=-3).pid)"
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_the_real_library_without_a_driver_or_with_one_answers() -> None:
+    inventory = Inventory()
+    units = inventory.read()
+    assert bool(units) != bool(inventory.reason)
+
+
+def test_gpus_are_read_with_memory_load_processes_and_owners(machine: Path, fake: Inventory, stranger: int) -> None:
+    write_state(machine, [gpu(0, free_gib=42, load=70, processes=[[stranger, 38]]), gpu(1)])
+    first, second = fake.read()
+    assert (first.label, first.utilisation, first.free_bytes) == ("GPU 0", 70, 42 * 2**30)
+    (process,) = first.processes
+    assert process.command == "sleep"
+    assert process.since is not None
+    assert abs(process.since.timestamp() - time.time()) < 60
+    reason = busy_reason(first, Policy())
+    assert reason is not None
+    assert reason.startswith(f"GPU 0: 38.0 GiB taken by {process.owner} since ")
+    assert busy_reason(second, Policy()) is None
+
+
+@pytest.mark.parametrize("name", ["LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "NO_PERMISSION"])
+def test_without_a_driver_there_are_no_gpus_and_a_reason(name: str, machine: Path, fake: Inventory) -> None:
+    write_state(machine, [gpu(0)], init_error=name)
+    assert fake.read() == ()
+    assert fake.reason.startswith("NVML: ")
+    write_state(machine, [gpu(0)])
+    assert len(fake.read()) == 1  # the driver came back
+
+
+def test_what_nvml_does_not_tell_and_gpus_that_fail(machine: Path, fake: Inventory) -> None:
+    write_state(
+        machine, [gpu(0, hides=["load", "processes"]), gpu(1, error="GPU_IS_LOST"), gpu(2, processes=[[os.getpid(), None]])]
+    )
+    hidden, lost, own = fake.read()
+    assert hidden.utilisation is None
+    assert busy_reason(hidden, Policy()) is None
+    assert "lost" in str(busy_reason(lost, Policy())).lower()
+    assert busy_reason(own, Policy()) is None
+
+
+def test_memory_of_unseen_processes_and_load_make_a_gpu_busy(machine: Path, fake: Inventory) -> None:
+    write_state(machine, [gpu(0, free_gib=60), gpu(1, load=50), gpu(2, processes=[[2**22 + 1, 1]])])
+    unseen, loaded, other_container = fake.read()
+    assert "20.0 of 80.0 GiB" in str(busy_reason(unseen, Policy()))
+    assert "50 % load" in str(busy_reason(loaded, Policy()))
+    assert "somebody" in str(busy_reason(other_container, Policy()))
+
+
+def test_cuda_visible_devices_chooses_orders_and_stops_at_the_first_unknown_name(fake: Inventory) -> None:
+    units = fake.read()
+
+    def chosen(names: str | None) -> list[int]:
+        return [unit.index for unit in visible(units, names)]
+
+    assert chosen(None) == [0, 1, 2, 3]
+    assert chosen("") == []
+    assert chosen("2,0") == [2, 0]
+    assert chosen("1,-1,2") == [1]
+    assert chosen("0,9,1") == [0]
+    assert chosen("GPU-00000003") == [3]
+    assert chosen("GPU-0") == []  # matches several
+
+
+def test_mig_devices_are_units_and_one_run_gets_one(machine: Path, fake: Inventory, folder: Path) -> None:
+    parts = [{"uuid": f"MIG-{i}", "total_gib": 10, "free_gib": 10, "load": 0, "processes": []} for i in range(2)]
+    write_state(machine, [gpu(0, mig=[parts[0], None, parts[1]]), gpu(1)])
+    assert [unit.label for unit in fake.read()] == ["GPU 0 MIG 0", "GPU 0 MIG 2", "GPU 1"]
+    with acquire(Wanted(), fake, folder, run="a", policy=AT_ONCE) as whole:
+        assert [unit.uuid for unit in whole.gpus] == [gpu(1)["uuid"]]
+        with acquire(Wanted(count=1), fake, folder, run="b", policy=AT_ONCE, poll_s=0.01) as part:
+            assert [unit.uuid for unit in part.gpus] == ["MIG-0"]
+    with pytest.raises(UserError, match="not split by MIG"):
+        acquire(Wanted(count=2), fake, folder, run="c", policy=AT_ONCE)
+
+
+def test_a_lease_keeps_others_out_and_says_who_holds_it(fake: Inventory, folder: Path) -> None:
+    units = fake.read()
+    with try_lease(folder, units[:2], "mine") or pytest.fail("not leased") as lease:
+        assert try_lease(folder, units[1:3], "yours") is None
+        holder = find_holder(folder, units[0].uuid)
+        assert holder is not None
+        assert (holder.run, holder.pid) == ("mine", os.getpid())
+        assert find_holder(folder, units[2].uuid) is None  # a refused lease leaves nothing locked
+        with pytest.raises(LeaseTimeoutError, match="run mine since"):
+            acquire(Wanted(numbers=(0,)), fake, folder, run="x", policy=AT_ONCE, poll_s=0.01)
+        assert len(lease.gpus) == 2
+    assert find_holder(folder, units[0].uuid) is None
+
+
+def test_a_forked_child_does_not_keep_a_gpu(fake: Inventory, folder: Path) -> None:
+    lease = try_lease(folder, fake.read()[:1], "parent")
+    assert lease is not None
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        time.sleep(0.1)
+        lease.release()
+        assert find_holder(folder, lease.gpus[0].uuid) is None
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_auto_takes_all_that_are_free_and_counts_are_exact(machine: Path, fake: Inventory, folder: Path, stranger: int) -> None:
+    write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 1]]), gpu(2), gpu(3)])
+    with acquire(Wanted(), fake, folder, run="all", policy=AT_ONCE) as lease:
+        assert [unit.index for unit in lease.gpus] == [0, 2, 3]
+    with acquire(Wanted(at_most=2), fake, folder, run="two", policy=AT_ONCE) as lease:
+        assert [unit.index for unit in lease.gpus] == [0, 2]
+    with acquire(Wanted(count=1), fake, folder, run="one", policy=AT_ONCE, names="3,2") as lease:
+        assert [unit.index for unit in lease.gpus] == [3]
+    told: list[str] = []
+    with pytest.raises(LeaseTimeoutError, match=r"4 GPUs did not come free .* GPU 1: 1.0 GiB taken by "):
+        acquire(Wanted(count=4), fake, folder, run="four", policy=AT_ONCE, timeout_s=0.1, poll_s=0.02, on_wait=told.append)
+    assert len(told) == 1
+    with pytest.raises(UserError, match="5 GPUs wanted, 4 are here"):
+        acquire(Wanted(count=5), fake, folder, run="five", policy=AT_ONCE)
+    assert not list(folder.glob("*.ticket"))
+
+
+def test_a_gpu_must_be_free_over_the_whole_window(machine: Path, fake: Inventory, folder: Path) -> None:
+    """Load comes and goes on GPU 0, so only GPU 1 has been free long enough."""
+    looks = 0
+
+    class Flickering(Inventory):
+        def read(self) -> Any:
+            nonlocal looks
+            looks += 1
+            write_state(machine, [gpu(0, load=90 * (looks % 3 == 0)), gpu(1)])
+            return super().read()
+
+    policy = Policy(window_s=0.2)
+    with acquire(Wanted(count=1), Flickering("tests.fake_nvml"), folder, run="a", policy=policy, poll_s=0.02) as lease:
+        assert [unit.index for unit in lease.gpus] == [1]
+
+
+def test_nothing_starts_outside_the_hours_and_no_ticket_is_held_then(fake: Inventory, folder: Path) -> None:
+    answers = iter(["quiet hours begin at 20:00", "quiet hours begin at 20:00"])
+    seen: list[list[Path]] = []
+
+    def closed() -> str | None:
+        seen.append(list(folder.glob("*.ticket")))
+        return next(answers, None)
+
+    told: list[str] = []
+    with acquire(Wanted(), fake, folder, run="a", policy=AT_ONCE, timeout_s=5, poll_s=0.01, on_wait=told.append, closed=closed):
+        pass
+    assert told == ["quiet hours begin at 20:00"]
+    assert seen[:2] == [[], []]
+
+
+def test_quiet_hours_go_past_midnight_and_know_weekends() -> None:
+    hours = parse_quiet_hours("mon-fri 19:00-07:30, sat, sun")
+    for moment, allowed in (
+        ("2026-11-20 18:59", False),
+        ("2026-11-20 19:00", True),
+        ("2026-11-21 12:00", True),
+        ("2026-11-23 07:29", False),
+    ):
+        assert hours.open_at(datetime.fromisoformat(moment)) is allowed, moment
+    assert hours.open_at(datetime.fromisoformat("2026-11-24 07:29"))  # Tuesday morning belongs to Monday's span
+    assert hours.closed_reason(datetime.fromisoformat("2026-11-24 08:00")) == "quiet hours begin at 19:00"
+    assert parse_quiet_hours("").open_at(datetime.fromisoformat("2026-11-24 08:00"))
+    for wrong in ("8-20", "25:00-08:00", "foo 20:00-08:00", "20:00"):
+        with pytest.raises(UserError, match="quiet hours"):
+            parse_quiet_hours(wrong)
+
+
+def test_devices_shows_a_table_and_asks_a_run_to_give_way(machine: Path, folder: Path, fake: Inventory, stranger: int) -> None:
+    write_state(machine, [gpu(0, processes=[[stranger, 38]], free_gib=41), gpu(1), gpu(2)])
+    env = os.environ | {
+        "DPHYBRID_NVML": "tests.fake_nvml",
+        "DPHYBRID_LEASE_DIR": str(folder),
+        "CUDA_VISIBLE_DEVICES": "1,0",
+        "COLUMNS": "160",
+    }
+
+    def devices(*argv: str) -> str:
+        command = [sys.executable, "-m", "dphybrid", "devices", *argv]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=env).stdout
+
+    with try_lease(folder, fake.read()[1:2], "night") or pytest.fail("not leased") as lease:
+        first, second, hidden = devices().splitlines()[1:]
+        assert first.startswith("cuda:1")
+        assert "38.0 GiB taken by" in first
+        assert second.startswith("cuda:0")
+        assert "run night since" in second
+        assert hidden.startswith("hidden")
+        assert asked_by(lease) is None
+        assert "asked to give way" in devices("--ask", "0")
+        assert "asked for GPU 1" in str(asked_by(lease))
+    assert "nothing to ask" in devices("--ask", "0")
+
+
+RUN = """
+import json, os, sys, time
+from pathlib import Path
+from dphybrid.gpus import Inventory, Policy, Wanted, acquire
+folder, count, hold_s, log = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+def note(what, lease):
+    line = json.dumps({"pid": os.getpid(), "what": what, "gpus": [gpu.index for gpu in lease.gpus], "at": time.monotonic()}) + "\\n"
+    handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(handle, line.encode())
+    os.close(handle)
+with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run=f"run{os.getpid()}", policy=Policy(window_s=0.0),
+             timeout_s=90, poll_s=0.03) as lease:
+    note("took", lease)
+    time.sleep(hold_s)
+    note("gave", lease)
+"""
+
+
+def start(folder: Path, count: int, hold_s: float, log: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", RUN, str(folder), str(count), str(hold_s), str(log)], cwd=REPOSITORY)
+
+
+def read_log(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def test_twelve_runs_of_one_to_three_gpus_share_four_without_collision_or_deadlock(
+    machine: Path, folder: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    runs = [start(folder, 1 + number % 3, 0.15, log) for number in range(12)]
+    assert [run.wait(120) for run in runs] == [0] * 12
+    used: dict[int, int] = {}
+    for line in read_log(log):
+        for index in line["gpus"]:
+            if line["what"] == "took":
+                assert index not in used, "two runs on one GPU"
+                used[index] = line["pid"]
+            else:
+                assert used.pop(index) == line["pid"]
+    assert len(read_log(log)) == 24
+    assert not used
+
+
+def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(machine: Path, folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    first = start(folder, 3, 600, log)
+    wait_for(lambda: len(read_log(log)) == 1)
+    large = start(folder, 4, 0.2, log)
+    wait_for(lambda: len(list(folder.glob("*.ticket"))) == 1)
+    small = start(folder, 1, 0.2, log)  # GPU 3 is free, but the earlier run needs it, too
+    wait_for(lambda: len(list(folder.glob("*.ticket"))) == 2)
+    killed = time.monotonic()
+    first.kill()
+    first.wait()
+    assert (large.wait(60), small.wait(60)) == (0, 0)
+    _, took_large, _, took_small, _ = read_log(log)
+    assert took_large["gpus"] == [0, 1, 2, 3]
+    assert took_small["at"] > took_large["at"] > killed
+
+
+def test_a_dead_ticket_holds_nobody_up(machine: Path, folder: Path, tmp_path: Path, fake: Inventory) -> None:
+    log = tmp_path / "log"
+    with try_lease(folder, fake.read()[:1], "first") or pytest.fail("not leased"):
+        waiting = start(folder, 4, 1, log)
+        wait_for(lambda: len(list(folder.glob("*.ticket"))) == 1)
+        waiting.kill()
+        waiting.wait()
+        with acquire(Wanted(count=3), fake, folder, run="next", policy=AT_ONCE, poll_s=0.01) as lease:
+            assert len(lease.gpus) == 3
+    assert not list(folder.glob("*.ticket"))
+
+
+def wait_for(condition: Any, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
