@@ -115,8 +115,15 @@ def run_cli(function: Callable[[], int | None]) -> int:
 def _train(args: argparse.Namespace) -> int:
     config, settings, resume, report_path = config_from_args(args)
     from dphybrid.job import run_job
+    from dphybrid.politeness import go_on_later
+    from dphybrid.training.stop import Interrupted
 
-    report = run_job(config, settings, run_name=args.run_name, resume=resume)
+    try:
+        report = run_job(config, settings, run_name=args.run_name, resume=resume)
+    except Interrupted as interruption:
+        if interruption.requeue:
+            go_on_later(interruption, settings)
+        raise
     print(report.text)
     if report_path:
         report_path.write_text(report.model_dump_json(indent=1), encoding="utf-8")

@@ -15,9 +15,12 @@ from pydantic import BaseModel
 
 from dphybrid.config import ExperimentConfig, flatten, given_values
 from dphybrid.data import Prepared, num_batches, open_prepared, prepare
+from dphybrid.device_spec import parse_device_spec
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
+from dphybrid.leasing import expected_devices, leased_devices
 from dphybrid.models import ModelContext, build_model
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.politeness import giving_way
 from dphybrid.runs import Run, environment_tags, find_run, new_run_folder, read_json, read_run, write_json
 from dphybrid.settings import Settings
 from dphybrid.tracking import Status, Tracker, open_tracker, waiting
@@ -29,7 +32,7 @@ from dphybrid.training.loop import Meter, Session, evaluate, make_dense_optimize
 from dphybrid.training.metrics import TASKS
 from dphybrid.training.retention import checkpoint_uid
 from dphybrid.training.split_log import SplitLog, announcement
-from dphybrid.training.stop import stop_signals
+from dphybrid.training.stop import Interrupted, stop_signals
 
 
 class Report(BaseModel):
@@ -54,11 +57,14 @@ class Report(BaseModel):
 def run_job(config: ExperimentConfig, settings: Settings, run_name: str | None = None, resume: str | None = None) -> Report:
     """Prepare, build, train, evaluate and report in this process. Raises UserError before work starts, Interrupted on request."""
     prepared = prepare_data(config, settings)
-    folder = build_run(config, settings, prepared, run_name=run_name, resume=resume)
-    with closing_run(folder, settings):
-        train_run(folder, settings)
-        evaluate_run(folder, settings)
-        return report_run(folder, settings)
+    replicas = resumed_replicas(config, settings, prepared, resume)
+    with leased_devices(config, settings, run=run_name or resume or config.recipe, replicas=replicas) as devices:
+        folder = build_run(config, settings, prepared, devices.text, run_name=run_name, resume=resume, tags=devices.tags)
+        with closing_run(folder, settings):
+            with giving_way(devices, settings):
+                train_run(folder, settings)
+            evaluate_run(folder, settings)
+            return report_run(folder, settings)
 
 
 @contextmanager
@@ -77,7 +83,7 @@ def _is_stop(error: BaseException) -> bool:
 
 def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
     """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input."""
-    check_devices(config, settings)
+    check_devices(config, expected_devices(config, settings))
     with preparation_progress() as progress:
         prepared = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)
@@ -85,36 +91,45 @@ def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
     return str(prepared.path)
 
 
-def check_devices(config: ExperimentConfig, settings: Settings) -> Devices:
-    """Resolve the devices. Raises UserError for devices that are not there and for batches too small to give each one a row."""
-    devices = resolve_devices(settings.devices if config.devices == "auto" else config.devices)
-    used = len(split_sizes(config.train.batch_size, len(devices)))
-    if used < len(devices):
+def check_devices(config: ExperimentConfig, devices: str) -> Devices:
+    """Resolve the devices and note it when batches are too small to give each one a row. Raises UserError for devices that are not there."""
+    resolved = resolve_devices(devices)
+    used = len(split_sizes(config.train.batch_size, len(resolved)))
+    if used < len(resolved):
         print(
-            f"Note: train.batch_size={config.train.batch_size} leaves {len(devices) - used} of {len(devices)} devices idle; "
-            f"`dphybrid plan --devices '{devices.text}' --batch-size {config.train.batch_size}` shows the split",
+            f"Note: train.batch_size={config.train.batch_size} leaves {len(resolved) - used} of {len(resolved)} devices idle; "
+            f"`dphybrid plan --devices '{resolved.text}' --batch-size {config.train.batch_size}` shows the split",
             flush=True,
         )
-    return devices
+    return resolved
+
+
+def resumed_replicas(config: ExperimentConfig, settings: Settings, prepared: str, resume: str | None) -> int:
+    """Return on how many devices the run to resume computed, 0 for a new one. Raises UserError when there is none to resume."""
+    if not resume:
+        return 0
+    previous = find_run(settings, config, open_prepared(Path(prepared)), resume)
+    return len(parse_device_spec(previous.page.get("devices", "auto")).names)
 
 
 def build_run(
     config: ExperimentConfig,
     settings: Settings,
     prepared: str,
+    devices_text: str,
     *,
     run_name: str | None = None,
     resume: str | None = None,
     tags: dict[str, str] | None = None,
     links: dict[str, str] | None = None,
 ) -> str:
-    """Build the model once, create (or reopen) the run folder and its MLflow run; return the folder.
+    """Build the model once on the given devices, create (or reopen) the run folder and its MLflow run; return the folder.
 
     tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
     resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when there is none.
     """
     data = open_prepared(Path(prepared))
-    devices = check_devices(config, settings)
+    devices = resolve_devices(devices_text)
     model = build_model(config.recipe, _context(config, data, devices))
     sizes = {
         "size.block_parameters": sum(p.numel() for p in model.parameters()),
@@ -175,6 +190,7 @@ def build_run(
         "run_id": run_id,
         "attempt": attempt,
         "config": config.model_dump(mode="json"),
+        "devices": devices.text,
         "prepared": prepared,
         "data_digest": data.digest,
         "links": links or {},
@@ -195,7 +211,7 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
     config, data = run.config, open_prepared(Path(run.page["prepared"]))
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    devices = check_devices(config, settings)
+    devices = resolve_devices(run.page["devices"])
     model = build_model(config.recipe, _context(config, data, devices))
     tables = find_tables(model)
     rows: RowOptimizer | None = None
@@ -231,6 +247,9 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
         try:
             with system_metrics(tracker, started, devices.gpu_uuids):
                 train(session, display, meter)
+        except Interrupted as interruption:
+            interruption.run = run.folder.name
+            raise
         finally:
             result = _write_result(run, session, meter)
             tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
@@ -266,7 +285,7 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     run = read_run(run_folder)
     config, data = run.config, open_prepared(Path(run.page["prepared"]))
     result = read_json(run.folder / "result.json")
-    model = build_model(config.recipe, _context(config, data, check_devices_quietly(config, settings)))
+    model = build_model(config.recipe, _context(config, data, resolve_devices(run.page["devices"])))
     load_weights(Path(result["best_checkpoint"]), model)
     task, batch_size = TASKS[data.info["task"]], config.train.batch_size
     metrics = evaluate(model, data.dataset("valid"), batch_size, task)
@@ -276,11 +295,6 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     with _recording(run, settings) as tracker:
         tracker.log_metrics({f"final/{name}": value for name, value in metrics.items()}, result["steps"])
     return metrics
-
-
-def check_devices_quietly(config: ExperimentConfig, settings: Settings) -> Devices:
-    """Resolve the devices without the note on idle ones."""
-    return resolve_devices(settings.devices if config.devices == "auto" else config.devices)
 
 
 def report_run(run_folder: str, settings: Settings) -> Report:

@@ -7,14 +7,16 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 from prefect import flow, runtime, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.settings import (
     PREFECT_API_URL,
@@ -28,10 +30,13 @@ from dphybrid.cli import TRAIN_HELP, Parser, add_train_flags, config_from_args, 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config_sources import apply_overrides
 from dphybrid.errors import UserError
+from dphybrid.leasing import leased_devices
+from dphybrid.politeness import giving_way, go_on_later
 from dphybrid.runs import find_tagged_run
-from dphybrid.settings import load_settings
+from dphybrid.settings import Settings, load_settings
 from dphybrid.training.stop import Interrupted
 from flows.guard import watched_flow_run
+from flows.queueing import back_to_queue, can_be_queued, shown_waiting, too_late
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 
@@ -44,10 +49,16 @@ def prepare(config: ExperimentConfig) -> str:
 
 @task(name="build", cache_policy=NO_CACHE)
 def build(
-    config: ExperimentConfig, prepared: str, run_name: str | None, resume: str | None, tags: dict[str, str], links: dict[str, str]
+    config: ExperimentConfig,
+    prepared: str,
+    devices: str,
+    run_name: str | None,
+    resume: str | None,
+    tags: dict[str, str],
+    links: dict[str, str],
 ) -> str:
     """Check the model and open its MLflow run; return the run folder."""
-    return job.build_run(config, load_settings(), prepared, run_name=run_name, resume=resume, tags=tags, links=links)
+    return job.build_run(config, load_settings(), prepared, devices, run_name=run_name, resume=resume, tags=tags, links=links)
 
 
 @task(name="train", cache_policy=NO_CACHE)
@@ -89,27 +100,50 @@ def train_hybrid(
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     run_name: str | None = None,
     resume: str | None = None,
-) -> job.Report:
+    skip_if_late_min: float = 0,
+) -> job.Report | State:
     """Train a hybrid model and record its splits, timings and checkpoints in MLflow.
 
     config: the experiment; the recipe sets what is not given. overrides: single values on top, such as `train.batch_size=512`.
     run_name: name of the run (default: recipe, devices, time). resume: "latest", or a run's name, to go on from its newest checkpoint.
+    skip_if_late_min: minutes after which a scheduled run that could not start in time is left out; 0: never.
     """
-    config = apply_overrides(config, overrides)
+    if late := too_late(skip_if_late_min):
+        return late
+    config, settings = apply_overrides(config, overrides), load_settings()
     flow_run_id = runtime.flow_run.id
-    if resume is None and (runtime.flow_run.run_count or 0) > 1:  # a retry of this very flow run
-        resume = find_tagged_run(load_settings(), FLOW_RUN_TAG, flow_run_id)
-    prepared = prepare(config)
-    folder = build(config, prepared, run_name, resume, _tags(), _links())
+    # This very flow run may have begun before: it gave way, or its worker died.
+    resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     try:
-        with job.closing_run(folder, load_settings()), watched_flow_run(flow_run_id):
-            train(folder)
-            evaluate(folder)
-            return report(folder)
+        return _on_leased_devices(config, settings, run_name, resume, flow_run_id)
     except Interrupted as interruption:
-        if interruption.signal_number == signal.SIGTERM:
+        asked_to_end = interruption.signal_number == signal.SIGTERM
+        if flow_run_id and (interruption.requeue or asked_to_end) and can_be_queued(flow_run_id):
+            back_to_queue(flow_run_id, str(interruption), settings.requeue_after_s)
+        if asked_to_end:
             raise TerminationSignal(signal=signal.SIGTERM) from interruption
         raise
+    except TerminationSignal as ended:  # before training began
+        if flow_run_id and can_be_queued(flow_run_id):
+            back_to_queue(flow_run_id, f"stopped by {ended!r} before training began", settings.requeue_after_s)
+        raise
+
+
+def _on_leased_devices(
+    config: ExperimentConfig, settings: Settings, run_name: str | None, resume: str | None, flow_run_id: str | None
+) -> job.Report:
+    prepared = prepare(config)
+    replicas = job.resumed_replicas(config, settings, prepared, resume)
+    with ExitStack() as held:
+        with shown_waiting(flow_run_id) as tell:
+            name = run_name or runtime.flow_run.name or config.recipe
+            devices = held.enter_context(leased_devices(config, settings, run=name, replicas=replicas, on_wait=tell))
+        folder = build(config, prepared, devices.text, run_name, resume, _tags() | devices.tags, _links())
+        with job.closing_run(folder, settings), watched_flow_run(flow_run_id):
+            with giving_way(devices, settings):
+                train(folder)
+            evaluate(folder)
+            return report(folder)
 
 
 def _tags() -> dict[str, str]:
@@ -130,21 +164,26 @@ def _links() -> dict[str, str]:
     return {f"Prefect flow run {runtime.flow_run.name}": address} if address else {}
 
 
-def _start_embedded_server() -> None:
+def _start_embedded_server() -> Callable[[], None]:
     """Start Prefect's temporary server, where one is needed, so that Ctrl-C ends the training and not the server below it.
+
+    Returns what ends it.
 
     A terminal sends Ctrl-C to every process started from it. A process inherits the signals that its starting thread has blocked.
     """
     if PREFECT_API_URL.value() or not PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
-        return
+        return lambda: None
     from prefect.server.api.server import SubprocessASGIServer
+
+    server = SubprocessASGIServer()
 
     def start() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        SubprocessASGIServer().start()
+        server.start()
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(start).result()
+    return server.stop
 
 
 def _not_told_already(record: logging.LogRecord) -> bool:
@@ -169,9 +208,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Lines go straight to the terminal, and the flow's heartbeat, which only a standing server reads, would cost a second at the end.
         for name in ("prefect.flow_runs", "prefect.task_runs"):
             logging.getLogger(name).addFilter(_not_told_already)
-        _start_embedded_server()
+        stop_server = _start_embedded_server()
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            done = train_hybrid.with_options(log_prints=False)(config=config, run_name=args.run_name, resume=resume)
+            try:
+                done = train_hybrid.with_options(log_prints=False)(config=config, run_name=args.run_name, resume=resume)
+            except Interrupted as interruption:
+                if interruption.requeue:
+                    go_on_later(interruption, load_settings(), stop_server)
+                raise
+        assert isinstance(done, job.Report)  # only a scheduled run can be skipped
         print(done.text)
         if report_path:
             report_path.write_text(done.model_dump_json(indent=1), encoding="utf-8")

@@ -97,6 +97,7 @@ def train(session: Session, display: Display, meter: "Meter") -> None:
                     raise Interrupted(
                         f"stopped by {session.stop.reason} after step {progress.step}; {path} goes on with --resume",
                         session.stop.signal_number,
+                        session.stop.requeue,
                     )
                 meter.times.begin()
             display.line(end_of_epoch(session, meter))

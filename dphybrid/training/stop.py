@@ -16,13 +16,16 @@ _NAMES = {
 class Interrupted(KeyboardInterrupt):
     """Training stopped on request, after its checkpoint was written.
 
-    reason: who asked, for people. signal_number: the signal that asked, or None.
+    reason: who asked, for people. signal_number: the signal that asked, or None. requeue: it stopped to give way, and wants to go on
+    later. run: name of the run to go on with.
     """
 
-    def __init__(self, reason: str, signal_number: int | None = None) -> None:
+    def __init__(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.signal_number = signal_number
+        self.requeue = requeue
+        self.run: str | None = None
 
 
 class StopRequest:
@@ -32,27 +35,28 @@ class StopRequest:
         self._event = threading.Event()
         self.reason = ""
         self.signal_number: int | None = None
+        self.requeue = False
 
     @property
     def pending(self) -> bool:
         return self._event.is_set()
 
-    def set(self, reason: str, signal_number: int | None = None) -> None:
+    def set(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
         if not self._event.is_set():
-            self.reason, self.signal_number = reason, signal_number
+            self.reason, self.signal_number, self.requeue = reason, signal_number, requeue
             self._event.set()
 
     def clear(self) -> None:
-        self.reason, self.signal_number = "", None
+        self.reason, self.signal_number, self.requeue = "", None, False
         self._event.clear()
 
 
 _request = StopRequest()
 
 
-def request_stop(reason: str, signal_number: int | None = None) -> None:
-    """Ask the training of this process to stop after its current step. May be called from any thread."""
-    _request.set(reason, signal_number)
+def request_stop(reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
+    """Ask the training of this process to stop after its current step. May be called from any thread. requeue: to go on later."""
+    _request.set(reason, signal_number, requeue)
 
 
 def current_request() -> StopRequest:

@@ -1,0 +1,89 @@
+"""How a flow run waits, gives way and is late: its states, as people see them in Prefect."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, NoReturn
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State, StateType
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause, PrefectException
+from prefect.states import AwaitingRetry, Completed, Running
+
+UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
+"""What a call to Prefect's server raises when it is away."""
+
+
+@contextmanager
+def shown_waiting(flow_run_id: str | None) -> Iterator[Callable[[str], None]]:
+    """Yield a function that tells why the run waits: as a line, and as the run's state WaitingForGPU, which ends with the block."""
+    waiting = False
+
+    def tell(reason: str) -> None:
+        nonlocal waiting
+        print(f"Waiting for GPUs: {reason}", flush=True)
+        waiting = _set_state(flow_run_id, Running(name="WaitingForGPU", message=reason)) or waiting
+
+    try:
+        yield tell
+    finally:
+        if waiting:
+            _set_state(flow_run_id, Running(), only_if="WaitingForGPU")
+
+
+def _set_state(flow_run_id: str | None, state: State, only_if: str | None = None) -> bool:
+    if flow_run_id is None:
+        return False
+    try:
+        with get_client(sync_client=True) as client:
+            now = client.read_flow_run(UUID(flow_run_id)).state
+            if now is None or now.type != StateType.RUNNING or (only_if and now.name != only_if):
+                return False  # cancelled meanwhile: not to be overwritten
+            client.set_flow_run_state(UUID(flow_run_id), state, force=True)
+    except UNREACHABLE:
+        return False
+    return True
+
+
+def can_be_queued(flow_run_id: str | None) -> bool:
+    """Does a worker take this run up again when it is queued, and has nobody cancelled it? False when the server does not answer."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if flow_run_id is None or run is None or run.deployment_id is None or run.work_queue_id is None:
+        return False
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(UUID(flow_run_id)).state
+    except UNREACHABLE:
+        return False
+    return state is not None and state.type == StateType.RUNNING
+
+
+def back_to_queue(flow_run_id: str, reason: str, after_s: float) -> NoReturn:
+    """Queue this run again and end this process; a worker that sees its checkpoints goes on with it from `after_s` seconds on."""
+    state: State[Any] = AwaitingRetry(scheduled_time=datetime.now(UTC) + timedelta(seconds=after_s), message=reason)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(flow_run_id), state, force=True)
+    raise Pause(state=state)
+
+
+def too_late(limit_min: float) -> State | None:
+    """Return the state to end with when this run was planned by a schedule more than `limit_min` minutes ago, else None; 0: never.
+
+    Prefect makes up for every missed time when a worker comes back; one run is enough.
+    """
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if not limit_min or run is None or not run.auto_scheduled or run.expected_start_time is None or run.run_count > 1:
+        return None
+    late_min = (datetime.now(UTC) - run.expected_start_time).total_seconds() / 60
+    if late_min <= limit_min:
+        return None
+    text = (
+        f"planned for {run.expected_start_time:%Y-%m-%d %H:%M} UTC, {late_min:.0f} minutes ago; skip_if_late_min is {limit_min:g}"
+    )
+    print(f"Skipped: {text}", flush=True)
+    return Completed(name="SkippedLate", message=text)

@@ -1,0 +1,151 @@
+"""Training on leased GPUs, and giving them back: the whole job in processes of its own, on stand-in GPUs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.errors import UserError
+from dphybrid.gpus import ask_for, find_holder
+from dphybrid.leasing import expected_devices, leased_devices
+from dphybrid.politeness import reason_to_yield
+from dphybrid.settings import load_settings
+from tests.conftest import REPOSITORY
+from tests.fake_nvml import gpu, write_state
+from tests.test_gpus import stranger, wait_for  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def machine(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three free stand-in GPUs for this process and those it starts; returns the file that describes them."""
+    file = tmp_path / "nvml.json"
+    settings = {
+        "FAKE_NVML": str(file),
+        "PYTHONPATH": str(REPOSITORY),
+        "DPHYBRID_NVML": "tests.fake_nvml",
+        "DPHYBRID_LEASE_DIR": str(tmp_path / "leases"),
+        "DPHYBRID_GPU_WINDOW_S": "0",
+        "DPHYBRID_GPU_POLL_S": "0.05",
+        "DPHYBRID_GPU_WAIT_S": "60",
+        "DPHYBRID_REQUEUE_AFTER_S": "0",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write_state(file, [gpu(number) for number in range(3)])
+    return file
+
+
+def config(devices: str) -> ExperimentConfig:
+    return ExperimentConfig(recipe="hybrid", devices=devices)
+
+
+def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> None:
+    settings = load_settings()
+    for wanted, text, number in (
+        ("auto", "cpu*3", 3),
+        ("auto*2", "cpu*2", 2),
+        ("cuda:1", "cpu", 1),
+        ("cuda:1*4", "cpu*4", 1),
+        ("cpu*5", "cpu*5", 0),
+    ):
+        assert expected_devices(config(wanted), settings) == text
+        with leased_devices(config(wanted), settings, run="test") as devices:
+            assert devices.text == text
+            assert len(devices.lease.gpus if devices.lease else ()) == number
+    with leased_devices(config("auto"), settings, run="resumed", replicas=2) as devices:
+        assert devices.text == "cpu*2"
+    with pytest.raises(UserError, match="cuda:7 is not here"), leased_devices(config("cuda:7"), settings, run="test"):
+        pass
+    write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
+    with leased_devices(config("auto"), settings, run="test") as devices:
+        assert (devices.text, devices.lease) == ("cpu", None)
+
+
+def test_reasons_to_give_way_follow_the_policy(machine: Path, stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    noon = datetime.fromisoformat("2026-11-24 12:00")
+    settings = {name: load_settings().model_copy(update={"yield_to_others": name}) for name in ("never", "ask", "always")}
+    with leased_devices(config("auto*2"), settings["ask"], run="night") as devices:
+        assert devices.lease is not None
+
+        def reasons() -> list[str | None]:
+            return [reason_to_yield(devices, settings[name], noon) for name in ("never", "ask", "always")]
+
+        assert reasons() == [None, None, None]
+        write_state(machine, [gpu(0, processes=[[os.getpid(), 60]], free_gib=20), gpu(1), gpu(2, processes=[[stranger, 70]])])
+        assert reasons() == [None, None, None]  # our own process, and one on a GPU that is not ours
+        write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 30]], free_gib=40), gpu(2)])
+        assert reasons()[:2] == [None, None]
+        assert str(reasons()[2]).startswith("GPU 1: 30.0 GiB taken by ")
+        write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 30]], free_gib=0.5), gpu(2)])
+        assert reasons()[0] is None
+        assert str(reasons()[1]).startswith("GPU 1: 0.5 GiB left beside 30.0 GiB taken by ")
+        write_state(machine, [gpu(number) for number in range(3)])
+        ask_for(devices.lease.folder, devices.lease.gpus[1])
+        assert reasons()[0] is None
+        assert "asked for GPU 1" in str(reasons()[1])
+        hours = settings["never"].model_copy(update={"quiet_hours": "20:00-08:00"})
+        assert reason_to_yield(devices, hours, noon) == "the end of quiet hours (quiet hours begin at 20:00)"
+        assert reason_to_yield(devices, hours, noon.replace(hour=23)) is None
+
+
+OPTIONS = ["--recipe", "ctr", "--devices", "auto*2", "--model.dropout", "0.1", "--train.patience", "0", "--train.log-every", "5"]
+
+
+def train(folder: Path, name: str, epochs: int, log: Path | None = None) -> "subprocess.Popen[bytes]":
+    rows = folder / "clicks.csv"
+    if not rows.exists():
+        rows.write_text("clicked,site,age\n" + "".join(f"{i % 3 == 0:d},s{i % 7},{i % 50}\n" for i in range(600)))
+    argv = [*OPTIONS, "--data.path", str(rows), "--data.label", "clicked", "--train.epochs", str(epochs)]
+    argv += ["--run-name", name, "--train.batch-size", "32", "--report", str(folder / f"{name}.json")]
+    with (log or folder / f"{name}.log").open("wb") as stream:
+        return subprocess.Popen([sys.executable, "-m", "dphybrid", "train", *argv], stdout=stream, stderr=stream, env=os.environ)
+
+
+@pytest.mark.slow
+def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
+    machine: Path,
+    tmp_path: Path,
+    stranger: int,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DPHYBRID_YIELD_TO_OTHERS", "always")
+    free, folder = [gpu(number) for number in range(2)], tmp_path / "leases"
+    write_state(machine, free)
+    undisturbed = train(tmp_path, "undisturbed", 20)
+    assert undisturbed.wait(120) == 0, (tmp_path / "undisturbed.log").read_text()
+    log = tmp_path / "polite.log"
+    polite = train(tmp_path, "polite", 20, log)
+    wait_for(lambda: b"epoch 2/20" in log.read_bytes())
+    write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 38]], free_gib=41)])
+    wait_for(lambda: b"Waiting for GPUs: GPU 1: 38.0 GiB taken by" in log.read_bytes())
+    assert find_holder(folder, free[0]["uuid"]) is None
+    assert find_holder(folder, free[1]["uuid"]) is None
+    assert polite.poll() is None
+    write_state(machine, free)
+    assert polite.wait(120) == 0, log.read_text()
+    shown = log.read_text()
+    assert "Giving way" in shown
+    assert "Going on from" in shown
+    one, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("undisturbed", "polite"))
+    assert one["digests"] == other["digests"]
+    assert one["metrics"] == other["metrics"]
+    assert other["devices"] == "cpu*2"
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_waiting_leaves_nothing(machine: Path, tmp_path: Path, stranger: int) -> None:  # noqa: F811
+    write_state(machine, [gpu(0, processes=[[stranger, 38]])] * 2)
+    log = tmp_path / "waiting.log"
+    waiting = train(tmp_path, "waiting", 1, log)
+    wait_for(lambda: b"Waiting for GPUs" in log.read_bytes())
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(30) == 130
+    assert not list((tmp_path / "leases").glob("*.ticket"))
+    assert not list((tmp_path / "data").glob("runs/*"))
