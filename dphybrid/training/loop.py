@@ -27,6 +27,7 @@ from dphybrid.training.stop import Interrupted, StopRequest
 EVALUATED = ("loss", "weight", "logits", "labels_B", "ranks_B2")
 """What metrics are computed from, of batches and outputs."""
 
+
 @dataclass(frozen=True)
 class Session:
     """Everything one training run works with.
