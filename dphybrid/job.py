@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 
-from dphybrid.config import ExperimentConfig, flatten, given_values
+from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.data import Prepared, num_batches, open_prepared, prepare
 from dphybrid.device_spec import parse_device_spec
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
@@ -21,37 +20,18 @@ from dphybrid.leasing import expected_devices, leased_devices
 from dphybrid.models import ModelContext, build_model
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.politeness import giving_way
+from dphybrid.reporting import Report, attached, open_run_tracker, report_run
 from dphybrid.runs import Run, environment_tags, find_run, new_run_folder, read_json, read_run, write_json
 from dphybrid.settings import Settings
-from dphybrid.tracking import Status, Tracker, open_tracker, waiting
-from dphybrid.tracking.system import system_metrics
-from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, load_checkpoint, load_weights, read_state
-from dphybrid.training.clock import NOT_A_STEP, StageClock
+from dphybrid.tracking import Status, Tracker, waiting
+from dphybrid.tracking.system import Averages, system_metrics
+from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, load_checkpoint, load_weights
+from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display, preparation_progress
 from dphybrid.training.loop import Meter, Session, evaluate, make_dense_optimizer, train
 from dphybrid.training.metrics import TASKS
-from dphybrid.training.retention import checkpoint_uid
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.stop import Interrupted, stop_signals
-
-
-class Report(BaseModel):
-    """What a run came to; `--report FILE` writes it as JSON."""
-
-    run_name: str
-    devices: str
-    run_id: str
-    run_url: str
-    tracking_uri: str
-    ui_command: str
-    metrics: dict[str, float]
-    best_checkpoint: str
-    latest_checkpoint: str
-    splits: list[dict[str, Any]]
-    split_lines: list[str]
-    stages: dict[str, float]
-    digests: dict[str, str]
-    text: str
 
 
 def run_job(config: ExperimentConfig, settings: Settings, run_name: str | None = None, resume: str | None = None) -> Report:
@@ -144,7 +124,7 @@ def build_run(
     )
     previous = find_run(settings, config, data, resume) if resume else None
     folder = previous.folder if previous else new_run_folder(settings, config, devices, run_name)
-    tracker = _open_tracker(settings, must_answer=previous is None)
+    tracker = open_run_tracker(settings, must_answer=previous is None)
     if count := waiting(settings.mlflow_dir / "spool"):
         print(
             f"Note: records of {count} earlier {'run' if count == 1 else 'runs'} wait to be sent; `dphybrid sync` does it",
@@ -244,20 +224,21 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
             display.line(line)
         meter = Meter(session)
         started = datetime.fromisoformat(run.page["created"]).timestamp()
+        averages = Averages()
         try:
-            with system_metrics(tracker, started, devices.gpu_uuids):
+            with system_metrics(tracker, started, devices.gpu_uuids, averages):
                 train(session, display, meter)
         except Interrupted as interruption:
             interruption.run = run.folder.name
             raise
         finally:
-            result = _write_result(run, session, meter)
+            result = _write_result(run, session, meter, averages.means)
             tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
             tracker.log_table("split_shapes.json", session.splits.rows())
     return result
 
 
-def _write_result(run: Run, session: Session, meter: Meter) -> dict[str, Any]:
+def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, float]) -> dict[str, Any]:
     progress = session.trained.progress
     done = complete_checkpoints(run.checkpoints)
     best = run.checkpoints / f"step-{progress.best_step or 0:06d}"
@@ -267,6 +248,7 @@ def _write_result(run: Run, session: Session, meter: Meter) -> dict[str, Any]:
         "steps": progress.step,
         "epochs": progress.epoch,
         "devices": session.facts["devices"],
+        "system": system,
         "history": progress.history,
         "best_value": progress.best_value,
         "step_ms": meter.times.summary(),
@@ -297,106 +279,18 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     return metrics
 
 
-def report_run(run_folder: str, settings: Settings) -> Report:
-    """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
-    from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
-    from dphybrid.tracking.report import run_report_markdown
-
-    run = read_run(run_folder)
-    result, metrics, splits = (read_json(run.folder / f"{name}.json") for name in ("result", "metrics", "splits"))
-    tracker = _attached(run, settings)
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-    ui = tracker.ui_command
-    text = "\n".join(
-        [
-            "",
-            f"Held out:    {shown}",
-            f"Run:         {run.folder.name}" + (f", id {run.page['run_id']}" if run.page["run_id"] else ", not recorded"),
-            f"Best:        {result['best_checkpoint']}",
-            *([f"Look at it:  {ui}", *([f"             {tracker.run_url}"] if tracker.run_url != ui else [])] if ui else []),
-        ]
-    )
-    report = Report(
-        run_name=run.folder.name,
-        devices=result["devices"],
-        run_id=run.page["run_id"],
-        run_url=tracker.run_url,
-        tracking_uri=tracker.tracking_uri,
-        ui_command=ui,
-        metrics=metrics,
-        best_checkpoint=result["best_checkpoint"],
-        latest_checkpoint=result["checkpoint"],
-        splits=splits,
-        split_lines=(run.folder / "splits.txt").read_text(encoding="utf-8").splitlines(),
-        stages=result["stages"],
-        digests={"data": run.page["data_digest"], **read_state(Path(result["best_checkpoint"]))["sha256"]},
-        text=text,
-    )
-    (run.folder / "report.json").write_text(report.model_dump_json(indent=1), encoding="utf-8")
-    step_ms = result["step_ms"]
-    total = sum(result["stages"].values())
-    summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result["stages"].items()}
-    if count := result["steps_timed"]:
-        in_step = {stage: seconds for stage, seconds in result["stages"].items() if stage not in NOT_A_STEP}
-        summary |= {f"timing_mean/{stage}_ms": 1e3 * seconds / count for stage, seconds in in_step.items()}
-    if splits:
-        rows = [row["rows"] for row in splits if row["where"].startswith("split 1 /")]
-        summary |= {"split/replicas_used": len(rows), "split/rows_max": max(rows), "split/rows_min": min(rows)}
-    summary |= {f"summary/step_ms_{name}": value for name, value in step_ms.items() if name != "steps"}
-    if step_ms:
-        summary["summary/samples_per_s_median"] = 1e3 * run.config.train.batch_size / step_ms["p50"]
-    tracker.log_metrics(summary | {"summary/train_s": total}, result["steps"])
-    if splits:
-        tracker.log_figure("figures/rows_per_replica.png", rows_per_replica_figure(splits))
-    tracker.log_figure("figures/where_time_goes.png", stage_figure(result["stages"]))
-    if len(result["history"]) > 1:
-        curves = {
-            name: [(row["step"], row[name]) for row in result["history"]] for name in result["history"][0] if name != "step"
-        }
-        tracker.log_figure("figures/learning_curves.png", curves_figure(curves, "step"))
-    tracker.log_file(run.folder / "report.json", "")
-    tracker.log_text("config.json", run.config.model_dump_json(indent=1))
-    tracker.set_description(
-        run_report_markdown(
-            report.model_dump() | {"given": flatten(given_values(run.config))},
-            run.config.model_dump(mode="json"),
-            run.page["links"],
-        )
-    )
-    if name := run.config.checkpoint.register_as:
-        tracker.register(name, checkpoint_uid(Path(result["best_checkpoint"])), "challenger")
-    tracker.finish("FINISHED")
-    return report
-
-
 def fail_run(run_folder: str, settings: Settings, status: Status) -> None:
     """End the MLflow run of a run folder as FAILED or KILLED."""
-    _attached(read_run(run_folder), settings).finish(status)
+    attached(read_run(run_folder), settings).finish(status)
 
 
 def _context(config: ExperimentConfig, data: Prepared, devices: Devices) -> ModelContext:
     return ModelContext(devices=devices, info=data.info, options=config.model, seed=config.train.seed)
 
 
-def _open_tracker(settings: Settings, must_answer: bool) -> Tracker:
-    return open_tracker(
-        settings.mlflow_uri,
-        settings.experiment,
-        settings.mlflow_dir,
-        upload_limit=settings.upload_limit_mb * 2**20,
-        must_answer=must_answer,
-    )
-
-
-def _attached(run: Run, settings: Settings) -> Tracker:
-    tracker = _open_tracker(settings, must_answer=False)
-    tracker.attach(run.page["run_id"])
-    return tracker
-
-
 @contextmanager
 def _recording(run: Run, settings: Settings) -> Iterator[Tracker]:
-    tracker = _attached(run, settings)
+    tracker = attached(run, settings)
     try:
         yield tracker
     finally:
@@ -405,3 +299,17 @@ def _recording(run: Run, settings: Settings) -> Iterator[Tracker]:
 
 def _note(config: ExperimentConfig, data: Prepared) -> str:
     return f"`{config.recipe}` on prepared data `{data.path.name}`; the report stands here when the run has ended."
+
+
+__all__ = [
+    "Report",
+    "build_run",
+    "closing_run",
+    "evaluate_run",
+    "fail_run",
+    "prepare_data",
+    "report_run",
+    "resumed_replicas",
+    "run_job",
+    "train_run",
+]

@@ -5,29 +5,53 @@ from typing import Any
 
 
 def run_report_markdown(report: Mapping[str, Any], config: Mapping[str, Any], links: Mapping[str, str] | None = None) -> str:
-    """Return the page. report: the fields of `dphybrid.job.Report`. links: name -> address for the first line, such as the flow run's."""
+    """Return the page.
+
+    report: the fields of `dphybrid.reporting.Report`, and given (flags), data_name, data_source, data_lines. links: name -> address for the
+    first line, such as the flow run's.
+    """
     parts = [" · ".join(f"[{name}]({address})" for name, address in (links or {}).items())]
     held_out = ", ".join(f"{name} **{value:.4f}**" for name, value in report["metrics"].items())
+    where = f"batch {config['train']['batch_size']}, seed {config['train']['seed']}"
+    parts.append(f"**{config['recipe']}** on `{report['devices']}`, {where}: {held_out}")
+    parts += [f"> {warning}" for warning in report["warnings"]]
+    lines = "\n".join(f"- {line.strip()}" for line in report["data_lines"][:30])
     parts.append(
-        f"**{config['recipe']}** on `{report['devices']}`, batch {config['train']['batch_size']}, seed {config['train']['seed']}: {held_out}"
+        f"### Data\n\n`{report['data_name']}` from `{report['data_source']}`, digest `{report['digests']['data'][:16]}`\n\n{lines}"
     )
     parts.append("### How batches were split\n\n" + _table(report["splits"], ("where", "split", "device", "steps")))
-    total = sum(report["stages"].values()) or 1.0
-    stages = [
-        {"stage": name, "seconds": f"{s:.2f}", "share": f"{s / total:.0%}"}
-        for name, s in report["stages"].items()
-        if s / total > 0.005
-    ]
-    parts.append("### Where time went\n\n" + _table(stages, ("stage", "seconds", "share")))
-    best = report["best_checkpoint"]
-    parts.append(
-        f"### Load the best checkpoint\n\n```python\nfrom dphybrid.loading import model_from_checkpoint\nmodel = model_from_checkpoint({best!r})\n```"
-    )
+    parts.append(_where_time_went(report))
+    parts.append(_how_to_load(report))
     flags = " ".join(f"--{name.replace('_', '-')} {value!r}" for name, value in report.get("given", {}).items())
     parts.append(
-        f"### Reproduce\n\n```\ndphybrid train {flags}\n```\nData digest `{report['digests']['data'][:16]}`; `config.json` holds every value."
+        f"### Reproduce\n\n```\ndphybrid train {flags}\n```\n`config.json` holds every value, the tags versions and commit."
     )
     return "\n\n".join(part for part in parts if part)
+
+
+def _where_time_went(report: Mapping[str, Any]) -> str:
+    total = sum(report["stages"].values()) or 1.0
+    stages = [
+        {"stage": name, "seconds": f"{seconds:.2f}", "share": f"{seconds / total:.0%}"}
+        for name, seconds in report["stages"].items()
+        if seconds / total > 0.005
+    ]
+    step = report["step_ms"]
+    told = ""
+    if step:
+        told = f"A step took {step['p50']:.2f} ms (p50), {step['p95']:.2f} ms (p95) after the warm-up. "
+    return f"### Where time went\n\n{told}Pictures are under Artifacts, `figures/`.\n\n" + _table(
+        stages, ("stage", "seconds", "share")
+    )
+
+
+def _how_to_load(report: Mapping[str, Any]) -> str:
+    name = report["registered_as"]
+    from_registry = f'model = dphybrid.load("models:/{name}@challenger")  # or, from the registry\n' if name else ""
+    return (
+        "### Load the best checkpoint\n\n```python\nimport dphybrid\n\n"
+        f"model = dphybrid.load({report['best_checkpoint']!r})\n{from_registry}```"
+    )
 
 
 def _table(rows: Any, columns: tuple[str, ...]) -> str:

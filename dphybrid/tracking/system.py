@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import psutil
@@ -16,11 +16,30 @@ GpuReading = dict[str, float]
 """utilization_pct, memory_mb, memory_pct, power_w, temperature_c: those the device tells."""
 
 
+class Averages:
+    """Means of named values over all samples."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + value, count + 1)
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Name -> mean."""
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+
 @contextmanager
-def system_metrics(tracker: Tracker, since: float, gpus: Sequence[str] = (), every_s: float = SAMPLE_EVERY_S) -> Iterator[None]:
+def system_metrics(
+    tracker: Tracker, since: float, gpus: Sequence[str] = (), averages: Averages | None = None, every_s: float = SAMPLE_EVERY_S
+) -> Iterator[None]:
     """While the block runs, record `system/...` metrics; their step counts seconds from `since` (time.time()), the run's start.
 
-    gpus: UUIDs of the GPUs this run uses; others of the machine are not recorded.
+    gpus: UUIDs of the GPUs this run uses; others of the machine are not recorded. averages: collects the same values.
     """
     done = threading.Event()
     read = nvml_reader(gpus)
@@ -38,6 +57,8 @@ def system_metrics(tracker: Tracker, since: float, gpus: Sequence[str] = (), eve
         }
         for index, reading in enumerate(read()):
             values |= {f"system/gpu{index}_{name}": value for name, value in reading.items()}
+        if averages is not None:
+            averages.add(values)
         tracker.log_metrics(values, int(time.time() - since))
 
     def work() -> None:

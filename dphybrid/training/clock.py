@@ -44,6 +44,7 @@ class StageClock:
         self._since = 0.0
         self._marks: list[tuple[str | None, Event]] = []
         self._window: dict[str, float] = {}
+        self._stages: dict[str, _Stage] = {}
 
     @classmethod
     def of(cls, device: torch.device) -> "StageClock":
@@ -88,14 +89,12 @@ class StageClock:
         self._switch(self._stack[-2] if len(self._stack) > 1 else None)
         self._stack.pop()
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Count the block's time under `name`."""
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.leave()
+    def stage(self, name: str) -> "_Stage":
+        """Return a context manager that counts the block's time under `name`."""
+        stage = self._stages.get(name)
+        if stage is None:
+            stage = self._stages[name] = _Stage(self, name)
+        return stage
 
     def window(self) -> dict[str, float]:
         """Return the seconds by stage since the last call."""
@@ -103,6 +102,21 @@ class StageClock:
         grown = {stage: seconds - self._window.get(stage, 0.0) for stage, seconds in now.items()}
         self._window = now
         return {stage: seconds for stage, seconds in grown.items() if seconds > 0}
+
+
+class _Stage:
+    """One stage of a clock. A class, because steps of a millisecond enter a dozen of them: contextlib's would cost several times as much."""
+
+    __slots__ = ("_clock", "_name")
+
+    def __init__(self, clock: StageClock, name: str) -> None:
+        self._clock, self._name = clock, name
+
+    def __enter__(self) -> None:
+        self._clock.enter(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.leave()
 
 
 class StepTimes:

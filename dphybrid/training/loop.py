@@ -69,6 +69,7 @@ def train(session: Session, display: Display, meter: "Meter") -> None:
     ):
         meter.rows = pipeline if tables else None
         while progress.epoch < config.epochs and not _stale(session):
+            session.trained.model.train()  # the last epoch's evaluation left it in the other mode
             display.epoch(progress.epoch, config.epochs, steps_per_epoch, progress.batch)
             meter.times.begin()
             for batch in _timed(clock, pipeline.prefetch(batches_of_epoch(session), ids_of)):
@@ -76,16 +77,19 @@ def train(session: Session, display: Display, meter: "Meter") -> None:
                     with clock.stage("profile"):
                         profiler.before(progress.step + 1)
                 _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
-                meter.add(*train_step(session, batch))
+                loss, weight = train_step(session, batch)
+                with clock.stage("log"):
+                    meter.add(loss, weight)
                 meter.times.end(full=_rows(batch) == config.batch_size)
                 progress.step += 1
                 if session.profile_steps:
                     with clock.stage("profile"):
                         profiler.after(progress.step)
                 progress.batch += 1
-                for line in session.splits.after_step(progress.step):
-                    display.line(line)
-                display.advance(meter.note)
+                with clock.stage("log"):
+                    for line in session.splits.after_step(progress.step):
+                        display.line(line)
+                    display.advance(meter.note)
                 if progress.step % config.log_every == 0:
                     display.line(meter.log())
                 every = session.config.checkpoint.every_steps
@@ -110,7 +114,6 @@ def train(session: Session, display: Display, meter: "Meter") -> None:
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Take one optimizer step; return the batch's summed loss and its number of terms, still on their device."""
     trained, clock, config = session.trained, session.clock, session.config.train
-    trained.model.train()
     with clock.stage("zero_grad"):
         if trained.dense is not None:
             trained.dense.zero_grad(set_to_none=True)

@@ -1,0 +1,161 @@
+"""The clock of stages: nested stages, marks on a device, percentiles, and how much of a run it explains."""
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dphybrid.config_sources import load_config
+from dphybrid.errors import UserError
+from dphybrid.job import run_job
+from dphybrid.settings import load_settings
+from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes, percentile
+
+
+class FakeDevice:
+    """A stream whose time the test sets."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self.waited = 0
+
+    def event(self) -> "FakeEvent":
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.at = -1.0
+
+    def record(self) -> None:
+        self.at = self._device.ms
+
+    def synchronize(self) -> None:
+        self._device.waited += 1
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return float(end_event.at - self.at)
+
+
+def test_the_outer_stage_stands_still_while_the_inner_one_runs() -> None:
+    clock = StageClock()
+    begin = time.perf_counter()
+    with clock.stage("outer"):
+        time.sleep(0.02)
+        with clock.stage("inner"):
+            time.sleep(0.03)
+        time.sleep(0.02)
+    wall = time.perf_counter() - begin
+    totals = clock.totals
+    assert totals["inner"] >= 0.03
+    assert totals["outer"] >= 0.04
+    assert sum(totals.values()) == pytest.approx(wall, rel=0.02)
+
+
+def test_an_error_in_a_stage_leaves_it() -> None:
+    clock = StageClock()
+    with clock.stage("outer"):
+        with pytest.raises(ValueError), clock.stage("inner"):
+            raise ValueError
+        time.sleep(0.01)
+    assert clock.totals["outer"] >= 0.01
+    with clock.stage("later"):
+        pass
+    assert set(clock.totals) == {"outer", "inner", "later"}
+
+
+def test_stages_of_a_device_are_measured_by_its_marks_without_waiting_for_it() -> None:
+    device = FakeDevice()
+    clock = StageClock(device.event)
+    with clock.stage("step"):
+        device.ms += 1
+        with clock.stage("forward"):
+            device.ms += 10
+        with clock.stage("backward"):
+            device.ms += 20
+        device.ms += 2
+    device.ms += 100  # belongs to no stage
+    assert device.waited == 0
+    assert clock.totals == pytest.approx({"step": 0.003, "forward": 0.010, "backward": 0.020})
+    assert device.waited == 1
+    with clock.stage("forward"):
+        device.ms += 5
+    assert clock.window() == pytest.approx({"step": 0.003, "forward": 0.015, "backward": 0.020})
+    assert clock.window() == {}
+    assert clock.totals["forward"] == pytest.approx(0.015)
+
+
+def test_marks_of_a_long_run_are_read_now_and_then() -> None:
+    device = FakeDevice()
+    clock = StageClock(device.event)
+    for _ in range(10_000):
+        with clock.stage("forward"):
+            device.ms += 1
+    assert 1 <= device.waited <= 10
+    assert len(clock._marks) <= clock._READ_AFTER + 1
+    assert clock.totals == pytest.approx({"forward": 10.0})
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([3.0], 0.5, 3.0),
+        ([1.0, 2.0], 0.5, 1.0),
+        ([4.0, 1.0, 3.0, 2.0], 0.95, 4.0),
+        ([float(i) for i in range(1, 101)], 0.95, 95.0),
+    ],
+)
+def test_percentiles(values: list[float], share: float, expected: float) -> None:
+    assert percentile(values, share) == expected
+
+
+def test_steps_of_the_warm_up_and_short_batches_stay_apart() -> None:
+    times = StepTimes()
+    times.ms = [100.0] * WARM_UP_STEPS + [1.0, 2.0, 3.0]
+    summary = times.summary()
+    assert summary == {"p50": 2.0, "p95": 3.0, "mean": 2.0, "warm_up": 100.0, "steps": 3.0}
+    assert times.window()["p50"] == 100.0
+    assert times.window() == {}
+    times.begin()
+    times.end(full=False)
+    assert times.count == 1
+    assert len(times.ms) == WARM_UP_STEPS + 3
+
+
+def test_a_run_too_short_for_a_warm_up_still_has_figures() -> None:
+    times = StepTimes()
+    assert times.summary() == {}
+    times.ms = [4.0, 5.0]
+    assert times.summary() == {"p50": 4.0, "p95": 5.0, "mean": 4.5, "steps": 2.0}
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+def test_named_stages_explain_where_a_run_went(devices: str, data_dir: Path) -> None:
+    report = run_job(load_config(None, ["recipe=hybrid", f"devices={devices}", "train.epochs=2"]), load_settings())
+    total = sum(report.stages.values())
+    assert report.stages["other"] < 0.1 * total  # steps of a millisecond, on a machine that does other things, too
+    named = {"data", "lookup", "forward", "loss", "backward", "row_update", "dense_update", "evaluate", "checkpoint", "log"}
+    assert named | ({"scatter", "replicate", "gather"} if devices != "cpu" else set()) <= set(report.stages)
+    assert report.step_ms["p50"] <= report.step_ms["p95"]
+
+
+def test_chosen_steps_are_profiled_into_a_trace(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_PROFILE", "4-6")
+    report = run_job(load_config(None, ["recipe=toy"]), load_settings())
+    run = Path(report.best_checkpoint).parent.parent
+    (path,) = run.glob("trace-*.json.gz")
+    assert path.name == "trace-steps-4-6.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert any("addmm" in str(event.get("name")) or "linear" in str(event.get("name")) for event in events)
+    assert report.stages["profile"] > 0
+
+
+@pytest.mark.parametrize("steps", ["6-4", "0-3", "x", "1-2-3"])
+def test_steps_to_profile_that_make_no_sense_are_refused(steps: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_PROFILE", steps)
+    with pytest.raises(UserError, match=r"(?i)profile"):
+        _ = load_settings().profile_steps

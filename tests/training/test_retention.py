@@ -1,0 +1,60 @@
+"""Which checkpoints stay: newest, best, each n-th - on disk and in MLflow alike."""
+
+from pathlib import Path
+
+from mlflow.tracking import MlflowClient
+
+from dphybrid.config import CheckpointConfig
+from dphybrid.config_sources import load_config
+from dphybrid.job import run_job
+from dphybrid.settings import load_settings
+from dphybrid.training.checkpoint import Progress
+from dphybrid.training.metrics import TASKS
+from dphybrid.training.retention import best_steps, prune_checkpoints, step_of
+
+
+def make(folder: Path, steps: list[int]) -> None:
+    for step in steps:
+        path = folder / f"step-{step:06d}"
+        path.mkdir()
+        (path / "state.json").write_text("{}")
+
+
+def test_newest_best_and_each_nth_stay(tmp_path: Path) -> None:
+    make(tmp_path, [10, 20, 30, 40, 50, 60, 70])
+    kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2, keep_every=30), best=[20])
+    assert [step_of(path) for path in kept] == [20, 30, 60, 70]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06d}" for step in (20, 30, 60, 70)]
+
+
+def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:
+    auc, loss = TASKS["binary"], TASKS["language-model"]
+    rows = [(1, 0.5), (2, 0.9), (3, float("nan")), (4, 0.7)]
+    progress = Progress(history=[{"step": step, f"held-out {auc.metric}": value} for step, value in rows])
+    assert auc.higher_is_better
+    assert best_steps(progress, auc, 2) == [2, 4]
+    progress = Progress(history=[{"step": step, f"held-out {loss.metric}": value} for step, value in rows])
+    assert not loss.higher_is_better
+    assert best_steps(progress, loss, 2) == [1, 4]
+
+
+def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
+    overrides = [
+        "recipe=hybrid",
+        "train.epochs=3",
+        "checkpoint.every_steps=50",
+        "checkpoint.keep_every=100",
+        "checkpoint.keep_last=1",
+    ]
+    report = run_job(load_config(None, overrides), load_settings())
+    folder = Path(report.best_checkpoint).parent
+    on_disk = {step_of(path) for path in folder.iterdir()}
+    assert {100, 200, 300, 400} < on_disk
+    assert 50 not in on_disk
+    client = MlflowClient(report.tracking_uri)
+    experiment = client.get_run(report.run_id).info.experiment_id
+    models = client.search_logged_models([experiment], filter_string=f"source_run_id='{report.run_id}'")
+    assert {int(model.name.rpartition("-")[2]) for model in models} == on_disk
+    roles = {int(model.name.rpartition("-")[2]): model.tags["dphybrid.role"] for model in models}
+    assert roles[100] == "kept"
+    assert roles[max(on_disk)].endswith("latest")
