@@ -275,7 +275,7 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
         metrics |= {f"test_{name}": value for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()}
     write_json(run.folder / "metrics.json", metrics)
     with _recording(run, settings) as tracker:
-        tracker.log_metrics({f"final/{name}": value for name, value in metrics.items()}, result["steps"])
+        tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
     return metrics
 
 

@@ -86,7 +86,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     )
     report.text = _closing_words(report)
     (run.folder / "report.json").write_text(report.model_dump_json(indent=1), encoding="utf-8")
-    tracker.log_metrics(_summary(result, splits, run.config), result["steps"])
+    tracker.log_summary(_summary(result, splits, run.config))
     _log_figures(tracker, result, splits)
     tracker.log_file(run.folder / "report.json", "")
     tracker.log_text("config.json", run.config.model_dump_json(indent=1))

@@ -24,7 +24,7 @@ def balance_warnings(
 
 def _of_the_split(splits: Sequence[Mapping[str, Any]], num_devices: int) -> list[str]:
     full = [row for row in splits if row["where"].startswith("split 1 /")]
-    first = [row for row in full if row["where"].rpartition(" / ")[0] == full[0]["where"].rpartition(" / ")[0]]
+    first = [row for row in full if row["block"] == full[0]["block"]]
     if num_devices < 2 or not first:
         return []
     rows, batch = [int(row["rows"]) for row in first], int(first[0]["batch_rows"])

@@ -52,6 +52,9 @@ class Tracker:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record numbers at a step."""
 
+    def log_summary(self, metrics: Mapping[str, float]) -> None:
+        """Record numbers that describe the run as a whole; those of a later attempt replace them."""
+
     def log_text(self, name: str, text: str) -> None:
         """Record a text file."""
 

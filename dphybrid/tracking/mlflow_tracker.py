@@ -95,9 +95,13 @@ class MlflowTracker(Tracker):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         journal = self._open_journal()
         try:
-            journal.append_metrics({name: float(value) for name, value in metrics.items()}, step)
+            journal.append_metrics(_floats(metrics), step)
         except OSError as error:  # a full disk costs the curves some points, not the training its end
             _log.warning("metrics of step %d could not be kept: %s", step, error)
+
+    def log_summary(self, metrics: Mapping[str, float]) -> None:
+        # At step 0, MLflow's charts draw a bar for each run; at any other one they draw a dot on an axis of steps.
+        self._append({"op": "metrics", "step": 0, "values": _floats(metrics)})
 
     def log_text(self, name: str, text: str) -> None:
         self._log_content("file", name, text.encode())
@@ -186,6 +190,10 @@ def writer_of(
         writer().write([{"op": "tags", "values": {HEARTBEAT_TAG: now, PID_TAG: str(os.getpid())}}])
 
     return lambda records: writer().write(records), beat
+
+
+def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:

@@ -51,11 +51,14 @@ class SplitLog:
         return fresh
 
     def rows(self) -> list[dict[str, object]]:
-        """Return one row for each (block, split, replica): where, split, rows, device, first and last step, steps."""
+        """Return one row for each (block, split, replica): where (block, split and replica, as MLflow needs one column that tells rows apart), split,
+        block, batch_rows, rows, device, first and last step, steps.
+        """
         return [
             {
-                "where": f"split {number} / {seen.block} / replica {replica}",
+                "where": f"split {number} / replica {replica} / {seen.block}",
                 "split": f"{list(inputs)} -> {list(outputs)}",
+                "block": seen.block,
                 "batch_rows": sum(size[0] for size in seen.split.input_sizes if size),
                 "rows": inputs[0] if inputs else 0,
                 "device": device,

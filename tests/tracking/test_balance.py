@@ -22,7 +22,7 @@ STAGES = {"forward": 5.0, "lookup": 4.0, "data": 1.0}
 
 def splits(batch: int, devices: int) -> list[dict[str, Any]]:
     return [
-        {"where": f"split 1 / region / replica {i}", "rows": rows, "batch_rows": batch}
+        {"where": f"split 1 / replica {i} / region", "block": "region", "rows": rows, "batch_rows": batch}
         for i, rows in enumerate(split_sizes(batch, devices))
     ]
 
@@ -57,7 +57,7 @@ def test_a_run_with_idle_devices_says_so_at_its_end_and_on_its_page(data_dir: Pa
     assert report.warnings
     assert "3 of 8 devices got no rows" in report.text
     note = MlflowClient(report.tracking_uri).get_run(report.run_id).data.tags["mlflow.note.content"]
-    assert "> 3 of 8 devices got no rows" in note
+    assert "> **Note:** 3 of 8 devices got no rows" in note
 
 
 class Collecting(Tracker):

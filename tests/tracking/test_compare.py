@@ -103,7 +103,7 @@ def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path
         assert len(run.steps["valid/mse"]) == 2
         assert all(seconds >= 0 for seconds, _ in run.times["train/loss"])
     shapes = split_table(runs, "devices")
-    assert [row["replica"] for row in shapes] == [f"network.region / replica {i}" for i in range(8)]
+    assert [row["replica"] for row in shapes] == [f"replica {i} / network.region" for i in range(8)]
     eighth = {label: value for label, value in shapes[7].items() if label != "replica"}
     assert sorted(eighth.values()) == ["", "", "[8, 10] -> [8, 10]"]
     page = write_comparison(runs, tmp_path / "out", "devices")

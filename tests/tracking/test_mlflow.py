@@ -70,7 +70,7 @@ def test_the_splits_are_a_table_and_plain_lines(finished: tuple[Report, MlflowCl
     assert table["columns"][:2] == ["where", "split"]
     keys = [row[0] for row in table["data"]]
     assert len(set(keys)) == len(keys)
-    assert table["data"][0][:2] == ["split 1 / network.region / replica 0", "[22, 10] -> [22, 10]"]
+    assert table["data"][0][:2] == ["split 1 / replica 0 / network.region", "[22, 10] -> [22, 10]"]
     lines = Path(client.download_artifacts(report.run_id, "splits.txt", str(tmp_path))).read_text().splitlines()
     assert lines == report.split_lines
     assert lines[0] == "Let's use 3 devices!"
@@ -182,7 +182,14 @@ def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path:
 
 def test_figures_are_pictures() -> None:
     rows = [
-        {"where": f"split 1 / region / replica {i}", "rows": 4, "device": f"cpu[{i}]", "batch_rows": 8, "steps": 3}
+        {
+            "where": f"split 1 / replica {i} / region",
+            "block": "region",
+            "rows": 4,
+            "device": f"cpu[{i}]",
+            "batch_rows": 8,
+            "steps": 3,
+        }
         for i in range(2)
     ]
     pictures = [
