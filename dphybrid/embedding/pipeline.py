@@ -32,8 +32,7 @@ from typing import Generic, Literal, Self, TypeVar
 
 from torch import Tensor
 
-from dphybrid.embedding.lookup import Lookup
-from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.table import HostEmbedding, Lookup
 from dphybrid.errors import UserError
 
 Batch = TypeVar("Batch")
@@ -105,38 +104,28 @@ class RowPipeline:
     def counters(self) -> dict[str, float]:
         """Return what happened since the last call, summed over tables.
 
-        ids, unique: looked up. unique_ratio: unique / ids. prepared_ratio: unique rows that came prepared. conflict_ratio: prepared rows
-        that had to be read again. bytes_gathered: of rows read from tables. prepare_ms: of the worker. wait_ms: of the loop for
-        the worker.
+        The totals of `counters.Counters`, and: unique_ratio: unique / ids. prepared_ratio: unique
+        rows that came prepared. conflict_ratio: prepared rows that had to be read again. prepare_ms: of the worker, all in all.
+        wait_ms: of the loop for the worker.
         """
         totals, seen = self._totals(), self._seen
         self._seen = totals
         now = {key: totals[key] - seen.get(key, 0.0) for key in totals}
-        unique, prepared = now["unique"], now["prepared"]
-        return {
-            "ids": now["ids"],
-            "unique": unique,
-            "unique_ratio": unique / max(1.0, now["ids"]),
-            "prepared_ratio": prepared / max(1.0, unique),
-            "conflict_ratio": now["refreshed"] / max(1.0, prepared),
-            "bytes_gathered": now["bytes"],
-            "prepare_ms": now["prepare_ms"],
-            "wait_ms": now["wait_ms"],
+        return now | {
+            "unique_ratio": now["unique"] / max(1.0, now["ids"]),
+            "prepared_ratio": now["prepared"] / max(1.0, now["unique"]),
+            "conflict_ratio": now["repaired"] / max(1.0, now["prepared"]),
         }
 
     def _totals(self) -> dict[str, float]:
-        tables = self.tables.values()
-        return {
-            "ids": float(sum(table.num_ids for table in tables)),
-            "unique": float(sum(table.num_unique for table in tables)),
-            "prepared": float(sum(table.num_prepared for table in tables)),
-            "refreshed": float(sum(table.num_refreshed for table in tables)),
-            "bytes": float(
-                sum((table.num_unique + table.num_refreshed) * table.dim * table.weight.element_size() for table in tables)
-            ),
+        totals: dict[str, float] = {
             "prepare_ms": 1e3 * (self._ended_s[0] + sum(run.prepare_s for run in self._runs)),
             "wait_ms": 1e3 * (self._ended_s[1] + sum(run.wait_s for run in self._runs)),
         }
+        for table in self.tables.values():
+            for name, amount in table.totals().items():
+                totals[name] = totals.get(name, 0.0) + amount
+        return totals
 
 
 @dataclass

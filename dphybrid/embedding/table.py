@@ -3,31 +3,66 @@
 Letters: N ids of a lookup, U unique rows of it, B bags, D width of a row.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding.lookup import Lookup, Rows, WeightedBags, sort_ids
+from dphybrid.embedding.counters import Counters
+from dphybrid.embedding.gradients import RowGradients
+from dphybrid.embedding.lookup import (
+    Occurrences,
+    RowSums,
+    TableBags,
+    TableRows,
+    gather_rows,
+    leaf_rows,
+    short,
+    sort_ids,
+    write_rows,
+)
+from dphybrid.embedding.replicas import Channel, DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import fill_normal, finished_file, open_rows
 from dphybrid.errors import UserError
 
-_CACHED_VALUES = 2**17
+_CACHED_VALUES = 2**18
 """Values of a table changed at a time, 512 KiB of float32."""
 
-_REFRESH_WHOLE_SHARE = 0.3
+_REPAIR_WHOLE_SHARE = 0.3
 """From this share of changed rows on, reading all rows again is cheaper than mending single ones."""
+
+
+@dataclass
+class Lookup:
+    """One batch's ids of one table, with everything that can be worked out before the step.
+
+    ids: as given, any shape. where: their unique ids (None when they are for replicas). shares: for replicas, each one's rows, as they were at
+    `version` of the table.
+    """
+
+    ids: Tensor
+    where: Occurrences | None
+    shares: list[Share]
+    version: int
+    dedup_ms: float
+
+    @property
+    def num_unique(self) -> int:
+        """Unique ids, counted by replica."""
+        return len(self.where.unique_U) if self.where is not None else sum(len(share.where.unique_U) for share in self.shares)
 
 
 class HostEmbedding(nn.Module):
     """An embedding table (num_rows, dim) that stays on the CPU whatever `.to()` or `.cuda()` does.
 
-    The table is no parameter: neither autograd nor a torch optimizer sees it. A lookup gathers the unique rows as a small leaf, so
-    gradients exist for the touched rows only; a row optimizer of `dphybrid.embedding` applies them in place.
+    The table is no parameter: neither autograd nor a torch optimizer sees it. A lookup returns rows whose gradients are collected by unique
+    row, so gradients exist for the touched rows only; a row optimizer of `dphybrid.embedding` applies them in place.
 
     num_rows, dim: shape of the table. padding_idx: a row that stays zero and is never trained. std: of the normal start values.
     seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows are looked up as float32 then, and
@@ -62,12 +97,16 @@ class HostEmbedding(nn.Module):
                 fill_normal(self.weight, std, seed)
             if fresh and padding_idx is not None:
                 self.weight[padding_idx] = 0.0
-        self.frozen_rows = torch.tensor([] if padding_idx is None else [padding_idx], dtype=torch.int64)
-        self._pending: list[tuple[Tensor, Tensor]] = []
+        self.gradients = RowGradients(num_rows)
+        if padding_idx is not None:
+            self.gradients.frozen = torch.tensor([padding_idx])
+        self.counters = Counters()
+        self._anchor = torch.zeros(0, requires_grad=True)
         self._prepared: list[Lookup] = []
         self._changes: deque[tuple[int, int, Tensor]] | None = None
         self._mark: Tensor | None = None
-        self.num_ids = self.num_unique = self.num_prepared = self.num_refreshed = 0
+        self._channels: list[Channel] = []
+        self._sizes_of: SizesOf | None = None
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -103,14 +142,25 @@ class HostEmbedding(nn.Module):
             return
         self.weight.copy_(state_dict[key])
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the CPU.
+    def forward(self, ids: Tensor, *, by_replica: bool = False) -> Tensor | list[Tensor]:
+        """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the CPU. by_replica: see `replica_rows`.
 
-        With gradients enabled, remembers the looked-up rows until `clear_row_gradients`. Raises UserError for ids of another type or
+        With gradients enabled, remembers the lookup until `clear_row_gradients`. Raises UserError for ids of another type or
         out of range, naming table, value and position.
         """
-        lookup = self._lookup(ids)
-        return Rows.apply(lookup.rows_UD, *lookup.sums).view(*ids.shape, self.dim)
+        if by_replica and self._sizes_of is not None:
+            return self._rows_by_replica(ids, self._sizes_of)
+        where, ids_N = self._look_up(ids)
+        start = time.perf_counter()
+        sums, anchor = RowSums(where), None
+        if torch.is_grad_enabled():
+            anchor = self._anchor
+            self.gradients.expect_sums(sums)
+        rows_ND = TableRows.apply(anchor, self.weight, ids_N, sums)
+        self.counters.gather_ms += 1e3 * (time.perf_counter() - start)
+        self.counters.bytes_gathered += len(ids_N) * self.dim * self.weight.element_size()
+        rows = rows_ND.view(*ids.shape, self.dim)
+        return [rows] if by_replica else rows
 
     def bags(self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None) -> Tensor:
         """Return pooled_BD, the sum or mean of the rows of each bag; bag b is ids_N[offsets_B[b] : offsets_B[b + 1]], perhaps empty.
@@ -119,56 +169,124 @@ class HostEmbedding(nn.Module):
         """
         if mode not in ("sum", "mean") or (mode == "mean" and weights_N is not None):
             raise UserError(f"table {self.name!r}: mode={mode!r}; use sum (with or without weights_N) or mean (without)")
-        lookup = self._lookup(ids_N)
+        where, ids_N = self._look_up(ids_N)
         if mode == "mean":
             lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([len(ids_N)]))
             weights_N = torch.repeat_interleave(1 / lengths_B.to(self.row_dtype), lengths_B)
-        return WeightedBags.apply(lookup.rows_UD, weights_N, offsets_B, *lookup.sums)
-
-    def _lookup(self, ids: Tensor) -> Lookup:
-        lookup = self._take_prepared(ids) or self.prepare(ids)
-        self.num_ids += lookup.ids.numel()
-        self.num_unique += len(lookup.unique_U)
+        leaf_UD = None
         if torch.is_grad_enabled():
-            lookup.rows_UD.requires_grad_()
-            self._pending.append((lookup.unique_U, lookup.rows_UD))
-        return lookup
+            leaf_UD = leaf_rows(len(where.unique_U), self.dim, self.row_dtype)
+            self.gradients.expect_leaf(where.unique_U, leaf_UD)
+        return TableBags.apply(leaf_UD, weights_N, self.weight, ids_N, offsets_B, where)
+
+    def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
+        """Say where `replica_rows` delivers. devices: one a replica. sizes_of(rows): the rows of each replica's share of a batch, in order.
+
+        For a region: `table.place_on(region.devices.replicas, region.sizes)`.
+        """
+        if len(devices) == 1 and devices[0].type == "cpu":  # rows are there already
+            self._channels, self._sizes_of = [], None
+            return
+        self._channels = [Channel(device, self.counters) for device in devices]
+        self._sizes_of = sizes_of
+
+    def replica_rows(self, ids: Tensor) -> list[Tensor]:
+        """Return for each used replica the rows of its share of `ids` (B, ...) on its device, as (b, ..., dim).
+
+        Only the unique rows of a share travel, straight to their device, and only their summed gradients come back. A region takes
+        them as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the CPU. Raises UserError like `forward`.
+        """
+        rows: list[Tensor] = self(ids, by_replica=True)
+        return rows
+
+    def _rows_by_replica(self, ids: Tensor, sizes_of: SizesOf) -> list[Tensor]:
+        lookup = self._take_prepared(ids, placed=True) or self._prepare_shares(self._checked(ids), sizes_of)
+        self.repair(lookup)
+        self._count(lookup)
+        rows = []
+        for channel, share in zip(self._channels, lookup.shares, strict=False):
+            channel.arrive(share)
+            leaf_UD = share.rows_UD.detach()
+            if torch.is_grad_enabled():
+                leaf_UD.requires_grad_()
+                self.gradients.expect_leaf(share.where.unique_U, leaf_UD, channel)
+            rows_ND = DeviceRows.apply(leaf_UD, share.inverse_N, share.order_N, share.starts_U)
+            rows.append(rows_ND.view(*share.shape, self.dim))
+        return rows
+
+    def _look_up(self, ids: Tensor) -> tuple[Occurrences, Tensor]:
+        lookup = self._take_prepared(ids, placed=False) or self._prepare_here(self._checked(ids))
+        assert lookup.where is not None
+        self._count(lookup)
+        return lookup.where, short(lookup.ids.reshape(-1), self.num_rows)
+
+    def _count(self, lookup: Lookup) -> None:
+        self.counters.ids += lookup.ids.numel()
+        self.counters.unique += lookup.num_unique
+        self.counters.dedup_ms += lookup.dedup_ms
 
     def prepare(self, ids: Tensor) -> Lookup:
-        """Check `ids`, find the unique ones and gather their rows. May run in another thread, beside updates: see `refresh`."""
+        """Check `ids`, find the unique ones and, for replicas, send their rows on the way. May run in another thread, beside updates."""
         ids = self._checked(ids)
-        version = self.weight._version
-        unique_U, inverse_N, order_N, starts_U = sort_ids(ids.reshape(-1))
-        return Lookup(ids, unique_U, inverse_N, order_N, starts_U, self.read_rows(unique_U), version)
+        return self._prepare_here(ids) if self._sizes_of is None else self._prepare_shares(ids, self._sizes_of)
+
+    def _prepare_here(self, ids: Tensor) -> Lookup:
+        start = time.perf_counter()
+        where = sort_ids(short(ids.reshape(-1), self.num_rows))
+        # Rows are read from the table itself when they are used: copying them ahead would only cost time on the CPU.
+        return Lookup(ids, where, [], self.weight._version, 1e3 * (time.perf_counter() - start))
+
+    def _prepare_shares(self, ids: Tensor, sizes_of: SizesOf) -> Lookup:
+        version = self.weight._version  # before any row is read
+        like = torch.empty(0, self.dim, dtype=self.row_dtype)
+        shares, dedup_s = [], 0.0
+        for channel, ids_BX in zip(self._channels, ids.split(list(sizes_of(len(ids)))), strict=False):
+            start = time.perf_counter()
+            where = sort_ids(short(ids_BX.reshape(-1), self.num_rows))
+            dedup_s += time.perf_counter() - start
+            shares.append(channel.send(where, ids_BX.shape, self._read_into, like))
+        return Lookup(ids, None, shares, version, 1e3 * dedup_s)
+
+    def totals(self) -> dict[str, float]:
+        """Return the running totals by name, those of finished copies included; see `Counters`."""
+        for channel in self._channels:
+            channel.settle_times()
+        return asdict(self.counters)
 
     def expect(self, lookups: Sequence[Lookup]) -> None:
-        """Use these prepared lookups for the next `forward` calls with equal ids, each once; earlier ones are forgotten."""
+        """Use these prepared lookups for the next calls with equal ids, each once; earlier ones are forgotten."""
         self._prepared = list(lookups)
 
     def record_changes(self, updates: int) -> None:
-        """Remember which rows the last `updates` updates changed (0: no longer), so that `refresh` can be selective."""
+        """Remember which rows the last `updates` updates changed (0: no longer), so that `repair` can be selective."""
         self._changes = deque(maxlen=updates) if updates else None
 
-    def refresh(self, lookup: Lookup) -> Lookup:
-        """Bring the rows of a prepared lookup to what the table holds now, reading again no more than what was changed.
+    def repair(self, lookup: Lookup) -> None:
+        """Bring the rows of prepared shares to what the table holds now, sending again no more than what was changed.
 
-        A row that an update wrote while `prepare` was reading may be torn: it belongs to a change after the lookup's version, so it is
+        A row that an update wrote while it was being read may be torn: it belongs to a change after the lookup's version, so it is
         read again. A change that is not on record (a loaded state dict, an edit by hand) makes all rows be read again.
         """
         now = self.weight._version
-        if now == lookup.version:
-            return lookup
+        if now == lookup.version or not lookup.shares:
+            return
+        start = time.perf_counter()
         changes = [change for change in self._changes or () if change[1] > lookup.version]
-        steps = [lookup.version, *(after for _, after, _ in changes)]
-        known = [before for before, _, _ in changes] + [now] == steps
-        places_C = self._places_of(changes, lookup.unique_U) if known else None
-        if places_C is None or len(places_C) > _REFRESH_WHOLE_SHARE * len(lookup.unique_U):
-            lookup.rows_UD = self.read_rows(lookup.unique_U)
-        elif len(places_C):
-            lookup.rows_UD.index_copy_(0, places_C, self.read_rows(lookup.unique_U.index_select(0, places_C)))
+        # Recorded changes must follow each other without a gap from at or before the lookup's version until now.
+        befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
+        known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
+        repaired = 0
+        for channel, share in zip(self._channels, lookup.shares, strict=False):
+            ids_U = share.where.unique_U
+            places_C = self._places_of(changes, ids_U) if known else None
+            if places_C is None or len(places_C) > _REPAIR_WHOLE_SHARE * len(ids_U):
+                places_C = torch.arange(len(ids_U))
+            if len(places_C):
+                channel.mend(share, places_C, self.read_rows(ids_U.index_select(0, places_C)))
+            repaired += len(places_C)
         lookup.version = now
-        self.num_refreshed += len(lookup.unique_U) if places_C is None else len(places_C)
-        return lookup
+        self.counters.repaired += repaired
+        self.counters.repair_ms += 1e3 * (time.perf_counter() - start)
 
     def _places_of(self, changes: list[tuple[int, int, Tensor]], unique_U: Tensor) -> Tensor:
         if self._mark is None:
@@ -180,11 +298,12 @@ class HostEmbedding(nn.Module):
             self._mark.index_fill_(0, changed, 0)
         return places_C
 
-    def _take_prepared(self, ids: Tensor) -> Lookup | None:
+    def _take_prepared(self, ids: Tensor, *, placed: bool) -> Lookup | None:
         for place, lookup in enumerate(self._prepared):
-            if ids.shape == lookup.ids.shape and ids.dtype == torch.int64 and torch.equal(ids.cpu(), lookup.ids):
-                self.num_prepared += len(lookup.unique_U)
-                return self.refresh(self._prepared.pop(place))
+            fits = ids.shape == lookup.ids.shape and ids.dtype == torch.int64 and (lookup.where is None) == placed
+            if fits and torch.equal(ids.cpu(), lookup.ids):
+                self.counters.prepared += lookup.num_unique
+                return self._prepared.pop(place)
         return None
 
     def _checked(self, ids: Tensor) -> Tensor:
@@ -204,54 +323,44 @@ class HostEmbedding(nn.Module):
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:
         """Return (ids_U sorted and unique, grads_UD) over all lookups since the last clearing, or None when no row has a gradient."""
-        parts = [(ids_U, rows_UD.grad) for ids_U, rows_UD in self._pending if rows_UD.grad is not None]
-        if not parts:
-            return None
-        if len(parts) == 1:
-            ids_U, grads_UD = parts[0]
-        else:
-            ids_U, inverse = torch.unique(torch.cat([ids for ids, _ in parts]), return_inverse=True)
-            grads_UD = torch.zeros(len(ids_U), self.dim, dtype=self.row_dtype)
-            grads_UD.index_add_(0, inverse, torch.cat([grads for _, grads in parts]))
-        if len(self.frozen_rows) and len(ids_U):
-            places = torch.searchsorted(ids_U, self.frozen_rows).clamp_(max=len(ids_U) - 1)
-            places = places[ids_U[places] == self.frozen_rows]
-            if len(places):
-                keep_U = torch.ones(len(ids_U), dtype=torch.bool).index_fill_(0, places, False)
-                ids_U, grads_UD = ids_U[keep_U], grads_UD[keep_U]
-        return ids_U, grads_UD
+        start = time.perf_counter()
+        found = self.gradients.merged()
+        self.counters.d2h_ms += 1e3 * (time.perf_counter() - start)
+        return found
 
     def set_row_gradients(self, ids_U: Tensor, grads_UD: Tensor) -> None:
         """Put merged (and perhaps clipped) gradients in the place of those of single lookups."""
-        rows_UD = torch.empty_like(grads_UD)
-        rows_UD.grad = grads_UD
-        self._pending = [(ids_U, rows_UD)]
+        self.gradients.replace(ids_U, grads_UD)
 
     def clear_row_gradients(self) -> None:
         """Forget lookups and their gradients."""
-        self._pending = []
+        self.gradients.clear()
 
     def read_rows(self, ids_U: Tensor) -> Tensor:
         """Return a copy of the rows ids_U in `row_dtype`."""
-        return self.weight.index_select(0, ids_U).to(self.row_dtype)
+        return gather_rows(self.weight, short(ids_U, self.num_rows)).to(self.row_dtype)
 
-    def update_rows(
-        self, ids_U: Tensor, change: Callable[[Tensor, slice], None], generator: torch.Generator | None = None
-    ) -> None:
-        """Read the rows ids_U (unique), let `change(rows_CD, part)` change them in place, write them back; `part` says which of ids_U.
+    def _read_into(self, ids_U: Tensor, out_UD: Tensor) -> None:
+        if self.weight.dtype == out_UD.dtype:
+            torch.index_select(self.weight, 0, ids_U, out=out_UD)
+        else:
+            out_UD.copy_(self.weight.index_select(0, ids_U))
+
+    def update_rows(self, change: Callable[[Tensor, Tensor, Tensor], None], generator: torch.Generator | None = None) -> None:
+        """Let `change(rows_CD, grads_CD, ids_C)` change the rows that have gradients in place, some at a time, each once.
 
         Works on as many rows at a time as stay in a core's cache, about 1.4 times as fast as all at once. A bfloat16 table
         rounds up or down by chance, drawn from `generator`, so that updates far below a value's resolution arrive on average.
         """
-        before = self.weight._version
-        step = max(1, _CACHED_VALUES // self.dim)
-        for start in range(0, len(ids_U), step):
-            part = slice(start, start + step)
-            rows_CD = self.read_rows(ids_U[part])
-            change(rows_CD, part)
-            self.weight.index_copy_(0, ids_U[part], self._rounded(rows_CD, generator))
-        if self._changes is not None and len(ids_U):
-            self._changes.append((before, self.weight._version, ids_U))
+        start, before, changed = time.perf_counter(), self.weight._version, []
+        for ids_C, grads_CD in self.gradients.parts(max(1, _CACHED_VALUES // self.dim)):
+            rows_CD = self.read_rows(ids_C)
+            change(rows_CD, grads_CD, ids_C)
+            write_rows(self.weight, ids_C, self._rounded(rows_CD, generator))
+            changed.append(ids_C)
+        if self._changes is not None and changed:
+            self._changes.append((before, self.weight._version, torch.cat(changed)))
+        self.counters.update_ms += 1e3 * (time.perf_counter() - start)
 
     def _rounded(self, rows_CD: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.weight.dtype != torch.bfloat16:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbedding
 from dphybrid.models.registry import ModelContext
-from dphybrid.parallel import DataParallel
+from dphybrid.parallel import DataParallel, parts
 
 
 class ClickRegion(nn.Module):
@@ -44,6 +44,7 @@ class ClickModel(nn.Module):
         super().__init__()
         self.table = table
         self.region = region
+        table.place_on(region.devices.replicas, region.sizes)
         self.num_ids = num_ids
         self._offsets_F = torch.tensor([0, *itertools.accumulate(num_ids[:-1])], dtype=torch.int64)
 
@@ -52,7 +53,7 @@ class ClickModel(nn.Module):
         return {"table": batch["ids_BF"] + self._offsets_F}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        rows_BFD = self.table(self.table_ids(batch)["table"])
+        rows_BFD = parts(self.table.replica_rows(self.table_ids(batch)["table"]))
         loss_B, logits_B = self.region(rows_BFD, batch["dense_BN"], batch["labels_B"])
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "logits": logits_B}
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbedding
 from dphybrid.models.registry import ModelContext
-from dphybrid.parallel import DataParallel
+from dphybrid.parallel import DataParallel, parts
 
 IGNORED = -100
 """Target of a place that has no next word."""
@@ -77,13 +77,14 @@ class TextModel(nn.Module):
         super().__init__()
         self.words = words
         self.region = region
+        words.place_on(region.devices.replicas, region.sizes)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The ids that `forward` will look up, so that their rows can be fetched ahead."""
         return {"words": batch["ids_BT"]}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        rows_BTD = self.words(batch["ids_BT"])
+        rows_BTD = parts(self.words.replica_rows(batch["ids_BT"]))
         loss_B, weight_B = self.region(rows_BTD, batch["targets_BT"])
         return {"loss": loss_B, "weight": weight_B}
 

@@ -2,13 +2,14 @@
 
 from dphybrid.parallel.data_parallel import DataParallel, LossInside, data_parallel, find_data_parallel
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.primitives import Whole, current_replica, gather, parallel_apply, replicate, scatter
+from dphybrid.parallel.primitives import Parts, Whole, current_replica, gather, parallel_apply, parts, replicate, scatter
 from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes, splits_table
 
 __all__ = [
     "DataParallel",
     "Devices",
     "LossInside",
+    "Parts",
     "Split",
     "SplitPlan",
     "Whole",
@@ -17,6 +18,7 @@ __all__ = [
     "find_data_parallel",
     "gather",
     "parallel_apply",
+    "parts",
     "replicate",
     "resolve_devices",
     "scatter",

@@ -115,7 +115,7 @@ class DataParallel(nn.DataParallel):
         rows = batch_rows(inputs, kwargs, self.dim)
         if not rows:  # nothing to split: once, on the first device
             return self._on_one(inputs, kwargs)
-        sizes = split_sizes(rows, len(self.devices), self.weights)
+        sizes = self.sizes(rows)
         stage = self.stage if self.stage is not None and self.training else _untimed
         with stage("scatter"):
             replica_inputs = scatter(inputs, self.devices, sizes, self.dim)
@@ -135,6 +135,10 @@ class DataParallel(nn.DataParallel):
         )
         with stage("gather"):
             return gather(outputs, self.devices.home, self.dim, sizes)
+
+    def sizes(self, rows: int) -> list[int]:
+        """Return the rows of each used replica's share of a batch of `rows`."""
+        return split_sizes(rows, len(self.devices), self.weights) if rows else [0]
 
     stage: Callable[[str], AbstractContextManager[None]] | None = None
     """Set it to time the parts of a forward in training mode: called with scatter, replicate, host_to_device or gather, it gives a context."""

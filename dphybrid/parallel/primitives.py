@@ -30,6 +30,18 @@ class Whole:
     value: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Marks a value that is split already: one tensor a used replica, each on its replica's device and with the sizes of the batch's split."""
+
+    tensors: Sequence[Tensor]
+
+
+def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
+    """Return what a region takes for a value that is split already, such as the rows of `HostEmbedding.replica_rows`."""
+    return tensors[0] if len(tensors) == 1 else Parts(tensors)
+
+
 class _Broadcast(torch.autograd.Function):
     """All parameters to all replicas in one node: replica 0 sees the originals, the others copies; gradients are summed in device order."""
 
@@ -124,6 +136,13 @@ def _scatter(value: Any, places: Sequence[torch.device], sizes: list[int], dim: 
         return [part.to(place, non_blocking=True, copy=True) for part, place in zip(value.split(sizes, dim), places, strict=True)]
     if isinstance(value, Whole):
         return [map_tensors(lambda t, p=place: t.to(p, copy=True), value.value) for place in places]  # type: ignore[misc]
+    if isinstance(value, Parts):
+        found = [part.shape[dim] for part in value.tensors]
+        if found != sizes:
+            raise UserError(
+                f"parts of {found} rows in a batch that is split into {sizes}; split them as the region does, with its `sizes`"
+            )
+        return list(value.tensors)
     if isinstance(value, tuple | list | dict) or _is_dataclass(value):
         items = _items(value)
         columns = [_scatter(item, places, sizes, dim) for item in items]
@@ -335,6 +354,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return function(value)
     if isinstance(value, Whole):
         return map_tensors(function, value.value)
+    if isinstance(value, Parts):
+        raise UserError(f"{len(value.tensors)} parts for a region with one device; place the table on this region's devices")
     if isinstance(value, tuple | list | dict) or _is_dataclass(value):
         return _rebuild(value, [map_tensors(function, item) for item in _items(value)])
     return value
@@ -364,6 +385,8 @@ def batch_rows(args: Any, kwargs: Any, dim: int) -> int | None:
 def _collect(value: Any, dim: int, path: str, sizes: dict[str, int | None]) -> None:
     if isinstance(value, Tensor):
         sizes[path] = value.shape[dim] if value.dim() > dim else None
+    elif isinstance(value, Parts):
+        sizes[path] = sum(part.shape[dim] for part in value.tensors)
     elif isinstance(value, tuple | list | dict) or _is_dataclass(value):
         names = list(value) if isinstance(value, dict) else range(len(_items(value)))
         for name, item in zip(names, _items(value), strict=True):
@@ -371,7 +394,7 @@ def _collect(value: Any, dim: int, path: str, sizes: dict[str, int | None]) -> N
 
 
 def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | Whole)
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | Whole | Parts)
 
 
 def _items(value: Any) -> list[Any]:

@@ -1,0 +1,175 @@
+"""Rows on their way to the replicas of a region, and the rows' gradients on their way back.
+
+Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row.
+
+Each replica gets the unique rows of its own share, straight from the table to its device: gathered into a pinned buffer, sent on a stream
+of its own together with the indices that expand them, while the devices still work on the batch before. Rows that an update
+has changed since are sent again just before they are used. On the device the rows are a leaf; gradients of repeated ids are summed
+there, so that one gradient a unique row comes back.
+
+Pinned buffers go round by torch's caching host allocator: one is given out again when the copies from or to it have ended.
+
+On the CPU (virtual devices) the same code runs: buffers are plain memory, a device copy is a copy, streams and events do nothing.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dphybrid.embedding.counters import Counters
+from dphybrid.embedding.lookup import Occurrences, sum_by_row
+
+_ALIGNMENT = 16
+
+SizesOf = Callable[[int], Sequence[int]]
+"""From the number of rows of a batch to the rows of each replica's share."""
+
+
+class DeviceRows(torch.autograd.Function):
+    """rows_UD -> rows_ND on a replica's device; gradients of repeated ids are summed there."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_UD: Tensor, inverse_N: Tensor, order_N: Tensor, starts_U: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N, starts_U)
+        return rows_UD.index_select(0, inverse_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads_ND: Tensor) -> tuple[Tensor | None, ...]:
+        # A bag is summed by one thread in order: unlike index_add_, the same bits every time on a GPU too.
+        return sum_by_row(grads_ND.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+@dataclass
+class Share:
+    """One replica's part of a lookup, on its way to the device or there.
+
+    where: its unique ids, on the host. shape: of its ids. rows_UD, inverse_N, order_N, starts_U: on the device. memory: what
+    they are views of. ready: when they have arrived (None on the CPU).
+    """
+
+    where: Occurrences
+    shape: torch.Size
+    memory: Tensor
+    rows_UD: Tensor
+    inverse_N: Tensor
+    order_N: Tensor
+    starts_U: Tensor
+    ready: "torch.cuda.Event | None"
+    gather_ms: float
+
+
+class Channel:
+    """The way to one replica's device and back. Sending may happen in a worker thread, repairing and receiving in the main one."""
+
+    def __init__(self, device: torch.device, counters: Counters) -> None:
+        self.device, self._counters = device, counters
+        self._cuda = device.type == "cuda"
+        self._to = torch.cuda.Stream(device) if self._cuda else None
+        self._back = torch.cuda.Stream(device) if self._cuda else None
+        self._timed: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def send(self, where: Occurrences, shape: torch.Size, read: Callable[[Tensor, Tensor], None], like: Tensor) -> Share:
+        """Have `read(ids_U, out_UD)` fill a buffer with the rows, and start sending it. like: an empty tensor (0, D) of the rows' type."""
+        unique, ids = len(where.unique_U), len(where.order_N)
+        parts = _layout([((unique, like.shape[1]), like.dtype), *[((n,), where.order_N.dtype) for n in (ids, ids, unique)]])
+        memory = self._host_memory(parts[-1][0].stop)
+        rows_UD, inverse_N, order_N, starts_U = _views(memory, parts)
+        start = time.perf_counter()
+        read(where.unique_U, rows_UD)
+        gather_ms = 1e3 * (time.perf_counter() - start)
+        inverse_N.copy_(where.inverse_N())
+        order_N.copy_(where.order_N)
+        starts_U.copy_(where.starts_U)
+        there, ready = self._start_copy(memory)
+        rows_UD, inverse_N, order_N, starts_U = _views(there, parts)
+        return Share(where, shape, there, rows_UD, inverse_N, order_N, starts_U, ready, gather_ms)
+
+    def mend(self, share: Share, places_C: Tensor, rows_CD: Tensor) -> None:
+        """Put rows_CD in the places of the rows that are on the device or on their way to it."""
+        parts = _layout([(tuple(rows_CD.shape), rows_CD.dtype), ((len(places_C),), places_C.dtype)])
+        memory = self._host_memory(parts[-1][0].stop)
+        for target, source in zip(_views(memory, parts), (rows_CD, places_C), strict=True):
+            target.copy_(source)
+        there, share.ready = self._start_copy(memory)
+        with self._on(self._to):  # behind both copies, in the same stream
+            rows, places = _views(there, parts)
+            share.rows_UD.index_copy_(0, places, rows)
+            if self._to is not None and share.ready is not None:
+                share.ready.record(self._to)
+        self._counters.bytes_to_devices += len(memory)
+
+    def arrive(self, share: Share) -> None:
+        """Make what the caller computes next on the device wait for the share."""
+        counters = self._counters
+        counters.gather_ms += share.gather_ms
+        counters.bytes_gathered += share.rows_UD.nbytes
+        counters.bytes_to_devices += len(share.memory)
+        if share.ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(share.ready)
+            share.memory.record_stream(stream)
+
+    def start_receiving(self, grads_UD: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
+        """Start copying gradients to the host; return where they will be once the event has happened."""
+        self._counters.bytes_from_devices += grads_UD.nbytes
+        if self._back is None:
+            return grads_UD, None
+        host = torch.empty(grads_UD.shape, dtype=grads_UD.dtype, pin_memory=True)
+        self._back.wait_stream(torch.cuda.current_stream(self.device))
+        with self._on(self._back):
+            host.copy_(grads_UD, non_blocking=True)
+            grads_UD.record_stream(self._back)
+            done = torch.cuda.Event()
+            done.record(self._back)
+        return host, done
+
+    def settle_times(self) -> None:
+        """Add the durations of finished copies to the counters."""
+        while self._timed and (isinstance(self._timed[0], float) or self._timed[0][1].query()):
+            took = self._timed.popleft()
+            self._counters.h2d_ms += took if isinstance(took, float) else took[0].elapsed_time(took[1])
+
+    def _host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+
+    def _start_copy(self, memory: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
+        start = time.perf_counter()
+        if self._to is None:
+            there = torch.empty(len(memory), dtype=torch.uint8, device=self.device).copy_(memory)
+            self._timed.append(1e3 * (time.perf_counter() - start))
+            return there, None
+        with self._on(self._to):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            there = torch.empty(len(memory), dtype=torch.uint8, device=self.device)
+            began.record(self._to)
+            there.copy_(memory, non_blocking=True)
+            ended.record(self._to)
+        self._timed.append((began, ended))
+        ready = torch.cuda.Event()
+        ready.record(self._to)
+        return there, ready
+
+    def _on(self, stream: "torch.cuda.Stream | None") -> AbstractContextManager[Any]:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _layout(wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[slice, tuple[int, ...], torch.dtype]]:
+    """Places of several tensors, one behind the other in one piece of memory."""
+    parts, start = [], 0
+    for shape, dtype in wanted:
+        stop = start + torch.Size(shape).numel() * dtype.itemsize
+        parts.append((slice(start, stop), shape, dtype))
+        start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+    return parts
+
+
+def _views(memory: Tensor, parts: Sequence[tuple[slice, tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    return [memory[place].view(dtype).view(shape) for place, shape, dtype in parts]
