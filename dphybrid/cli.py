@@ -244,6 +244,14 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _rollback(args: argparse.Namespace) -> int:
+    from dphybrid.retraining import open_registry
+
+    before, now = open_registry(load_settings()).roll_back(args.model, args.to)
+    print(f"{args.model}: champion is version {now.number} again, it was version {before.number}")
+    return 0
+
+
 def make_parser() -> Parser:
     """Return the parser of the whole command."""
     parser = Parser(
@@ -320,6 +328,11 @@ def make_parser() -> Parser:
     devices.add_argument("--live", action="store_true", help="go on showing them until Ctrl-C")
     devices.add_argument("--ask", type=int, metavar="N", help="ask the run on cuda:N to give its GPUs back")
     devices.set_defaults(function=_devices)
+    rollback = commands.add_parser("rollback", help="make the former champion of a registered model the champion again")
+    rollback.add_argument("model", metavar="MODEL", help="name in MLflow's model registry")
+    rollback.add_argument("--to", metavar="VERSION", help="version to go back to (the champion before this one)")
+    rollback.set_defaults(function=_rollback)
+
     commands.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=_doctor)
     return parser
 

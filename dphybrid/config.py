@@ -41,6 +41,8 @@ class DataConfig(Section):
     """Columns to leave out, separated by commas (ctr)."""
     schema_file: str | None = None
     """Roles and encodings of the columns, as a prepared folder's schema.toml has them (ctr)."""
+    base: str | None = None
+    """Prepared folder of an earlier run: its ids and statistics are kept and grown, so that its model can be trained on (ctr)."""
     header: Literal["auto", "yes", "no"] = "auto"
     """Does the first line name the columns? auto looks at the file (ctr)."""
     delimiter: str = "auto"
@@ -126,6 +128,8 @@ class TrainConfig(Section):
     """Passes over the training part."""
     batch_size: int = Field(default=16, ge=1)
     """Rows of a batch over all devices together; each device gets about batch_size / devices of them."""
+    warm_start: str | None = None
+    """Checkpoint folder whose weights a new run starts from. Rows of values that are new since data.base start as the unknown one's."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Start of every random choice: same seed, same devices, same bits."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"

@@ -32,6 +32,7 @@ from dphybrid.training.loop import Meter, Session, evaluate, make_dense_optimize
 from dphybrid.training.metrics import TASKS
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.stop import Interrupted, stop_signals
+from dphybrid.training.warm_start import warm_start
 
 
 def run_job(config: ExperimentConfig, settings: Settings, run_name: str | None = None, resume: str | None = None) -> Report:
@@ -138,6 +139,7 @@ def build_run(
         "dphybrid.devices": devices.text,
         "dphybrid.attempt": str(attempt),
         "dphybrid.run_folder": str(folder),
+        "dphybrid.source_digest": str(data.manifest.get("source_digest", "")),
     }
     values = {
         **flatten(config.model_dump(mode="json")),
@@ -203,6 +205,9 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
     if done := complete_checkpoints(run.checkpoints):
         load_checkpoint(done[-1], trained)
         print(f"Going on from {done[-1]}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}", flush=True)
+    elif config.train.warm_start:
+        warm_start(Path(config.train.warm_start), model, data)
+        print(f"Starting from the weights of {config.train.warm_start}", flush=True)
     with _recording(run, settings) as tracker, stop_signals() as stop, Display() as display:
         session = Session(
             config=config,
@@ -215,7 +220,13 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
             splits=SplitLog(model, each=config.train.print_splits == "each"),
             stop=stop,
             checkpoints=run.checkpoints,
-            facts={"data_digest": data.digest, "devices": devices.text, "recipe": config.recipe, "info": data.info},
+            facts={
+                "data_digest": data.digest,
+                "prepared": str(data.path),
+                "devices": devices.text,
+                "recipe": config.recipe,
+                "info": data.info,
+            },
             dataset=(data.path.name, data.digest),
             profile_steps=settings.profile_steps,
         )

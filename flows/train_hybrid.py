@@ -4,11 +4,9 @@
 """
 
 import argparse
-import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,23 +16,17 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact, cr
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException, TerminationSignal
-from prefect.settings import (
-    PREFECT_API_URL,
-    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
-    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
-    temporary_settings,
-)
 
 from dphybrid import job
 from dphybrid.cli import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config_sources import apply_overrides
-from dphybrid.errors import UserError
 from dphybrid.leasing import leased_devices
 from dphybrid.politeness import giving_way, go_on_later
 from dphybrid.runs import find_tagged_run
 from dphybrid.settings import Settings, load_settings
 from dphybrid.training.stop import Interrupted
+from flows.embedded import in_this_process
 from flows.guard import watched_flow_run
 from flows.queueing import back_to_queue, can_be_queued, shown_waiting, too_late
 
@@ -110,12 +102,20 @@ def train_hybrid(
     """
     if late := too_late(skip_if_late_min):
         return late
-    config, settings = apply_overrides(config, overrides), load_settings()
-    flow_run_id = runtime.flow_run.id
-    # This very flow run may have begun before: it gave way, or its worker died.
+    return trained(apply_overrides(config, overrides), run_name=run_name, resume=resume)
+
+
+def trained(
+    config: ExperimentConfig, *, run_name: str | None = None, resume: str | None = None, tags: dict[str, str] | None = None
+) -> job.Report:
+    """Train in the flow run at hand, from where it stood if it began before: it gave way, or its worker died.
+
+    When it has to stop before the end, the flow run is queued again, if a worker can take it up. tags: more tags for the MLflow run.
+    """
+    settings, flow_run_id = load_settings(), runtime.flow_run.id
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     try:
-        return _on_leased_devices(config, settings, run_name, resume, flow_run_id)
+        return _on_leased_devices(config, settings, run_name, resume, flow_run_id, tags or {})
     except Interrupted as interruption:
         asked_to_end = interruption.signal_number == signal.SIGTERM
         if flow_run_id and (interruption.requeue or asked_to_end) and can_be_queued(flow_run_id):
@@ -130,7 +130,12 @@ def train_hybrid(
 
 
 def _on_leased_devices(
-    config: ExperimentConfig, settings: Settings, run_name: str | None, resume: str | None, flow_run_id: str | None
+    config: ExperimentConfig,
+    settings: Settings,
+    run_name: str | None,
+    resume: str | None,
+    flow_run_id: str | None,
+    tags: dict[str, str],
 ) -> job.Report:
     prepared = prepare(config)
     replicas = job.resumed_replicas(config, settings, prepared, resume)
@@ -138,7 +143,7 @@ def _on_leased_devices(
         with shown_waiting(flow_run_id) as tell:
             name = run_name or runtime.flow_run.name or config.recipe
             devices = held.enter_context(leased_devices(config, settings, run=name, replicas=replicas, on_wait=tell))
-        folder = build(config, prepared, devices.text, run_name, resume, _tags() | devices.tags, _links())
+        folder = build(config, prepared, devices.text, run_name, resume, _tags() | devices.tags | tags, _links())
         with job.closing_run(folder, settings), watched_flow_run(flow_run_id):
             with giving_way(devices, settings):
                 train(folder)
@@ -164,34 +169,6 @@ def _links() -> dict[str, str]:
     return {f"Prefect flow run {runtime.flow_run.name}": address} if address else {}
 
 
-def _start_embedded_server() -> Callable[[], None]:
-    """Start Prefect's temporary server, where one is needed, so that Ctrl-C ends the training and not the server below it.
-
-    Returns what ends it.
-
-    A terminal sends Ctrl-C to every process started from it. A process inherits the signals that its starting thread has blocked.
-    """
-    if PREFECT_API_URL.value() or not PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
-        return lambda: None
-    from prefect.server.api.server import SubprocessASGIServer
-
-    server = SubprocessASGIServer()
-
-    def start() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        server.start()
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(start).result()
-    return server.stop
-
-
-def _not_told_already(record: logging.LogRecord) -> bool:
-    """Leave out the tracebacks of what `run_cli` tells in one message."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, UserError | KeyboardInterrupt)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
     parser = Parser(
@@ -205,11 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         config, _, resume, report_path = config_from_args(args)
-        # Lines go straight to the terminal, and the flow's heartbeat, which only a standing server reads, would cost a second at the end.
-        for name in ("prefect.flow_runs", "prefect.task_runs"):
-            logging.getLogger(name).addFilter(_not_told_already)
-        stop_server = _start_embedded_server()
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        with in_this_process() as stop_server:
             try:
                 done = train_hybrid.with_options(log_prints=False)(config=config, run_name=args.run_name, resume=resume)
             except Interrupted as interruption:

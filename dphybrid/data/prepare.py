@@ -2,6 +2,7 @@
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from dphybrid.config import DataConfig
@@ -36,10 +37,18 @@ def prepare(recipe: str, data: DataConfig, folder: Path, seed: int, on_progress:
             raise _unreadable(data, error) from error
         if after != before:
             raise UserError(f"data.path={data.path}: changed while it was read; run again when it is complete")
-        return content
+        return replace(content, extra={**(content.extra or {}), "source_digest": combined_digest(digests)})
 
     facts = json.dumps({"recipe": recipe, "seed": seed, "encoder": ENCODER_VERSION, **source.options}, sort_keys=True)
     return build_once(folder, recipe, combined_digest([facts.encode(), *digests]), make)
+
+
+def source_digest(recipe: str, data: DataConfig, seed: int) -> str:
+    """Return the digest of the source's bytes alone: it changes when data arrives. Raises UserError for a source that is not there."""
+    try:
+        return combined_digest(_open_source(recipe, data, seed).digests(_silent))
+    except OSError as error:
+        raise _unreadable(data, error) from error
 
 
 def _open_source(recipe: str, data: DataConfig, seed: int) -> Source:

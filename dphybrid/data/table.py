@@ -7,7 +7,7 @@ Memory holds a chunk, the vocabularies and a few numbers a row, however large th
 import difflib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +18,7 @@ import polars as pl
 from dphybrid.config import DataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.encode import FIT_ROWS, CategoryColumn, Dictionary, NumericColumn, TableEncoder, fit_categories, fit_numeric
+from dphybrid.data.extend import Base, extended, extended_split, open_base, row_keys
 from dphybrid.data.fields import is_number
 from dphybrid.data.rows import Rows, check_enough, check_rejected, read_chunks
 from dphybrid.data.schema import ColumnOptions, Role, SchemaFile, inferred_role, read_schema, schema_text
@@ -56,16 +57,23 @@ class TableSource:
 
     @cached_property
     def schema(self) -> SchemaFile:
-        return read_schema(Path(self.data.schema_file).expanduser()) if self.data.schema_file else SchemaFile()
+        if self.data.schema_file:
+            return read_schema(Path(self.data.schema_file).expanduser())
+        return read_schema(self.base.prepared.path / "schema.toml") if self.base else SchemaFile()
+
+    @cached_property
+    def base(self) -> Base | None:
+        return open_base(Path(self.data.base)) if self.data.base else None
 
     @property
     def options(self) -> dict[str, Any]:
-        values = self.data.model_dump(mode="json", exclude={"path", "valid_path", "schema_file", "window", "negatives"})
+        values = self.data.model_dump(mode="json", exclude={"path", "valid_path", "schema_file", "base", "window", "negatives"})
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
         return values | {
             "schema": self.schema.model_dump(mode="json"),
             "partitions": partitions if any(partitions) else [],
             "held_files": len(self.held_files),
+            **({"base": self.base.prepared.digest} if self.base else {}),
             "formats": sorted(
                 {"".join(file.suffixes[-2:]).lower() for file in self.files if file.suffix.lower() in (".gz", ".parquet", ".pq")}
             ),
@@ -81,7 +89,11 @@ class TableSource:
     def read(self, progress: Progress, scratch: Path) -> Content:
         with ColumnStore(scratch / "columns") as store:
             table = _Reading(self, store, progress).run()
-        parts = {"train_rows": np.flatnonzero(~table.split.held_B), "valid_rows": np.flatnonzero(table.split.held_B)}
+        parts: dict[str, Array] = {}
+        if self.base:
+            split, parts["new_rows"] = extended_split(table.split, self.base, _keys_of(table, store, self.base.encoder))
+            table = replace(table, split=split)
+        parts |= {"train_rows": np.flatnonzero(~table.split.held_B), "valid_rows": np.flatnonzero(table.split.held_B)}
         encoder = self._fit(table, store, progress)
         num_rows, id_columns = len(table.split.held_B), encoder.id_columns
         if not id_columns:
@@ -103,6 +115,7 @@ class TableSource:
         extra = {
             "label": table.label,
             "classes": list(encoder.classes),
+            "base": str(self.base.prepared.path) if self.base else None,
             "columns": [{k: v for k, v in column.__dict__.items() if k != "options"} for column in table.columns],
         }
         text = self._description(table, encoder, parts)
@@ -134,7 +147,8 @@ class TableSource:
                 least = self.data.min_count if o.min_count is None else o.min_count
                 categories.append(fit_categories(column.name, values, counts[1:], least, o.top, o.hash_buckets))
         progress("encode columns", len(table.columns), len(table.columns))
-        return TableEncoder(tuple(numeric), tuple(categories), table.label, (table.classes[0], table.classes[1]))
+        fitted = TableEncoder(tuple(numeric), tuple(categories), table.label, (table.classes[0], table.classes[1]))
+        return extended(self.base.encoder, fitted) if self.base else fitted
 
     def _description(self, table: "Table", encoder: TableEncoder, parts: dict[str, Array]) -> list[str]:
         num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
@@ -146,7 +160,7 @@ class TableSource:
             samples = ", ".join(text if len(text) <= 24 else text[:21] + "..." for text in column.samples)
             reason = f"  ({column.reason})" if column.reason else ""
             lines.append(f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  {samples}{reason}")
-        rates = {name: float(labels_B[rows].mean()) for name, rows in parts.items()}
+        rates = {name: float(labels_B[rows].mean()) for name, rows in parts.items() if len(rows)}
         lines.append(
             f"  {len(parts['train_rows']):,} rows to train ({rates['train_rows']:.1%} of them 1), "
             f"{len(parts['valid_rows']):,} held out ({rates['valid_rows']:.1%}), {sum(num_ids.values()):,} table rows"
@@ -231,6 +245,24 @@ def _dense(encoder: TableEncoder, store: ColumnStore, num_rows: int) -> Iterator
     sources = {column.name: store.blocks(column.name) for column in encoder.numeric}
     for start in range(0, num_rows, _ENCODE_ROWS):
         yield encoder.dense({name: next(source) for name, source in sources.items()}, min(_ENCODE_ROWS, num_rows - start))
+
+
+def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
+    """The rows' keys in another table's encoding."""
+    if missing := [
+        name for name in encoder.names if name not in {column.name for column in table.columns if column.role != "ignore"}
+    ]:
+        raise UserError(f"data.base: the earlier table has a column {missing[0]!r} that is used no more; train a new model")
+    lookups = {c.name: c.ids_of_codes(table.dictionaries[c.name].values()).astype(np.int32) for c in encoder.categories}
+    num_rows, start = len(table.labels_B), 0
+
+    def blocks() -> Iterator[tuple[Array, Array, Array]]:
+        nonlocal start
+        for ids_BF, dense_BN in zip(_ids(encoder, lookups, store, num_rows), _dense(encoder, store, num_rows), strict=True):
+            yield ids_BF, dense_BN, table.labels_B[start : start + len(ids_BF)]
+            start += len(ids_BF)
+
+    return row_keys(blocks())
 
 
 class _Reading:

@@ -8,7 +8,7 @@ renamed: a folder with its final name is complete. The keys carry no `module.`, 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,11 @@ def load_checkpoint(path: Path, trained: Trained) -> dict[str, Any]:
     return page
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Fill tables and blocks of `model` in place from a checkpoint, on whatever devices they are. Raises UserError on mismatch."""
+def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> None:
+    """Fill tables (but those named in `skip`) and blocks of `model` in place from a checkpoint, on whatever devices they are.
+
+    Raises UserError on mismatch.
+    """
     tables = find_tables(model)
     blocks = read_tensors(path / "blocks.safetensors")
     wanted = dense_state(model, set(tables))
@@ -135,8 +138,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(blocks[name])
-        for name, table in tables.items():
-            read_into(path / "tables" / f"{name}.safetensors", "weight", table.weight)
+        for name in (name for name in tables if name not in skip):
+            read_into(path / "tables" / f"{name}.safetensors", "weight", tables[name].weight)
 
 
 def dense_state(model: nn.Module, tables: set[str]) -> dict[str, Tensor]:

@@ -138,9 +138,14 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     return loss.detach(), weight.detach()
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, float]:
     """Return the task's metrics over all rows of `data`."""
+    return task.compute(held_out_outputs(model, data, batch_size))
+
+
+@torch.no_grad()
+def held_out_outputs(model: nn.Module, data: Dataset, batch_size: int) -> dict[str, Tensor]:
+    """Return what metrics are computed from, on the CPU: a row each of losses, weights, logits, labels, ... for a row of `data`."""
     model.eval()
     collected: dict[str, list[Tensor]] = {}
     for batch in batches(data, batch_size, seed=0, epoch=0, shuffle=False):
@@ -148,7 +153,7 @@ def evaluate(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> di
         kept = {name: value for name, value in {**batch, **outputs}.items() if name in EVALUATED}
         for name, value in kept.items():
             collected.setdefault(name, []).append(value.detach().cpu())
-    return task.compute({name: torch.cat(parts) for name, parts in collected.items()})
+    return {name: torch.cat(parts) for name, parts in collected.items()}
 
 
 def end_of_epoch(session: Session, meter: "Meter") -> str:

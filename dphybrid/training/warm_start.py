@@ -1,0 +1,44 @@
+"""Starting from another run's weights, with tables that have grown since."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dphybrid.data import Prepared
+from dphybrid.data.extend import old_rows, open_base
+from dphybrid.embedding import find_tables
+from dphybrid.errors import UserError
+from dphybrid.training.checkpoint import load_weights, read_state
+from dphybrid.training.tensor_file import read_tensors
+
+
+def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
+    """Fill `model` from a checkpoint. On every row of `data` it then answers as the checkpoint's own model would.
+
+    data.base, where it has one, must be what the checkpoint was trained on: the rows of old values are the checkpoint's, those of new
+    values copies of the row that stood for them there, the unknown one's or a hash bucket's. Optimizers start anew.
+    Raises UserError when model and checkpoint do not fit.
+    """
+    base = data.manifest.get("base")
+    if base is None:
+        load_weights(checkpoint, model)
+        return
+    earlier = open_base(Path(base))
+    trained_on = read_state(checkpoint)["data_digest"]
+    if trained_on != earlier.prepared.digest:
+        raise UserError(
+            f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, data.base is {earlier.prepared.path.name}"
+        )
+    sources_V = torch.from_numpy(old_rows(earlier.encoder, open_base(data.path).encoder))
+    tables = find_tables(model)
+    load_weights(checkpoint, model, skip=tables)
+    for name, table in tables.items():
+        before = read_tensors(checkpoint / "tables" / f"{name}.safetensors")["weight"]
+        fits = len(table.weight) == len(sources_V) and len(before) > int(sources_V.max())
+        if not fits or before.shape[1] != table.weight.shape[1]:
+            raise UserError(
+                f"train.warm_start={checkpoint}: table {name} is {tuple(before.shape)} there and {tuple(table.weight.shape)} here, "
+                f"and the columns have {len(sources_V)} ids; only a table over all columns can grow, with the same width"
+            )
+        torch.index_select(before.to(table.weight.dtype), 0, sources_V, out=table.weight)

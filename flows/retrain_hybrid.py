@@ -1,0 +1,132 @@
+"""The flow `retrain-hybrid`: new data -> prepare -> train on from the champion -> compare on the same held-out rows -> promote or keep.
+
+`python -m flows.retrain_hybrid` runs it in this process. The work is in `dphybrid.retraining`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import httpx
+from prefect import flow, runtime, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.exceptions import PrefectException
+from prefect.states import Completed
+
+from dphybrid.cli import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
+from dphybrid.config import ExperimentConfig
+from dphybrid.config_sources import apply_overrides
+from dphybrid.retraining import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
+from dphybrid.runs import find_tagged_run, read_run
+from dphybrid.settings import load_settings
+from flows.embedded import in_this_process
+from flows.queueing import too_late
+from flows.train_hybrid import FLOW_RUN_TAG, prepare, trained
+
+
+@task(name="plan", cache_policy=NO_CACHE)
+def plan(config: ExperimentConfig, event: str) -> Plan:
+    """Look for new data and for the champion to go on from."""
+    return plan_retraining(config, load_settings(), event)
+
+
+@task(name="compare", cache_policy=NO_CACHE)
+def compare(run_folder: str, min_gain: float) -> Decision:
+    """Compare challenger and champion; promote or keep."""
+    return judge(run_folder, load_settings(), min_gain)
+
+
+@flow(name="retrain-hybrid", log_prints=True)
+def retrain_hybrid(
+    config: ExperimentConfig = ExperimentConfig(recipe="ctr"),  # noqa: B008 - frozen, and the form shows it
+    overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
+    min_new_rows: int = 1,
+    drift_above: float = 0.0,
+    min_gain: float = 0.0,
+    event: str = "",
+    skip_if_late_min: float = 0,
+) -> State:
+    """Train the registered model `checkpoint.register_as` on when data has arrived, and promote the result if it is better.
+
+    config, overrides: the experiment, as for train-hybrid. min_new_rows: new rows that are worth a training. drift_above: with fewer rows, so
+    is a column whose values drifted more than this (population stability index; 0: never). min_gain: gain in the held-out metric that the
+    whole 95 % interval must exceed. event: what asks for a retraining even without new data. skip_if_late_min: minutes after which a
+    scheduled run that could not start in time is left out; 0: never.
+    """
+    if late := too_late(skip_if_late_min):
+        return late
+    settings = load_settings()
+    if before := find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id):  # this very flow run began before
+        run = read_run(settings.runs_dir / before)
+        name = run.config.checkpoint.register_as or ""
+        planned = Plan(config=run.config, model=name, champion=run.page["tags"].get(CHAMPION_TAG, ""))
+        if (run.folder / "report.json").is_file():
+            planned = planned.model_copy(update={"undecided": str(run.folder)})
+    else:
+        planned = plan(apply_overrides(config, overrides), event)
+    if planned.stop:
+        return _ended("NothingNew", planned.stop)
+    if planned.undecided:
+        return _decided(planned, compare(planned.undecided, min_gain))
+    if planned.champion and not before and (wait := reason_to_wait(prepare(planned.config), min_new_rows, drift_above, event)):
+        return _ended("NotEnoughNew", wait)
+    report = trained(planned.config, tags={CHAMPION_TAG: planned.champion} if planned.champion else {})
+    return _decided(planned, compare(str(settings.runs_dir / report.run_name), min_gain))
+
+
+def _decided(planned: Plan, decision: Decision) -> State:
+    champion = f"version {planned.champion} of {planned.model}" if planned.champion else planned.model
+    text = f"{'Promoted' if decision.promoted else 'Kept'} {'over ' if decision.promoted and planned.champion else ''}{champion}: {decision.why}"
+    rows = "".join(f"| {name} | {value:.5f} | {decision.challenger[name]:.5f} |\n" for name, value in decision.champion.items())
+    table = f"\n\n| held out | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
+    try:
+        create_markdown_artifact(text + table, key="decision", description=planned.model)
+    except (httpx.HTTPError, PrefectException) as error:
+        print(f"Prefect's artifact could not be written ({error}); the decision is in MLflow's registry")
+    return _ended("Promoted" if decision.promoted else "Kept", text)
+
+
+def _ended(name: str, text: str) -> State:
+    print(f"{name}: {text}", flush=True)
+    return Completed(name=name, message=text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the flow in this process; return the exit code."""
+    parser = Parser(
+        prog="python -m flows.retrain_hybrid",
+        description="Train a registered model on when data has arrived; promote it if it is better.",
+        epilog=TRAIN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_train_flags(parser)
+    parser.add_argument("--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)")
+    parser.add_argument(
+        "--drift-above", type=float, default=0.0, metavar="X", help="drift that is worth one with fewer rows (0: never)"
+    )
+    parser.add_argument(
+        "--min-gain", type=float, default=0.0, metavar="X", help="gain that the whole 95 %% interval must exceed (0)"
+    )
+    parser.add_argument("--event", default="", metavar="TEXT", help="retrain even without new data, because of this")
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        config, *_ = config_from_args(args)
+        with in_this_process():
+            retrain_hybrid.with_options(log_prints=False)(
+                config=config,
+                min_new_rows=args.min_new_rows,
+                drift_above=args.drift_above,
+                min_gain=args.min_gain,
+                event=args.event,
+                return_state=True,
+            ).result(raise_on_failure=True)
+        return 0
+
+    return run_cli(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

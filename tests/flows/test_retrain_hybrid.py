@@ -1,0 +1,167 @@
+"""Retraining as data arrives, in this process on Prefect's test server, with MLflow's embedded store."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.testing.utilities import prefect_test_harness
+
+from dphybrid.cli import main as dphybrid
+from dphybrid.config import ExperimentConfig
+from dphybrid.data import open_prepared
+from dphybrid.data.extend import open_base
+from dphybrid.errors import UserError
+from dphybrid.loading import model_from_checkpoint
+from dphybrid.retraining import bootstrap_gains, largest_drift, open_registry
+from dphybrid.runs import read_json, read_run
+from dphybrid.settings import load_settings
+from dphybrid.training.metrics import TASKS
+from dphybrid.training.warm_start import warm_start
+from flows.retrain_hybrid import retrain_hybrid
+
+
+@pytest.fixture(scope="module")
+def prefect_server() -> Iterator[None]:
+    with prefect_test_harness(server_startup_timeout=120), temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        yield
+
+
+def write_day(folder: Path, day: int, sites: range, noise: bool = False) -> None:
+    """Clicks of a day: each site has a rate of its own, all even ones a high one; noise: the labels say nothing."""
+    random = np.random.default_rng(day)
+    site = random.integers(sites.start, sites.stop, 2000)
+    age = random.normal(40, 15, 2000).round(6)
+    rate = np.where(site % 2 == 0, 0.85, 0.15) if not noise else np.full(2000, 0.5)
+    clicked = random.random(2000) < rate
+    lines = [f"{int(c)},s{s},{a}" for c, s, a in zip(clicked, site, age, strict=True)]
+    (folder / f"day-{day}.csv").write_text("\n".join(["clicked,site,age", *lines]) + "\n")
+
+
+def config(folder: Path) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "recipe": "ctr",
+            "devices": "cpu",
+            "data": {"path": str(folder), "label": "clicked"},
+            "model": {"dim": 4, "hidden": 16, "layers": 1},
+            "train": {"epochs": 2, "batch_size": 200, "lr": 0.01, "seed": 1},
+            "checkpoint": {"register_as": "clicks"},
+        }
+    )
+
+
+@pytest.mark.slow
+def test_three_days_of_data(tmp_path: Path, data_dir: Path, prefect_server: None, capsys: pytest.CaptureFixture[str]) -> None:
+    days = tmp_path / "days"
+    days.mkdir()
+    experiment, runs = config(days), data_dir / "runs"
+
+    def retrain(**more: object) -> str:
+        state = retrain_hybrid(experiment, return_state=True, **more)
+        assert state.is_completed(), state.message
+        return f"{state.name}: {state.message}"
+
+    write_day(days, 1, range(40))
+    assert retrain().startswith("Promoted: Promoted clicks: the first model of its name")
+    registry = open_registry(load_settings())
+    first = registry.champion("clicks")
+    assert first is not None
+    assert first.number == "1"
+    assert retrain() == "NothingNew: no new data since version 1 was made"
+    assert len(list(runs.iterdir())) == 1
+
+    write_day(days, 2, range(20, 60))  # twenty sites are new
+    assert retrain(min_new_rows=5000).startswith("NotEnoughNew: 2000 new rows, min_new_rows is 5000")
+    assert len(list(runs.iterdir())) == 1
+    better = retrain(min_new_rows=5000, drift_above=0.2)
+    assert better.startswith("Promoted: Promoted over version 1 of clicks: better: held-out auc")
+    second = registry.champion("clicks")
+    assert second is not None
+    assert second.number == "2"
+    assert second.decision.startswith("better: ")
+    run = read_run(second.run_tags["dphybrid.run_folder"])
+    decision = read_json(run.folder / "decision.json")
+    assert decision["low"] > 0
+    assert decision["challenger"]["auc"] > decision["champion"]["auc"]
+    data = open_prepared(Path(run.page["prepared"]))
+    assert not set(data.arrays["valid_rows"]) & set(data.arrays["train_rows"])
+    assert largest_drift(run.page["prepared"])[0] == "site"
+    assert retrain().startswith("NothingNew")
+
+    write_day(days, 3, range(60), noise=True)
+    kept = retrain()
+    assert kept.startswith("Kept: Kept version 2 of clicks: not ")
+    newest, champion = registry.newest("clicks"), registry.champion("clicks")
+    assert newest is not None
+    assert champion is not None
+    assert (newest.number, champion.number) == ("3", "2")
+    assert newest.decision.startswith("not ")
+    assert retrain() == "NothingNew: no new data since version 3 was made"
+    assert len(list(runs.iterdir())) == 3
+
+    assert dphybrid(["rollback", "clicks"]) == 0
+    assert "champion is version 1 again, it was version 2" in capsys.readouterr().out
+    back = registry.champion("clicks")
+    assert back is not None
+    assert back.number == "1"
+    with pytest.raises(UserError, match="version 1 has been the only champion"):
+        registry.roll_back("clicks")
+
+
+@pytest.mark.slow
+def test_a_grown_model_answers_as_the_champion_did(tmp_path: Path, data_dir: Path, prefect_server: None) -> None:
+    days = tmp_path / "days"
+    days.mkdir()
+    experiment = config(days)
+    write_day(days, 1, range(40))
+    retrain_hybrid(experiment, return_state=True)
+    write_day(days, 2, range(20, 60))
+    retrain_hybrid(experiment, return_state=True)
+    run = read_run(sorted((data_dir / "runs").iterdir())[-1])
+    checkpoint = Path(run.config.train.warm_start or "")
+    champion = model_from_checkpoint(checkpoint)
+    data = open_prepared(Path(run.page["prepared"]))
+    now, before = open_base(data.path), open_base(Path(data.manifest["base"]))
+    assert sum(data.info["num_ids"]) == sum(before.prepared.info["num_ids"]) + 20
+    # The same rows, encoded by each one's own encoder from the texts.
+    from dphybrid.models import ModelContext, build_model
+    from dphybrid.parallel import resolve_devices
+
+    grown = build_model("ctr", ModelContext(resolve_devices("cpu"), data.info, run.config.model, 1))
+    warm_start(checkpoint, grown, data)
+    rows = data.arrays["valid_rows"]
+    site = next(i for i, c in enumerate(now.encoder.id_columns) if c["name"] == "site")
+    texts = now.encoder.categories[0].vocabulary
+    ids_BF = np.array(data.arrays["ids_BF"][rows])
+    new_B = ids_BF[:, site] >= before.encoder.categories[0].num_ids
+    assert new_B.any()
+    assert not new_B.all()
+    old_BF = ids_BF.copy()
+    old_BF[:, site] = [before.encoder.categories[0].ids(texts[[int(i) - 2]])[0] if i >= 2 else i for i in ids_BF[:, site]]
+    batch = {name: torch.from_numpy(np.array(data.arrays[name][rows])) for name in ("dense_BN", "labels_B")}
+    with torch.no_grad():
+        one = champion.eval()({**batch, "ids_BF": torch.from_numpy(old_BF)})
+        other = grown.eval()({**batch, "ids_BF": torch.from_numpy(ids_BF)})
+    assert torch.equal(one["logits"], other["logits"])
+    # Files are read in the order of their names, so the rows of day 1 keep their numbers.
+    assert not set(before.prepared.arrays["train_rows"].tolist()) & set(rows.tolist())
+    assert set(before.prepared.arrays["valid_rows"].tolist()) < set(rows.tolist())
+
+
+def test_the_bootstrap_knows_a_gain_from_noise() -> None:
+    random = torch.Generator().manual_seed(0)
+    labels = (torch.rand(2000, generator=random) < 0.5).float()
+    good = labels * 2 - 1 + torch.randn(2000, generator=random)
+    poor = labels * 2 - 1 + 3 * torch.randn(2000, generator=random)
+    same = good + 1e-3 * torch.randn(2000, generator=random)
+
+    def outputs(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"labels_B": labels, "logits": logits}
+
+    gains = bootstrap_gains(outputs(poor), outputs(good), TASKS["binary"], 0, 100)
+    assert np.quantile(gains, 0.025) > 0.1
+    gains = bootstrap_gains(outputs(good), outputs(same), TASKS["binary"], 0, 100)
+    assert np.quantile(gains, 0.025) < 0 < np.quantile(gains, 0.975)
