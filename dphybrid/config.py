@@ -177,9 +177,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "train": {"epochs": 10, "batch_size": 512, "lr": 0.001},
     },
     "kge": {
-        "model": {"kind": "complex", "dim": 128},
+        "model": {"kind": "complex", "dim": 256, "penalty": 0.01},
         "table": {"optimizer": "adagrad", "lr": 0.1},
-        "train": {"epochs": 100, "batch_size": 1024, "lr": 0.01, "clip_norm": 0.0, "patience": 0},
+        "train": {"epochs": 20, "batch_size": 1024, "lr": 0.01, "clip_norm": 0.0, "patience": 0},
     },
     "hybrid": {
         "model": {"dim": 10, "hidden": 10, "layers": 1, "dropout": 0.0},
