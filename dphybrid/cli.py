@@ -228,13 +228,15 @@ def _sync(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from dphybrid.tracking import compare
-    from dphybrid.tracking.opening import embedded_uri
+    from dphybrid.tracking.opening import store_to_read
 
     settings = load_settings()
-    uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
     experiment = args.experiment or settings.experiment
     if not args.runs and args.sweep is None and args.experiment is None:
         raise UserError("name runs to compare, or --experiment NAME, or --sweep ID; see `dphybrid compare --help`")
+    if args.out.exists() and not args.out.is_dir():
+        raise UserError(f"--out {args.out}: is a file; name a folder for the page and its pictures")
+    uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
     run_ids = compare.find_runs(uri, experiment, args.runs, args.sweep)
     page = compare.compare_runs(uri, run_ids, args.out, args.group_by)
     print(f"{len(run_ids)} runs: {compare.page_link(page)}")
@@ -250,6 +252,12 @@ def _rollback(args: argparse.Namespace) -> int:
     before, now = open_registry(load_settings()).roll_back(args.model, args.to)
     print(f"{args.model}: champion is version {now.number} again, it was version {before.number}")
     return 0
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
 
 
 def make_parser() -> Parser:
@@ -293,7 +301,9 @@ def make_parser() -> Parser:
 
     bench = commands.add_parser("bench", help="measure splitting and row updates beside torch's own, and what recording costs")
     bench.add_argument("what", choices=["parallel", "embedding", "tracking"], help="what to measure")
-    bench.add_argument("--repeats", type=int, metavar="N", help="calls a figure is the median of (200; embedding, tracking: 15)")
+    bench.add_argument(
+        "--repeats", type=_at_least_one, metavar="N", help="calls a figure is the median of (200; embedding, tracking: 15)"
+    )
     bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     bench.set_defaults(function=_bench)
 

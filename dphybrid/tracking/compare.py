@@ -1,5 +1,6 @@
 """Runs side by side: speed against devices, where each one's step goes, metric curves, and only what differs in their configs."""
 
+import difflib
 import json
 import statistics
 import tempfile
@@ -90,7 +91,12 @@ def compare_runs(store_uri: str, run_ids: Sequence[str], folder: Path, group_by:
 
 
 def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> Path:
-    """Write the page and pictures of runs that were read."""
+    """Write the page and pictures of runs that were read. Raises UserError for a param that no run has."""
+    name = GROUPS.get(group_by, group_by)
+    if not any(name in run.params for run in runs):
+        params = sorted({param for run in runs for param in run.params} | set(GROUPS))
+        near = difflib.get_close_matches(group_by, params, 3) or list(GROUPS)
+        raise UserError(f"--group-by {group_by}: no run has such a param; near: {', '.join(near)}")
     groups = group_runs(runs, group_by)
     sections = [Section("Runs", table=overview(groups, group_by))]
     speeds = {group.value: group.samples_per_s for group in groups}
@@ -125,7 +131,8 @@ def read_runs(store_uri: str, run_ids: Sequence[str]) -> list[RunFacts]:
     client = MlflowClient(tracking_uri=store_uri)
     unique = list(dict.fromkeys(run_ids))
     if len(unique) < 2:
-        raise UserError(f"a comparison needs at least two runs, there {'is one' if unique else 'are none'}: {', '.join(unique)}")
+        there = f"there is one: {unique[0]}" if unique else "there are none that have finished"
+        raise UserError(f"a comparison needs at least two runs, and {there}")
     if len(unique) > MAX_RUNS:
         raise UserError(f"{len(unique)} runs make no readable page; name at most {MAX_RUNS}")
     return [_read_run(client, run_id) for run_id in unique]

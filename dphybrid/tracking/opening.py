@@ -41,6 +41,20 @@ def open_tracker(
     return MlflowTracker(uri, experiment, store, upload_limit)
 
 
+def store_to_read(tracking_uri: str | None, store: Path) -> str:
+    """Return where runs are read from. Raises UserError when a server does not answer, and when nothing is recorded there yet."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    if tracking_uri == "none":
+        raise UserError("tracking is none: no run is recorded there; set DPHYBRID_TRACKING_URI to a server or database")
+    if tracking_uri is None and not (store / "mlflow.db").is_file():
+        raise UserError(
+            f"{store}: no run is recorded there yet; train one first, or set DPHYBRID_TRACKING_URI or DPHYBRID_DATA_DIR"
+        )
+    if tracking_uri is not None:
+        _check(tracking_uri)
+    return tracking_uri or embedded_uri(store)
+
+
 def embedded_uri(store: Path) -> str:
     """Return the address of the database that is used where no server is named."""
     return f"sqlite:///{store / 'mlflow.db'}"

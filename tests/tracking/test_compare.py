@@ -157,7 +157,7 @@ def test_wrong_calls_say_what_is_there(
         find_runs(uri, "dphybrid", ["nobody"])
     with pytest.raises(UserError, match=r"experiment 'elsewhere': is not at .*; there: .*dphybrid"):
         find_runs(uri, "elsewhere")
-    with pytest.raises(UserError, match="needs at least two runs, there is one"):
+    with pytest.raises(UserError, match="needs at least two runs, and there is one"):
         read_runs(uri, [reports[0].run_id, reports[0].run_id])
     with pytest.raises(UserError, match="'0000': cannot be read"):
         read_runs(uri, ["0000", reports[0].run_id])
@@ -165,8 +165,27 @@ def test_wrong_calls_say_what_is_there(
         read_runs(uri, [str(i) for i in range(25)])
     assert find_runs(uri, "dphybrid", sweep="no such sweep") == []
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder))
-    assert main(["compare"]) == 2
-    assert "name runs to compare" in capsys.readouterr().err
+    (folder / "a_file").touch()
+    every = ["compare", "--experiment", "dphybrid"]
+    for arguments, words in [
+        (["compare"], "name runs to compare"),
+        (["compare", "--sweep", "nightly"], "there are none that have finished"),
+        ([*every, "--out", str(folder / "a_file")], "is a file; name a folder"),
+        ([*every, "--group-by", "train.batchsize"], "no run has such a param; near: train.batch_size"),
+    ]:
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert main(every) == 2
+    assert "http://127.0.0.1:9: does not answer" in capsys.readouterr().err
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "none")
+    assert main(every) == 2
+    assert "no run is recorded there" in capsys.readouterr().err
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder / "nothing"))
+    assert main(every) == 2
+    assert "no run is recorded there yet" in capsys.readouterr().err
+    assert not (folder / "nothing").exists()
 
 
 def test_the_benchmark_of_recording_reports_both_cases() -> None:
