@@ -1,6 +1,7 @@
 """Sends a run's journal from a thread of its own: in order, as often as it takes, without the training noticing."""
 
 import contextlib
+import contextvars
 import logging
 import threading
 import time
@@ -34,7 +35,9 @@ class Sender:
         self._asked = self._answered = 0
         self.trouble: str = ""
         """What the latest attempt to send failed with, or nothing."""
-        self._thread = threading.Thread(target=self._work, name="dphybrid-tracking", daemon=True)
+        # In the caller's context, so that what is told here stands in the log of the caller's flow run.
+        work = contextvars.copy_context().run
+        self._thread = threading.Thread(target=work, args=(self._work,), name="dphybrid-tracking", daemon=True)
         self._thread.start()
 
     def drain(self, timeout_s: float) -> bool:
@@ -69,13 +72,13 @@ class Sender:
                 self._send_all()
             except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: told once, tried again
                 if not self.trouble:
-                    _log.warning("the tracking server does not take records (%s); they are kept and sent later", _short(error))
+                    _tell("the tracking server does not take records (%s); they are kept and sent later", _short(error))
                 self.trouble = _short(error)
                 self._wait(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
                 continue
             if self.trouble:
-                _log.warning("the tracking server takes records again")
+                _tell("the tracking server takes records again")
             self.trouble, retry_s = "", _FIRST_RETRY_S
             with self._empty:
                 self._answered = asked
@@ -106,9 +109,14 @@ class Sender:
                 for record in records:
                     self._send([record])
                 return
-            _log.warning("the tracking server refused a record: %s", _short(refusal))
+            _tell("the tracking server refused a record: %s", _short(refusal))
             with contextlib.suppress(OSError):
                 self._journal.refuse(records[0], str(refusal))
+
+
+def _tell(message: str, *values: str) -> None:
+    with contextlib.suppress(Exception):  # somebody's log handler must not end the sending
+        _log.warning(message, *values)
 
 
 def _groups(found: list[tuple[int, Record]]) -> list[list[tuple[int, Record]]]:

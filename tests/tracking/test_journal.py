@@ -1,6 +1,8 @@
 """The journal and its sender: in order, exactly once, whatever the server or the process does."""
 
+import contextvars
 import json
+import logging
 import math
 import threading
 import time
@@ -115,6 +117,50 @@ def test_what_the_server_never_takes_is_kept_aside_and_the_rest_goes_on(tmp_path
     assert json.loads(kept)["step"] == 2
     assert "no such number" in json.loads(kept)["reason"]
     assert journals(tmp_path) == [] or journals(tmp_path)[0].run_id == "r"
+
+
+def test_a_log_handler_that_fails_does_not_end_the_sending(tmp_path: Path) -> None:
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("no flow run here")
+
+    server, journal, handler = Server(), Journal(tmp_path, "r"), Failing()
+    logger = logging.getLogger("dphybrid.tracking.sender")
+    logger.addHandler(handler)
+    try:
+        server.away.set()
+        journal.append_metrics({"a": 1.0}, 1)
+        sender = Sender(journal, server.write, beat=lambda: None)
+        assert not sender.drain(0.3)
+        server.away.clear()
+        assert sender.close(20)
+    finally:
+        logger.removeHandler(handler)
+    assert [record["step"] for record in server.got] == [1]
+
+
+def test_what_the_sender_tells_is_told_in_the_callers_context(tmp_path: Path) -> None:
+    where: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
+    told: list[str] = []
+
+    class Telling(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(where.get())
+
+    handler, server = Telling(), Server()
+    logger = logging.getLogger("dphybrid.tracking.sender")
+    logger.addHandler(handler)
+    token = where.set("flow run 7")
+    try:
+        server.away.set()
+        journal = Journal(tmp_path, "r")
+        journal.append_metrics({"a": 1.0}, 1)
+        sender = Sender(journal, server.write, beat=lambda: None)
+        assert not sender.close(0.5)
+    finally:
+        where.reset(token)
+        logger.removeHandler(handler)
+    assert told == ["flow run 7"]
 
 
 def test_closing_without_a_server_is_quick_and_leaves_the_records(tmp_path: Path) -> None:
