@@ -28,7 +28,7 @@ class _Pending:
     def on_the_way(self) -> "tuple[Tensor, torch.cuda.Event | None]":
         """Return the gradients on the host and, where they are still being copied, the event that ends that."""
         if self.sums is not None:
-            return self.sums.part(0, len(self.ids_U)), None
+            return self.sums.part(0, self.ids_U.numel()), None
         assert self.leaf_UD is not None
         assert self.leaf_UD.grad is not None
         return (self.leaf_UD.grad, None) if self.channel is None else self.channel.start_receiving(self.leaf_UD.grad)
@@ -82,17 +82,17 @@ class RowGradients:
         sums = lookups[0].sums if len(lookups) == 1 else None
         if sums is not None:
             ids_U = lookups[0].ids_U
-            for start in range(0, len(ids_U), size):
+            for start in range(0, ids_U.numel(), size):
                 ids_C = ids_U[start : start + size]
-                yield self._without_frozen(ids_C, sums.part(start, start + len(ids_C)))
+                yield self._without_frozen(ids_C, sums.part(start, start + ids_C.numel()))
         elif (found := self.merged()) is not None:
             yield from zip(found[0].split(size), found[1].split(size), strict=True)
 
     def _without_frozen(self, ids_U: Tensor, grads_UD: Tensor) -> tuple[Tensor, Tensor]:
-        if len(self.frozen) and len(ids_U):
-            places = torch.searchsorted(ids_U, self.frozen).clamp_(max=len(ids_U) - 1)
+        if len(self.frozen) and ids_U.numel():
+            places = torch.searchsorted(ids_U, self.frozen).clamp_(max=ids_U.numel() - 1)
             places = places[ids_U[places] == self.frozen]
             if len(places):
-                keep_U = torch.ones(len(ids_U), dtype=torch.bool).index_fill_(0, places, False)
+                keep_U = torch.ones(ids_U.numel(), dtype=torch.bool).index_fill_(0, places, False)
                 return ids_U[keep_U], grads_UD[keep_U]
         return ids_U, grads_UD

@@ -12,12 +12,16 @@ The order of additions is the order of the ids, whatever the number of threads.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 _INT32_END = 2**31 - 1
+
+_NUMPY_THREADS = 2
+"""Up to this number of threads numpy, which uses one, writes rows faster than torch."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def sort_ids(ids_N: Tensor) -> Occurrences:
     sorted_N, order_N = torch.sort(ids_N, stable=True)
     unique_U, lengths_U = torch.unique_consecutive(sorted_N, return_counts=True)
     starts_U = lengths_U.cumsum(0).sub_(lengths_U)
-    if len(ids_N) < _INT32_END:
+    if ids_N.numel() < _INT32_END:
         order_N, starts_U = order_N.int(), starts_U.int()
     return Occurrences(unique_U.long(), order_N, starts_U)
 
@@ -52,27 +56,37 @@ def short(ids_N: Tensor, num_rows: int) -> Tensor:
 
 def gather_rows(weight_VD: Tensor, ids_N: Tensor) -> Tensor:
     """Return a copy of rows: rows_ND."""
-    if weight_VD.dtype == torch.float32 and weight_VD.device.type == "cpu" and len(ids_N):
-        return F.embedding_bag(ids_N, weight_VD, _counting(len(ids_N), ids_N.dtype), mode="sum")
+    if weight_VD.dtype == torch.float32 and weight_VD.device.type == "cpu" and ids_N.numel():
+        return _sum_bags(weight_VD, ids_N, _counting(ids_N.numel(), ids_N.dtype))
     return weight_VD.index_select(0, ids_N)
 
 
 def write_rows(weight_VD: Tensor, ids_U: Tensor, rows_UD: Tensor) -> None:
-    """Write rows_UD to the rows ids_U (int64, unique). Values travel as 16 bytes at a time, up to three times as fast as one by one."""
-    weight, rows = weight_VD, rows_UD.contiguous()
-    row_bytes = weight.shape[1] * weight.element_size()
-    for wide, size in ((torch.complex128, 16), (torch.float64, 8)):
-        if row_bytes % size == 0:
-            weight, rows = weight.view(wide), rows.view(wide)
-            break
-    weight.index_copy_(0, ids_U, rows)
+    """Write rows_UD to the rows ids_U (int64, unique, in range)."""
+    if torch.get_num_threads() > _NUMPY_THREADS:
+        weight_VD.index_copy_(0, ids_U, rows_UD)
+        return
+    # numpy moves a row as one piece of memory: twice as fast as index_copy_, which moves value by value.
+    np.put(_in_one_piece(weight_VD), ids_U.numpy(), _in_one_piece(rows_UD.contiguous()), mode="clip")
+    torch.autograd.graph.increment_version(weight_VD)
+
+
+def _in_one_piece(rows_VD: Tensor) -> "np.ndarray[Any, Any]":
+    row_bytes = rows_VD.shape[1] * rows_VD.element_size()
+    return rows_VD.view(torch.uint8).numpy().view(f"V{row_bytes}").reshape(-1)
 
 
 def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_U: Tensor) -> Tensor:
     """Return grads_UD: the sum of grads_ND over the occurrences of each unique id."""
-    if not len(order_N):
+    if not order_N.numel():
         return grads_ND.new_zeros(0, grads_ND.shape[1])
-    return F.embedding_bag(order_N, grads_ND, starts_U, mode="sum")
+    return _sum_bags(grads_ND, order_N, starts_U)
+
+
+def _sum_bags(rows_ND: Tensor, places_M: Tensor, starts_B: Tensor) -> Tensor:
+    # What nn.functional.embedding_bag(mode="sum") comes down to, without its checks, which a short step would notice.
+    summed_BD: Tensor = torch.embedding_bag(rows_ND, places_M, starts_B)[0]
+    return summed_BD
 
 
 _counted: dict[torch.dtype, Tensor] = {}
@@ -81,7 +95,7 @@ _counted: dict[torch.dtype, Tensor] = {}
 def _counting(count: int, dtype: torch.dtype) -> Tensor:
     """Return 0, 1, 2, ... `count - 1` of a type, from one that is kept."""
     kept = _counted.get(dtype)
-    if kept is None or len(kept) < count:
+    if kept is None or kept.numel() < count:
         kept = _counted[dtype] = torch.arange(2 * count, dtype=dtype)
     return kept[:count]
 
@@ -111,8 +125,8 @@ class RowSums:
     def part(self, start: int, stop: int) -> Tensor:
         """Return the summed gradients of the unique ids from `start` to before `stop`."""
         starts_U, order_N = self.where.starts_U, self.where.order_N
-        if stop - start < len(starts_U):
-            ends = [int(starts_U[place]) if place < len(starts_U) else len(order_N) for place in (start, stop)]
+        if stop - start < starts_U.numel():
+            ends = [int(starts_U[place]) if place < starts_U.numel() else order_N.numel() for place in (start, stop)]
             starts_U, order_N = starts_U[start:stop] - ends[0], order_N[ends[0] : ends[1]]
         sums = []
         for grads_ND, version in self._grads_ND:
@@ -154,12 +168,12 @@ class TableBags(torch.autograd.Function):
         rows_ND = None
         if weight_VD.dtype == torch.bfloat16:
             rows_ND = gather_rows(weight_VD, ids_N).float()
-            pooled_BD = F.embedding_bag(torch.arange(len(ids_N)), rows_ND, offsets_B, mode="sum", per_sample_weights=weights_N)
+            pooled_BD = F.embedding_bag(torch.arange(ids_N.numel()), rows_ND, offsets_B, mode="sum", per_sample_weights=weights_N)
         else:
             pooled_BD = F.embedding_bag(ids_N, weight_VD, offsets_B.to(ids_N.dtype), mode="sum", per_sample_weights=weights_N)
         if ctx.needs_input_grad[1] and rows_ND is None:
             rows_ND = gather_rows(weight_VD, ids_N)
-        lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([len(ids_N)]))
+        lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([ids_N.numel()]))
         bags_N = torch.repeat_interleave(torch.arange(len(offsets_B), dtype=where.order_N.dtype), lengths_B)
         ctx.where = where
         ctx.save_for_backward(rows_ND, weights_N, bags_N)
@@ -173,7 +187,7 @@ class TableBags(torch.autograd.Function):
         grads_UD = grads_N = None
         if ctx.needs_input_grad[0]:
             grads_UD = grads_BD.new_zeros(0, grads_BD.shape[1])
-            if len(where.order_N):
+            if where.order_N.numel():
                 weights = None if weights_N is None else weights_N.index_select(0, where.order_N)
                 sources_N = bags_N.index_select(0, where.order_N)
                 grads_UD = F.embedding_bag(sources_N, grads_BD, where.starts_U, mode="sum", per_sample_weights=weights)

@@ -110,9 +110,9 @@ class RowAdagrad(RowOptimizer):
         return {"sum": zero_rows((table.num_rows,), table.row_dtype)}
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
-        sum_U = state["sum"].index_select(0, ids_U).add_(_mean_square(grads_UD))
-        state["sum"].index_copy_(0, ids_U, sum_U)
-        rows_UD.addcmul_(grads_UD, sum_U.sqrt_().add_(self.eps).reciprocal_().unsqueeze(1), value=-self.lr)
+        state["sum"].index_add_(0, ids_U, _mean_square(grads_UD))
+        scale_U = state["sum"].index_select(0, ids_U).sqrt_().add_(self.eps)
+        rows_UD.addcdiv_(grads_UD, scale_U.unsqueeze(1), value=-self.lr)
 
 
 class _Adam(RowOptimizer):
@@ -178,6 +178,8 @@ class LazyAdam(_Adam):
 
 _LARGEST_BETA = 0.99999
 
+_WIDE = 32
+
 
 def _unbiased(beta: float) -> Tensor:
     """Return 1 - beta ** k for k = 0, 1, ... up to where it is 1 in float64: looked up, as computing it for every row takes longer."""
@@ -186,8 +188,10 @@ def _unbiased(beta: float) -> Tensor:
 
 
 def _mean_square(grads_UD: Tensor) -> Tensor:
-    # By far the fastest way to sum short rows: 8,192 x 16 in 0.04 ms, `.square().mean(1)` and vector_norm take 0.06.
+    # The fastest ways on one thread: 27,508 x 16 by product 0.13 ms, by norm 0.16; 19,128 x 64 0.27 and 0.19.
     dim = grads_UD.shape[1]
+    if dim >= _WIDE:
+        return torch.linalg.vector_norm(grads_UD, dim=1).square_().div_(dim)
     return (grads_UD * grads_UD).mv(grads_UD.new_full((dim,), 1 / dim))
 
 

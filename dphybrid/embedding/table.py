@@ -31,8 +31,8 @@ from dphybrid.embedding.replicas import Channel, DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import fill_normal, finished_file, open_rows
 from dphybrid.errors import UserError
 
-_CACHED_VALUES = 2**18
-"""Values of a table changed at a time, 512 KiB of float32."""
+_CHUNK_VALUES = 2**20
+"""Values of a table changed at a time, 4 MiB of float32: smaller chunks cost calls, larger ones memory."""
 
 _REPAIR_WHOLE_SHARE = 0.3
 """From this share of changed rows on, reading all rows again is cheaper than mending single ones."""
@@ -55,7 +55,9 @@ class Lookup:
     @property
     def num_unique(self) -> int:
         """Unique ids, counted by replica."""
-        return len(self.where.unique_U) if self.where is not None else sum(len(share.where.unique_U) for share in self.shares)
+        return (
+            self.where.unique_U.numel() if self.where is not None else sum(share.where.unique_U.numel() for share in self.shares)
+        )
 
 
 class HostEmbedding(nn.Module):
@@ -158,7 +160,7 @@ class HostEmbedding(nn.Module):
             self.gradients.expect_sums(sums)
         rows_ND = TableRows.apply(anchor, self.weight, ids_N, sums)
         self.counters.gather_ms += 1e3 * (time.perf_counter() - start)
-        self.counters.bytes_gathered += len(ids_N) * self.dim * self.weight.element_size()
+        self.counters.bytes_gathered += ids_N.numel() * self.dim * self.weight.element_size()
         rows = rows_ND.view(*ids.shape, self.dim)
         return [rows] if by_replica else rows
 
@@ -171,11 +173,11 @@ class HostEmbedding(nn.Module):
             raise UserError(f"table {self.name!r}: mode={mode!r}; use sum (with or without weights_N) or mean (without)")
         where, ids_N = self._look_up(ids_N)
         if mode == "mean":
-            lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([len(ids_N)]))
+            lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([ids_N.numel()]))
             weights_N = torch.repeat_interleave(1 / lengths_B.to(self.row_dtype), lengths_B)
         leaf_UD = None
         if torch.is_grad_enabled():
-            leaf_UD = leaf_rows(len(where.unique_U), self.dim, self.row_dtype)
+            leaf_UD = leaf_rows(where.unique_U.numel(), self.dim, self.row_dtype)
             self.gradients.expect_leaf(where.unique_U, leaf_UD)
         return TableBags.apply(leaf_UD, weights_N, self.weight, ids_N, offsets_B, where)
 
@@ -279,11 +281,11 @@ class HostEmbedding(nn.Module):
         for channel, share in zip(self._channels, lookup.shares, strict=False):
             ids_U = share.where.unique_U
             places_C = self._places_of(changes, ids_U) if known else None
-            if places_C is None or len(places_C) > _REPAIR_WHOLE_SHARE * len(ids_U):
+            if places_C is None or places_C.numel() > _REPAIR_WHOLE_SHARE * len(ids_U):
                 places_C = torch.arange(len(ids_U))
-            if len(places_C):
+            if places_C.numel():
                 channel.mend(share, places_C, self.read_rows(ids_U.index_select(0, places_C)))
-            repaired += len(places_C)
+            repaired += places_C.numel()
         lookup.version = now
         self.counters.repaired += repaired
         self.counters.repair_ms += 1e3 * (time.perf_counter() - start)
@@ -349,11 +351,10 @@ class HostEmbedding(nn.Module):
     def update_rows(self, change: Callable[[Tensor, Tensor, Tensor], None], generator: torch.Generator | None = None) -> None:
         """Let `change(rows_CD, grads_CD, ids_C)` change the rows that have gradients in place, some at a time, each once.
 
-        Works on as many rows at a time as stay in a core's cache, about 1.4 times as fast as all at once. A bfloat16 table
-        rounds up or down by chance, drawn from `generator`, so that updates far below a value's resolution arrive on average.
+        A bfloat16 table rounds up or down by chance, drawn from `generator`, so that updates far below a value's resolution arrive on average.
         """
         start, before, changed = time.perf_counter(), self.weight._version, []
-        for ids_C, grads_CD in self.gradients.parts(max(1, _CACHED_VALUES // self.dim)):
+        for ids_C, grads_CD in self.gradients.parts(max(1, _CHUNK_VALUES // self.dim)):
             rows_CD = self.read_rows(ids_C)
             change(rows_CD, grads_CD, ids_C)
             write_rows(self.weight, ids_C, self._rounded(rows_CD, generator))
