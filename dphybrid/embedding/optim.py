@@ -73,20 +73,20 @@ class RowOptimizer(ABC):
         return {f"{name}.{key}": value for name, state in self.state.items() for key, value in state.items()}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Fill the states in place. Raises UserError that names missing, unexpected and differently shaped entries."""
-        own = self.state_dict()
-        problems = [f"missing {key}" for key in own.keys() - flat.keys()] + [
-            f"unexpected {key}" for key in flat.keys() - own.keys()
-        ]
-        problems += [
-            f"{key} is {tuple(flat[key].shape)}, expected {tuple(own[key].shape)}"
-            for key in own.keys() & flat.keys()
-            if own[key].shape != flat[key].shape
-        ]
+        """Fill the states in place. Raises UserError like `check_shapes`."""
+        self.check_shapes({key: tuple(value.shape) for key, value in flat.items()})
+        for key, value in self.state_dict().items():
+            value.copy_(flat[key])
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UserError that names missing, unexpected and differently shaped entries of a state that is to be loaded."""
+        own = {key: tuple(value.shape) for key, value in self.state_dict().items()}
+        problems = [f"missing {key}" for key in own.keys() - shapes.keys()]
+        problems += [f"unexpected {key}" for key in shapes.keys() - own.keys()]
+        common = own.keys() & shapes.keys()
+        problems += [f"{key} is {shapes[key]}, expected {own[key]}" for key in common if shapes[key] != own[key]]
         if problems:
             raise UserError(f"row optimizer state does not fit: {'; '.join(sorted(problems))}; was table.optimizer another one?")
-        for key, value in own.items():
-            value.copy_(flat[key])
 
 
 class RowSGD(RowOptimizer):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
 from dphybrid.errors import UserError
-from dphybrid.training.tensor_file import file_digest, read_into, read_tensors, write_tensors
+from dphybrid.training.tensor_file import file_digest, read_into, read_tensors, tensor_shapes, write_tensors
 
 FORMAT = 1
 
@@ -109,7 +109,7 @@ def load_checkpoint(path: Path, trained: Trained) -> dict[str, Any]:
         tensors = read_tensors(path / "blocks_optimizer.safetensors")
         trained.dense.load_state_dict(_unflatten_optimizer(tensors, page["optimizer"]))
     if trained.rows is not None:
-        trained.rows.load_state_dict(_row_states(path, find_tables(trained.model)))
+        _load_row_states(path, trained.rows, find_tables(trained.model))
     for key, value in page["progress"].items():
         setattr(trained.progress, key, value)
     _restore_generators(page["generators"])
@@ -179,14 +179,18 @@ def _table_tensors(trained: Trained) -> dict[str, dict[str, Tensor]]:
     return tensors
 
 
-def _row_states(path: Path, tables: Mapping[str, Any]) -> dict[str, Tensor]:
-    states: dict[str, Tensor] = {}
-    for name in tables:
-        own = read_tensors(path / "tables" / f"{name}.safetensors")
-        states |= {f"{name}.{key}": value for key, value in own.items() if key != "weight"}
-    if (path / "tables" / "_optimizer.safetensors").is_file():
-        states |= read_tensors(path / "tables" / "_optimizer.safetensors")
-    return states
+def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) -> None:
+    places: dict[str, tuple[Path, str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in [*tables, "_optimizer"]:
+        file = path / "tables" / f"{name}.safetensors"
+        for key, shape in tensor_shapes(file).items() if file.is_file() else ():
+            if key != "weight":
+                whole = key if name == "_optimizer" else f"{name}.{key}"
+                places[whole], shapes[whole] = (file, key), shape
+    rows.check_shapes(shapes)
+    for key, target in rows.state_dict().items():
+        read_into(*places[key], target)
 
 
 def _flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,6 +21,7 @@ _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SLICE_BYTES = 16 * 2**20
 
 
@@ -61,18 +63,43 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
 
 
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a file by name."""
+    return {name: tuple(entry["shape"]) for name, entry in _header(path)[0].items()}
+
+
 def read_into(path: Path, name: str, target: Tensor) -> None:
     """Fill `target` (N, ...) in place from the tensor `name` of the file, slice by slice. Raises UserError when shapes differ."""
-    with safe_open(path, framework="pt") as file:
-        part = file.get_slice(name)
-        shape = tuple(part.get_shape())
-        if shape != tuple(target.shape):
-            raise UserError(
-                f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained on other data?"
-            )
-        rows = max(1, _SLICE_BYTES // max(1, target[:1].numel() * target.element_size()))
-        for start in range(0, shape[0], rows):
-            target[start : start + rows] = part[start : start + rows]
+    entries, start = _header(path)
+    shape, dtype = tuple(entries[name]["shape"]), _DTYPES[entries[name]["dtype"]]
+    if shape != tuple(target.shape):
+        raise UserError(
+            f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained on other data?"
+        )
+    # Plain reading: pages of a mapped file would count as this process's memory, a second table for a while.
+    flat, size = target.view(-1), dtype.itemsize
+    step = max(1, _SLICE_BYTES // size)
+    buffer = torch.empty(min(step, max(1, flat.numel())), dtype=dtype)
+    with path.open("rb", buffering=0) as file:
+        file.seek(start + entries[name]["data_offsets"][0])
+        for first in range(0, flat.numel(), step):
+            part = buffer[: min(step, flat.numel() - first)]
+            wanted = part.view(torch.uint8).numpy().data.cast("B")
+            while wanted:
+                count = file.readinto(wanted)
+                if not count:
+                    raise UserError(f"{path}: ends within {name}; use another checkpoint")
+                wanted = wanted[count:]
+            flat[first : first + part.numel()] = part
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the entries of a file by name, and where its data starts."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
 
 
 def file_digest(path: Path) -> str:

@@ -1,0 +1,62 @@
+"""What a run with a large table takes at most: the table, its row states and 1 GB for everything else."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODEL = """
+import torch
+from torch import nn
+from dphybrid.embedding import HostEmbedding
+from dphybrid.parallel import DataParallel
+
+DIM = 64
+
+class Large(nn.Module):
+    def __init__(self, context):
+        super().__init__()
+        self.table = HostEmbedding(ROWS, DIM, seed=context.seed)
+        self.region = DataParallel(nn.Linear(DIM, context.info["num_outputs"]), context.devices)
+
+    def table_ids(self, batch):
+        return {"table": (batch["x_BI"].sum(1).abs() * 1e9).long() % ROWS}
+
+    def forward(self, batch):
+        loss_B = (self.region(self.table(self.table_ids(batch)["table"])) - batch["y_BO"]).square().mean(1)
+        return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
+"""
+
+RUN = """
+import json
+import flows.train_hybrid, mlflow  # what a flow's process has loaded
+from dphybrid.config_sources import load_config
+from dphybrid.job import run_job
+from dphybrid.settings import load_settings
+
+overrides = ["recipe=toy", "model.factory=large:Large", "table.optimizer=adagrad", "train.patience=0"]
+for epochs in (1, 2):  # the second goes on from the first one's checkpoint
+    run_job(load_config(None, [*overrides, f"train.epochs={epochs}"]), load_settings(), run_name="large", resume="large" if epochs > 1 else None)
+lines = open("/proc/self/status").read().splitlines()
+print(json.dumps({line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("VmHWM")}))
+"""
+
+
+def peak_bytes(folder: Path, rows: int) -> int:
+    """Train, save, load and go on with a table of `rows` rows of 64 float32 in a process of its own; return the most memory it had."""
+    (folder / "large.py").write_text(MODEL.replace("ROWS", str(rows)), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(folder), "DPHYBRID_DATA_DIR": str(folder / "data")}
+    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return int(json.loads(done.stdout.splitlines()[-1])["VmHWM"]) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_a_run_takes_its_table_its_states_and_a_gigabyte(tmp_path: Path) -> None:
+    rows = 2_000_000
+    table_and_state = rows * 64 * 4 + rows * 4
+    assert table_and_state < peak_bytes(tmp_path, rows) < table_and_state + 10**9
