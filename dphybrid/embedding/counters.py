@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Counters:
-    """Running totals of a table. Only the thread that trains adds to them.
+    """Running totals of a table in training; lookups without gradients do not count. Only the thread that trains adds to them.
 
     ids: looked up. unique: touched rows, counted by replica. prepared: of those, rows that a pipeline had made ready. repaired: of those,
     rows read again because an update had changed them. bytes_gathered: of rows read from the table for lookups.

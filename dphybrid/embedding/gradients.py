@@ -3,12 +3,14 @@
 Letters: U unique ids, C some of them, D width of a row.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.lookup import RowSums, leaf_rows, short, sort_ids, sum_by_row
 from dphybrid.embedding.replicas import Channel
 
@@ -37,7 +39,8 @@ class _Pending:
 class RowGradients:
     """Collects lookups and hands out their gradients by unique row, those of `frozen` rows left out."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, counters: Counters) -> None:
+        self._counters = counters
         self.frozen = torch.tensor([], dtype=torch.int64)
         self._num_rows = num_rows
         self._lookups: list[_Pending] = []
@@ -66,9 +69,11 @@ class RowGradients:
         if not lookups:
             return None
         coming = [lookup.on_the_way() for lookup in lookups]
+        start = time.perf_counter()
         for _, arrived in coming:
             if arrived is not None:
                 arrived.synchronize()
+        self._counters.d2h_ms += 1e3 * (time.perf_counter() - start)
         ids_U, grads_UD = lookups[0].ids_U, coming[0][0]
         if len(lookups) > 1:  # of several replicas or lookups: added up in their order
             where = sort_ids(short(torch.cat([lookup.ids_U for lookup in lookups]), self._num_rows))

@@ -101,17 +101,16 @@ class RowPipeline:
                 table.expect([])
                 table.record_changes(0)
 
-    def counters(self) -> dict[str, float]:
-        """Return what happened since the last call, summed over tables.
+    def counters(self, steps: int = 1) -> dict[str, float]:
+        """Return what happened since the last call, summed over tables, divided by `steps`.
 
-        The totals of `counters.Counters`, and: unique_ratio: unique / ids. prepared_ratio: unique
-        rows that came prepared. conflict_ratio: prepared rows that had to be read again. prepare_ms: of the worker, all in all.
-        wait_ms: of the loop for the worker.
+        The entries of `counters.Counters`, and: prepare_ms: of the worker, all in all. wait_ms: of the loop for the worker. Three
+        ratios: unique_ratio: unique / ids. prepared_ratio: unique rows that came prepared. conflict_ratio: prepared rows read again.
         """
         totals, seen = self._totals(), self._seen
         self._seen = totals
         now = {key: totals[key] - seen.get(key, 0.0) for key in totals}
-        return now | {
+        return {name: amount / steps for name, amount in now.items()} | {
             "unique_ratio": now["unique"] / max(1.0, now["ids"]),
             "prepared_ratio": now["prepared"] / max(1.0, now["unique"]),
             "conflict_ratio": now["repaired"] / max(1.0, now["prepared"]),

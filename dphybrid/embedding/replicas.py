@@ -106,12 +106,12 @@ class Channel:
                 share.ready.record(self._to)
         self._counters.bytes_to_devices += len(memory)
 
-    def arrive(self, share: Share) -> None:
+    def arrive(self, share: Share, counted: bool) -> None:
         """Make what the caller computes next on the device wait for the share."""
-        counters = self._counters
-        counters.gather_ms += share.gather_ms
-        counters.bytes_gathered += share.rows_UD.nbytes
-        counters.bytes_to_devices += len(share.memory)
+        if counted:
+            self._counters.gather_ms += share.gather_ms
+            self._counters.bytes_gathered += share.rows_UD.nbytes
+            self._counters.bytes_to_devices += len(share.memory)
         if share.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(share.ready)

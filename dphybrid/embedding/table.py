@@ -99,10 +99,10 @@ class HostEmbedding(nn.Module):
                 fill_normal(self.weight, std, seed)
             if fresh and padding_idx is not None:
                 self.weight[padding_idx] = 0.0
-        self.gradients = RowGradients(num_rows)
+        self.counters = Counters()
+        self.gradients = RowGradients(num_rows, self.counters)
         if padding_idx is not None:
             self.gradients.frozen = torch.tensor([padding_idx])
-        self.counters = Counters()
         self._anchor = torch.zeros(0, requires_grad=True)
         self._prepared: list[Lookup] = []
         self._changes: deque[tuple[int, int, Tensor]] | None = None
@@ -159,8 +159,9 @@ class HostEmbedding(nn.Module):
             anchor = self._anchor
             self.gradients.expect_sums(sums)
         rows_ND = TableRows.apply(anchor, self.weight, ids_N, sums)
-        self.counters.gather_ms += 1e3 * (time.perf_counter() - start)
-        self.counters.bytes_gathered += ids_N.numel() * self.dim * self.weight.element_size()
+        if torch.is_grad_enabled():
+            self.counters.gather_ms += 1e3 * (time.perf_counter() - start)
+            self.counters.bytes_gathered += rows_ND.nbytes
         rows = rows_ND.view(*ids.shape, self.dim)
         return [rows] if by_replica else rows
 
@@ -207,7 +208,7 @@ class HostEmbedding(nn.Module):
         self._count(lookup)
         rows = []
         for channel, share in zip(self._channels, lookup.shares, strict=False):
-            channel.arrive(share)
+            channel.arrive(share, counted=torch.is_grad_enabled())
             leaf_UD = share.rows_UD.detach()
             if torch.is_grad_enabled():
                 leaf_UD.requires_grad_()
@@ -223,6 +224,8 @@ class HostEmbedding(nn.Module):
         return lookup.where, short(lookup.ids.reshape(-1), self.num_rows)
 
     def _count(self, lookup: Lookup) -> None:
+        if not torch.is_grad_enabled():
+            return
         self.counters.ids += lookup.ids.numel()
         self.counters.unique += lookup.num_unique
         self.counters.dedup_ms += lookup.dedup_ms
@@ -325,10 +328,7 @@ class HostEmbedding(nn.Module):
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:
         """Return (ids_U sorted and unique, grads_UD) over all lookups since the last clearing, or None when no row has a gradient."""
-        start = time.perf_counter()
-        found = self.gradients.merged()
-        self.counters.d2h_ms += 1e3 * (time.perf_counter() - start)
-        return found
+        return self.gradients.merged()
 
     def set_row_gradients(self, ids_U: Tensor, grads_UD: Tensor) -> None:
         """Put merged (and perhaps clipped) gradients in the place of those of single lookups."""
@@ -354,6 +354,7 @@ class HostEmbedding(nn.Module):
         A bfloat16 table rounds up or down by chance, drawn from `generator`, so that updates far below a value's resolution arrive on average.
         """
         start, before, changed = time.perf_counter(), self.weight._version, []
+        waited_ms = self.counters.d2h_ms
         for ids_C, grads_CD in self.gradients.parts(max(1, _CHUNK_VALUES // self.dim)):
             rows_CD = self.read_rows(ids_C)
             change(rows_CD, grads_CD, ids_C)
@@ -361,7 +362,7 @@ class HostEmbedding(nn.Module):
             changed.append(ids_C)
         if self._changes is not None and changed:
             self._changes.append((before, self.weight._version, torch.cat(changed)))
-        self.counters.update_ms += 1e3 * (time.perf_counter() - start)
+        self.counters.update_ms += 1e3 * (time.perf_counter() - start) - (self.counters.d2h_ms - waited_ms)
 
     def _rounded(self, rows_CD: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.weight.dtype != torch.bfloat16:

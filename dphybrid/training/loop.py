@@ -244,9 +244,7 @@ class Meter:
             metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
             if self.rows is not None:
-                counters = self.rows.counters()
-                metrics |= {f"rows/{name}": counters[name] for name in ("unique_ratio", "prepared_ratio", "conflict_ratio")}
-                metrics |= {f"rows/{name}_a_step": counters[name] / self._steps for name in ("unique", "prepare_ms", "wait_ms")}
+                metrics |= {f"embedding/{name}": value for name, value in self.rows.counters(self._steps).items()}
             session.tracker.log_metrics(metrics, step)
         self.note = f"loss {loss:.4g}"
         self._loss, self._weight, self._steps = 0.0, 0.0, 0

@@ -218,3 +218,31 @@ def test_wrong_settings_are_named() -> None:
 def assert_no_worker() -> None:
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name == "dphybrid-rows"]
+
+
+def test_counters_tell_what_moved() -> None:
+    table = HostEmbedding(100, 4)
+    table.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
+    rows = RowSGD({"t": table}, lr=0.1)
+    batches = [torch.tensor([[1, 2], [2, 2], [3, 1], [1, 1]]), torch.tensor([[5, 2], [6, 7], [8, 9], [9, 9]])]
+    with RowPipeline({"t": table}) as pipeline:
+        for ids in pipeline.prefetch(batches, lambda ids: {"t": ids}):
+            rows.zero_grad()
+            sum(part.sum() for part in table.replica_rows(ids)).backward()
+            rows.step()
+            with torch.no_grad():
+                table.replica_rows(ids)
+        found = pipeline.counters(steps=2)
+        assert pipeline.counters()["ids"] == 0
+    assert found["ids"] == 8
+    assert found["unique"] == (2 + 2 + 4 + 2) / 2
+    assert found["unique_ratio"] == 10 / 16
+    assert found["prepared_ratio"] == 1
+    # Row 2 is the one that the second batch shares with the first.
+    assert found["repaired"] <= 0.5
+    row, index = 4 * 4, 4
+    assert found["bytes_gathered"] == 5 * row
+    assert found["bytes_from_devices"] == 5 * row
+    assert found["bytes_to_devices"] >= 5 * row + 2 * 8 * index + 5 * index
+    for name in ("dedup_ms", "gather_ms", "h2d_ms", "update_ms", "prepare_ms", "wait_ms"):
+        assert found[name] > 0, name
