@@ -119,6 +119,8 @@ class TableConfig(Section):
     """Learning rate of the rows."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay, applied to the rows of the batch only (lazy)."""
+    dtype: Literal["model", "bfloat16"] = "model"
+    """Number format of rows: the blocks' own, or bfloat16, half the memory: updates are then rounded up or down by chance, fair on average."""
 
 
 class TrainConfig(Section):

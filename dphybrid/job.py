@@ -111,7 +111,7 @@ def build_run(
     """
     data = open_prepared(Path(prepared))
     devices = resolve_devices(devices_text)
-    model = build_model(config.recipe, _context(config, data, devices))
+    model = build_model(config.recipe, _context(config, data, devices, settings))
     sizes = {
         "size.block_parameters": sum(p.numel() for p in model.parameters()),
         "size.table_rows": sum(len(t.weight) for t in find_tables(model).values()),
@@ -194,7 +194,7 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     devices = resolve_devices(run.page["devices"])
-    model = build_model(config.recipe, _context(config, data, devices))
+    model = build_model(config.recipe, _context(config, data, devices, settings))
     tables = find_tables(model)
     rows: RowOptimizer | None = None
     if tables:
@@ -278,7 +278,7 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     run = read_run(run_folder)
     config, data = run.config, open_prepared(Path(run.page["prepared"]))
     result = read_json(run.folder / "result.json")
-    model = build_model(config.recipe, _context(config, data, resolve_devices(run.page["devices"])))
+    model = build_model(config.recipe, _context(config, data, resolve_devices(run.page["devices"]), settings))
     load_weights(Path(result["best_checkpoint"]), model)
     task, batch_size = TASKS[data.info["task"]], config.train.batch_size
     metrics = evaluate(model, data.dataset("valid"), batch_size, task)
@@ -295,8 +295,17 @@ def fail_run(run_folder: str, settings: Settings, status: Status) -> None:
     attached(read_run(run_folder), settings).finish(status)
 
 
-def _context(config: ExperimentConfig, data: Prepared, devices: Devices) -> ModelContext:
-    return ModelContext(devices=devices, info=data.info, options=config.model, seed=config.train.seed)
+def _context(config: ExperimentConfig, data: Prepared, devices: Devices, settings: Settings) -> ModelContext:
+    if settings.table_folder is not None:
+        settings.table_folder.mkdir(parents=True, exist_ok=True)
+    return ModelContext(
+        devices=devices,
+        info=data.info,
+        options=config.model,
+        seed=config.train.seed,
+        table_dtype=config.table.dtype,
+        table_folder=settings.table_folder,
+    )
 
 
 @contextmanager

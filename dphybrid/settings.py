@@ -27,6 +27,9 @@ class Settings(BaseSettings):
     """Devices for experiments that say devices=auto."""
     threads: int = Field(default=0, ge=0)
     """CPU threads for torch; 0: torch's own choice. A fixed number makes CPU results repeat bit for bit on another machine."""
+    table_storage: Literal["memory", "mmap"] = "memory"
+    """Where tables and their optimizers' states lie: memory, or mmap, files in data_dir/tables as long as the run lasts, for tables larger than
+    the memory: slower, but exact all the same."""
     tracking_uri: str | None = None
     """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir; none: nothing is recorded."""
     upload_limit_mb: int = Field(default=900, ge=1)
@@ -106,6 +109,11 @@ class Settings(BaseSettings):
     @property
     def prepared_dir(self) -> Path:
         return self.data_dir / "prepared"
+
+    @property
+    def table_folder(self) -> Path | None:
+        """Folder of the tables' files, or None where they lie in memory."""
+        return self.data_dir / "tables" if self.table_storage == "mmap" else None
 
     @property
     def runs_dir(self) -> Path:

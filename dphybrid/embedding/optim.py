@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding.lookup import gather_rows, short, write_rows
-from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.errors import UserError
 
@@ -107,7 +106,7 @@ class RowAdagrad(RowOptimizer):
         super().__init__(tables, lr, weight_decay)
 
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
-        return {"sum": zero_rows((table.num_rows,), table.row_dtype)}
+        return table.zero_states({"sum": ((table.num_rows,), table.row_dtype)})
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
         state["sum"].index_add_(0, ids_U, _mean_square(grads_UD))
@@ -136,11 +135,13 @@ class _Adam(RowOptimizer):
 
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
         second: tuple[int, ...] = (table.num_rows,) if self.row_wise else (table.num_rows, table.dim)
-        return {
-            "mean": zero_rows((table.num_rows, table.dim), table.row_dtype),
-            "square": zero_rows(second, table.row_dtype),
-            "steps": zero_rows((table.num_rows,), torch.int32),
-        }
+        return table.zero_states(
+            {
+                "mean": ((table.num_rows, table.dim), table.row_dtype),
+                "square": (second, table.row_dtype),
+                "steps": ((table.num_rows,), torch.int32),
+            }
+        )
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
         beta1, beta2 = self.betas

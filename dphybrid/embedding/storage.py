@@ -4,6 +4,7 @@ import math
 import mmap
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -57,36 +58,57 @@ def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
+def check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
+    """Raise UserError, with the numbers, when `num_bytes` do not fit into memory or, with a folder, on its disk. what: starts the message."""
+    if folder is None:
+        free, remedy = available_memory_bytes(), "use fewer or narrower rows, bfloat16, or storage mmap"
+        place = f"{free / GIB:.3g} GiB of memory are free"
+    else:
+        free, remedy = shutil.disk_usage(folder).free, "choose another folder or a smaller table"
+        place = f"{folder} has {free / GIB:.3g} GiB free"
+    if num_bytes > free * (1 - KEEP_FREE_SHARE):
+        raise UserError(f"{what} {num_bytes / GIB:.3g} GiB, {place}; {remedy}")
+
+
 def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: Path | None, name: str) -> tuple[Tensor, bool]:
     """Return (weight of shape (num_rows, dim), whether it must still be filled).
 
-    storage: "memory", or "mmap": the file `path`, made when absent, opened as it is when it has the right size. Raises UserError, with
-    the numbers, when the table would not fit or the file has another size.
+    storage: "memory", or "mmap": the file `path`, made when absent, opened as it is when it has the right size; where `path` is a folder, a
+    file without a name in it, gone with the process. Raises UserError, with the numbers, when the table would not fit or the file has another size.
     """
-    size = num_rows * dim * torch.empty(0, dtype=dtype).element_size()
-    shape = f"table {name!r}: {num_rows:,} rows x {dim} of {dtype} are {size / GIB:.3g} GiB"
+    size = num_rows * dim * dtype.itemsize
+    shape = f"table {name!r}: {num_rows:,} rows x {dim} of {dtype} are"
     if storage == "memory":
         if path is not None:
             raise UserError(f"table {name!r}: a path, {path}, goes with storage mmap only")
-        free = available_memory_bytes()
-        if size > free * (1 - KEEP_FREE_SHARE):
-            raise UserError(
-                f"{shape}, {free / GIB:.3g} GiB of memory are free; use fewer or narrower rows, bfloat16, or storage mmap"
-            )
+        check_fits(size, shape, None)
         return zero_rows((num_rows, dim), dtype), True
     if storage != "mmap":
         raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
     if path is None:
-        raise UserError(f"table {name!r}: storage mmap needs the path of a file")
+        raise UserError(f"table {name!r}: storage mmap needs the path of a file or folder")
+    if path.is_dir():
+        check_fits(size, shape, path)
+        return zero_file(path, (num_rows, dim), dtype), True
     fresh = not path.exists()
     if fresh:
-        free = shutil.disk_usage(path.parent).free
-        if size > free * (1 - KEEP_FREE_SHARE):
-            raise UserError(f"{shape}, {path.parent} has {free / GIB:.3g} GiB free; choose another folder or a smaller table")
+        check_fits(size, shape, path.parent)
     elif path.stat().st_size != size:
-        raise UserError(f"{shape}, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it made for another table?")
-    flat = torch.from_file(str(_partial(path) if fresh else path), shared=True, size=num_rows * dim, dtype=dtype)
-    return flat.view(num_rows, dim), fresh
+        raise UserError(
+            f"{shape} {size / GIB:.3g} GiB, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it made for another table?"
+        )
+    return map_file(_partial(path) if fresh else path, (num_rows, dim), dtype), fresh
+
+
+def map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the values of a file, which grows with zeros to the size of `shape` where it is smaller; what is written goes to the file."""
+    return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+
+
+def zero_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros in a file without a name: gone with the process, however that ends."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".rows-") as file:
+        return map_file(Path(file.name), shape, dtype)
 
 
 def _partial(path: Path) -> Path:

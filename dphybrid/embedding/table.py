@@ -3,9 +3,10 @@
 Letters: N ids of a lookup, U unique rows of it, B bags, D width of a row.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from dphybrid.embedding.lookup import (
     write_rows,
 )
 from dphybrid.embedding.replicas import Channel, DeviceRows, Share, SizesOf
-from dphybrid.embedding.storage import fill_normal, finished_file, open_rows
+from dphybrid.embedding.storage import check_fits, fill_normal, finished_file, map_file, open_rows, zero_file, zero_rows
 from dphybrid.errors import UserError
 
 _CHUNK_VALUES = 2**20
@@ -69,7 +70,8 @@ class HostEmbedding(nn.Module):
     num_rows, dim: shape of the table. padding_idx: a row that stays zero and is never trained. std: of the normal start values.
     seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows are looked up as float32 then, and
     updates are rounded stochastically). storage: "memory", or "mmap" with the file `path`, which outlives the process and, once
-    there, is opened as it is. Raises UserError, with the numbers, when the table would not fit.
+    there, is opened as it is; or with a folder as `path`, for a file that is gone with the process.
+    Raises UserError, with the numbers, when the table would not fit.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class HostEmbedding(nn.Module):
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
         self.weight, fresh = open_rows(num_rows, dim, dtype, storage, path, name)
-        with finished_file(path) if fresh and path is not None else nullcontext():
+        self._fresh, self._path = fresh, path
+        with finished_file(path) if fresh and path is not None and not path.is_dir() else nullcontext():
             if fresh:
                 fill_normal(self.weight, std, seed)
             if fresh and padding_idx is not None:
@@ -114,6 +117,36 @@ class HostEmbedding(nn.Module):
     def row_dtype(self) -> torch.dtype:
         """Type of looked-up rows and of the optimizer's states: float32 for a bfloat16 table."""
         return torch.float32 if self.weight.dtype == torch.bfloat16 else self.weight.dtype
+
+    def zero_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+        """Return the states of a row optimizer by name, given their shapes and types, in memory or files like the table's own rows.
+
+        They are zeros, or what was in the files `PATH.STATE` beside a table file that was opened as it is. Raises UserError, with the numbers,
+        when they would not fit or a file is another optimizer's.
+        """
+        folder = self._path if self._path is None or self._path.is_dir() else self._path.parent
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in wanted.items()}
+        files = (
+            {name: self._path.with_name(f"{self._path.name}.{name}") for name in wanted}
+            if self._path not in (None, folder)
+            else {}
+        )
+        if self._fresh:
+            for file in files.values():
+                file.unlink(missing_ok=True)
+        missing = [name for name in wanted if name not in files or not files[name].exists()]
+        check_fits(sum(sizes[name] for name in missing), f"table {self.name!r}: the optimizer's states of its rows are", folder)
+        states = {}
+        for name, (shape, dtype) in wanted.items():
+            if files:
+                if name not in missing and files[name].stat().st_size != sizes[name]:
+                    raise UserError(
+                        f"table {self.name!r}: {files[name]} has another size than state {name}; was the optimizer another one?"
+                    )
+                states[name] = map_file(files[name], shape, dtype)
+            else:
+                states[name] = zero_rows(shape, dtype) if folder is None else zero_file(folder, shape, dtype)
+        return states
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         return self  # moving or casting the model leaves the table where and as it is

@@ -62,5 +62,5 @@ def build_ctr(context: ModelContext) -> ClickModel:
     o = context.options
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     region = ClickRegion(len(num_ids), o.dim, num_dense, o.hidden, o.layers, o.dropout)
-    table = HostEmbedding(sum(num_ids), o.dim, std=0.01, dtype=context.dtype, seed=context.seed, name="table")
+    table = context.table(sum(num_ids), o.dim, name="table", std=0.01)
     return ClickModel(table, num_ids, DataParallel(region, context.devices))

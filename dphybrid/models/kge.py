@@ -150,5 +150,5 @@ def build_kge(context: ModelContext) -> TripleModel:
     if o.kind != "distmult" and o.dim % 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} reads a row as complex numbers; give an even number")
     region = TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty)
-    entities = HostEmbedding(int(info["num_entities"]), o.dim, dtype=context.dtype, seed=context.seed, name="entities")
+    entities = context.table(int(info["num_entities"]), o.dim, name="entities")
     return TripleModel(entities, DataParallel(region, context.devices, whole=("others_KD",)), o.kind)

@@ -3,12 +3,14 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from dphybrid.config import ModelConfig
+from dphybrid.embedding import HostEmbedding
 from dphybrid.errors import UserError
 from dphybrid.parallel import Devices
 
@@ -21,16 +23,36 @@ class ModelContext:
     info: facts about the prepared data: `num_words`, `num_ids`, `num_dense`, `num_classes`, ... as the recipe has them.
     options: the `model` section of the config.
     seed: start for tables, which do not draw from torch's global generator.
+    table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: where tables lie in files; None: in memory.
     """
 
     devices: Devices
     info: dict[str, Any]
     options: ModelConfig
     seed: int
+    table_dtype: str = "model"
+    table_folder: Path | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.options.dtype == "float64" else torch.float32
+
+    def table(self, num_rows: int, dim: int, *, name: str, std: float = 0.1) -> HostEmbedding:
+        """Return a host table as config and settings want it. Raises UserError when it does not fit."""
+        if self.table_dtype == "bfloat16" and self.dtype != torch.float32:
+            raise UserError(
+                f"table.dtype=bfloat16: its rows are looked up as float32; use model.dtype=float32, not {self.options.dtype}"
+            )
+        return HostEmbedding(
+            num_rows,
+            dim,
+            std=std,
+            dtype=torch.bfloat16 if self.table_dtype == "bfloat16" else self.dtype,
+            seed=self.seed,
+            name=name,
+            storage="memory" if self.table_folder is None else "mmap",
+            path=self.table_folder,
+        )
 
 
 @runtime_checkable

@@ -97,5 +97,5 @@ def build_text(context: ModelContext) -> TextModel:
     else:
         network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
     region = LanguageRegion(network, o.hidden, num_words, o.dropout)
-    words = HostEmbedding(num_words, o.dim, dtype=context.dtype, seed=context.seed, name="words")
+    words = context.table(num_words, o.dim, name="words")
     return TextModel(words, DataParallel(region, context.devices))

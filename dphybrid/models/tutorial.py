@@ -88,7 +88,7 @@ def build_blocks(context: ModelContext) -> Supervised:
 def build_hybrid(context: ModelContext) -> Supervised:
     """Embedding(1000, 10) on the CPU -> Linear(10, 10) on the devices."""
     o, info = context.options, context.info
-    table = HostEmbedding(info["num_ids"], o.dim, dtype=context.dtype, seed=context.seed, name="table")
+    table = context.table(info["num_ids"], o.dim, name="table")
     network = Hybrid(table, DataParallel(nn.Linear(o.dim, info["num_outputs"]), context.devices))
     return Supervised(network, "ids_B", "y_BO", squared_error, "prediction", context.dtype)
 

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, RowAdagrad, RowPipeline, RowSGD
+from dphybrid.embedding import (
+    HostEmbedding,
+    HostEmbeddingCollection,
+    LazyAdam,
+    RowAdagrad,
+    RowAdam,
+    RowOptimizer,
+    RowPipeline,
+    RowSGD,
+)
 from dphybrid.embedding.bench import run, table_text
 
 
@@ -54,6 +63,47 @@ def test_a_file_outlives_its_table(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["words.rows"]
     with pytest.raises(ValueError, match="made for another table"):
         HostEmbedding(1001, 8, storage="mmap", path=path)
+
+
+@pytest.mark.parametrize("kind", [RowAdagrad, LazyAdam])
+def test_row_states_outlive_their_table_with_it(kind: type[RowOptimizer], tmp_path: Path) -> None:
+    def train(table: HostEmbedding, optimizer: RowOptimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            table(torch.arange(step, step + 9)).square().sum().backward()
+            optimizer.step()
+
+    unbroken = HostEmbedding(100, 8)
+    optimizer = kind({"t": unbroken}, lr=0.1)
+    train(unbroken, optimizer, range(20))
+    path = tmp_path / "words"
+    for steps in (range(10), range(10, 20)):  # opened anew the second time
+        table = HostEmbedding(100, 8, storage="mmap", path=path)
+        again = kind({"t": table}, lr=0.1)
+        train(table, again, steps)
+    assert torch.equal(table.weight, unbroken.weight)
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in optimizer.state_dict().items())
+    path.unlink()  # a new table starts with new states
+    fresh = kind({"t": HostEmbedding(100, 8, storage="mmap", path=path)}, lr=0.1)
+    assert not any(value.any() for value in fresh.state_dict().values())
+
+
+def test_files_of_a_folder_go_with_the_process(tmp_path: Path) -> None:
+    table = HostEmbedding(1000, 8, seed=3, storage="mmap", path=tmp_path)
+    state = RowAdam({"t": table}, lr=0.1).state_dict()
+    assert torch.equal(table.weight, HostEmbedding(1000, 8, seed=3).weight)
+    assert state["t.mean"].shape == (1000, 8)
+    assert not list(tmp_path.iterdir())
+
+
+def test_states_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    table = HostEmbedding(1000, 8)
+    with pytest.raises(ValueError, match=r"states of its rows are 4\.1e\+03 GiB, .* GiB of memory are free"):
+        table.zero_states({"mean": ((2**40,), torch.float32)})
+    path = tmp_path / "words"
+    RowAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path)}, lr=0.1)
+    with pytest.raises(ValueError, match=r"words\.square has another size than state square; was the optimizer another one"):
+        LazyAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path)}, lr=0.1)
 
 
 def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""The recipes on the engine: prefetching and storage change no bit, and what the engine did is on record."""
+
+from pathlib import Path
+
+import pytest
+
+from dphybrid.config_sources import load_config
+from dphybrid.errors import UserError
+from dphybrid.job import Report, run_job
+from dphybrid.settings import load_settings
+
+
+def train(*overrides: str) -> Report:
+    return run_job(load_config(None, list(overrides)), load_settings())
+
+
+@pytest.fixture
+def clicks(tmp_path: Path) -> list[str]:
+    lines = ["label,user,item,price"]
+    lines += [f"{i * 7 % 5 % 2},u{i * i % 23},i{i % 11},{i % 13 / 10}" for i in range(400)]
+    file = tmp_path / "clicks.csv"
+    file.write_text("\n".join(lines))
+    return [
+        "recipe=ctr",
+        f"data.path={file}",
+        "data.label=label",
+        "model.dim=4",
+        "model.hidden=8",
+        "train.epochs=1",
+        "train.batch_size=24",
+    ]
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+def test_clicks_train_to_the_same_bits(devices: str, clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    off, exact = (train(*clicks, f"devices={devices}", f"train.pipeline={mode}") for mode in ("off", "exact"))
+    assert (exact.digests, exact.metrics) == (off.digests, off.metrics)
+    monkeypatch.setenv("DPHYBRID_TABLE_STORAGE", "mmap")
+    assert train(*clicks, f"devices={devices}").digests == off.digests
+    assert not list((data_dir / "tables").iterdir())
+
+
+def test_what_the_engine_did_is_on_record(clicks: list[str], data_dir: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    report = train(*clicks, "devices=cpu*2", "train.log_every=4")
+    assert report.run_id is not None
+    client = MlflowClient(report.tracking_uri)
+    last = {name: value for name, value in client.get_run(report.run_id).data.metrics.items() if name.startswith("embedding/")}
+    assert last["embedding/prepared_ratio"] == 1
+    assert 0 < last["embedding/unique_ratio"] < 1
+    assert 0 < last["embedding/conflict_ratio"] <= 1
+    assert 0 < last["embedding/bytes_from_devices"] < last["embedding/bytes_to_devices"]
+    for stage in ("dedup", "gather", "h2d", "d2h", "update", "repair", "prepare", "wait"):
+        assert last[f"embedding/{stage}_ms"] >= 0
+
+
+def test_rows_of_half_the_size_learn_too(clicks: list[str], data_dir: Path) -> None:
+    half = train(*clicks, "table.dtype=bfloat16", "train.epochs=2")
+    whole = train(*clicks, "train.epochs=2")
+    assert half.metrics["log_loss"] == pytest.approx(whole.metrics["log_loss"], rel=0.05)
+    assert half.metrics != whole.metrics
+    with pytest.raises(UserError, match="use model.dtype=float32, not float64"):
+        train(*clicks, "table.dtype=bfloat16", "model.dtype=float64")
