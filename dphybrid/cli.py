@@ -77,10 +77,16 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-name", metavar="NAME", help="name of the run and its folder (default: recipe, devices, time)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what the run came to as JSON")
     parser.add_argument(
-        "--tracking", metavar="URI", help="MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)"
-    )
-    parser.add_argument(
         "--profile", metavar="FIRST-LAST", help="steps to record with torch's profiler, such as 20-24 (opens in Perfetto)"
+    )
+    add_experiment_flags(parser)
+
+
+def add_experiment_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the config's flags, and where it is recorded: all that a command needs which makes several runs, or names them itself."""
+    parser.set_defaults(**{name: parser.get_default(name) for name in ("resume", "report", "profile")})
+    parser.add_argument(
+        "--tracking", metavar="URI", help="MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)"
     )
     add_config_flags(parser)
 
@@ -94,6 +100,17 @@ def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settin
         if value is not None:
             os.environ[name] = value  # a setting: the flow's tasks read it, too
     return load_config(args.config, overrides_from_args(args)), load_settings(), args.resume, report
+
+
+def tags_from_args(args: argparse.Namespace) -> dict[str, str]:
+    """Return the tags that were given. Raises UserError for one without a value."""
+    tags = {}
+    for text in args.tag:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"--tag {text}: write NAME=VALUE")
+        tags[name] = value
+    return tags
 
 
 def run_cli(function: Callable[[], int | None]) -> int:
@@ -119,7 +136,7 @@ def _train(args: argparse.Namespace) -> int:
     from dphybrid.training.stop import Interrupted
 
     try:
-        report = run_job(config, settings, run_name=args.run_name, resume=resume)
+        report = run_job(config, settings, run_name=args.run_name, resume=resume, tags=tags_from_args(args))
     except Interrupted as interruption:
         if interruption.requeue:
             go_on_later(interruption, settings)
@@ -274,6 +291,9 @@ def make_parser() -> Parser:
         "train", help="train without Prefect (the same job as the flow)", epilog=TRAIN_HELP, formatter_class=raw
     )
     add_train_flags(train)
+    train.add_argument(
+        "--tag", action="append", default=[], metavar="NAME=VALUE", help="a tag for the MLflow run; may be repeated"
+    )
     train.set_defaults(function=_train)
 
     plan = commands.add_parser(

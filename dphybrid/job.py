@@ -35,12 +35,20 @@ from dphybrid.training.stop import Interrupted, stop_signals
 from dphybrid.training.warm_start import warm_start
 
 
-def run_job(config: ExperimentConfig, settings: Settings, run_name: str | None = None, resume: str | None = None) -> Report:
+def run_job(
+    config: ExperimentConfig,
+    settings: Settings,
+    run_name: str | None = None,
+    resume: str | None = None,
+    tags: dict[str, str] | None = None,
+) -> Report:
     """Prepare, build, train, evaluate and report in this process. Raises UserError before work starts, Interrupted on request."""
     prepared = prepare_data(config, settings)
     replicas = resumed_replicas(config, settings, prepared, resume)
     with leased_devices(config, settings, run=run_name or resume or config.recipe, replicas=replicas) as devices:
-        folder = build_run(config, settings, prepared, devices.text, run_name=run_name, resume=resume, tags=devices.tags)
+        folder = build_run(
+            config, settings, prepared, devices.text, run_name=run_name, resume=resume, tags=devices.tags | (tags or {})
+        )
         with closing_run(folder, settings):
             with giving_way(devices, settings):
                 train_run(folder, settings)

@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 from prefect.states import Completed
 
-from dphybrid.cli import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
+from dphybrid.cli import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config_sources import apply_overrides
 from dphybrid.retraining import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=TRAIN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_train_flags(parser)
+    add_experiment_flags(parser)
     parser.add_argument("--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)")
     parser.add_argument(
         "--drift-above", type=float, default=0.0, metavar="X", help="drift that is worth one with fewer rows (0: never)"

@@ -1,0 +1,176 @@
+"""The flow `sweep-hybrid`: a grid of trainings, as many at once as the GPUs allow, and one page that compares them.
+
+`python -m flows.sweep_hybrid --grid '{"train.batch_size": [256, 512]}'` runs it in this process. The work is in `dphybrid.sweep`.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prefect import flow, runtime, task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import PrefectException, TerminationSignal
+from prefect.states import Completed, Failed
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from dphybrid.cli import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
+from dphybrid.config import ExperimentConfig
+from dphybrid.config_sources import apply_overrides
+from dphybrid.errors import UserError
+from dphybrid.job import Report
+from dphybrid.settings import Settings, load_settings
+from dphybrid.sweep import Cell, CellFailed, Grid, cells_at_once, make_grid, run_cell, sweep_rows, write_sweep
+from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
+from dphybrid.tracking.opening import embedded_uri
+from dphybrid.training.stop import current_request, request_stop
+from flows.embedded import in_this_process
+from flows.guard import watched_flow_run
+from flows.queueing import back_to_queue, can_be_queued, too_late
+
+
+def _worth_another_try(_task: Any, _run: Any, state: State) -> bool:
+    error = state.result(raise_on_failure=False)
+    return not (isinstance(error, CellFailed) and error.final) and not current_request().pending
+
+
+@task(
+    name="cell", cache_policy=NO_CACHE, task_run_name="{cell.name}", retry_condition_fn=_worth_another_try, retry_delay_seconds=1
+)
+def train_cell(cell: Cell, sweep: str, tags: dict[str, str]) -> Report:
+    """Train one cell in a process of its own."""
+    settings = load_settings()
+    context = TaskRunContext.get()
+    if context and context.task_run.run_count > 1:
+        print(f"{cell.name}: once more", flush=True)
+    return run_cell(cell, settings.data_dir / "sweeps" / sweep, settings, sweep, tags)
+
+
+@flow(name="sweep-hybrid", log_prints=True)
+def sweep_hybrid(
+    grid: dict[str, list[Any]],
+    config: ExperimentConfig = ExperimentConfig(),  # noqa: B008 - frozen, and the form shows it
+    overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
+    sweep: str | None = None,
+    at_once: int = 0,
+    retries: int = 1,
+    skip_if_late_min: float = 0,
+) -> State:
+    """Train every combination of the grid's values and compare them on one page.
+
+    grid: field -> values, such as {"train.batch_size": [256, 512], "devices": ["auto*1", "auto*2"]}. config, overrides: what all cells share.
+    sweep: its name (default: the flow run's); a name used before goes on with that sweep. at_once: cells at the same time; 0: as many as
+    GPUs allow. retries: how often a failed cell is tried again. skip_if_late_min: minutes after which a scheduled run is left out; 0: never.
+    """
+    if late := too_late(skip_if_late_min):
+        return late
+    settings = load_settings()
+    sweep = sweep or _own_name()
+    cells = make_grid(apply_overrides(config, overrides), grid, sweep, settings)
+    folder = settings.data_dir / "sweeps" / sweep
+    folder.mkdir(parents=True, exist_ok=True)
+    workers = at_once or cells_at_once(cells, settings)
+    print(f"Sweep {sweep}: {len(cells.cells)} runs, {workers} at once; logs in {folder}", flush=True)
+    current_request().clear()
+    tags = {"prefect.flow_run_id": str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
+    runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=workers)
+    reports: dict[str, Report | str] = {}
+    flow_run_id = runtime.flow_run.id
+    try:
+        with watched_flow_run(flow_run_id), runner, _passing_on_the_end():
+            futures = [
+                runner.submit(train_cell.with_options(retries=retries), {"cell": cell, "sweep": sweep, "tags": tags})
+                for cell in cells.cells
+            ]
+            for cell, future in zip(cells.cells, futures, strict=True):
+                future.wait()
+                result = future.state.result(raise_on_failure=False)
+                reports[cell.name] = result if isinstance(result, Report) else str(result)
+    except TerminationSignal as ended:
+        if flow_run_id and can_be_queued(flow_run_id):
+            back_to_queue(flow_run_id, f"stopped by {ended!r}", settings.requeue_after_s)
+        raise
+    return _reported(sweep, cells, reports, folder, settings)
+
+
+@contextmanager
+def _passing_on_the_end() -> Iterator[None]:
+    """Tell the cells' processes when this one has to end; they write checkpoints meanwhile."""
+    try:
+        yield
+    except (TerminationSignal, KeyboardInterrupt):
+        request_stop("the sweep was ended", signal.SIGTERM)
+        raise
+
+
+def _reported(sweep: str, cells: Grid, reports: dict[str, Report | str], folder: Path, settings: Settings) -> State:
+    rows = sweep_rows(cells, reports)
+    print(f"Results: {write_sweep(folder, rows)}", flush=True)
+    run_ids = [done.run_id for done in reports.values() if isinstance(done, Report) and done.run_id]
+    page = None
+    if len(run_ids) > 1:
+        uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
+        page = compare_runs(uri, run_ids, folder / "comparison", cells.group_by)
+        log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
+        print(f"Comparison: {page_link(page)}", flush=True)
+    try:
+        create_table_artifact(rows, key="sweep", description=f"Sweep {sweep}" + (f"; comparison: {page}" if page else ""))
+    except (httpx.HTTPError, PrefectException) as error:
+        print(f"Prefect's artifact could not be written ({error}); the results are in {folder}")
+    if failed := {name: text for name, text in reports.items() if isinstance(text, str)}:
+        told = "\n".join(failed.values())
+        print(told, flush=True)
+        return Failed(message=f"{len(failed)} of {len(reports)} cells failed: {told}")
+    return Completed(message=f"{len(reports)} cells trained; {page or folder}")
+
+
+def _own_name() -> str:
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    return f"{run.name}-{str(run.id)[:4]}" if run else f"sweep-{os.getpid()}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the flow in this process; return the exit code."""
+    parser = Parser(
+        prog="python -m flows.sweep_hybrid",
+        description="Train every combination of some values and compare them.",
+        epilog=TRAIN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_experiment_flags(parser)
+    parser.add_argument("--grid", required=True, metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}')
+    parser.add_argument("--sweep", metavar="NAME", help="name of the sweep; one used before goes on")
+    parser.add_argument("--at-once", type=int, default=0, metavar="N", help="cells at the same time (0: as many as GPUs allow)")
+    parser.add_argument("--retries", type=int, default=1, metavar="N", help="how often a failed cell is tried again (1)")
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        config, *_ = config_from_args(args)
+        try:
+            grid = json.loads(args.grid)
+        except ValueError as error:
+            raise UserError(f'--grid {args.grid}: is no JSON ({error}); write {{"train.batch_size": [256, 512]}}') from error
+        with in_this_process():
+            state = sweep_hybrid.with_options(log_prints=False)(
+                grid=grid, config=config, sweep=args.sweep, at_once=args.at_once, retries=args.retries, return_state=True
+            )
+        result = state.result(raise_on_failure=False)
+        if isinstance(result, UserError):
+            raise result
+        return 0 if state.is_completed() else 1
+
+    return run_cli(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

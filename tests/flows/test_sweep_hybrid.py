@@ -1,0 +1,103 @@
+"""A sweep on stand-in GPUs: cells at once, a failed one tried again and reported, one page at the end."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.errors import UserError
+from dphybrid.settings import load_settings
+from dphybrid.sweep import cells_at_once, make_grid
+from tests.fake_nvml import gpu, write_state
+from tests.flows.test_train_hybrid import REPOSITORY, environment
+
+FACTORY = """
+import os, pathlib
+from dphybrid.models.tutorial import build_hybrid
+
+def build(context):
+    marks = pathlib.Path(os.environ["MARKS"])
+    if context.options.dim == 8:
+        (marks / f"try-{os.getpid()}").touch()
+        if len(list(marks.iterdir())) == 1:
+            raise RuntimeError("the first try fails")
+    if context.options.dim == 9:
+        (marks.parent / f"hopeless-{os.getpid()}").touch()
+        raise RuntimeError("always fails")
+    return build_hybrid(context)
+"""
+
+
+def test_wrong_grids_are_told_before_anything_runs(data_dir: Path) -> None:
+    config, settings = ExperimentConfig(recipe="hybrid", devices="cpu"), load_settings()
+    for grid, words in (
+        ({"train.batchsize": [1]}, "cell 1 .*did you mean 'train.batch_size'"),
+        ({"train.epochs": [1, 0]}, r"cell 2 \(train.epochs=0\).*train.epochs"),
+        ({"train.epochs": []}, "at least one field"),
+        ({"train.epochs": list(range(1, 20)), "train.seed": list(range(20))}, "380 combinations"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_grid(config, grid, "s", settings)
+    grid = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
+    assert [cell.name for cell in grid.cells] == ["s-1", "s-2", "s-3", "s-4"]
+    assert [(c.config.train.epochs, c.config.table.lr) for c in grid.cells] == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
+    assert cells_at_once(grid, settings) == 1
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_at_once_tries_again_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, marks = tmp_path / "nvml.json", tmp_path / "marks"
+    marks.mkdir()
+    (tmp_path / "swept.py").write_text(FACTORY)
+    write_state(file, [gpu(number) for number in range(3)])
+    env = environment(
+        tmp_path,
+        MARKS=str(marks),
+        PYTHONPATH=f"{REPOSITORY}:{tmp_path}",
+        FAKE_NVML=str(file),
+        DPHYBRID_NVML="tests.fake_nvml",
+        DPHYBRID_LEASE_DIR=str(tmp_path / "leases"),
+        DPHYBRID_GPU_WINDOW_S="0",
+        DPHYBRID_GPU_POLL_S="0.1",
+    )
+    grid = json.dumps({"model.dim": [7, 8, 9], "devices": ["auto*1"]})
+    argv = ["--recipe", "hybrid", "--train.epochs", "1", "--model.factory", "swept:build", "--grid", grid, "--sweep", "widths"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "flows.sweep_hybrid", *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPOSITORY,
+        env=env,
+        timeout=300,
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "Sweep widths: 3 runs, 3 at once" in ended.stdout
+    assert "widths-2: once more" in ended.stdout
+    assert re.search(r"widths-3 ended with 1: .*always fails", ended.stdout)
+    assert len(list(marks.iterdir())) == 2
+    assert len(list(tmp_path.glob("hopeless-*"))) == 2
+    folder = tmp_path / "data" / "sweeps" / "widths"
+    rows = json.loads((folder / "sweep.json").read_text())
+    assert [row["model.dim"] for row in rows] == ["7", "8", "9"]
+    assert [bool(row["failed"]) for row in rows] == [False, False, True]
+    page = (folder / "comparison" / "index.html").read_text()
+    assert "widths-1" in page
+    assert "widths-2" in page
+    assert "widths-3" not in page
+    wrong = subprocess.run(
+        [sys.executable, "-m", "flows.sweep_hybrid", "--recipe", "hybrid", "--grid", '{"train.epoch": [1]}'],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPOSITORY,
+        env=env,
+        timeout=300,
+    )
+    assert wrong.returncode == 2
+    assert "did you mean 'train.epochs'" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
