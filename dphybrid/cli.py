@@ -1,6 +1,7 @@
 """The command `dphybrid`: plan a split, train, look at devices, check a model, measure."""
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -277,6 +278,13 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+def _validate(args: argparse.Namespace) -> int:
+    # By name: nothing in this package may need Prefect, and the check needs the flows.
+    for line in importlib.import_module("flows.validate").check_prefect_yaml(args.file):
+        print(line)
+    return 0
+
+
 def make_parser() -> Parser:
     """Return the parser of the whole command."""
     parser = Parser(
@@ -362,6 +370,10 @@ def make_parser() -> Parser:
     rollback.add_argument("model", metavar="MODEL", help="name in MLflow's model registry")
     rollback.add_argument("--to", metavar="VERSION", help="version to go back to (the champion before this one)")
     rollback.set_defaults(function=_rollback)
+
+    validate = commands.add_parser("validate", help="check deployments: what Prefect's server does not check, too")
+    validate.add_argument("file", nargs="?", type=Path, default=Path("prefect.yaml"), help="a prefect.yaml (the one here)")
+    validate.set_defaults(function=_validate)
 
     commands.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=_doctor)
     return parser

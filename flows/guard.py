@@ -8,11 +8,13 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
+from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 
 from dphybrid.training.stop import request_stop
 
 ASK_EVERY_S = 15.0
+_GIVEN_AWAY = {StateType.SCHEDULED, StateType.PENDING}
 _ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}
 
 
@@ -23,17 +25,22 @@ def watched_flow_run(flow_run_id: str | None, every_s: float = ASK_EVERY_S) -> I
         yield
         return
     done = threading.Event()
+    context = FlowRunContext.get()
+    begun = context.flow_run.run_count if context and context.flow_run else 0
 
     def watch() -> None:
         while not done.wait(every_s):
             try:
                 # A new client each time: one that has been connected retries for a minute when the server is away.
                 with get_client(sync_client=True) as client:
-                    state = client.read_flow_run(UUID(flow_run_id)).state
+                    run = client.read_flow_run(UUID(flow_run_id))
             except (httpx.HTTPError, PrefectException, RuntimeError):
                 continue
-            if state is not None and state.type in _ENDED:
-                request_stop(f"Prefect (flow run {state.name})")
+            if run.state is not None and run.state.type in _ENDED:
+                request_stop(f"Prefect (flow run {run.state.name})")
+                return
+            if begun and (run.run_count > begun or (run.state and run.state.type in _GIVEN_AWAY)):
+                request_stop("Prefect (the flow run was thought dead, and begun again elsewhere)")
                 return
 
     thread = threading.Thread(target=watch, name="dphybrid-flow-guard", daemon=True)

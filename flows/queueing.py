@@ -16,6 +16,16 @@ from prefect.states import AwaitingRetry, Completed, Running
 UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
 """What a call to Prefect's server raises when it is away."""
 
+ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted")
+"""Names of the states, besides Prefect's own, that a flow run may end in. The automation for dead machines has to know them all."""
+
+
+def ended(name: str, text: str) -> State:
+    """Return one of the `ENDINGS`, and tell it."""
+    assert name in ENDINGS
+    print(f"{name}: {text}", flush=True)
+    return Completed(name=name, message=text)
+
 
 @contextmanager
 def shown_waiting(flow_run_id: str | None) -> Iterator[Callable[[str], None]]:
@@ -48,25 +58,32 @@ def _set_state(flow_run_id: str | None, state: State, only_if: str | None = None
     return True
 
 
-def can_be_queued(flow_run_id: str | None) -> bool:
-    """Does a worker take this run up again when it is queued, and has nobody cancelled it? False when the server does not answer."""
+class ServerAwayError(RuntimeError):
+    """Prefect's server does not answer."""
+
+
+def can_be_queued(flow_run_id: str) -> bool:
+    """Does a worker take this run up again when it is queued, and has nobody cancelled it? Raises ServerAwayError."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    if flow_run_id is None or run is None or run.deployment_id is None or run.work_queue_id is None:
+    if run is None or run.deployment_id is None or run.work_queue_id is None:
         return False
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(flow_run_id)).state
-    except UNREACHABLE:
-        return False
+    except UNREACHABLE as error:
+        raise ServerAwayError(str(error)) from error
     return state is not None and state.type == StateType.RUNNING
 
 
 def back_to_queue(flow_run_id: str, reason: str, after_s: float) -> NoReturn:
     """Queue this run again and end this process; a worker that sees its checkpoints goes on with it from `after_s` seconds on."""
     state: State[Any] = AwaitingRetry(scheduled_time=datetime.now(UTC) + timedelta(seconds=after_s), message=reason)
-    with get_client(sync_client=True) as client:
-        client.set_flow_run_state(UUID(flow_run_id), state, force=True)
+    try:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(UUID(flow_run_id), state, force=True)
+    except UNREACHABLE as error:
+        raise ServerAwayError(str(error)) from error
     raise Pause(state=state)
 
 
@@ -85,5 +102,4 @@ def too_late(limit_min: float) -> State | None:
     text = (
         f"planned for {run.expected_start_time:%Y-%m-%d %H:%M} UTC, {late_min:.0f} minutes ago; skip_if_late_min is {limit_min:g}"
     )
-    print(f"Skipped: {text}", flush=True)
-    return Completed(name="SkippedLate", message=text)
+    return ended("SkippedLate", text)

@@ -13,7 +13,6 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
-from prefect.states import Completed
 
 from dphybrid.cli import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
@@ -22,7 +21,8 @@ from dphybrid.retraining import CHAMPION_TAG, Decision, Plan, judge, plan_retrai
 from dphybrid.runs import find_tagged_run, read_run
 from dphybrid.settings import load_settings
 from flows.embedded import in_this_process
-from flows.queueing import too_late
+from flows.queueing import ended, too_late
+from flows.supervised import supervised
 from flows.train_hybrid import FLOW_RUN_TAG, prepare, trained
 
 
@@ -57,6 +57,11 @@ def retrain_hybrid(
     """
     if late := too_late(skip_if_late_min):
         return late
+    with supervised():
+        return _retrained(apply_overrides(config, overrides), min_new_rows, drift_above, min_gain, event)
+
+
+def _retrained(config: ExperimentConfig, min_new_rows: int, drift_above: float, min_gain: float, event: str) -> State:
     settings = load_settings()
     if before := find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id):  # this very flow run began before
         run = read_run(settings.runs_dir / before)
@@ -65,13 +70,13 @@ def retrain_hybrid(
         if (run.folder / "report.json").is_file():
             planned = planned.model_copy(update={"undecided": str(run.folder)})
     else:
-        planned = plan(apply_overrides(config, overrides), event)
+        planned = plan(config, event)
     if planned.stop:
-        return _ended("NothingNew", planned.stop)
+        return ended("NothingNew", planned.stop)
     if planned.undecided:
         return _decided(planned, compare(planned.undecided, min_gain))
     if planned.champion and not before and (wait := reason_to_wait(prepare(planned.config), min_new_rows, drift_above, event)):
-        return _ended("NotEnoughNew", wait)
+        return ended("NotEnoughNew", wait)
     report = trained(planned.config, tags={CHAMPION_TAG: planned.champion} if planned.champion else {})
     return _decided(planned, compare(str(settings.runs_dir / report.run_name), min_gain))
 
@@ -85,12 +90,7 @@ def _decided(planned: Plan, decision: Decision) -> State:
         create_markdown_artifact(text + table, key="decision", description=planned.model)
     except (httpx.HTTPError, PrefectException) as error:
         print(f"Prefect's artifact could not be written ({error}); the decision is in MLflow's registry")
-    return _ended("Promoted" if decision.promoted else "Kept", text)
-
-
-def _ended(name: str, text: str) -> State:
-    print(f"{name}: {text}", flush=True)
-    return Completed(name=name, message=text)
+    return ended("Promoted" if decision.promoted else "Kept", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

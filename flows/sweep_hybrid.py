@@ -32,10 +32,11 @@ from dphybrid.settings import Settings, load_settings
 from dphybrid.sweep import Cell, CellFailed, Grid, cells_at_once, make_grid, run_cell, sweep_rows, write_sweep
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
 from dphybrid.tracking.opening import embedded_uri
-from dphybrid.training.stop import current_request, request_stop
+from dphybrid.training.stop import Interrupted, current_request, request_stop
 from flows.embedded import in_this_process
 from flows.guard import watched_flow_run
-from flows.queueing import back_to_queue, can_be_queued, too_late
+from flows.queueing import too_late
+from flows.supervised import supervised
 
 
 def _worth_another_try(_task: Any, _run: Any, state: State) -> bool:
@@ -73,9 +74,13 @@ def sweep_hybrid(
     """
     if late := too_late(skip_if_late_min):
         return late
+    with supervised():
+        return _swept(grid, apply_overrides(config, overrides), sweep or _own_name(), at_once, retries)
+
+
+def _swept(grid: dict[str, list[Any]], config: ExperimentConfig, sweep: str, at_once: int, retries: int) -> State:
     settings = load_settings()
-    sweep = sweep or _own_name()
-    cells = make_grid(apply_overrides(config, overrides), grid, sweep, settings)
+    cells = make_grid(config, grid, sweep, settings)
     folder = settings.data_dir / "sweeps" / sweep
     folder.mkdir(parents=True, exist_ok=True)
     workers = at_once or cells_at_once(cells, settings)
@@ -84,21 +89,17 @@ def sweep_hybrid(
     tags = {"prefect.flow_run_id": str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=workers)
     reports: dict[str, Report | str] = {}
-    flow_run_id = runtime.flow_run.id
-    try:
-        with watched_flow_run(flow_run_id), runner, _passing_on_the_end():
-            futures = [
-                runner.submit(train_cell.with_options(retries=retries), {"cell": cell, "sweep": sweep, "tags": tags})
-                for cell in cells.cells
-            ]
-            for cell, future in zip(cells.cells, futures, strict=True):
-                future.wait()
-                result = future.state.result(raise_on_failure=False)
-                reports[cell.name] = result if isinstance(result, Report) else str(result)
-    except TerminationSignal as ended:
-        if flow_run_id and can_be_queued(flow_run_id):
-            back_to_queue(flow_run_id, f"stopped by {ended!r}", settings.requeue_after_s)
-        raise
+    with watched_flow_run(runtime.flow_run.id), runner, _passing_on_the_end():
+        futures = [
+            runner.submit(train_cell.with_options(retries=retries), {"cell": cell, "sweep": sweep, "tags": tags})
+            for cell in cells.cells
+        ]
+        for cell, future in zip(cells.cells, futures, strict=True):
+            future.wait()
+            result = future.state.result(raise_on_failure=False)
+            reports[cell.name] = result if isinstance(result, Report) else str(result)
+    if current_request().pending:
+        raise Interrupted(f"stopped by {current_request().reason}; cells go on when the sweep does")
     return _reported(sweep, cells, reports, folder, settings)
 
 

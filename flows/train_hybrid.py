@@ -4,7 +4,6 @@
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from prefect import flow, runtime, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.exceptions import PrefectException, TerminationSignal
+from prefect.exceptions import PrefectException
 
 from dphybrid import job
 from dphybrid.cli import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
@@ -24,11 +23,12 @@ from dphybrid.config_sources import apply_overrides
 from dphybrid.leasing import leased_devices
 from dphybrid.politeness import giving_way, go_on_later
 from dphybrid.runs import find_tagged_run
-from dphybrid.settings import Settings, load_settings
+from dphybrid.settings import load_settings
 from dphybrid.training.stop import Interrupted
 from flows.embedded import in_this_process
 from flows.guard import watched_flow_run
-from flows.queueing import back_to_queue, can_be_queued, shown_waiting, too_late
+from flows.queueing import shown_waiting, too_late
+from flows.supervised import supervised
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 
@@ -102,7 +102,8 @@ def train_hybrid(
     """
     if late := too_late(skip_if_late_min):
         return late
-    return trained(apply_overrides(config, overrides), run_name=run_name, resume=resume)
+    with supervised():
+        return trained(apply_overrides(config, overrides), run_name=run_name, resume=resume)
 
 
 def trained(
@@ -110,40 +111,17 @@ def trained(
 ) -> job.Report:
     """Train in the flow run at hand, from where it stood if it began before: it gave way, or its worker died.
 
-    When it has to stop before the end, the flow run is queued again, if a worker can take it up. tags: more tags for the MLflow run.
+    tags: more tags for the MLflow run. Raises Interrupted when it has to stop before the end.
     """
     settings, flow_run_id = load_settings(), runtime.flow_run.id
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
-    try:
-        return _on_leased_devices(config, settings, run_name, resume, flow_run_id, tags or {})
-    except Interrupted as interruption:
-        asked_to_end = interruption.signal_number == signal.SIGTERM
-        if flow_run_id and (interruption.requeue or asked_to_end) and can_be_queued(flow_run_id):
-            back_to_queue(flow_run_id, str(interruption), settings.requeue_after_s)
-        if asked_to_end:
-            raise TerminationSignal(signal=signal.SIGTERM) from interruption
-        raise
-    except TerminationSignal as ended:  # before training began
-        if flow_run_id and can_be_queued(flow_run_id):
-            back_to_queue(flow_run_id, f"stopped by {ended!r} before training began", settings.requeue_after_s)
-        raise
-
-
-def _on_leased_devices(
-    config: ExperimentConfig,
-    settings: Settings,
-    run_name: str | None,
-    resume: str | None,
-    flow_run_id: str | None,
-    tags: dict[str, str],
-) -> job.Report:
     prepared = prepare(config)
     replicas = job.resumed_replicas(config, settings, prepared, resume)
     with ExitStack() as held:
         with shown_waiting(flow_run_id) as tell:
             name = run_name or runtime.flow_run.name or config.recipe
             devices = held.enter_context(leased_devices(config, settings, run=name, replicas=replicas, on_wait=tell))
-        folder = build(config, prepared, devices.text, run_name, resume, _tags() | devices.tags | tags, _links())
+        folder = build(config, prepared, devices.text, run_name, resume, _tags() | devices.tags | (tags or {}), _links())
         with job.closing_run(folder, settings), watched_flow_run(flow_run_id):
             with giving_way(devices, settings):
                 train(folder)

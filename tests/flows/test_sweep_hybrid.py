@@ -13,7 +13,7 @@ from dphybrid.errors import UserError
 from dphybrid.settings import load_settings
 from dphybrid.sweep import cells_at_once, make_grid
 from tests.fake_nvml import gpu, write_state
-from tests.flows.test_train_hybrid import REPOSITORY, environment
+from tests.flows.servers import REPOSITORY, environment
 
 FACTORY = """
 import os, pathlib

@@ -3,33 +3,14 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent.parent
-
-
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    base = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPHYBRID_", "MLFLOW_"))}
-    own = {
-        "DPHYBRID_DATA_DIR": str(folder / "data"),
-        "DPHYBRID_THREADS": "1",
-        "PREFECT_HOME": str(folder / "prefect"),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-        "NO_COLOR": "1",
-        "COLUMNS": "200",
-        "PYTHONUNBUFFERED": "1",
-    }
-    return base | own | more
+from tests.flows.servers import PREFECT, REPOSITORY, Team, environment
 
 
 def flow(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -107,72 +88,22 @@ def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(tmp_path: P
     assert f"Going on from {folder}" in resumed.stdout
 
 
-def free_port() -> int:
-    with socket.socket() as stream:
-        stream.bind(("127.0.0.1", 0))
-        return int(stream.getsockname()[1])
-
-
-@contextmanager
-def process(argv: list[str], log: Path, env: dict[str, str], cwd: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of our own with its output in a file; ended with its children when the block ends."""
-    with log.open("wb") as stream:
-        child = subprocess.Popen(argv, stdout=stream, stderr=stream, env=env, cwd=cwd, start_new_session=True)
-        try:
-            yield child
-        finally:
-            os.killpg(child.pid, 15)
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, 9)
-                child.wait(20)
-
-
-@pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    """A Prefect server, a process worker and the project's deployments; yields a function that runs prefect commands."""
-    folder = tmp_path_factory.mktemp("deployed")
-    port = free_port()
-    env = environment(folder, PREFECT_API_URL=f"http://127.0.0.1:{port}/api")
-    tool = str(Path(sys.executable).parent / "prefect")
-
-    def prefect(*argv: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [tool, *argv], capture_output=True, text=True, check=False, env=env, cwd=REPOSITORY, timeout=timeout
-        )
-
-    elsewhere = folder / "elsewhere"
-    elsewhere.mkdir()
-    with process([tool, "server", "start", "--host", "127.0.0.1", "--port", str(port)], folder / "server.log", env, elsewhere):
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with socket.socket() as stream:
-                if stream.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.5)
-        made = prefect("work-pool", "create", "gpu", "--type", "process")
-        assert made.returncode == 0, made.stderr + (folder / "server.log").read_text()
-        put = prefect("--no-prompt", "deploy", "--all")
-        assert put.returncode == 0, put.stdout + put.stderr
-        worker = [tool, "worker", "start", "--pool", "gpu", "--type", "process", "--limit", "1"]
-        with process(worker, folder / "worker.log", env, elsewhere):
-            yield prefect, folder
-
-
 @pytest.mark.slow
-def test_the_literal_command_runs_the_deployment_to_completion(deployed: tuple[Any, Path]) -> None:
-    prefect, folder = deployed
+def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> None:
+    worker = team.start_worker("literal")
     overrides = json.dumps(["recipe=hybrid", "devices=cpu*2", "train.epochs=2"])
-    ended = prefect("deployment", "run", "train-hybrid", "--param", f"overrides={overrides}", "--watch", "--watch-timeout", "200")
-    assert ended.returncode == 0, ended.stdout + ended.stderr + (folder / "worker.log").read_text()
+    argv = ["deployment", "run", "train-hybrid", "--param", f"overrides={overrides}", "--watch", "--watch-timeout", "90"]
+    ended = team.command(PREFECT, *argv)
+    assert ended.returncode == 0, ended.stdout + ended.stderr + team.logs()
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(30) == 0
 
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{folder}/data/mlflow/mlflow.db")
+    client = MlflowClient(f"sqlite:///{team.folder}/data/mlflow/mlflow.db")
     experiment = client.get_experiment_by_name("dphybrid")
     assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
+    run = client.search_runs([experiment.experiment_id])[0]
     assert run.info.status == "FINISHED"
     assert run.data.tags["prefect.deployment_name"] == "train-hybrid"
     assert "Prefect flow run" in run.data.tags["mlflow.note.content"]
@@ -180,21 +111,52 @@ def test_the_literal_command_runs_the_deployment_to_completion(deployed: tuple[A
     assert "timing/lookup_ms" in run.data.metrics
     assert "split_shapes.json" in {item.path for item in client.list_artifacts(run.info.run_id)}
     assert len(client.search_logged_models([experiment.experiment_id])) >= 1
-    shown = prefect("artifact", "ls").stdout
+    shown = team.command(PREFECT, "artifact", "ls").stdout
     for key in ("mlflow-run", "metrics", "splits", "result"):
         assert key in shown
 
 
 @pytest.mark.slow
-def test_full_names_and_wrong_parameters(deployed: tuple[Any, Path]) -> None:
-    prefect, _ = deployed
-    listed = prefect("deployment", "ls").stdout
-    assert "train-hybrid/train-hybrid" in listed
-    wrong = prefect("deployment", "run", "train-hybrid/train-hybrid", "--param", 'config={"train": {"epochs": 0}}')
-    assert wrong.returncode != 0
-    assert "epochs" in wrong.stdout + wrong.stderr
-    unknown = prefect("deployment", "run", "train-hybrd")
-    assert unknown.returncode != 0
-    assert "train-hybrd" in unknown.stdout + unknown.stderr
-    schedules = prefect("deployment", "schedule", "ls", "train-hybrid/train-hybrid").stdout
-    assert "False" in schedules
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["train-hybrid", "--param", 'config={"train": {"epochs": 0}}'], ["epochs"]),
+        (
+            ["train-hybrid", "--param", 'config={"model": {"kind": "transformer", "hidden": 100, "heads": 3}}'],
+            ["hidden=100", "heads=3"],
+        ),
+        (["train-hybrid", "--param", 'overrides=["train.epoch=3"]'], ["train.epoch", "did you mean 'train.epochs'"]),
+        (["train-hybrid", "--param", "epochs=3"], ["epochs", "not found on the deployment"]),
+        (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, 0]}'], ["train.epochs", "0"]),
+        (["retrain-hybrid"], ["checkpoint.register_as"]),
+        (["train-hybrd"], ["train-hybrd", "not found"]),
+    ],
+)
+def test_wrong_parameters_fail_before_anything_is_scheduled(argv: list[str], words: list[str], team: Team) -> None:
+    before = team.post("/flow_runs/count", {})
+    ended = team.command(PREFECT, "deployment", "run", *argv)
+    assert ended.returncode != 0, ended.stdout
+    for word in words:
+        assert word in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert team.post("/flow_runs/count", {}) == before
+
+
+@pytest.mark.slow
+def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> None:
+    done = team.command(sys.executable, "-m", "flows.setup", "--host", "one", "--host", "two")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "brought up to date" in done.stdout
+    automations = [page["name"] for page in team.post("/automations/filter", {})]
+    assert sorted(automations) == ["dphybrid: queue runs again whose machine died", "retrain-on-new-data"]
+    queues = {queue["name"]: queue["priority"] for queue in team.post("/work_pools/gpu/queues/filter", {})}
+    assert queues["one"] < queues["two"] < queues["urgent"] < queues["any"] < queues["night"]
+    deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
+    assert set(deployments) == {"train-hybrid", "retrain-hybrid", "sweep-hybrid"}
+    for page in deployments.values():
+        assert page["pull_steps"] == []
+        assert "dphybrid" in page["tags"]
+        assert all(not schedule["active"] and schedule["schedule"]["timezone"] == "Etc/UTC" for schedule in page["schedules"])
+    retrain = deployments["retrain-hybrid"]
+    assert retrain["global_concurrency_limit"]["limit"] == 1
+    assert retrain["concurrency_options"]["collision_strategy"] == "ENQUEUE"

@@ -1,0 +1,141 @@
+"""Which flow runs live on this machine: a file a run, locked by its process, so that the kernel says when it is dead.
+
+A worker that finds the file of a dead run queues the run again, whatever killed it: a `kill -9`, the out-of-memory killer, or the worker's
+own death, of which no server would ever be told.
+"""
+
+import fcntl
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import ObjectNotFound
+from prefect.states import AwaitingRetry, Cancelled, Crashed
+
+from dphybrid.gpus import lease_folder
+from dphybrid.settings import load_settings
+from flows.queueing import UNREACHABLE
+
+SETTLE_S = 4.0
+"""How long a run must have been dead: its worker may be about to say so itself."""
+MAX_RUNS = 10
+"""A flow run that was begun so often is not queued again: it may be what kills its machine."""
+
+
+def run_file(flow_run_id: str) -> Path:
+    """Return the file of a flow run on this machine."""
+    return lease_folder(load_settings().lease_dir) / f"flow-{flow_run_id}.run"
+
+
+@contextmanager
+def alive_here(flow_run_id: str | None) -> Iterator[None]:
+    """Mark the flow run as living in this process while the block runs. None: not a run of a server."""
+    if flow_run_id is None:
+        yield
+        return
+    file = run_file(flow_run_id)
+    with file.open("a") as stream:
+        # Left behind by an earlier process of the same run, it may be held by that process still, which is about to stop.
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        file.touch()
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+class DeadRuns:
+    """Finds dead runs of this machine and queues them again."""
+
+    def __init__(self) -> None:
+        self._since: dict[Path, float] = {}
+
+    def queue_again(self) -> list[str]:
+        """Queue the runs again that have been dead for `SETTLE_S`; return a line for each. Waits for no server that is away."""
+        lines = []
+        files = [file for file in lease_folder(load_settings().lease_dir).glob("flow-*.run") if not _is_locked(file)]
+        self._since = {file: self._since.get(file, time.monotonic()) for file in files}
+        for file, since in self._since.items():
+            if time.monotonic() - since < SETTLE_S:
+                continue
+            try:
+                with get_client(sync_client=True) as client:
+                    line = _queue(client, UUID(file.stem.removeprefix("flow-")))
+            except UNREACHABLE:
+                continue
+            if line is not None:
+                file.unlink(missing_ok=True)
+                lines += [line] if line else []
+        return lines
+
+
+def _queue(client: SyncPrefectClient, flow_run_id: UUID) -> str | None:
+    """Return what was done, "" when there is nothing to do, or None to look again later."""
+    try:
+        run = client.read_flow_run(flow_run_id)
+    except ObjectNotFound:
+        return ""
+    if run.state is None or run.state.type in (StateType.SCHEDULED, StateType.PENDING):
+        return None  # it is about to start, perhaps here
+    if run.state.type == StateType.CANCELLING:
+        client.set_flow_run_state(flow_run_id, Cancelled(message="its process is dead"), force=True)
+        return f"flow run {run.name}: cancelled, its process is dead"
+    if run.state.type not in (StateType.RUNNING, StateType.CRASHED) or run.deployment_id is None:
+        return ""
+    if run.run_count >= MAX_RUNS:
+        client.set_flow_run_state(
+            flow_run_id, Crashed(message=f"its process died, and it was begun {run.run_count} times"), force=True
+        )
+        return f"flow run {run.name}: died after {run.run_count} beginnings; not queued again"
+    when = datetime.now(UTC) + timedelta(seconds=1)
+    client.set_flow_run_state(
+        flow_run_id, AwaitingRetry(scheduled_time=when, message="its process died; queued again"), force=True
+    )
+    return f"flow run {run.name}: its process died; queued again"
+
+
+def _is_locked(file: Path) -> bool:
+    try:
+        handle = os.open(file, os.O_RDONLY)
+    except OSError:
+        return True  # gone meanwhile, or another user's
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def noticing_the_workers_death(flow_run_id: str | None, every_s: float = 0.5) -> Iterator[None]:
+    """While the block runs, end this process in good order (SIGTERM) when the worker that started it dies.
+
+    Nobody would supervise it then. None: no worker started it.
+    """
+    if flow_run_id is None:
+        yield
+        return
+    parent, done = os.getppid(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(every_s):
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    threading.Thread(target=watch, name="dphybrid-parent-guard", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

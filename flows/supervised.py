@@ -1,0 +1,51 @@
+"""What a flow run of a deployment does around its work: it is seen to live, ends when its worker dies, and goes back to the queue when it
+has to stop before its end."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect import runtime
+from prefect.exceptions import TerminationSignal
+
+from dphybrid.settings import load_settings
+from dphybrid.training.stop import Interrupted
+from flows.alive import alive_here, noticing_the_workers_death
+from flows.queueing import ServerAwayError, back_to_queue, can_be_queued
+
+
+@contextmanager
+def supervised() -> Iterator[None]:
+    """Supervise the flow run at hand while the block runs; nothing is to do for one that no worker started.
+
+    A block that is interrupted - to give way, by SIGTERM, or because its worker died - and is not cancelled is queued again.
+    """
+    flow_run_id = runtime.flow_run.id if runtime.deployment.id else None
+    with alive_here(flow_run_id), noticing_the_workers_death(flow_run_id):
+        try:
+            yield
+        except Interrupted as interruption:
+            asked_to_end = interruption.signal_number == signal.SIGTERM
+            if flow_run_id and (interruption.requeue or asked_to_end):
+                _queue_again(flow_run_id, str(interruption))
+            if asked_to_end:
+                raise TerminationSignal(signal=signal.SIGTERM) from interruption
+            raise
+        except TerminationSignal as ended:  # outside training
+            if flow_run_id:
+                _queue_again(flow_run_id, f"stopped by {ended!r}")
+            raise
+
+
+def _queue_again(flow_run_id: str, reason: str) -> None:
+    try:
+        if can_be_queued(flow_run_id):
+            back_to_queue(flow_run_id, reason, load_settings().requeue_after_s)
+    except ServerAwayError as error:
+        # Without a word to Prefect, which would try for long, and then call it crashed: a worker here finds the run dead, and queues it.
+        print(
+            f"{reason}\nPrefect's server is away ({error}); a worker of this machine queues the run again when it is back",
+            flush=True,
+        )
+        os._exit(128 + signal.SIGTERM)

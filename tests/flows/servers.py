@@ -1,0 +1,248 @@
+"""Real servers and workers for tests: PostgreSQL, Prefect's server on it, workers with stand-in GPUs; each a process that can be killed."""
+
+import glob
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent.parent
+PREFECT = str(Path(sys.executable).parent / "prefect")
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """The caller's environment without its own settings of Prefect, MLflow and dphybrid; those of a test instead."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPHYBRID_", "MLFLOW_"))}
+    own = {
+        "DPHYBRID_DATA_DIR": str(folder / "data"),
+        "DPHYBRID_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "NO_COLOR": "1",
+        "COLUMNS": "200",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return base | own | more
+
+
+def free_port() -> int:
+    with socket.socket() as stream:
+        stream.bind(("127.0.0.1", 0))
+        return int(stream.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 90) -> Any:
+    """Return what `condition` comes to once it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} within {timeout_s:.0f} s")
+        time.sleep(0.2)
+    return found
+
+
+class Postgres:
+    """A PostgreSQL server of these tests' own."""
+
+    def __init__(self, folder: Path) -> None:
+        programs = sorted(glob.glob("/usr/lib/postgresql/*/bin"))
+        if not programs:
+            pytest.skip("PostgreSQL is not installed (Debian's package postgresql)")
+        self.binaries, self.folder, self.port = Path(programs[-1]), folder, free_port()
+        self._as_user: list[str] = []
+        if os.geteuid() == 0:  # it refuses to run as root
+            for parent in [folder, *folder.parents]:
+                if str(parent).startswith("/tmp/") and parent.owner() == "root":
+                    parent.chmod(0o755)
+            shutil.chown(folder, "postgres")
+            self._as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
+        initdb = [str(self.binaries / "initdb"), "-D", str(folder / "data"), "-U", "prefect", "--auth=trust", "--no-sync"]
+        subprocess.run([*self._as_user, *initdb], check=True, capture_output=True)
+
+    @property
+    def url(self) -> str:
+        return f"postgresql+asyncpg://prefect@127.0.0.1:{self.port}/postgres"
+
+    def control(self, *what: str) -> None:
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -k {self.folder} -c fsync=off"
+        command = [str(self.binaries / "pg_ctl"), "-D", str(self.folder / "data"), "-w", "-o", options]
+        subprocess.run([*self._as_user, *command, "-l", str(self.folder / "log"), *what], check=True, capture_output=True)
+
+
+@dataclass
+class Team:
+    """A Prefect server, and workers of one machine with stand-in GPUs. started: everything that runs, for the end."""
+
+    folder: Path
+    postgres: Postgres
+    port: int = field(default_factory=free_port)
+    started: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    @property
+    def api(self) -> str:
+        return f"http://127.0.0.1:{self.port}/api"
+
+    @property
+    def gpus(self) -> Path:
+        return self.folder / "nvml.json"
+
+    @property
+    def leases(self) -> Path:
+        return self.folder / "leases"
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "data" / "runs"
+
+    def env(self, **more: str) -> dict[str, str]:
+        gpus = {
+            "FAKE_NVML": str(self.gpus),
+            "PYTHONPATH": f"{REPOSITORY}:{self.folder}",
+            "DPHYBRID_NVML": "tests.fake_nvml",
+            "DPHYBRID_LEASE_DIR": str(self.leases),
+            "DPHYBRID_GPU_WINDOW_S": "0",
+            "DPHYBRID_GPU_POLL_S": "0.2",
+            "DPHYBRID_REQUEUE_AFTER_S": "1",
+            "DPHYBRID_YIELD_TO_OTHERS": "always",
+        }
+        server = {
+            "PREFECT_API_URL": self.api,
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": self.postgres.url,
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_PLUGINS_ENABLED": "true",
+            "PREFECT_CLIENT_MAX_RETRIES": "9",
+        }
+        return environment(self.folder, **gpus, **server, **more)
+
+    def start(self, argv: list[str], log: str, **more: str) -> "subprocess.Popen[bytes]":
+        """Start a process of its own session, elsewhere than in the repository."""
+        with (self.folder / log).open("ab") as stream:
+            child = subprocess.Popen(
+                argv, stdout=stream, stderr=stream, env=self.env(**more), cwd=self.folder, start_new_session=True
+            )
+        self.started.append(child)
+        return child
+
+    def start_server(self) -> "subprocess.Popen[bytes]":
+        server = self.start([PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(self.port)], "server.log")
+
+        def healthy() -> bool:
+            try:
+                urllib.request.urlopen(f"{self.api}/health", timeout=5)
+            except OSError:
+                assert server.poll() is None, (self.folder / "server.log").read_text()[-3000:]
+                return False
+            return True
+
+        wait_until(healthy, "the server answers", 150)
+        return server
+
+    def start_worker(self, name: str, *more: str, **env: str) -> "subprocess.Popen[bytes]":
+        return self.start([sys.executable, "-m", "flows.worker", "--name", name, *more], f"{name}.log", **env)
+
+    def command(self, *argv: str, timeout: float = 200) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(argv, capture_output=True, text=True, check=False, env=self.env(), cwd=REPOSITORY, timeout=timeout)
+
+    def run(self, *overrides: str, deployment: str = "train-hybrid", **parameters: Any) -> UUID:
+        """Queue a run with Prefect's Python interface; return its id."""
+        code = (
+            "import json, sys; from prefect.deployments import run_deployment\n"
+            "for name, parameters in json.load(sys.stdin):\n"
+            "    print('id', run_deployment(name, parameters=parameters, timeout=0).id)"
+        )
+        return self.run_many([(deployment, {"overrides": list(overrides), **parameters})], code)[0]
+
+    def run_many(self, wanted: list[tuple[str, dict[str, Any]]], code: str | None = None) -> list[UUID]:
+        code = code or (
+            "import json, sys; from prefect.deployments import run_deployment\n"
+            "for name, parameters in json.load(sys.stdin):\n"
+            "    print('id', run_deployment(name, parameters=parameters, timeout=0).id)"
+        )
+        page = json.dumps([(f"{name}/{name}", parameters) for name, parameters in wanted])
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=page, capture_output=True, text=True, check=False, env=self.env(), timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return [UUID(text) for text in re.findall(r"id (\S+)", done.stdout)]
+
+    def post(self, path: str, page: dict[str, Any] | None = None) -> Any:
+        """Ask the server."""
+        data = None if page is None else json.dumps(page).encode()
+        request = urllib.request.Request(f"{self.api}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def flow_run(self, flow_run_id: UUID) -> dict[str, Any]:
+        found: dict[str, Any] = self.post(f"/flow_runs/{flow_run_id}")
+        return found
+
+    def state(self, flow_run_id: UUID) -> str:
+        return str(self.flow_run(flow_run_id)["state"]["name"])
+
+    def wait_for(self, flow_run_id: UUID, *names: str, timeout_s: float = 120) -> None:
+        wait_until(lambda: self.state(flow_run_id) in names, f"flow run is {' or '.join(names)}", timeout_s)
+
+    def folder_of(self, flow_run_id: UUID) -> Path | None:
+        """The run folder that a flow run made."""
+        for page in self.runs.glob("*/run.json"):
+            if json.loads(page.read_text())["tags"].get("prefect.flow_run_id") == str(flow_run_id):
+                return page.parent
+        return None
+
+    def wait_for_checkpoint(self, flow_run_id: UUID) -> Path:
+        def found() -> Path | None:
+            folder = self.folder_of(flow_run_id)
+            return folder if folder and list(folder.glob("checkpoints/step-*/state.json")) else None
+
+        folder: Path = wait_until(found, "a checkpoint is there", 120)
+        return folder
+
+    def holders(self) -> dict[str, int]:
+        """GPU -> process that holds its lease now, found by trying the kernel's locks."""
+        from dphybrid.gpus import find_holder
+
+        pages = json.loads(self.gpus.read_text())["gpus"]
+        return {gpu["uuid"]: holder.pid for gpu in pages if (holder := find_holder(self.leases, gpu["uuid"]))}
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in sorted(self.folder.glob("*.log"))
+        )
+
+    def end(self) -> None:
+        for child in reversed(self.started):
+            kill_tree(child)
+
+
+def kill_tree(child: "subprocess.Popen[bytes]") -> None:
+    """kill -9 of a process and all below it at once, as when a machine loses its power."""
+    try:
+        below = psutil.Process(child.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        below = []
+    for process in below:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    if child.poll() is None:
+        os.kill(child.pid, signal.SIGKILL)
+    child.wait(20)
