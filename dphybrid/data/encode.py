@@ -21,7 +21,9 @@ from dphybrid.data.batches import Array
 MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 MAX_DEVIATION = 100.0
 """Standard deviations at which a standardized number is cut off, so that one absurd value cannot drown a batch."""
-FIT_ROWS = 2**19
+FEW_EDGES = 64
+"""Edges up to which comparing with each of them is faster than a search."""
+FIT_ROWS = 2**18
 """Training rows, evenly spaced, that the statistics of a numeric column come from at most."""
 
 
@@ -33,18 +35,28 @@ class Dictionary:
         self._categories = pl.Categories.random()
         self.dtype = pl.Categorical(self._categories)
         self._keep = pl.Series([], dtype=self.dtype)  # polars forgets a mapping that no series uses
+        self._size = 0
 
     def codes(self, texts: pl.Series) -> Array:
         """Return (B,) uint32: 0 for no value, else 1 + the place in `values`."""
-        return (texts.cast(self.dtype).to_physical() + 1).fill_null(0).to_numpy()
+        return self.met(texts.to_frame().select(self.expression(texts.name)).to_series())
 
     def expression(self, column: str) -> pl.Expr:
-        """Return the same as an expression of a column."""
+        """Return the same as an expression of a column, so that polars does many columns at once; its result must go to `met`."""
         return (pl.col(column).cast(self.dtype).to_physical() + 1).fill_null(0)
+
+    def met(self, codes: pl.Series) -> Array:
+        """Take note of codes; return them as an array."""
+        codes_B = codes.to_numpy()
+        self._size = max(self._size, int(codes_B.max(initial=0)))
+        return codes_B
+
+    def __len__(self) -> int:
+        return self._size
 
     def values(self) -> pl.Series:
         """Return the texts by number."""
-        return self._categories.to_series().alias("value")
+        return pl.Series("value", np.arange(self._size, dtype=np.uint32)).cat.to(self.dtype).cast(pl.String)
 
 
 @dataclass(frozen=True)
@@ -81,9 +93,15 @@ class NumericColumn:
 
     def ids(self, raw_B: Array) -> Array:
         """Return bucket ids (B,) of values (nan: no value)."""
-        missing_B = np.isnan(raw_B)
-        place_B = 1 + np.searchsorted(np.asarray(self.edges), raw_B, side="right")
-        return np.where(missing_B, MISSING_ID, place_B)
+        assert self.edges is not None
+        place_B = np.ones(len(raw_B), np.int32)
+        if len(self.edges) <= FEW_EDGES:
+            for edge in self.edges:
+                place_B += raw_B >= edge
+        else:
+            place_B += np.searchsorted(self.edges, raw_B, side="right")
+        place_B[np.isnan(raw_B)] = MISSING_ID
+        return place_B
 
 
 def fit_numeric(name: str, train_B: Array, num_buckets: int, scale: str = "auto") -> NumericColumn:
@@ -158,9 +176,8 @@ class CategoryColumn:
         """Return the ids (B,) of texts (None: no value)."""
         dictionary, known = self._dictionary
         codes_B = dictionary.codes(texts)
-        values = dictionary.values()
-        if len(values) >= len(known[0]):  # texts that were not met before
-            known[0] = np.concatenate([known[0], self.ids_of_codes(values[len(known[0]) - 1 :])[1:]])
+        if len(dictionary) >= len(known[0]):  # texts that were not met before
+            known[0] = np.concatenate([known[0], self.ids_of_codes(dictionary.values()[len(known[0]) - 1 :])[1:]])
         return known[0][codes_B]
 
 

@@ -9,7 +9,7 @@ import io
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -76,12 +76,13 @@ def is_parquet(file: Path) -> bool:
     return file.suffix.lower() in (".parquet", ".pq")
 
 
-def read_chunks(file: Path, data: DataConfig) -> Iterator[Rows]:
+def read_chunks(file: Path, data: DataConfig, numbers: Set[str] = frozenset()) -> Iterator[Rows]:
     """Yield the rows of a file, chunk after chunk; a file without rows gives one empty chunk.
 
+    numbers: names of columns that may come as finite float64 instead of text where that is quicker; may grow meanwhile.
     Raises UserError when it cannot be read, is empty, or is no text.
     """
-    yield from _parquet_chunks(file, data) if is_parquet(file) else _csv_chunks(file, data)
+    yield from _parquet_chunks(file, data) if is_parquet(file) else _csv_chunks(file, data, numbers)
 
 
 def read_rows(file: Path, data: DataConfig) -> Rows:
@@ -148,7 +149,7 @@ def _clean(columns: Sequence[pl.Series], missing: Sequence[str]) -> pl.DataFrame
     return pl.DataFrame([text.set(text.is_in(["", *missing]).fill_null(False), None) for text in texts])
 
 
-def _csv_chunks(file: Path, data: DataConfig) -> Iterator[Rows]:
+def _csv_chunks(file: Path, data: DataConfig, numbers: Set[str]) -> Iterator[Rows]:
     layout: Layout | None = None
     line = offset = 0  # of what is not read yet
     found = False
@@ -174,7 +175,7 @@ def _csv_chunks(file: Path, data: DataConfig) -> Iterator[Rows]:
                     ends = [match.end() for match in _LINE_END_BYTES.finditer(block, 0)][: layout.body]
                     start = ends[-1] if len(ends) == layout.body else len(block)
                     line, offset, block = layout.body, offset + start, block[start:]
-            values = _plain(block, layout, data.missing)
+            values = _plain(block, layout, data.missing, numbers)
             if values is not None:
                 rows = Rows(layout.names, values, np.arange(line + 1, line + 1 + len(values)), [], layout.header, "line", file)
                 line, offset = line + len(values), offset + len(block)
@@ -232,7 +233,7 @@ def _layout(file: Path, block: bytes, data: DataConfig) -> Layout | None:
     return Layout(separator, [str(i) for i in range(width)], False, 0)
 
 
-def _plain(block: bytes, layout: Layout, missing: Sequence[str]) -> pl.DataFrame | None:
+def _plain(block: bytes, layout: Layout, missing: Sequence[str], numbers: Set[str]) -> pl.DataFrame | None:
     """Return the columns of a block when polars reads it as `_careful` would, else None."""
     separator, width = layout.separator.encode(), len(layout.names)
     if b'"' in block or len(separator) > 1 or width == 1:
@@ -241,26 +242,36 @@ def _plain(block: bytes, layout: Layout, missing: Sequence[str]) -> pl.DataFrame
         if block.count(b"\r") != block.count(b"\r\n"):
             return None
         block = block.replace(b"\r\n", b"\n")
-    if b"\xef\xbb\xbf" in block:
+    plain = block.isascii()
+    if not plain and b"\xef\xbb\xbf" in block:
         block = block.replace(b"\xef\xbb\xbf", b"")
-    num_rows = block.count(b"\n") + (not block.endswith(b"\n"))
-    if block.count(separator) != num_rows * (width - 1):
+    num_rows = _count(block, b"\n") + (not block.endswith(b"\n"))
+    if _count(block, separator) != num_rows * (width - 1):
         return None
-    blanks = not block.isascii() or any(blank in block for blank in _BLANKS if blank != separator)
-    try:
-        frame = pl.read_csv(
-            block,
-            has_header=False,
-            schema={str(i): pl.String for i in range(width)},
-            separator=layout.separator,
-            quote_char=None,
-            null_values=None if blanks else list(missing),
-        )
-    except pl.exceptions.PolarsError:
-        return None
-    if len(frame) != num_rows:  # a row with too many fields raises; so with all separators there, every row has its own
-        return None
-    return _clean(frame.get_columns(), missing) if blanks else frame
+    blanks = not plain or any(blank in block for blank in _BLANKS if blank != separator)
+    tries = [set() if blanks else {str(i) for i, name in enumerate(layout.names) if name in numbers}, set()]
+    for as_numbers in tries if tries[0] else tries[1:]:
+        try:
+            frame = pl.read_csv(
+                block,
+                has_header=False,
+                schema={str(i): pl.Float64 if str(i) in as_numbers else pl.String for i in range(width)},
+                separator=layout.separator,
+                quote_char=None,
+                null_values=None if blanks else list(missing),
+            )
+        except pl.exceptions.PolarsError:
+            continue
+        if len(frame) != num_rows:  # a row with too many fields raises; so with all separators there, every row has its own
+            return None
+        if all(frame[i].is_finite().all() for i in as_numbers):  # else their texts are needed, to say what is wrong
+            return _clean(frame.get_columns(), missing) if blanks else frame
+    return None
+
+
+def _count(block: bytes, sign: bytes) -> int:
+    """Return how often a byte occurs; `bytes.count` takes four times as long where it does so often."""
+    return int(np.count_nonzero(np.frombuffer(block, np.uint8) == sign[0]))
 
 
 def _careful(

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.errors import UserError
 
@@ -175,15 +176,11 @@ def _told(folder: Path) -> Iterator[None]:
 
 
 def _write(partial: Path, content: Content, digest: str) -> dict[str, Any]:
-    sums: dict[str, str] = {}
-    for name, array in content.arrays.items():
-        file = partial / f"{name}.npy"
-        if isinstance(array, Streamed):
-            sums[name] = _save_blocks(file, array)
-        else:
-            np.save(file, array)
-            sums[name] = _file_digest(file)
-        _sync(file)
+    sums = dict(
+        zip(
+            content.arrays, mapped(lambda name: _save(partial / f"{name}.npy", content.arrays[name]), content.arrays), strict=True
+        )
+    )
     if content.save is not None:
         content.save(partial)
         for file in partial.rglob("*"):
@@ -217,6 +214,17 @@ def _write(partial: Path, content: Content, digest: str) -> dict[str, Any]:
     _sync(partial / "manifest.json")
     _sync(partial)
     return manifest
+
+
+def _save(file: Path, array: Array | Streamed) -> str:
+    """Write an array and return the file's sha256."""
+    if isinstance(array, Streamed):
+        digest = _save_blocks(file, array)
+    else:
+        np.save(file, array)
+        digest = _file_digest(file)
+    _sync(file)
+    return digest
 
 
 def _save_blocks(file: Path, array: Streamed) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 
 from dphybrid.config import DataConfig
+from dphybrid.data.ahead import ahead, mapped
 from dphybrid.data.batches import Array
 from dphybrid.data.encode import FIT_ROWS, CategoryColumn, Dictionary, NumericColumn, TableEncoder, fit_categories, fit_numeric
 from dphybrid.data.extend import Base, extended, extended_split, open_base, row_keys
@@ -32,7 +33,8 @@ ROLE_ROWS = 20_000
 """Rows from which the columns' roles are told."""
 SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
 """Files of a folder that are read."""
-_ENCODE_ROWS = 2**16
+BLOCK_ROWS = 2**16
+"""Rows encoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,13 @@ class TableSource:
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         with ColumnStore(scratch / "columns") as store:
-            table = _Reading(self, store, progress).run()
+            reading = _Reading(self, store, progress)
+            reading.run()
+        table = reading.table()
         parts: dict[str, Array] = {}
         if self.base:
-            split, parts["new_rows"] = extended_split(table.split, self.base, _keys_of(table, store, self.base.encoder))
-            table = replace(table, split=split)
+            held, parts["new_rows"] = extended_split(table.split, self.base, _keys_of(table, store, self.base.encoder))
+            table = replace(table, split=held)
         parts |= {"train_rows": np.flatnonzero(~table.split.held_B), "valid_rows": np.flatnonzero(table.split.held_B)}
         encoder = self._fit(table, store, progress)
         num_rows, id_columns = len(table.split.held_B), encoder.id_columns
@@ -100,7 +104,8 @@ class TableSource:
             raise UserError(
                 f"data.path={self.data.path}: no column is left to look up; ignore fewer columns or set data.buckets above 0"
             )
-        lookups = {c.name: c.ids_of_codes(table.dictionaries[c.name].values()).astype(np.int32) for c in encoder.categories}
+        looked_up = mapped(lambda c: c.ids_of_codes(table.dictionaries[c.name].values()).astype(np.int32), encoder.categories)
+        lookups = dict(zip((c.name for c in encoder.categories), looked_up, strict=True))
         arrays: dict[str, Array | Streamed] = {
             "ids_BF": Streamed((num_rows, len(id_columns)), np.dtype(np.int32), lambda: _ids(encoder, lookups, store, num_rows)),
             "dense_BN": Streamed((num_rows, encoder.num_dense), np.dtype(np.float32), lambda: _dense(encoder, store, num_rows)),
@@ -128,27 +133,33 @@ class TableSource:
         return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, table.rejected, save)
 
     def _fit(self, table: "Table", store: "ColumnStore", progress: Progress) -> TableEncoder:
-        numeric: list[NumericColumn] = []
-        categories: list[CategoryColumn] = []
         train_B = ~table.split.held_B
         every = -(-int(train_B.sum()) // FIT_ROWS)
-        for done, column in enumerate(table.columns):
-            progress("encode columns", done, len(table.columns))
+
+        def fit(column: Column) -> NumericColumn | CategoryColumn:
             o = column.options
             if column.role == "numeric":
-                buckets = self.data.buckets if o.buckets is None else o.buckets
-                raw_B = np.concatenate([block[rows_B] for block, rows_B in store.with_rows(column.name, train_B)])
-                numeric.append(fit_numeric(column.name, raw_B[::every], buckets, o.scale))
-            elif column.role == "categorical":
-                values, counts = table.dictionaries[column.name].values(), np.zeros(0, np.int64)
-                for codes_B, rows_B in store.with_rows(column.name, train_B):
-                    found = np.bincount(codes_B[rows_B], minlength=len(values) + 1)
-                    counts = found if not len(counts) else counts + found
-                least = self.data.min_count if o.min_count is None else o.min_count
-                categories.append(fit_categories(column.name, values, counts[1:], least, o.top, o.hash_buckets))
-        progress("encode columns", len(table.columns), len(table.columns))
-        fitted = TableEncoder(tuple(numeric), tuple(categories), table.label, (table.classes[0], table.classes[1]))
-        return extended(self.base.encoder, fitted) if self.base else fitted
+                raw_B = np.concatenate([block[rows_B] for block, rows_B in store.with_rows(column.name, train_B)])[::every]
+                return fit_numeric(column.name, raw_B, self.data.buckets if o.buckets is None else o.buckets, o.scale)
+            values = table.dictionaries[column.name].values()
+            counts = np.zeros(len(values) + 1, np.int64)
+            for codes_B, rows_B in store.with_rows(column.name, train_B):
+                counts += np.bincount(codes_B[rows_B], minlength=len(counts))
+            least = self.data.min_count if o.min_count is None else o.min_count
+            return fit_categories(column.name, values, counts[1:], least, o.top, o.hash_buckets)
+
+        used = [column for column in table.columns if column.role != "ignore"]
+        fitted: list[NumericColumn | CategoryColumn] = []
+        for column in mapped(fit, used):
+            fitted.append(column)
+            progress("encode columns", len(fitted), len(used))
+        encoder = TableEncoder(
+            tuple(column for column in fitted if isinstance(column, NumericColumn)),
+            tuple(column for column in fitted if isinstance(column, CategoryColumn)),
+            table.label,
+            (table.classes[0], table.classes[1]),
+        )
+        return extended(self.base.encoder, encoder) if self.base else encoder
 
     def _description(self, table: "Table", encoder: TableEncoder, parts: dict[str, Array]) -> list[str]:
         num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
@@ -189,11 +200,11 @@ class Table:
 
 
 class ColumnStore:
-    """One file of numbers a column, written chunk by chunk."""
+    """One file of numbers a column, written chunk by chunk within `with`, then read in blocks by any number of threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, tuple[Path, np.dtype[Any], IO[bytes]]] = {}
+        self._files: dict[str, tuple[IO[bytes], np.dtype[Any]]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "ColumnStore":
@@ -205,46 +216,39 @@ class ColumnStore:
 
     def append(self, name: str, values_B: Array) -> None:
         if name not in self._files:
-            path = self.folder / str(len(self._files))
-            self._files[name] = (path, values_B.dtype, self._stack.enter_context(path.open("wb")))
-        self._files[name][2].write(np.ascontiguousarray(values_B).data)
+            file = self._stack.enter_context((self.folder / str(len(self._files))).open("wb"))
+            self._files[name] = (file, values_B.dtype)
+        self._files[name][0].write(np.ascontiguousarray(values_B).data)
 
-    def blocks(self, name: str, size: int = _ENCODE_ROWS) -> Iterator[Array]:
-        """Yield a column in blocks of `size` rows, when all of it is written."""
-        path, dtype, _ = self._files[name]
-        with path.open("rb") as stream:
-            while raw := stream.read(size * dtype.itemsize):
-                yield np.frombuffer(raw, dtype)
+    def block(self, name: str, number: int, size: int = BLOCK_ROWS) -> Array:
+        """Return rows from `number * size` on, `size` of them at most."""
+        file, dtype = self._files[name]
+        return np.fromfile(file.name, dtype, size, offset=number * size * dtype.itemsize)
 
     def with_rows(self, name: str, rows_B: Array) -> Iterator[tuple[Array, Array]]:
         """Yield blocks with their part of `rows_B`."""
-        size = 2**20
-        for number, block in enumerate(self.blocks(name, size)):
-            yield block, rows_B[number * size : number * size + len(block)]
+        for number, start in enumerate(range(0, len(rows_B), 2**20)):
+            yield self.block(name, number, 2**20), rows_B[start : start + 2**20]
 
     def whole(self, name: str) -> Array:
-        return np.concatenate(list(self.blocks(name)))
+        return self.block(name, 0, -1)
 
 
 def _ids(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int) -> Iterator[Array]:
-    bucketed = [column for column in encoder.numeric if column.num_ids]
-    sources = [store.blocks(name) for name in (*(c.name for c in bucketed), *(c.name for c in encoder.categories))]
-    for start in range(0, num_rows, _ENCODE_ROWS):
-        out_BF = np.empty((min(_ENCODE_ROWS, num_rows - start), len(sources)), np.int32)
-        for place, source in enumerate(sources):
-            values_B = next(source)
-            out_BF[:, place] = (
-                bucketed[place].ids(values_B)
-                if place < len(bucketed)
-                else lookups[encoder.categories[place - len(bucketed)].name][values_B]
-            )
-        yield out_BF
+    def block(number: int) -> Array:
+        numbers = {column.name: column.ids(store.block(column.name, number)) for column in encoder.numeric if column.num_ids}
+        codes = {column.name: lookups[column.name][store.block(column.name, number)] for column in encoder.categories}
+        return np.stack([*numbers.values(), *codes.values()], axis=1, dtype=np.int32, casting="same_kind")
+
+    return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
 
 
 def _dense(encoder: TableEncoder, store: ColumnStore, num_rows: int) -> Iterator[Array]:
-    sources = {column.name: store.blocks(column.name) for column in encoder.numeric}
-    for start in range(0, num_rows, _ENCODE_ROWS):
-        yield encoder.dense({name: next(source) for name, source in sources.items()}, min(_ENCODE_ROWS, num_rows - start))
+    def block(number: int) -> Array:
+        raw = {column.name: store.block(column.name, number) for column in encoder.numeric}
+        return encoder.dense(raw, min(BLOCK_ROWS, num_rows - number * BLOCK_ROWS))
+
+    return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
 
 
 def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
@@ -275,17 +279,20 @@ class _Reading:
         self.label = ""
         self.names: list[str] = []
         self.dictionaries: dict[str, Dictionary] = {}
+        self.numeric: list[str] = []
+        self.numbers: set[str] = set()  # numeric columns whose texts are not needed besides
         self.num_rows = 0
+        self.num_read: int | None = None
 
-    def run(self) -> Table:
+    def run(self) -> None:
+        """Read all files. Raises UserError when they cannot be read, do not fit together, or have too few rows."""
         first: Rows | None = None
-        num_read = 0
         total = sum(file.stat().st_size for file in self.source.files)
         before = 0
         for file in self.source.files:
-            if file in self.source.held_files and not num_read:
-                num_read = self.num_rows
-            for rows in read_chunks(file, self.data):
+            if self.num_read is None and file in self.source.held_files:
+                self.num_read = self.num_rows
+            for rows in ahead(read_chunks(file, self.data, self.numbers)):
                 self.progress("read rows", min(total, before + rows.bytes_read), total)
                 if first is None:
                     first = rows
@@ -295,9 +302,11 @@ class _Reading:
         assert first is not None
         check_rejected(str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected)
         check_enough(str(self.data.path), first, self.num_rows)
-        self.store.__exit__()
+
+    def table(self) -> Table:
+        """Return what was read, once the store is written. Raises UserError when labels are not two-valued or a part is empty."""
         labels_B, classes = self._labels()
-        split = self._split(num_read if self.source.held_files else self.num_rows)
+        split = self._split(self.num_rows if self.num_read is None else self.num_read)
         return Table(self.label, classes, labels_B, self.columns, self.dictionaries, split, self.rejected)
 
     def _start(self, rows: Rows) -> None:
@@ -310,6 +319,7 @@ class _Reading:
         if self.split_column and self.split_column not in coded:
             coded.append(self.split_column)
         self.dictionaries = {name: Dictionary() for name in coded}
+        self.numbers.update(name for name in self.numeric if name not in coded)
 
     def _add(self, rows: Rows) -> None:
         if rows.names != self.names:
@@ -329,7 +339,7 @@ class _Reading:
             rejected += [self._rejected(rows, int(i), "no label") for i in np.flatnonzero(wrong_B)]
         for name in self.numeric:
             values, found = frame[place[name]], numbers[place[name]]
-            if int(found.is_finite().sum()) == len(values) - values.null_count():
+            if values.dtype == pl.Float64 or int(found.is_finite().sum()) == len(values) - values.null_count():
                 continue
             odd_B = (values.is_not_null() & ~found.is_finite().fill_null(False)).to_numpy() & ~wrong_B
             hint = "mend it, list it in data.missing, or name the column in data.categorical"
@@ -345,9 +355,9 @@ class _Reading:
         for name in self.numeric:
             self.store.append(f"{name}", numbers[place[name]].fill_null(float("nan")).to_numpy())
         codes = frame.select(dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items())
-        for name in self.dictionaries:
+        for name, dictionary in self.dictionaries.items():
             key = name if name not in self.numeric else f"{name}\0codes"
-            self.store.append(key, codes[place[name]].to_numpy())
+            self.store.append(key, dictionary.met(codes[place[name]]))
         self.num_rows += len(frame)
         seen = self.num_rows + len(self.rejected)
         if len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen:  # hopeless
