@@ -149,10 +149,11 @@ def build_run(
         "dphybrid.run_folder": str(folder),
         "dphybrid.source_digest": str(data.manifest.get("source_digest", "")),
     }
-    values = {
+    values: dict[str, Any] = {
         **flatten(config.model_dump(mode="json")),
         "devices.replicas": len(devices),
         "devices.resolved": devices.text,
+        **{f"split.{name}": value for name, value in data.manifest.get("split", {}).items()},
         **sizes,
     }
     params = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}

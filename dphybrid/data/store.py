@@ -22,7 +22,7 @@ from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.errors import UserError
 
-ENCODER_VERSION = 4
+ENCODER_VERSION = 5
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
 Progress = Callable[[str, int, int], None]

@@ -31,6 +31,8 @@ POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
 """Label values that mean 1 although they would sort first."""
 ROLE_ROWS = 20_000
 """Rows from which the columns' roles are told."""
+UNSEEN_TOLD = 0.0005
+"""Share of held-out values without a training row from which on a person is told."""
 SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
 """Files of a folder that are read."""
 BLOCK_ROWS = 2**16
@@ -98,7 +100,9 @@ class TableSource:
             held, parts["new_rows"] = extended_split(table.split, self.base, _keys_of(table, store, self.base.encoder))
             table = replace(table, split=held)
         parts |= {"train_rows": np.flatnonzero(~table.split.held_B), "valid_rows": np.flatnonzero(table.split.held_B)}
-        encoder = self._fit(table, store, progress)
+        encoder, unseen = self._fit(table, store, progress)
+        split: dict[str, Any] = {part: len(rows) for part, rows in parts.items()}
+        split |= {f"{part}_label_rate": float(table.labels_B[parts[f"{part}_rows"]].mean()) for part in ("train", "valid")}
         num_rows, id_columns = len(table.split.held_B), encoder.id_columns
         if not id_columns:
             raise UserError(
@@ -121,9 +125,11 @@ class TableSource:
             "label": table.label,
             "classes": list(encoder.classes),
             "base": str(self.base.prepared.path) if self.base else None,
+            "split": split | {"most_unseen": max(unseen.values(), default=0.0)},
+            "unseen": unseen,
             "columns": [{k: v for k, v in column.__dict__.items() if k != "options"} for column in table.columns],
         }
-        text = self._description(table, encoder, parts)
+        text = self._description(table, encoder, split, unseen)
 
         def save(folder: Path) -> None:
             encoder.save(folder / "encoder")
@@ -132,9 +138,11 @@ class TableSource:
 
         return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, table.rejected, save)
 
-    def _fit(self, table: "Table", store: "ColumnStore", progress: Progress) -> TableEncoder:
+    def _fit(self, table: "Table", store: "ColumnStore", progress: Progress) -> tuple[TableEncoder, dict[str, float]]:
+        """Learn from the training rows; also return the share of held-out values, a category column, that no training row has."""
         train_B = ~table.split.held_B
         every = -(-int(train_B.sum()) // FIT_ROWS)
+        unseen: dict[str, float] = {}
 
         def fit(column: Column) -> NumericColumn | CategoryColumn:
             o = column.options
@@ -142,11 +150,13 @@ class TableSource:
                 raw_B = np.concatenate([block[rows_B] for block, rows_B in store.with_rows(column.name, train_B)])[::every]
                 return fit_numeric(column.name, raw_B, self.data.buckets if o.buckets is None else o.buckets, o.scale)
             values = table.dictionaries[column.name].values()
-            counts = np.zeros(len(values) + 1, np.int64)
+            counts = np.zeros((2, len(values) + 1), np.int64)
             for codes_B, rows_B in store.with_rows(column.name, train_B):
-                counts += np.bincount(codes_B[rows_B], minlength=len(counts))
+                counts += [np.bincount(codes_B[rows], minlength=len(values) + 1) for rows in (rows_B, ~rows_B)]
+            train, held = counts[:, 1:]
+            unseen[column.name] = float(held[train == 0].sum() / max(held.sum(), 1))
             least = self.data.min_count if o.min_count is None else o.min_count
-            return fit_categories(column.name, values, counts[1:], least, o.top, o.hash_buckets)
+            return fit_categories(column.name, values, train, least, o.top, o.hash_buckets)
 
         used = [column for column in table.columns if column.role != "ignore"]
         fitted: list[NumericColumn | CategoryColumn] = []
@@ -159,9 +169,11 @@ class TableSource:
             table.label,
             (table.classes[0], table.classes[1]),
         )
-        return extended(self.base.encoder, encoder) if self.base else encoder
+        if self.base:
+            encoder = extended(self.base.encoder, encoder)
+        return encoder, {column.name: unseen[column.name] for column in encoder.categories}
 
-    def _description(self, table: "Table", encoder: TableEncoder, parts: dict[str, Array]) -> list[str]:
+    def _description(self, table: "Table", encoder: TableEncoder, split: dict[str, Any], unseen: dict[str, float]) -> list[str]:
         num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
         columns, classes, labels_B = table.columns, table.classes, table.labels_B
         wide = max(len("column"), *(len(column.name) for column in columns))
@@ -171,12 +183,14 @@ class TableSource:
             samples = ", ".join(text if len(text) <= 24 else text[:21] + "..." for text in column.samples)
             reason = f"  ({column.reason})" if column.reason else ""
             lines.append(f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  {samples}{reason}")
-        rates = {name: float(labels_B[rows].mean()) for name, rows in parts.items() if len(rows)}
         lines.append(
-            f"  {len(parts['train_rows']):,} rows to train ({rates['train_rows']:.1%} of them 1), "
-            f"{len(parts['valid_rows']):,} held out ({rates['valid_rows']:.1%}), {sum(num_ids.values()):,} table rows"
+            f"  {split['train_rows']:,} rows to train ({split['train_label_rate']:.1%} of them 1), {split['valid_rows']:,} held out "
+            f"({split['valid_label_rate']:.1%}), {sum(num_ids.values()):,} table rows"
         )
         lines.append(f"  {table.split.text}")
+        if new := {name: share for name, share in sorted(unseen.items(), key=lambda item: -item[1])[:5] if share >= UNSEEN_TOLD}:
+            shares = ", ".join(f"{name} {share:.1%}" for name, share in new.items())
+            lines.append(f"  held-out values that no training row has: {shares}")
         lines.append(
             "  Other roles: --data.numeric, --data.categorical, --data.ignore with column names, or --data.schema-file with an edited "
             "schema.toml of this folder; without a header columns are named 0, 1, ..."

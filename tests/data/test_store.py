@@ -69,7 +69,7 @@ def test_what_a_killed_preparation_left_is_cleared_away(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from dphybrid.data import store;"
         "from tests.data.test_store import small;"
-        "store._file_digest = lambda file: (print('writing', flush=True), time.sleep(60));"
+        "store._file_digest = lambda file: (print('writing\\n', end='', flush=True), time.sleep(60));"
         f"store.build_once(Path({str(tmp_path)!r}), 'x', '0' * 64, small)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -1,0 +1,288 @@
+"""Sources of many files, in chunks, packed or partitioned: the same arrays as one plain file; hold-outs by time, key and given files."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dphybrid.config import DataConfig
+from dphybrid.data import Prepared, prepare, rows
+from dphybrid.data.encode import TableEncoder
+from dphybrid.data.rows import read_chunks
+from dphybrid.errors import UserError
+
+NUM_ROWS = 240
+
+
+def lines(num_rows: int = NUM_ROWS, first: int = 0) -> list[str]:
+    return [
+        f"{i % 7 / 4},{'abcde'[i % 5]},u{i % 12},2024-01-{1 + i // 10:02d},{int(i % 3 == 0)}"
+        for i in range(first, first + num_rows)
+    ]
+
+
+HEADER = "n,word,user_id,day,y"
+
+
+def ctr(folder: Path, path: str, **values: object) -> Prepared:
+    config = DataConfig(path=path, **{"label": "y", "min_count": 1} | values)  # type: ignore[arg-type]
+    return prepare("ctr", config, folder / "prepared", 0)
+
+
+def write(folder: Path, name: str, body: list[str], header: str = HEADER) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    raw = ("\n".join([header, *body]) + "\n").encode()
+    file.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    return file
+
+
+def same(one: Prepared, other: Prepared) -> bool:
+    return bool(one.manifest["arrays"] == other.manifest["arrays"])
+
+
+def test_a_folder_a_pattern_and_packed_files_come_to_the_same_as_one_file(tmp_path: Path) -> None:
+    body = lines()
+    one = ctr(tmp_path, str(write(tmp_path, "one.csv", body)))
+    for kind in (".csv", ".csv.gz", ".tsv"):
+        for number in range(3):
+            part = [line.replace(",", "\t") if kind == ".tsv" else line for line in body[number * 80 : number * 80 + 80]]
+            write(tmp_path / kind, f"part-{number}{kind}", part, HEADER.replace(",", "\t") if kind == ".tsv" else HEADER)
+        (tmp_path / kind / "_SUCCESS").touch()
+        assert same(ctr(tmp_path, str(tmp_path / kind)), one), kind
+        assert same(ctr(tmp_path, str(tmp_path / kind / f"part-*{kind}")), one), kind
+
+
+def test_files_whose_columns_stand_in_another_order_are_put_in_order(tmp_path: Path) -> None:
+    one = ctr(tmp_path, str(write(tmp_path, "one.csv", lines())))
+    write(tmp_path, "two/a.csv", lines()[:100])
+    write(
+        tmp_path,
+        "two/b.csv",
+        [",".join(reversed(line.split(","))) for line in lines()[100:]],
+        ",".join(reversed(HEADER.split(","))),
+    )
+    assert same(ctr(tmp_path, str(tmp_path / "two")), one)
+    write(tmp_path, "two/c.csv", lines(), HEADER.replace("word", "text"))
+    with pytest.raises(UserError, match=r"c\.csv has other columns than .*a\.csv, 'word' for one"):
+        ctr(tmp_path, str(tmp_path / "two"))
+
+
+def test_partitions_of_a_parquet_folder_are_columns(tmp_path: Path) -> None:
+    frame = pl.read_csv("\n".join([HEADER, *lines()]).encode(), infer_schema=False)
+    for word in "abcde":
+        folder = tmp_path / "lake" / f"word={word}"
+        folder.mkdir(parents=True)
+        frame.filter(pl.col("word") == word).drop("word").write_parquet(folder / "0.parquet")
+    prepared = ctr(tmp_path, str(tmp_path / "lake"))
+    assert {c["name"]: c["role"] for c in prepared.manifest["columns"]}["word"] == "categorical"
+    assert sorted(vocabulary(prepared, "word")) == list("abcde")
+    assert len(prepared.arrays["labels_B"]) == NUM_ROWS
+
+
+def vocabulary(prepared: Prepared, name: str) -> list[str]:
+    (column,) = [c for c in TableEncoder.load(prepared.path / "encoder").categories if c.name == name]
+    return column.vocabulary.to_list()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 200), st.sampled_from(["\n", "\r\n", "\r"]), st.lists(st.integers(0, 39), max_size=3, unique=True))
+def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd: list[int]) -> None:
+    body = lines(40)
+    for number, text in zip(odd, ('1,"a b",u1,d,1', '1,"a\nb",u2,d,0', "1,2"), strict=False):
+        body[number] = text
+    file = tmp_path / "x.csv"
+    file.write_bytes(end.join([HEADER, *body]).encode())
+    data = DataConfig(path=str(file), header="yes", delimiter=",", max_rejected=1.0)
+
+    def all_of() -> tuple[list[object], list[object], list[object]]:
+        chunks = list(read_chunks(file, data))
+        rejected = [(row["line"], row["reason"]) for chunk in chunks for row in chunk.rejected]
+        numbers = np.concatenate([chunk.lines for chunk in chunks]).tolist()
+        return pl.concat([chunk.values for chunk in chunks]).rows(), numbers, rejected  # type: ignore[return-value]
+
+    whole = all_of()
+    usual = rows.BLOCK_BYTES
+    try:
+        rows.BLOCK_BYTES = block
+        assert all_of() == whole
+    finally:
+        rows.BLOCK_BYTES = usual
+
+
+def test_numbers_parsed_at_once_are_those_parsed_from_text(tmp_path: Path) -> None:
+    values = ["1", "-0", "1e-320", "123456789012345678901", ".5", "5.", "+7", "1E5", "?", "", "0.1", "00012"] * 4
+    file = write(tmp_path, "x.csv", [f"{value},a{i % 3},{i % 2}" for i, value in enumerate(values)], "n,w,y")
+    data = DataConfig(path=str(file))
+    (text,) = read_chunks(file, data)
+    (quick,) = read_chunks(file, data, {"n"})
+    assert quick.values.dtypes == [pl.Float64, pl.String, pl.String]
+    assert quick.values["0"].equals(text.values["0"].cast(pl.Float64))
+    for odd in ("x", "inf", "nan", "1_0"):
+        file.write_text(file.read_text() + f"{odd},b,1\n")
+        (back,) = read_chunks(file, data, {"n"})
+        assert back.values["0"].to_list()[-1] == odd  # the text, for the message
+
+
+def test_any_number_of_threads_comes_to_the_same_bytes(tmp_path: Path) -> None:
+    body = [f"{i * 7 % 1000},v{i * i % 701},w{i % 13},{int(i % 5 == 0)}" for i in range(5000)]
+    file = write(tmp_path, "x.csv", body, "n,v,w,y")
+    code = (
+        "import sys, json; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare, rows;"
+        "rows.BLOCK_BYTES = 20_000;"
+        f"p = prepare('ctr', DataConfig(path={str(file)!r}, label='y'), Path(sys.argv[1]), 0);"
+        "print(json.dumps([p.digest, p.manifest['arrays']]))"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / threads)],
+            env={"POLARS_MAX_THREADS": threads, "OMP_NUM_THREADS": "1", "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for threads in ("1", "4")
+    ]
+    assert found[0] == found[1]
+    assert len(json.loads(found[0])[0]) == 64
+
+
+def test_the_latest_rows_are_held_out_by_time(tmp_path: Path) -> None:
+    body = lines()
+    np.random.default_rng(0).shuffle(body)
+    prepared = ctr(tmp_path, str(write(tmp_path, "x.csv", body)), split="time", split_column="day", valid_fraction=0.25)
+    days = [line.split(",")[3] for line in body]
+    held = {days[i] for i in prepared.arrays["valid_rows"]}
+    assert min(held) > max(days[i] for i in prepared.arrays["train_rows"])
+    assert len(held) == 6
+    assert "held out: day from '2024-01-19' on" in prepared.describe()
+
+
+def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
+    prepared = ctr(tmp_path, str(write(tmp_path, "x.csv", lines())), split="key", split_column="user_id", valid_fraction=0.2)
+    users = [line.split(",")[2] for line in lines()]
+    train, held = ({users[i] for i in prepared.arrays[f"{part}_rows"]} for part in ("train", "valid"))
+    assert train.isdisjoint(held)
+    assert len(held) == 2
+    assert prepared.manifest["unseen"]["user_id"] == 1.0
+    assert "held out: 2 of 12 values of user_id, none of which trains" in prepared.describe()
+    assert "values that no training row has: user_id 100.0%" in prepared.describe()
+
+
+def test_files_given_as_held_out(tmp_path: Path) -> None:
+    held = write(tmp_path, "held.csv", lines(30, first=500))
+    prepared = ctr(tmp_path, str(write(tmp_path, "x.csv", lines())), valid_path=str(held))
+    assert prepared.arrays["train_rows"].tolist() == list(range(NUM_ROWS))
+    assert prepared.arrays["valid_rows"].tolist() == list(range(NUM_ROWS, NUM_ROWS + 30))
+    split = prepared.manifest["split"]
+    assert (split["train_rows"], split["valid_rows"]) == (NUM_ROWS, 30)
+    assert split["valid_label_rate"] == pytest.approx(1 / 3, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"split": "time"}, {"split_column": "day"}, {"split": "key", "split_column": "user_id", "valid_path": "x.csv"}],
+)
+def test_splits_that_contradict_are_refused(values: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="split"):
+        DataConfig(**values)  # type: ignore[arg-type]
+
+
+def test_a_key_that_would_hold_out_everything_is_told(tmp_path: Path) -> None:
+    body = [f"{i * i},one,{i % 2}" for i in range(40)]
+    with pytest.raises(UserError, match=r"data\.split=key: all rows are held out"):
+        ctr(tmp_path, str(write(tmp_path, "x.csv", body, "n,k,y")), split="key", split_column="k")
+
+
+def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: Path) -> None:
+    file = write(tmp_path, "x.csv", lines())
+    first = ctr(tmp_path, str(file))
+    again = ctr(tmp_path, str(file), label=None, schema_file=str(first.path / "schema.toml"))
+    assert same(first, again)
+    schema = tmp_path / "schema.toml"
+    schema.write_text(
+        'label = "y"\n[columns.n]\nscale = "log"\nbuckets = 3\n[columns.word]\ntop = 2\n[columns.user_id]\nhash_buckets = 4\ntop = 1\n'
+        '[columns.day]\nrole = "ignore"\n'
+    )
+    prepared = ctr(tmp_path, str(file), label=None, schema_file=str(schema))
+    assert {c["name"]: c["num_ids"] for c in prepared.info["columns"]} == {"n": 4, "word": 4, "user_id": 7}
+    flagged = ctr(tmp_path, str(file), label=None, schema_file=str(schema), ignore=("user_id",))
+    assert [c["name"] for c in flagged.info["columns"]] == ["n", "word"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("label = ", ["cannot be read"]),
+        ("[columns.n]\nrole = 'number'", ["columns.n.role = 'number'", "numeric"]),
+        ("[columns.n]\ntops = 3", ["columns.n.tops = 3"]),
+        ("[columns.nn]\ntop = 3", ["'nn'", "did you mean 'n'"]),
+    ],
+)
+def test_wrong_schema_files_are_told(tmp_path: Path, text: str, words: list[str]) -> None:
+    (tmp_path / "schema.toml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        ctr(tmp_path, str(write(tmp_path, "x.csv", lines())), schema_file=str(tmp_path / "schema.toml"))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> None:
+    body = lines()
+    odd = {
+        3: "1,a",
+        10: '1,"a"b,u1,d,1',
+        20: '1,"open,u1,d,1',
+        30: "one,a,u1,d,1",
+        40: "inf,a,u1,d,1",
+        50: "nan,a,u1,d,0",
+        60: "1,a,u1,d,",
+    }
+    for number, text in odd.items():
+        body[number] = text
+    file = write(tmp_path, "x.csv", body)
+    prepared = ctr(tmp_path, str(file), numeric=("n",), max_rejected=0.05)
+    rejected = [json.loads(line) for line in (prepared.path / "rejected.jsonl").read_text().splitlines()]
+    assert {row["line"]: row["reason"].split(";")[0] for row in rejected} == {
+        5: "2 values, expected 5",
+        12: "misplaced quote: ',' expected after '\"'",
+        22: "a quote is opened and not closed",
+        32: "data.numeric: column 'n' holds 'one', no number",
+        42: "data.numeric: column 'n' holds 'inf', no number",
+        52: "data.numeric: column 'n' holds 'nan', no number",
+        62: "no label",
+    }
+    assert {row["file"] for row in rejected} == {str(file)}
+    assert len(prepared.arrays["labels_B"]) == NUM_ROWS - len(odd)
+    assert prepared.manifest["rejected"] == len(odd)
+    with pytest.raises(UserError, match=r"7 of 240 rows cannot be read.*the first is line 5"):
+        ctr(tmp_path, str(file), numeric=("n",))
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (gzip.compress(b"n,y\n1,1\n2,0\n" * 100)[:-9], ["no complete gzip file"]),
+        (b"n,y\n1,1\n", ["no complete gzip file"]),
+    ],
+)
+def test_broken_gzip_files_are_told(tmp_path: Path, raw: bytes, words: list[str]) -> None:
+    (tmp_path / "x.csv.gz").write_bytes(raw)
+    with pytest.raises(UserError) as caught:
+        ctr(tmp_path, str(tmp_path / "x.csv.gz"))
+    for word in words:
+        assert word in str(caught.value)
+    assert list((tmp_path / "prepared").iterdir()) == []
+
+
+def test_ids_beyond_float_precision_stay_apart(tmp_path: Path) -> None:
+    body = [f"{2**53 + i % 4},{i % 2}" for i in range(40)]
+    prepared = ctr(tmp_path, str(write(tmp_path, "x.csv", body, "hash,y")))
+    assert sorted(vocabulary(prepared, "hash")) == [str(2**53 + i) for i in range(4)]
