@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dphybrid import __version__
 from dphybrid.config import ExperimentConfig
@@ -51,6 +51,14 @@ examples:
   %(prog)s text-cpu-1121-044553 text-cpux2-1121-045901
   %(prog)s --experiment dphybrid --group-by devices
   %(prog)s --sweep nightly --group-by table.optimizer --log
+"""
+
+PREDICT_HELP = """\
+examples:
+  %(prog)s ctr-cpu-1121-044553 --data.path new.csv --out predictions.parquet
+  %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
+
+The file of predictions has a row for each row read: its file, its line, and the probability of the label's positive value.
 """
 
 SYNC_HELP = """\
@@ -188,6 +196,12 @@ def _bench(args: argparse.Namespace) -> int:
 
         result = tracking_bench.run(args.repeats or 15)
         print(tracking_bench.text(result))
+    elif args.what == "data":
+        from dphybrid.data import bench as data_bench
+
+        rounds, num_rows = args.repeats or 5, args.rows or data_bench.NUM_ROWS
+        result = _bench_clicks(rounds, num_rows) if args.train else data_bench.run(rounds, num_rows)
+        print(data_bench.text(result))
     else:
         from dphybrid.embedding import bench as rows_bench
 
@@ -196,6 +210,19 @@ def _bench(args: argparse.Namespace) -> int:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     return 0
+
+
+def _bench_clicks(rounds: int, num_rows: int) -> dict[str, Any]:
+    """Measure preparing, then train recipe ctr on the same file with its default values."""
+    from dphybrid.data import bench as data_bench
+    from dphybrid.job import run_job
+
+    settings = load_settings()
+    file = settings.data_dir / "bench" / f"clicks-{num_rows}.csv"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    result = data_bench.run(rounds, num_rows, file)
+    report = run_job(load_config(None, ["recipe=ctr", f"data.path={file}", "data.label=label", "train.epochs=1"]), settings)
+    return result | {"auc": report.metrics["auc"]}
 
 
 def _devices(args: argparse.Namespace) -> int:
@@ -227,6 +254,30 @@ def _doctor(_: argparse.Namespace) -> int:
     from dphybrid.doctor import run_checks
 
     return run_checks(load_settings())
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from pydantic import ValidationError
+
+    from dphybrid.predict import Predictor, find_checkpoint
+    from dphybrid.training.display import preparation_progress
+
+    given = {name: getattr(args, name) for name in ("header", "delimiter", "max_rejected") if getattr(args, name) is not None}
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
+    predictor = Predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
+    try:
+        with preparation_progress() as progress:
+            done = predictor.predict_file(args.path, args.out, progress, **given)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise UserError(f"--data.{wrong['loc'][-1]} {wrong['input']}: {wrong['msg']}") from error
+    print(f"{done.num_rows:,} predictions of {predictor.encoder.label}={predictor.classes[1]}: {done.out}")
+    if done.num_rejected:
+        print(f"{done.num_rejected:,} rows cannot be read and are left out: {done.out}.rejected.jsonl says which and why")
+    if done.wrong_numbers:
+        print(f"{done.wrong_numbers:,} values of numeric columns are no numbers and count as missing")
+    return 0
 
 
 def _sync(args: argparse.Namespace) -> int:
@@ -327,10 +378,19 @@ def make_parser() -> Parser:
     add_config_flags(check)
     check.set_defaults(function=_check)
 
-    bench = commands.add_parser("bench", help="measure splitting and row updates beside torch's own, and what recording costs")
-    bench.add_argument("what", choices=["parallel", "embedding", "tracking"], help="what to measure")
+    bench = commands.add_parser(
+        "bench", help="measure splitting, row updates and preparing beside torch's and polars' own, and what recording costs"
+    )
+    bench.add_argument("what", choices=["parallel", "embedding", "tracking", "data"], help="what to measure")
     bench.add_argument(
-        "--repeats", type=_at_least_one, metavar="N", help="calls a figure is the median of (200; embedding, tracking: 15)"
+        "--repeats",
+        type=_at_least_one,
+        metavar="N",
+        help="calls a figure is the median of (200; embedding, tracking: 15; data: 5)",
+    )
+    bench.add_argument("--rows", type=_at_least_one, metavar="N", help="rows of the made-up file of clicks (data: 2,000,000)")
+    bench.add_argument(
+        "--train", action="store_true", help="also train ctr on that file, an epoch, and compare with the best AUC (data)"
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     bench.set_defaults(function=_bench)
@@ -374,6 +434,26 @@ def make_parser() -> Parser:
     validate = commands.add_parser("validate", help="check deployments: what Prefect's server does not check, too")
     validate.add_argument("file", nargs="?", type=Path, default=Path("prefect.yaml"), help="a prefect.yaml (the one here)")
     validate.set_defaults(function=_validate)
+
+    predict = commands.add_parser(
+        "predict", help="score the rows of new files with a trained click model", epilog=PREDICT_HELP, formatter_class=raw
+    )
+    predict.add_argument(
+        "model", metavar="RUN_OR_MODEL", help="a run (name or MLflow id), a checkpoint folder, or models:/NAME@champion"
+    )
+    predict.add_argument(
+        "--data.path", dest="path", required=True, metavar="PATH", help="CSV, TSV or Parquet: a file, folder or pattern"
+    )
+    predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="predictions, as .parquet or .csv")
+    predict.add_argument("--devices", default="cpu", help="where the model runs (cpu)")
+    predict.add_argument("--batch-size", type=int, default=8192, metavar="N", help="rows of a batch over all devices (8192)")
+    for name, what in (
+        ("header", "does the first line name the columns: auto, yes, no"),
+        ("delimiter", "character between columns"),
+        ("max-rejected", "share of unreadable rows above which it stops"),
+    ):
+        predict.add_argument(f"--data.{name}", dest=name.replace("-", "_"), help=f"{what} (as in training)")
+    predict.set_defaults(function=_predict)
 
     commands.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=_doctor)
     return parser

@@ -238,6 +238,7 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
             },
             dataset=(data.path.name, data.digest),
             profile_steps=settings.profile_steps,
+            encoder=encoder if (encoder := data.path / "encoder").is_dir() else None,
         )
         for line in filter(None, [announcement(devices)]):
             session.splits.lines.append(line)

@@ -227,6 +227,23 @@ class TableEncoder:
             column.dense(raw[column.name], out_BN[:, start : start + column.width])
         return out_BN
 
+    def encode(self, columns: Mapping[str, pl.Series]) -> tuple[Array, Array, int]:
+        """Return (ids_BF int64, dense_BN float32, how many values of numeric columns are no finite numbers and count as missing).
+
+        columns: each of `names` as text or numbers; what means no value is None.
+        """
+        raw, wrong = {}, 0
+        num_rows = len(columns[self.names[0]])
+        for column in self.numeric:
+            series = columns[column.name]
+            numbers = series.cast(pl.Float64, strict=False)
+            numbers = numbers.set(~numbers.is_finite().fill_null(True), None)
+            wrong += numbers.null_count() - series.null_count()
+            raw[column.name] = numbers.fill_null(float("nan")).to_numpy()
+        parts = [column.ids(raw[column.name]) for column in self.numeric if column.num_ids]
+        parts += [column.ids(columns[column.name].cast(pl.String)) for column in self.categories]
+        return np.stack(parts, axis=1, dtype=np.int64), self.dense(raw, num_rows), wrong
+
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
         folder.mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -70,12 +71,27 @@ def check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
         raise UserError(f"{what} {num_bytes / GIB:.3g} GiB, {place}; {remedy}")
 
 
+_DEFERRED: ContextVar[bool] = ContextVar("deferred", default=False)
+
+
+@contextmanager
+def deferred_rows() -> Iterator[None]:
+    """Tables made within get neither memory nor start values, because their `weight` will be replaced by a file's."""
+    token = _DEFERRED.set(True)
+    try:
+        yield
+    finally:
+        _DEFERRED.reset(token)
+
+
 def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: Path | None, name: str) -> tuple[Tensor, bool]:
     """Return (weight of shape (num_rows, dim), whether it must still be filled).
 
     storage: "memory", or "mmap": the file `path`, made when absent, opened as it is when it has the right size; where `path` is a folder, a
     file without a name in it, gone with the process. Raises UserError, with the numbers, when the table would not fit or the file has another size.
     """
+    if _DEFERRED.get():
+        return torch.zeros((), dtype=dtype).expand(num_rows, dim), False
     size = num_rows * dim * dtype.itemsize
     shape = f"table {name!r}: {num_rows:,} rows x {dim} of {dtype} are"
     if storage == "memory":

@@ -49,10 +49,13 @@ class Trained:
     progress: Progress
 
 
-def save_checkpoint(folder: Path, trained: Trained, config: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
+def save_checkpoint(
+    folder: Path, trained: Trained, config: Mapping[str, Any], facts: Mapping[str, Any], encoder: Path | None = None
+) -> Path:
     """Write a checkpoint under `folder` and return its path.
 
-    config: the experiment's values. facts: what else belongs into state.json (digests of data, devices).
+    config: the experiment's values. facts: what else belongs into state.json (digests of data, devices). encoder: folder of what
+    turns new rows into the model's input; a copy of it makes the checkpoint ready to predict.
     """
     step = trained.progress.step
     final = folder / f"step-{step:06d}"
@@ -65,6 +68,9 @@ def save_checkpoint(folder: Path, trained: Trained, config: Mapping[str, Any], f
         for name, tensors in _table_tensors(trained).items():
             digests[f"tables/{name}.safetensors"] = write_tensors(partial / "tables" / f"{name}.safetensors", tensors)
         digests["blocks.safetensors"] = write_tensors(partial / "blocks.safetensors", dense_state(trained.model, set(tables)))
+        if encoder is not None:
+            shutil.copytree(encoder, partial / "encoder")
+            digests |= {f"encoder/{file.name}": file_digest(file) for file in sorted((partial / "encoder").iterdir())}
         optimizer_page: dict[str, Any] = {}
         if trained.dense is not None:
             tensors, optimizer_page = _flatten_optimizer(trained.dense.state_dict())

@@ -33,6 +33,7 @@ class Session:
     """Everything one training run works with.
 
     facts: what else goes into each checkpoint's page. dataset: name and digest of the data. profile_steps: steps to record in detail.
+    encoder: folder that goes into each checkpoint, so that it can predict.
     """
 
     config: ExperimentConfig
@@ -48,6 +49,7 @@ class Session:
     facts: Mapping[str, Any]
     dataset: tuple[str, str]
     profile_steps: range = range(0)
+    encoder: Path | None = None
 
 
 def train(session: Session, display: Display, meter: "Meter") -> None:
@@ -185,7 +187,9 @@ def checkpoint(session: Session) -> Path:
     """Write a checkpoint of this moment and remove the ones no longer kept."""
     with session.clock.stage("checkpoint"):
         trained = session.trained
-        path = save_checkpoint(session.checkpoints, trained, session.config.model_dump(mode="json"), session.facts)
+        path = save_checkpoint(
+            session.checkpoints, trained, session.config.model_dump(mode="json"), session.facts, session.encoder
+        )
         config, progress = session.config.checkpoint, trained.progress
         kept = prune_checkpoints(session.checkpoints, config, best_steps(progress, session.task, config.keep_best))
     with session.clock.stage("log"):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -100,6 +101,24 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         entries = json.loads(file.read(length))
     entries.pop("__metadata__", None)
     return entries, 8 + length
+
+
+def mapped_tensor(path: Path, name: str, like: Tensor) -> Tensor:
+    """Return the tensor `name` of the file, mapped into memory: what is read of it is loaded then, and writing does not reach the file.
+
+    Raises UserError when shape or type differ from those of `like`.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(size))[name]
+    if tuple(entry["shape"]) != tuple(like.shape) or entry["dtype"] != _NAMES[like.dtype]:
+        raise UserError(
+            f"{path}: {name} is {entry['dtype']} {tuple(entry['shape'])}, the model's table is {_NAMES[like.dtype]} {tuple(like.shape)}; "
+            "was it trained on other data?"
+        )
+    start = 8 + size + entry["data_offsets"][0]
+    raw = np.memmap(path, np.uint8, "c", start, (entry["data_offsets"][1] - entry["data_offsets"][0],))
+    return torch.from_numpy(raw).view(like.dtype).view(like.shape)
 
 
 def file_digest(path: Path) -> str:

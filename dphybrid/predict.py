@@ -1,0 +1,195 @@
+"""Predictions of a trained click model: new rows pass through the same preprocessing, values it never met are unknown ones.
+
+Files are read, scored and written chunk by chunk; the table stays in the checkpoint's file, of which only looked-up rows are read.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from polars.io.plugins import register_io_source
+
+from dphybrid.config import DataConfig, ExperimentConfig
+from dphybrid.data.ahead import ahead
+from dphybrid.data.encode import TableEncoder
+from dphybrid.data.rows import Rows, check_rejected, read_chunks
+from dphybrid.data.table import find_files
+from dphybrid.errors import UserError
+from dphybrid.loading import model_from_checkpoint
+from dphybrid.runs import read_json, read_run
+from dphybrid.settings import Settings
+from dphybrid.tracking.loader import checkpoint_folder
+from dphybrid.tracking.opening import embedded_uri
+from dphybrid.training.checkpoint import read_state
+
+COLUMNS = {"file": pl.String, "line": pl.Int64, "probability": pl.Float32}
+"""What a file of predictions holds: where a row came from, and how probable the positive class is."""
+WRITTEN = (".parquet", ".csv")
+
+
+@dataclass
+class Predicted:
+    """What became of a file's rows. wrong_numbers: values in numeric columns that are no numbers and counted as missing."""
+
+    out: Path
+    num_rows: int = 0
+    num_rejected: int = 0
+    wrong_numbers: int = 0
+
+
+class Predictor:
+    """A trained model of recipe ctr with its preprocessing. classes: the label's two values, the predicted one last."""
+
+    def __init__(self, folder: str | Path, devices: str = "cpu", batch_size: int = 8192) -> None:
+        """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a table."""
+        self.folder = Path(folder)
+        config = ExperimentConfig.model_validate(read_state(self.folder)["config"])
+        if not (self.folder / "encoder").is_dir():
+            raise UserError(
+                f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one of recipe ctr, "
+                "trained by this version or a later one"
+            )
+        self.encoder = TableEncoder.load(self.folder / "encoder")
+        self.classes, self.batch_size = self.encoder.classes, batch_size
+        self._data = config.data
+        self._model = model_from_checkpoint(self.folder, devices, mapped=True).eval()
+
+    def predict(self, rows: pl.DataFrame | Mapping[str, Any]) -> np.ndarray:
+        """Return the probability (B,) float32 of the positive class for rows given by column name; other columns are ignored.
+
+        Texts in `data.missing` and None mean no value. Raises UserError when a column is missing.
+        """
+        frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(dict(rows), strict=False)
+        self._check_columns(frame.columns, "the rows")
+        columns = {name: _no_value(frame[name], self._data) for name in self.encoder.names}
+        return self._scores(columns)[0]
+
+    def predict_file(
+        self, path: str, out: str | Path, on_progress: Callable[[str, int, int], None] | None = None, **values: Any
+    ) -> Predicted:
+        """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file, chunk by chunk.
+
+        Rows that cannot be read are left out; OUT.rejected.jsonl then says which and why. values: of the config's data section, where
+        the new files are written otherwise (header, delimiter, max_rejected, ...). Raises UserError for files that do not fit, or
+        when more than data.max_rejected of the rows cannot be read; nothing is left at `out` then.
+        """
+        target = Path(out)
+        if target.suffix.lower() not in WRITTEN:
+            raise UserError(f"--out {out}: give a name that ends in {' or '.join(WRITTEN)}")
+        if not target.absolute().parent.is_dir() or target.is_dir():
+            raise UserError(f"--out {out}: cannot be written there; name a file in a folder that exists")
+        files = find_files(path, "data.path")
+        done, rejected = Predicted(target), []
+        failed: list[BaseException] = []
+        total, before = sum(file.stat().st_size for file in files), 0
+
+        def frames(*_: object) -> Iterator[pl.DataFrame]:
+            nonlocal before
+            try:
+                for file in files:
+                    for chunk in ahead(read_chunks(file, self._reading(path, values))):
+                        rejected.extend(chunk.rejected)
+                        yield self._chunk(chunk, done)
+                        if on_progress:
+                            on_progress("predict rows", min(total, before + chunk.bytes_read), total)
+                    before += file.stat().st_size
+                check_rejected(path, rejected, done.num_rows + len(rejected), self._reading(path, values).max_rejected)
+            except BaseException as error:
+                failed.append(error)  # polars would wrap it
+                raise
+
+        partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+        try:
+            lazy = register_io_source(frames, schema=COLUMNS)
+            lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
+            if rejected:
+                lines = "".join(json.dumps(row) + "\n" for row in rejected)
+                target.with_name(f"{target.name}.rejected.jsonl").write_text(lines, encoding="utf-8")
+            partial.rename(target)
+        except (pl.exceptions.PolarsError, OSError) as error:
+            if failed:
+                raise failed[0] from None
+            raise UserError(f"--out {out}: cannot be written: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+        done.num_rejected = len(rejected)
+        return done
+
+    def _reading(self, path: str, values: Mapping[str, Any]) -> DataConfig:
+        """The config that new files are read by: as the training files, and a header is known by the columns' names."""
+        known = {"path": path, "label": None, "numeric": tuple(self.encoder.names), "categorical": (), "ignore": ()}
+        return DataConfig.model_validate(
+            {**self._data.model_dump(exclude={"valid_path", "split", "split_column"}), **known, **values}
+        )
+
+    def _chunk(self, chunk: Rows, done: Predicted) -> pl.DataFrame:
+        self._check_columns(chunk.names, str(chunk.file))
+        scores_B, wrong = self._scores({name: chunk.column(name) for name in self.encoder.names})
+        done.num_rows += len(chunk)
+        done.wrong_numbers += wrong
+        return pl.DataFrame(
+            {"file": pl.repeat(str(chunk.file), len(chunk), eager=True), "line": chunk.lines, "probability": scores_B},
+            schema=COLUMNS,
+        )
+
+    def _check_columns(self, names: list[str], where: str) -> None:
+        if missing := [name for name in self.encoder.names if name not in names]:
+            raise UserError(f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: {', '.join(names)}")
+
+    def _scores(self, columns: Mapping[str, pl.Series]) -> tuple[np.ndarray, int]:
+        ids_BF, dense_BN, wrong = self.encoder.encode(columns)
+        scores = [np.zeros(0, np.float32)]
+        with torch.inference_mode():
+            for start in range(0, len(ids_BF), self.batch_size):
+                rows = slice(start, start + self.batch_size)
+                batch = {"ids_BF": torch.from_numpy(ids_BF[rows]), "dense_BN": torch.from_numpy(dense_BN[rows])}
+                batch["labels_B"] = torch.zeros(len(batch["ids_BF"]))  # only the loss needs them
+                outputs = self._model(batch)
+                scores.append(torch.sigmoid(outputs["logits"].float()).cpu().numpy())
+        return np.concatenate(scores), wrong
+
+
+def _no_value(series: pl.Series, data: DataConfig) -> pl.Series:
+    if series.dtype.is_numeric() or series.dtype == pl.Boolean:
+        return series
+    text = series.cast(pl.String).str.strip_chars()
+    return text.set(text.is_in(["", *data.missing]).fill_null(False), None)
+
+
+def find_checkpoint(which: str, settings: Settings) -> Path:
+    """Return the checkpoint folder of a run (name, folder or MLflow id: its best one), of `models:/NAME@ALIAS`, or the folder itself.
+
+    Raises UserError when there is none.
+    """
+    if which.startswith("models:/"):
+        return checkpoint_folder(which, settings.mlflow_uri or embedded_uri(settings.mlflow_dir))
+    folder = Path(which).expanduser()
+    if (folder / "state.json").is_file():
+        return folder
+    pages = sorted(settings.runs_dir.glob("*/run.json"))
+    named = [page.parent for page in pages if which in (page.parent.name, read_json(page)["run_id"])]
+    if (folder / "run.json").is_file():
+        named = [folder]
+    if not named:
+        there = ", ".join(page.parent.name for page in pages) or "none"
+        raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
+    run = read_run(named[-1])
+    if not (run.folder / "result.json").is_file():
+        raise UserError(f"{which}: run {run.folder.name} has not been trained to a checkpoint yet")
+    return Path(read_json(run.folder / "result.json")["best_checkpoint"])
+
+
+def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Predictor:
+    """Return the predictor of a run, a checkpoint folder or a registered model such as `models:/clicks@champion`.
+
+    Raises UserError when there is none, or when it is no model of recipe ctr.
+    """
+    from dphybrid.settings import load_settings
+
+    return Predictor(find_checkpoint(which, load_settings()), devices, batch_size)

@@ -1,0 +1,202 @@
+"""Predictions for new files: the numbers of the evaluation, whatever the file's form; unknown values, odd rows, other models refused."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+import dphybrid
+from dphybrid.cli import main
+from dphybrid.config_sources import load_config
+from dphybrid.errors import UserError
+from dphybrid.job import Report, run_job
+from dphybrid.loading import model_from_checkpoint
+from dphybrid.predict import Predictor
+from dphybrid.settings import load_settings
+
+HEADER = "age,city,user_id,clicked"
+
+
+def rows(num_rows: int, seed: int) -> list[str]:
+    random = np.random.default_rng(seed)
+    age, city = random.integers(18, 80, num_rows), random.integers(0, 6, num_rows)
+    clicked = random.random(num_rows) < 1 / (1 + np.exp(-(age - 50) / 10 - (city - 3)))
+    return [
+        f"{a},{'abcdef'[c]},u{random.integers(40)},{'yes' if y else 'no'}" for a, c, y in zip(age, city, clicked, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, Path]]:
+    """A click model that is registered as champion, and the folder with its files."""
+    folder = tmp_path_factory.mktemp("predict")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_TRACKING_URI", "DPHYBRID_EXPERIMENT"):
+            patch.delenv(name, raising=False)
+        patch.setenv("DPHYBRID_DATA_DIR", str(folder / "data"))
+        (folder / "clicks.csv").write_text("\n".join([HEADER, *rows(2000, 0)]))
+        (folder / "held.csv").write_text("\n".join([HEADER, *rows(500, 1)]))
+        values = [
+            f"data.path={folder / 'clicks.csv'}",
+            f"data.valid_path={folder / 'held.csv'}",
+            "data.label=clicked",
+            "devices=cpu",
+        ]
+        report = run_job(
+            load_config(
+                None, ["recipe=ctr", *values, "train.epochs=2", "model.dim=4", "model.hidden=16", "checkpoint.register_as=clicks"]
+            ),
+            load_settings(),
+        )
+        yield report, folder
+
+
+@pytest.fixture
+def predictor(trained: tuple[Report, Path]) -> Predictor:
+    return Predictor(trained[0].best_checkpoint)
+
+
+def test_the_command_gives_the_evaluations_numbers(
+    trained: tuple[Report, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, folder = trained
+    for name in (report.run_name, report.run_id, report.best_checkpoint):
+        out = tmp_path / "predictions.parquet"
+        assert main(["predict", name, "--data.path", str(folder / "held.csv"), "--out", str(out)]) == 0
+        assert "500 predictions of clicked=yes" in capsys.readouterr().out
+        found = pl.read_parquet(out)
+        assert found.columns == ["file", "line", "probability"]
+        assert found["line"].to_list() == list(range(2, 502))
+        labels = [line.endswith("yes") for line in rows(500, 1)]
+        assert roc_auc_score(labels, found["probability"]) == pytest.approx(report.metrics["auc"], abs=1e-6)
+
+
+def test_any_form_of_the_file_gives_the_same(trained: tuple[Report, Path], predictor: Predictor, tmp_path: Path) -> None:
+    _, folder = trained
+    body = rows(500, 1)
+    expected = predict(predictor, folder / "held.csv", tmp_path)
+    (tmp_path / "no_label.tsv").write_text(
+        "\n".join(["user_id\tage\tcity", *("\t".join(np.array(line.split(","))[[2, 0, 1]]) for line in body)])
+    )
+    pl.read_csv(folder / "held.csv").write_parquet(tmp_path / "typed.parquet")
+    for number in range(3):
+        (tmp_path / f"part-{number}.csv").write_text("\n".join([HEADER, *body[number * 200 : number * 200 + 200]]))
+    for name in ("no_label.tsv", "typed.parquet", "part-*.csv"):
+        assert predict(predictor, tmp_path / name, tmp_path).tolist() == expected.tolist(), name
+    frame = pl.read_csv(folder / "held.csv")
+    assert predictor.predict(frame).tolist() == expected.tolist()
+    assert predictor.predict(frame.to_dict(as_series=False)).tolist() == expected.tolist()
+
+
+def predict(predictor: Predictor, path: Path, folder: Path) -> np.ndarray:
+    predictor.predict_file(str(path), folder / "out.csv")
+    return pl.read_csv(folder / "out.csv", schema_overrides={"probability": pl.Float32})["probability"].to_numpy()
+
+
+def test_the_champion_is_loaded_by_name(trained: tuple[Report, Path], predictor: Predictor) -> None:
+    _, folder = trained
+    champion = dphybrid.load("models:/clicks@champion", batch_size=100)
+    frame = pl.read_csv(folder / "held.csv")
+    assert champion.classes == ("no", "yes")
+    np.testing.assert_allclose(champion.predict(frame), predictor.predict(frame), rtol=1e-6)
+
+
+def test_values_never_met_are_unknown_ones_and_odd_numbers_are_missing(predictor: Predictor) -> None:
+    known = {"age": ["30", None, None], "city": ["a", "a", None], "user_id": ["u1", "u1", "u1"]}
+    odd = {"age": ["30", "?", "old"], "city": ["a", "a", " "], "user_id": ["u1", "u1", "u1"]}
+    assert predictor.predict(known).tolist() == predictor.predict(odd).tolist()
+    new = predictor.predict({"age": [30.0, 30.0], "city": ["zz", "yy"], "user_id": ["new", "u-1"]})
+    assert new[0] == new[1]
+    assert np.isfinite(new).all()
+
+
+def test_rows_that_cannot_be_read_are_told_and_left_out(
+    trained: tuple[Report, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, _ = trained
+    file, out = tmp_path / "x.csv", tmp_path / "out.parquet"
+    file.write_text("\n".join([HEADER, "30,a,u1,no", "30,a", "old,b,u2,no", "40,b,u2,"]))
+    command = ["predict", report.run_name, "--data.path", str(file), "--out", str(out)]
+    assert main(command) == 2
+    assert "1 of 4 rows cannot be read" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
+    assert main([*command, "--data.max-rejected", "0.5"]) == 0
+    assert pl.read_parquet(out)["line"].to_list() == [2, 4, 5]
+    (rejected,) = (json.loads(line) for line in (tmp_path / "out.parquet.rejected.jsonl").read_text().splitlines())
+    assert (rejected["line"], rejected["reason"]) == (3, "2 values, expected 4")
+    said = capsys.readouterr().out
+    assert "1 rows cannot be read and are left out" in said
+    assert "1 values of numeric columns are no numbers" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "nobody"}, ["nobody: no run, checkpoint folder or models:/ address", "runs: ctr-cpu-"]),
+        ({"model": "models:/clicks@nobody"}, ["cannot be fetched", "models:/clicks@nobody"]),
+        ({"out": "x.txt"}, ["--out", ".parquet or .csv"]),
+        ({"out": "none/x.csv"}, ["--out", "folder that exists"]),
+        ({"text": "age,city\n30,a\n"}, ["no column 'user_id'", "age, city"]),
+        ({"text": ""}, ["is empty"]),
+        ({"flags": ["--data.header", "perhaps"]}, ["--data.header perhaps", "'yes' or 'no'"]),
+    ],
+)
+def test_wrong_calls_end_with_a_message(
+    trained: tuple[Report, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], words: list[str]
+) -> None:
+    (tmp_path / "x.csv").write_text(str(change.get("text", "\n".join([HEADER, *rows(5, 2)]))))
+    name, out = str(change.get("model", trained[0].run_name)), str(tmp_path / str(change.get("out", "out.csv")))
+    assert main(["predict", name, "--data.path", str(tmp_path / "x.csv"), "--out", out, *change.get("flags", [])]) == 2  # type: ignore[misc]
+    said = capsys.readouterr().err
+    for word in words:
+        assert word in said
+    assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(data_dir: Path) -> None:
+    report = run_job(load_config(None, ["recipe=hybrid", "devices=cpu", "train.epochs=1"]), load_settings())
+    with pytest.raises(UserError, match="recipe hybrid without an encoder"):
+        dphybrid.load(report.run_name)
+
+
+def test_a_mapped_table_gives_the_same_bits_and_leaves_the_file_alone(trained: tuple[Report, Path]) -> None:
+    folder = Path(trained[0].best_checkpoint)
+    mapped, whole = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
+    before = (folder / "tables" / "table.safetensors").read_bytes()
+    assert torch.equal(mapped.table.weight, whole.table.weight)
+    mapped.table.weight.zero_()
+    assert (folder / "tables" / "table.safetensors").read_bytes() == before
+
+
+def test_a_mapped_table_takes_memory_for_the_rows_looked_up_only(tmp_path: Path) -> None:
+    code = """
+import resource, sys, torch
+from pathlib import Path
+from dphybrid.config import ExperimentConfig
+from dphybrid.embedding import find_tables
+from dphybrid.loading import model_from_checkpoint
+from dphybrid.models import ModelContext, build_model
+from dphybrid.parallel import resolve_devices
+from dphybrid.training.checkpoint import Progress, Trained, save_checkpoint
+config, info, folder = ExperimentConfig(recipe="ctr"), {"num_ids": [4_000_000], "num_dense": 0}, Path(sys.argv[1])
+if len(sys.argv) > 2:
+    model = build_model("ctr", ModelContext(resolve_devices("cpu"), info, config.model, 0))
+    save_checkpoint(folder, Trained(model, None, None, Progress()), config.model_dump(mode="json"), {"info": info})
+else:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = model_from_checkpoint(folder / "step-000000", mapped=True).eval()
+    batch = {"ids_BF": torch.tensor([[3_999_999]]), "dense_BN": torch.zeros(1, 0), "labels_B": torch.zeros(1)}
+    with torch.inference_mode():
+        assert torch.isfinite(model(batch)["logits"]).all()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), "write"], check=True)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 60  # MiB; the table has 244
