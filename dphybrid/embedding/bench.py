@@ -184,30 +184,67 @@ def _cycle(batches: list[Tensor]) -> Iterator[Tensor]:
         yield from batches
 
 
-def pipeline_costs(num_rows: int, dim: int, batch_size: int, columns: int, steps: int, repeats: int = 3) -> dict[str, float]:
-    """Return ms of a training step of a small network with the pipeline off and exact, and the exact one's counters."""
+def pipeline_costs(
+    num_rows: int, dim: int, batch_size: int, columns: int, steps: int, devices: str = "cpu", repeats: int = 9, hidden: int = 128
+) -> dict[str, float]:
+    """Return ms of a training step of a small network on `devices` with the pipeline off and exact, their ratio, and the counters of a
+    step with the exact one.
+
+    On a GPU also: device ms, what a step takes there with its rows already in place; host ms, of sorting, gathering, repairing and updating;
+    copy ms; and overlap efficiency, the largest of the three by the step: 1 means that all else is hidden behind it.
+    """
+    from dphybrid.parallel import DataParallel, parts
+
     batches = [zipf_ids(num_rows, (batch_size, columns), seed=step) for step in range(steps)]
-    counters: dict[str, float] = {}
-
-    def epoch(mode: str) -> None:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(columns * dim, 128), nn.ReLU(), nn.Linear(128, 1))
-        dense = torch.optim.SGD(net.parameters(), lr=0.01)
-        rows.state = {"t": rows.make_state(table)}
-        with RowPipeline({"t": table}, mode=mode) as pipeline:
-            for ids_BF in pipeline.prefetch(batches, lambda ids: {"t": ids}):
-                dense.zero_grad()
-                rows.zero_grad()
-                F.softplus(net(table(ids_BF).flatten(1))).mean().backward()
-                dense.step()
-                rows.step()
-            if mode == "exact":
-                counters.update(pipeline.counters())
-
     table = HostEmbedding(num_rows, dim)
     rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
-    times = medians_ms({"off": lambda: epoch("off"), "exact": lambda: epoch("exact")}, repeats, warm_up=1)
-    return {name: value / steps for name, value in times.items()} | counters
+    layers = (
+        nn.Flatten(1),
+        nn.Linear(columns * dim, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, 1),
+    )
+    region = DataParallel(nn.Sequential(*layers), devices)
+    dense = torch.optim.SGD(region.parameters(), lr=1e-4)
+    table.place_on(region.devices.replicas, region.sizes)
+    gpu = region.devices.home.type == "cuda"
+    counters: dict[str, float] = {}
+
+    def learn(rows_of_replicas: list[Tensor]) -> None:
+        dense.zero_grad()
+        F.softplus(region(parts(rows_of_replicas))).mean().backward()
+        dense.step()
+
+    def epoch(mode: str) -> None:
+        with RowPipeline({"t": table}, mode=mode) as pipeline:
+            for ids_BF in pipeline.prefetch(batches, lambda ids: {"t": ids}):
+                rows.zero_grad()
+                learn(table.replica_rows(ids_BF))
+                rows.step()
+            if gpu:
+                torch.cuda.synchronize()
+            if mode == "exact":
+                counters.update(pipeline.counters(steps))
+
+    contestants: dict[str, Step] = {"off": lambda: epoch("off"), "exact": lambda: epoch("exact")}
+    if gpu:
+        there = [rows_BFD.detach().requires_grad_() for rows_BFD in table.replica_rows(batches[0])]
+
+        def on_device() -> None:
+            for _ in range(steps):
+                learn(there)
+            torch.cuda.synchronize()
+
+        contestants["device"] = on_device
+    found = {f"{name} ms": value / steps for name, value in medians_ms(contestants, repeats, warm_up=2).items()}
+    found["exact / off"] = found["exact ms"] / found["off ms"]
+    if gpu:
+        found["host ms"] = sum(counters[f"{part}_ms"] for part in ("dedup", "gather", "repair", "update"))
+        found["copy ms"] = counters["h2d_ms"] + counters["d2h_ms"]
+        found["overlap efficiency"] = max(found["host ms"], found["copy ms"], found["device ms"]) / found["exact ms"]
+    return found | counters
 
 
 def run(threads: tuple[int, ...] = (1, 2), rounds: int = 15, scale: float = 1.0) -> dict[str, Any]:
@@ -234,18 +271,38 @@ def run(threads: tuple[int, ...] = (1, 2), rounds: int = 15, scale: float = 1.0)
                 "copy GiB/s": bandwidth,
                 "step ms": step_ms,
                 "ratios": ratios(step_ms) | {"dphybrid adagrad / floor": step_ms["dphybrid adagrad"] / floor},
+                "floor ms": floor,
                 **many_ms,
                 "by table size": size_costs(16, int(20_000 * scale), rounds, (int(100_000 * scale), int(10_000_000 * scale))),
-                "pipeline": pipeline_costs(num_rows, dim, int(2048 * scale), 26, 20),
+                **pipelines(num_rows, dim, scale),
             }
     finally:
         torch.set_num_threads(before)
     return results
 
 
+def pipelines(num_rows: int, dim: int, scale: float) -> dict[str, dict[str, float]]:
+    """Return `pipeline_costs` by shape, on the CPU, on two virtual devices and on all GPUs."""
+    places = ["cpu", "cpu*2"]
+    if torch.cuda.is_available():
+        places.append(",".join(f"cuda:{index}" for index in range(torch.cuda.device_count())))
+    shapes = {"batch 256": (16, int(256 * scale), 40), "batch 2048": (dim, int(2048 * scale), 10)}
+    return {
+        f"pipeline on {place}, {name}": pipeline_costs(
+            num_rows, width, max(2, batch_size), 26, steps, place, hidden=2048 if place.startswith("cuda") else 128
+        )
+        for place in places
+        for name, (width, batch_size, steps) in shapes.items()
+    }
+
+
 def ratios(step_ms: Mapping[str, float]) -> dict[str, float]:
-    """Return how many times as long torch's sparse steps take: against the whole step, and against the host's share of it."""
+    """Return how many times as long torch's sparse steps and, where it is installed, FBGEMM's take: against the whole step, and against
+    the host's share of it."""
     found = {}
+    for name in ("sgd", "row-wise adagrad"):
+        if f"fbgemm {name}" in step_ms:
+            found[f"FBGEMM / dphybrid {name}"] = step_ms[f"fbgemm {name}"] / step_ms[f"dphybrid {name.split()[-1]}"]
     for stock, ours in (("SparseAdam", "adam"), ("Adagrad", "adagrad")):
         theirs = step_ms[f"sparse=True + {stock}"]
         found[f"{stock} / dphybrid {ours}"] = theirs / step_ms[f"dphybrid {ours}"]

@@ -4,12 +4,13 @@ Letters: B samples, F columns (one id column a table here), N ids of a bag looku
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.errors import UserError
 
@@ -80,6 +81,14 @@ class HostEmbeddingCollection(nn.Module):
         """Return rows_BFD of one id a table and sample."""
         rows_BFD: Tensor = self.flat(self.flat_ids(ids_BF))
         return rows_BFD
+
+    def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
+        """Say where `replica_rows` delivers; see `HostEmbedding.place_on`."""
+        self.flat.place_on(devices, sizes_of)
+
+    def replica_rows(self, ids_BF: Tensor) -> list[Tensor]:
+        """Return for each used replica rows_bFD of its share of the samples, on its device; see `HostEmbedding.replica_rows`."""
+        return self.flat.replica_rows(self.flat_ids(ids_BF))
 
     def bags(self, table: str, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None) -> Tensor:
         """Return pooled_BD of bags of ids of one table; see `HostEmbedding.bags`."""

@@ -35,9 +35,6 @@ from dphybrid.errors import UserError
 _CHUNK_VALUES = 2**20
 """Values of a table changed at a time, 4 MiB of float32: smaller chunks cost calls, larger ones memory."""
 
-_REPAIR_WHOLE_SHARE = 0.3
-"""From this share of changed rows on, reading all rows again is cheaper than mending single ones."""
-
 
 @dataclass
 class Lookup:
@@ -226,6 +223,11 @@ class HostEmbedding(nn.Module):
         self._channels = [Channel(device, self.counters) for device in devices]
         self._sizes_of = sizes_of
 
+    @property
+    def is_placed(self) -> bool:
+        """Do replicas get rows sent?"""
+        return self._sizes_of is not None
+
     def replica_rows(self, ids: Tensor) -> list[Tensor]:
         """Return for each used replica the rows of its share of `ids` (B, ...) on its device, as (b, ..., dim).
 
@@ -313,28 +315,25 @@ class HostEmbedding(nn.Module):
         # Recorded changes must follow each other without a gap from at or before the lookup's version until now.
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
         known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
-        repaired = 0
-        for channel, share in zip(self._channels, lookup.shares, strict=False):
-            ids_U = share.where.unique_U
-            places_C = self._places_of(changes, ids_U) if known else None
-            if places_C is None or places_C.numel() > _REPAIR_WHOLE_SHARE * len(ids_U):
-                places_C = torch.arange(len(ids_U))
+        uniques = [share.where.unique_U for share in lookup.shares]
+        places = self._changed_places(changes, uniques) if known else [torch.arange(ids_U.numel()) for ids_U in uniques]
+        for channel, share, ids_U, places_C in zip(self._channels, lookup.shares, uniques, places, strict=False):
             if places_C.numel():
                 channel.mend(share, places_C, self.read_rows(ids_U.index_select(0, places_C)))
-            repaired += places_C.numel()
         lookup.version = now
-        self.counters.repaired += repaired
+        self.counters.repaired += sum(places_C.numel() for places_C in places)
         self.counters.repair_ms += 1e3 * (time.perf_counter() - start)
 
-    def _places_of(self, changes: list[tuple[int, int, Tensor]], unique_U: Tensor) -> Tensor:
-        if self._mark is None:
-            self._mark = torch.zeros(self.num_rows, dtype=torch.uint8)
+    def _changed_places(self, changes: list[tuple[int, int, Tensor]], uniques: list[Tensor]) -> list[Tensor]:
+        """Return, for each tensor of unique ids, the places of those that were changed."""
+        if self._mark is None:  # a byte a row; takes memory where it is touched
+            self._mark = zero_rows((self.num_rows,), torch.uint8)
         for _, _, changed in changes:
             self._mark.index_fill_(0, changed, 1)
-        places_C = self._mark.index_select(0, unique_U).nonzero().squeeze(1)
+        places = [self._mark.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
         for _, _, changed in changes:
             self._mark.index_fill_(0, changed, 0)
-        return places_C
+        return places
 
     def _take_prepared(self, ids: Tensor, *, placed: bool) -> Lookup | None:
         for place, lookup in enumerate(self._prepared):

@@ -156,11 +156,12 @@ def test_a_collection_is_its_tables_side_by_side() -> None:
 
 def test_a_collection_is_prefetched() -> None:
     tables = HostEmbeddingCollection({"user": 30, "item": 5}, 4)
-    batches = [torch.tensor([[step, step % 5]]) for step in range(20)]
+    tables.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
+    batches = [torch.tensor([[step, step % 5], [3, 1]]) for step in range(20)]
     with RowPipeline({"flat": tables.flat}) as pipeline:
         for ids_BF in pipeline.prefetch(batches, lambda ids_BF: {"flat": tables.flat_ids(ids_BF)}):
-            tables(ids_BF)
-        assert pipeline.counters()["prepared_ratio"] == 1
+            assert torch.equal(torch.cat(tables.replica_rows(ids_BF)), tables(ids_BF))
+        assert pipeline.counters()["prepared"] == 80
 
 
 def test_needs_torch_alone() -> None:
