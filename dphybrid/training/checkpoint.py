@@ -25,7 +25,10 @@ FORMAT = 1
 
 @dataclass
 class Progress:
-    """How far training is. step counts optimizer steps; batch is the next batch of the epoch; history has a row an epoch."""
+    """How far training is. step counts optimizer steps; batch is the next batch of the epoch; history has a row an epoch.
+
+    micro_batches: parts that a batch is computed in, after it did not fit into memory.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -36,6 +39,7 @@ class Progress:
     epoch_loss: float = 0.0
     epoch_weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    micro_batches: int = 1
     history: list[dict[str, float]] = field(default_factory=list)
 
 

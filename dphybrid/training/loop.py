@@ -1,5 +1,6 @@
 """The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over held-out rows."""
 
+import gc
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dphybrid.tracking import Tracker
 from dphybrid.training.checkpoint import Trained, save_checkpoint
 from dphybrid.training.clock import NOT_A_STEP, StageClock, StepTimes, timed_parts
 from dphybrid.training.display import Display
+from dphybrid.training.memory import PARTS, micro_batches, out_of_memory_report, scale_gradients
 from dphybrid.training.metrics import Task
 from dphybrid.training.profiling import profiled_steps
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
@@ -114,20 +116,31 @@ def train(session: Session, display: Display, meter: "Meter") -> None:
 
 
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Take one optimizer step; return the batch's summed loss and its number of terms, still on their device."""
+    """Take one optimizer step; return the batch's summed loss and its number of terms, still on their device.
+
+    A batch that does not fit into a GPU's memory is computed once more in parts, and so are all after it. Raises UserError when that
+    does not fit either.
+    """
     trained, clock, config = session.trained, session.clock, session.config.train
-    with clock.stage("zero_grad"):
-        if trained.dense is not None:
-            trained.dense.zero_grad(set_to_none=True)
-        if trained.rows is not None:
-            trained.rows.zero_grad()
-    with clock.stage("forward"):
-        outputs = trained.model(batch)
-    with clock.stage("loss"):
-        loss, weight = outputs["loss"].sum(), outputs["weight"].sum()
-        mean = loss / weight
-    with clock.stage("backward"):
-        mean.backward()
+    did_not_fit = ""
+    try:
+        loss, weight = _gradients(session, batch)
+    except torch.OutOfMemoryError as error:
+        did_not_fit = out_of_memory_report(error, trained.progress.step + 1, _rows(batch), trained.model, trained.dense)
+    if did_not_fit:  # outside the handler: its traceback keeps the activations alive
+        if trained.progress.micro_batches > 1:
+            raise UserError(
+                f"{did_not_fit}\nand that in {trained.progress.micro_batches} parts already; lower train.batch_size or the model's sizes"
+            )
+        trained.progress.micro_batches = PARTS
+        session.splits.lines.append(
+            f"{did_not_fit}\ngoing on with each batch in {PARTS} parts, their gradients summed: the same steps"
+        )
+        print(session.splits.lines[-1], flush=True)
+        session.tracker.set_tags({"dphybrid.out_of_memory": did_not_fit, "dphybrid.micro_batches": str(PARTS)})
+        gc.collect()
+        torch.cuda.empty_cache()
+        return train_step(session, batch)
     if config.clip_norm > 0:
         with clock.stage("clip"):
             clip_grad_norm_(trained.model.parameters(), find_tables(trained.model), config.clip_norm)
@@ -138,6 +151,33 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
         if trained.rows is not None:
             trained.rows.step()
     return loss.detach(), weight.detach()
+
+
+def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of the mean loss, in parts where `micro_batches` says so; return the summed loss and the number of terms."""
+    trained, clock = session.trained, session.clock
+    with clock.stage("zero_grad"):
+        if trained.dense is not None:
+            trained.dense.zero_grad(set_to_none=True)
+        if trained.rows is not None:
+            trained.rows.zero_grad()
+    count = trained.progress.micro_batches
+    sums: list[tuple[Tensor, Tensor]] = []
+    for part in micro_batches(batch, count) if count > 1 else [batch]:
+        with clock.stage("forward"):
+            outputs = trained.model(part)
+        with clock.stage("loss"):
+            loss, weight = outputs["loss"].sum(), outputs["weight"].sum()
+            goal = loss / weight if count == 1 else loss
+        with clock.stage("backward"):
+            goal.backward()
+        sums.append((loss.detach(), weight.detach()))
+    if count == 1:
+        return sums[0]
+    loss, weight = (torch.stack(values).sum() for values in zip(*sums, strict=True))
+    with clock.stage("backward"):
+        scale_gradients(trained.model, find_tables(trained.model), 1 / weight)
+    return loss, weight
 
 
 def evaluate(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, float]:

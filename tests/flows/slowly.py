@@ -1,6 +1,5 @@
 """A model that takes its time, and that notes when its GPU is used by two processes at once. Found by workers through PYTHONPATH."""
 
-import atexit
 import json
 import os
 import time
@@ -14,33 +13,30 @@ from dphybrid.models.tutorial import build_hybrid
 
 
 def build(context: ModelContext) -> nn.Module:
-    """The tutorials' hybrid model, SLOW seconds a batch slower."""
-    mark_gpus(Path(os.environ["DPHYBRID_LEASE_DIR"]))
+    """The tutorials' hybrid model, SLOW seconds a batch slower, which it spends on the GPUs that are leased to its process."""
+    folder = Path(os.environ["DPHYBRID_LEASE_DIR"])
     model, slow = build_hybrid(context), float(os.environ.get("SLOW", "0"))
 
-    def wait(_module: nn.Module, _args: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def use(_module: nn.Module, _args: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        marks = [mark(file) for file in own_leases(folder)]
         time.sleep(slow)
+        for file in marks:
+            file.unlink(missing_ok=True)
         return outputs
 
-    model.register_forward_hook(wait)
+    model.register_forward_hook(use)
     return model
 
 
-def mark_gpus(folder: Path) -> None:
-    """Leave a mark on each GPU that is leased to this process, and complain if a living one left one before."""
-    for file in folder.glob("gpu-*.lock"):
-        page = json.loads(file.read_text() or "{}")
-        if page.get("pid") != os.getpid():
-            continue
-        mark = file.with_suffix(".mark")
-        if mark.exists():
-            other = int(mark.read_text())
-            if other != os.getpid() and Path(f"/proc/{other}").exists():
-                file.with_suffix(f".collision-{other}-{os.getpid()}").touch()
-        mark.write_text(str(os.getpid()))
-        atexit.register(remove_own, mark)
+def own_leases(folder: Path) -> list[Path]:
+    """The lock files whose page names this process."""
+    return [file for file in folder.glob("gpu-*.lock") if json.loads(file.read_text() or "{}").get("pid") == os.getpid()]
 
 
-def remove_own(mark: Path) -> None:
-    if mark.exists() and mark.read_text() == str(os.getpid()):
-        mark.unlink()
+def mark(lock: Path) -> Path:
+    """Leave a mark on a GPU while it is used; complain when a living process has left one."""
+    file = lock.with_suffix(".mark")
+    if file.exists() and Path(f"/proc/{file.read_text() or 0}").exists():
+        lock.with_suffix(f".collision-{file.read_text()}-{os.getpid()}").touch()
+    file.write_text(str(os.getpid()))
+    return file

@@ -1,0 +1,72 @@
+"""When a GPU's memory does not hold a batch: what used it, and the same step again in smaller parts.
+
+Gradients of the parts are summed and divided once by the whole batch's terms, so the step is the one that did not fit, up to rounding (and, with
+dropout, other masks). The batch itself never changes.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.embedding import HostEmbedding
+
+PARTS = 4
+"""Parts that a batch is computed in after it did not fit. Activations shrink with them, weights and optimizer state do not."""
+
+
+def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
+    """Yield a batch in `count` parts of its samples; fewer when it has fewer. Tensors whose name has no B (`negatives_K`) are shared by all parts."""
+    rows = len(next(value for name, value in batch.items() if has_samples(name)))
+    size = -(-rows // min(count, rows))
+    for start in range(0, rows, size):
+        yield {name: value[start : start + size] if has_samples(name) else value for name, value in batch.items()}
+
+
+def has_samples(name: str) -> bool:
+    """Is dim 0 of a batch's tensor of this name the samples? Names end in their shape: ids_BF, labels_B."""
+    _, underscore, shape = name.rpartition("_")
+    return not underscore or shape.startswith("B")
+
+
+def scale_gradients(model: nn.Module, tables: dict[str, HostEmbedding], factor: Tensor) -> None:
+    """Multiply all gradients, of blocks and of touched rows, by a number."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+    for table in tables.values():
+        if (found := table.row_gradients()) is not None:
+            ids_U, grads_UD = found
+            table.set_row_gradients(ids_U, grads_UD * factor.to(grads_UD.device, grads_UD.dtype))
+
+
+def out_of_memory_report(
+    error: BaseException, step: int, rows: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> str:
+    """Return what used the memory when step `step` with a batch of `rows` rows did not fit, in lines for people."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    state = sum(
+        value.numel() * value.element_size()
+        for entries in (optimizer.state.values() if optimizer else ())
+        for value in entries.values()
+        if isinstance(value, Tensor)
+    )
+    lines = [
+        f"out of memory in step {step} with a batch of {rows} rows: {str(error).splitlines()[0] if str(error) else 'no details'}"
+    ]
+    lines.append(
+        f"  blocks {_gib(weights)}, their gradients as much, optimizer state {_gib(state)}; the rest is activations and copies of blocks"
+    )
+    if torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(number)
+            own = torch.cuda.memory_reserved(number)
+            lines.append(
+                f"  cuda:{number}: {_gib(total)} in all, {_gib(own)} taken by this process (at most {_gib(torch.cuda.max_memory_allocated(number))} "
+                f"in use), {_gib(max(0, total - free - own))} by CUDA itself and by others, {_gib(free)} free"
+            )
+    return "\n".join(lines)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,2 @@
+create database mlflow owner dphybrid;
+create database mlflow_auth owner dphybrid;

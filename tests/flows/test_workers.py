@@ -1,0 +1,171 @@
+"""Workstations that are shared, die and come back: real workers of a real server, on stand-in GPUs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.fake_nvml import gpu, write_state
+from tests.flows.servers import Team, kill_tree, wait_until
+
+SHORT = ["recipe=hybrid", "model.factory=slowly:build", "train.epochs=1", "train.batch_size=256"]
+LONG = [*SHORT, "train.epochs=40", "train.batch_size=64", "train.patience=0", "model.dropout=0.1", "devices=auto*1"]
+
+
+def engines(team: Team) -> list[psutil.Process]:
+    """The processes of flow runs."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if (
+            "prefect" in command
+            and "engine" in command
+            and (process.info["environ"] or {}).get("DPHYBRID_LEASE_DIR") == str(team.leases)
+        ):
+            found.append(process)
+    return found
+
+
+def outcome(folder: Path) -> Any:
+    """What must be equal bit for bit."""
+    report = json.loads((folder / "report.json").read_text())
+    return report["digests"], report["metrics"]
+
+
+def mlflow_run(team: Team, folder: Path) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{team.folder}/data/mlflow/mlflow.db")
+    return client.get_run(json.loads((folder / "run.json").read_text())["run_id"])
+
+
+@pytest.mark.slow
+def test_twelve_runs_share_four_gpus_though_a_worker_is_killed(team: Team) -> None:
+    write_state(team.gpus, [gpu(number) for number in range(4)])
+    workers = [team.start_worker(name, "--limit", "3", SLOW="0.1") for name in ("one", "two")]
+    wanted = [("train-hybrid", {"overrides": [*SHORT, f"devices=auto*{1 + i % 3}", f"train.seed={i}"]}) for i in range(12)]
+    runs = team.run_many(wanted)
+    wait_until(lambda: len(team.holders()) >= 2, "GPUs are leased", 120)
+    killed = {child.pid for child in psutil.Process(workers[0].pid).children(recursive=True)}
+    kill_tree(workers[0])
+    wait_until(lambda: not killed & set(team.holders().values()), "the dead hold no GPU", 5)
+    workers[0] = team.start_worker("one", "--limit", "3", SLOW="0.1")
+    wait_until(lambda: all(team.state(run) == "Completed" for run in runs), "all runs end", 240)
+    assert not list(team.leases.glob("*.collision-*"))
+    assert not team.holders()
+    assert not list(team.leases.glob("*.ticket"))
+    assert any(team.flow_run(run)["run_count"] > 1 for run in runs)
+    pages = [json.loads((team.folder_of(run) or Path()).joinpath("run.json").read_text()) for run in runs]
+    assert sorted(len(page["tags"]["dphybrid.gpus"].split(",")) for page in pages) == [1] * 4 + [2] * 4 + [3] * 4
+    for worker in workers:
+        worker.send_signal(signal.SIGTERM)
+    assert [worker.wait(30) for worker in workers] == [0, 0], team.logs()
+
+
+@pytest.mark.slow
+def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
+    free = [gpu(number) for number in range(4)]
+    write_state(team.gpus, free)
+    slow = {"SLOW": "0.12"}
+    one, two = (team.start_worker(name, "--limit", "4", "--queue", name, "--queue", "any", **slow) for name in ("one", "two"))
+    undisturbed, orphaned, yielding, cancelled = runs = team.run_many([("train-hybrid", {"overrides": LONG})] * 4)
+    folders = [team.wait_for_checkpoint(run) for run in runs]
+
+    # Somebody begins to work on the GPU of one of them: it goes back to the queue, and waits there.
+    owners = {pid: uuid for uuid, pid in team.holders().items()}
+    by_folder = {folder: pid for folder in folders for pid in owners if _is_run(pid, team, folder)}
+    taken = owners[by_folder[folders[2]]]
+    with subprocess.Popen(["sleep", "300"]) as stranger:
+        try:
+            busy = [
+                unit | ({"processes": [[stranger.pid, 30]], "free_gib": 49} if unit["uuid"] == taken else {}) for unit in free
+            ]
+            write_state(team.gpus, busy)
+            wait_until(lambda: team.flow_run(yielding)["run_count"] > 1 or team.state(yielding) != "Running", "it gives way", 20)
+            wait_until(lambda: taken not in team.holders(), "its GPU is free", 10)
+
+            # Cancelled: the process ends within 30 s, with a checkpoint; MLflow says KILLED.
+            process = psutil.Process(by_folder[folders[3]])
+            begun = time.monotonic()
+            team.post(f"/flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+            process.wait(30)
+            assert time.monotonic() - begun < 30
+            team.wait_for(cancelled, "Cancelled", timeout_s=30)
+            assert mlflow_run(team, folders[3]).info.status == "KILLED"
+
+            # One worker dies alone; its runs end in good order, and others take them up.
+            os.kill(one.pid, signal.SIGKILL)
+            one.wait(10)
+            wait_until(lambda: not [p for p in engines(team) if p.ppid() == 1], "no orphan goes on", 30)
+        finally:
+            write_state(team.gpus, free)
+            stranger.kill()
+    # A release: the other worker is asked to end; it checkpoints what it has and leaves.
+    two.send_signal(signal.SIGTERM)
+    assert two.wait(40) == 0, team.logs()
+    assert not team.holders()
+    three = team.start_worker("three", "--limit", "4", SLOW="0")
+    for run in (undisturbed, orphaned, yielding):
+        team.wait_for(run, "Completed")
+        assert team.flow_run(run)["run_count"] > 1
+    resumed = team.command(
+        sys.executable, "-m", "dphybrid", "train", "--config", str(_config(folders[3])), "--resume", folders[3].name
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    reference = team.command(
+        sys.executable, "-m", "dphybrid", "train", "--config", str(_config(folders[3])), "--run-name", "reference"
+    )
+    assert reference.returncode == 0, reference.stdout + reference.stderr
+    for folder in folders:
+        assert outcome(folder) == outcome(team.runs / "reference")
+        assert mlflow_run(team, folder).info.status == "FINISHED"
+    three.send_signal(signal.SIGTERM)
+    assert three.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_training_outlives_the_server_and_its_database(team: Team) -> None:
+    write_state(team.gpus, [gpu(number) for number in range(4)])
+    worker = team.start_worker("one", "--limit", "2", SLOW="0.15")
+    ends_meanwhile, cancelled_after = team.run_many(
+        [("train-hybrid", {"overrides": [*LONG, f"train.epochs={epochs}"]}) for epochs in (14, 300)]
+    )
+    folders = [team.wait_for_checkpoint(run) for run in (ends_meanwhile, cancelled_after)]
+    server = next(child for child in team.started if "server" in child.args)  # type: ignore[operator]
+    kill_tree(server)
+    team.postgres.control("-m", "fast", "restart")
+    down = time.monotonic()
+    wait_until(lambda: (folders[0] / "report.json").is_file(), "the shorter run ends without a server", 60)
+    steps = max(folders[1].glob("checkpoints/step-*")).name
+    time.sleep(max(0.0, 60 - (time.monotonic() - down)))
+    assert max(folders[1].glob("checkpoints/step-*")).name > steps
+    team.start_server()
+    team.wait_for(ends_meanwhile, "Completed", timeout_s=150)
+    # Prefect's own observer of cancellations is dead by now; the run's own guard is not.
+    assert team.state(cancelled_after) == "Running"
+    team.post(f"/flow_runs/{cancelled_after}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    team.wait_for(cancelled_after, "Cancelled", timeout_s=60)
+    assert mlflow_run(team, folders[1]).info.status == "KILLED"
+    assert not team.holders()
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(30) == 0
+
+
+def _is_run(pid: int, team: Team, folder: Path) -> bool:
+    """Does a process train the run of a folder? Its lease carries the flow run's name, and so do the run's tags."""
+    name = json.loads((folder / "run.json").read_text())["tags"]["prefect.flow_run_name"]
+    pages = [json.loads(file.read_text() or "{}") for file in team.leases.glob("gpu-*.lock")]
+    return any(page.get("pid") == pid and page.get("run") == name for page in pages)
+
+
+def _config(folder: Path) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads((folder / "run.json").read_text())["config"]))
+    return file

@@ -1,0 +1,77 @@
+"""A batch that does not fit is computed in parts, with the same result; the error is injected, for no GPU is needed to see that."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.errors import UserError
+from dphybrid.job import run_job
+from dphybrid.models import ModelContext
+from dphybrid.models.ctr import build_ctr
+from dphybrid.settings import load_settings
+from dphybrid.training.memory import micro_batches
+from dphybrid.training.tensor_file import read_tensors
+
+fails_above = [10**9]
+calls = [0]
+
+
+def build(context: ModelContext) -> nn.Module:
+    """The ctr model with a memory for `fails_above` rows, from the fifth step on."""
+    model = build_ctr(context)
+
+    def look(module: nn.Module, args: tuple[dict[str, torch.Tensor]]) -> None:
+        calls[0] += module.training
+        if module.training and calls[0] >= 5 and len(args[0]["ids_BF"]) > fails_above[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    model.register_forward_pre_hook(look)
+    return model
+
+
+def train(data_dir: Path, name: str, limit: int) -> dict[str, torch.Tensor]:
+    rows = data_dir.parent / "clicks.csv"
+    rows.write_text("clicked,site,age\n" + "".join(f"{i % 3 == 0:d},s{i * 7 % 31},{i % 50}\n" for i in range(400)))
+    config = ExperimentConfig.model_validate(
+        {
+            "recipe": "ctr",
+            "devices": "cpu*2",
+            "data": {"path": str(rows), "label": "clicked"},
+            "model": {"factory": "tests.training.test_memory:build", "dim": 4, "hidden": 8, "dropout": 0.0, "dtype": "float64"},
+            "train": {"epochs": 2, "batch_size": 64, "clip_norm": 0.5},
+        }
+    )
+    fails_above[0], calls[0] = limit, 0
+    report = run_job(config, load_settings(), run_name=name)
+    checkpoint = Path(report.latest_checkpoint)
+    table = read_tensors(checkpoint / "tables" / "table.safetensors")
+    return read_tensors(checkpoint / "blocks.safetensors") | {"table": table["weight"]}
+
+
+@pytest.mark.parametrize("limit", [20, 63])
+def test_a_batch_in_parts_gives_the_same_steps(data_dir: Path, limit: int, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = train(data_dir, "whole", 10**9)
+    assert "out of memory" not in capsys.readouterr().out
+    parts = train(data_dir, "parts", limit)
+    shown = capsys.readouterr().out
+    assert shown.count("out of memory in step 5 with a batch of 64 rows: CUDA out of memory. Tried to allocate 2.00 GiB.") == 1
+    assert "going on with each batch in 4 parts" in shown
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_parts_that_do_not_fit_either_are_told(data_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"out of memory in step 5 .*(?s:.)*4 parts already; lower train.batch_size"):
+        train(data_dir, "none", 3)
+
+
+def test_parts_of_a_batch() -> None:
+    batch = {"ids_BF": torch.arange(20).view(10, 2), "labels_B": torch.arange(10), "negatives_K": torch.arange(10)}
+    parts = list(micro_batches(batch, 4))
+    assert [len(part["labels_B"]) for part in parts] == [3, 3, 3, 1]
+    assert all(len(part["negatives_K"]) == 10 for part in parts)
+    assert torch.equal(torch.cat([part["ids_BF"] for part in parts]), batch["ids_BF"])
+    assert len(list(micro_batches({"x_B": torch.ones(2)}, 4))) == 2
