@@ -53,6 +53,14 @@ examples:
   %(prog)s --sweep nightly --group-by table.optimizer --log
 """
 
+PREPARE_HELP = """\
+examples:
+  %(prog)s --recipe ctr --data.path clicks.csv --data.label clicked --schema schema.toml
+  %(prog)s --data.path my_texts/
+
+The prepared data is kept: training with the same values finds it made.
+"""
+
 PREDICT_HELP = """\
 examples:
   %(prog)s ctr-cpu-1121-044553 --data.path new.csv --out predictions.parquet
@@ -213,7 +221,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _bench_clicks(rounds: int, num_rows: int) -> dict[str, Any]:
-    """Measure preparing, then train recipe ctr on the same file with its default values."""
+    """Measure preparing, then train recipe ctr on the same file, for an epoch and without a row for each rare value."""
     from dphybrid.data import bench as data_bench
     from dphybrid.job import run_job
 
@@ -221,7 +229,10 @@ def _bench_clicks(rounds: int, num_rows: int) -> dict[str, Any]:
     file = settings.data_dir / "bench" / f"clicks-{num_rows}.csv"
     file.parent.mkdir(parents=True, exist_ok=True)
     result = data_bench.run(rounds, num_rows, file)
-    report = run_job(load_config(None, ["recipe=ctr", f"data.path={file}", "data.label=label", "train.epochs=1"]), settings)
+    report = run_job(
+        load_config(None, ["recipe=ctr", f"data.path={file}", "data.label=label", "data.min_count=50", "train.epochs=1"]),
+        settings,
+    )
     return result | {"auc": report.metrics["auc"]}
 
 
@@ -254,6 +265,23 @@ def _doctor(_: argparse.Namespace) -> int:
     from dphybrid.doctor import run_checks
 
     return run_checks(load_settings())
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    import shutil
+
+    from dphybrid.job import prepare_data
+
+    if args.schema is not None and not args.schema.absolute().parent.is_dir():
+        raise UserError(f"--schema {args.schema}: cannot be written there; name a file in a folder that exists")
+    config = load_config(args.config, overrides_from_args(args))
+    if args.schema is not None and config.recipe != "ctr":
+        raise UserError(f"--schema {args.schema}: recipe {config.recipe} has no columns; only ctr has")
+    folder = Path(prepare_data(config, load_settings()))
+    if args.schema is not None:
+        shutil.copyfile(folder / "schema.toml", args.schema)
+        print(f"Roles: {args.schema}; edit it and give it back with --data.schema-file {args.schema}")
+    return 0
 
 
 def _predict(args: argparse.Namespace) -> int:
@@ -434,6 +462,13 @@ def make_parser() -> Parser:
     validate = commands.add_parser("validate", help="check deployments: what Prefect's server does not check, too")
     validate.add_argument("file", nargs="?", type=Path, default=Path("prefect.yaml"), help="a prefect.yaml (the one here)")
     validate.set_defaults(function=_validate)
+
+    prepare = commands.add_parser(
+        "prepare", help="read the data, show its columns and splits, and stop", epilog=PREPARE_HELP, formatter_class=raw
+    )
+    prepare.add_argument("--schema", type=Path, metavar="FILE", help="also write the columns' roles there, to be edited (ctr)")
+    add_config_flags(prepare)
+    prepare.set_defaults(function=_prepare)
 
     predict = commands.add_parser(
         "predict", help="score the rows of new files with a trained click model", epilog=PREDICT_HELP, formatter_class=raw

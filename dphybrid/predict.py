@@ -5,6 +5,7 @@ Files are read, scored and written chunk by chunk; the table stays in the checkp
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +64,16 @@ class Predictor:
     def predict(self, rows: pl.DataFrame | Mapping[str, Any]) -> np.ndarray:
         """Return the probability (B,) float32 of the positive class for rows given by column name; other columns are ignored.
 
-        Texts in `data.missing` and None mean no value. Raises UserError when a column is missing.
+        Texts in `data.missing` and None mean no value; a numeric column's values that are no numbers do, too, with a warning.
+        Raises UserError when a column is missing.
         """
         frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(dict(rows), strict=False)
         self._check_columns(frame.columns, "the rows")
         columns = {name: _no_value(frame[name], self._data) for name in self.encoder.names}
-        return self._scores(columns)[0]
+        scores_B, wrong = self._scores(columns)
+        if wrong:
+            warnings.warn(f"{wrong:,} values of numeric columns are no numbers and count as missing", stacklevel=2)
+        return scores_B
 
     def predict_file(
         self, path: str, out: str | Path, on_progress: Callable[[str, int, int], None] | None = None, **values: Any
