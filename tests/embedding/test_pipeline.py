@@ -1,9 +1,13 @@
 """With and without the pipeline: the same bits, the same errors, nothing left behind."""
 
 import gc
+import signal
+import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,3 +261,49 @@ def test_counters_tell_what_moved() -> None:
     assert found["bytes_to_devices"] >= 5 * row + 2 * 8 * index + 5 * index
     for name in ("dedup_ms", "gather_ms", "h2d_ms", "update_ms", "prepare_ms", "wait_ms"):
         assert found[name] > 0, name
+
+
+INTERRUPTED = """
+import itertools, sys, torch
+from dphybrid.embedding import HostEmbedding, RowPipeline, RowSGD
+
+table = HostEmbedding(1000, 4)
+table.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
+rows, steps = RowSGD({"t": table}, lr=0.1), 0
+try:
+    with RowPipeline({"t": table}, lookahead=2) as pipeline:
+        for ids in pipeline.prefetch((torch.arange(n, n + 10) % 1000 for n in itertools.count()), lambda ids: {"t": ids}):
+            rows.zero_grad()
+            sum(part.sum() for part in table.replica_rows(ids)).backward()
+            rows.step()
+            steps += 1
+            if steps == 20:
+                print("going", flush=True)
+except KeyboardInterrupt:
+    torch.save({"steps": steps, **table.state_dict()}, sys.argv[1])
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_ends_the_process_and_leaves_time_for_a_checkpoint(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "saved.pt")]
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "going\n"
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert (child.returncode, errors) == (130, "")
+    saved = torch.load(tmp_path / "saved.pt")
+    assert saved["steps"] >= 20
+    assert saved["weight"].shape == (1000, 4)
+
+
+def broken_ids(batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    raise LookupError(f"no ids for {batch.tolist()}")
+
+
+def test_an_error_in_the_worker_is_raised_where_its_batch_would_have_come() -> None:
+    with pytest.raises(LookupError, match=r"no ids for \[4\]") as caught:
+        list(RowPipeline({"t": placed(10, 2)}).prefetch([torch.tensor([4])], broken_ids))
+    assert "broken_ids" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert_no_worker()
