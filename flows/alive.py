@@ -16,7 +16,15 @@ from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Cancelled, Crashed
 
@@ -26,6 +34,8 @@ from flows.queueing import UNREACHABLE
 
 SETTLE_S = 4.0
 """How long a run must have been dead: its worker may be about to say so itself."""
+STUCK_S = 120.0
+"""How long the start of a process may take."""
 MAX_RUNS = 10
 """A flow run that was begun so often is not queued again: it may be what kills its machine."""
 
@@ -68,7 +78,7 @@ class DeadRuns:
                 continue
             try:
                 with get_client(sync_client=True) as client:
-                    line = _queue(client, UUID(file.stem.removeprefix("flow-")))
+                    line = _queue(client, UUID(file.stem.removeprefix("flow-")), _worker_of(file))
             except UNREACHABLE:
                 continue
             if line is not None:
@@ -77,14 +87,18 @@ class DeadRuns:
         return lines
 
 
-def _queue(client: SyncPrefectClient, flow_run_id: UUID) -> str | None:
-    """Return what was done, "" when there is nothing to do, or None to look again later."""
+def _queue(client: SyncPrefectClient, flow_run_id: UUID, worker: int | None) -> str | None:
+    """worker: process that was about to start it. Return what was done, "" when there is nothing to do, or None to look again later."""
     try:
         run = client.read_flow_run(flow_run_id)
     except ObjectNotFound:
         return ""
-    if run.state is None or run.state.type in (StateType.SCHEDULED, StateType.PENDING):
+    if run.state is None or run.state.type == StateType.SCHEDULED:
         return None  # it is about to start, perhaps here
+    if run.state.type == StateType.PENDING:
+        if worker is None or Path(f"/proc/{worker}").exists():
+            return None
+        return _again(client, run, "its worker died before it had begun")
     if run.state.type == StateType.CANCELLING:
         client.set_flow_run_state(flow_run_id, Cancelled(message="its process is dead"), force=True)
         return f"flow run {run.name}: cancelled, its process is dead"
@@ -95,11 +109,37 @@ def _queue(client: SyncPrefectClient, flow_run_id: UUID) -> str | None:
             flow_run_id, Crashed(message=f"its process died, and it was begun {run.run_count} times"), force=True
         )
         return f"flow run {run.name}: died after {run.run_count} beginnings; not queued again"
+    return _again(client, run, "its process died")
+
+
+def _again(client: SyncPrefectClient, run: FlowRun, why: str) -> str:
     when = datetime.now(UTC) + timedelta(seconds=1)
-    client.set_flow_run_state(
-        flow_run_id, AwaitingRetry(scheduled_time=when, message="its process died; queued again"), force=True
-    )
-    return f"flow run {run.name}: its process died; queued again"
+    client.set_flow_run_state(run.id, AwaitingRetry(scheduled_time=when, message=f"{why}; queued again"), force=True)
+    return f"flow run {run.name}: {why}; queued again"
+
+
+def queue_stuck_runs(pool: str) -> list[str]:
+    """Queue the runs of a pool again that have been about to start for `STUCK_S`, wherever their worker died; return a line for each."""
+    before = datetime.now(UTC) - timedelta(seconds=STUCK_S)
+    try:
+        with get_client(sync_client=True) as client:
+            runs = client.read_flow_runs(
+                work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+                flow_run_filter=FlowRunFilter(
+                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])),
+                    tags=FlowRunFilterTags(all_=["dphybrid"]),
+                ),
+            )
+            return [_again(client, run, "it did not begin") for run in runs if run.state and run.state.timestamp < before]
+    except UNREACHABLE:
+        return []
+
+
+def _worker_of(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _is_locked(file: Path) -> bool:

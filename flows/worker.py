@@ -24,7 +24,7 @@ from dphybrid.cli import Parser, run_cli
 from dphybrid.errors import UserError
 from dphybrid.gpus import Inventory, lease_folder, visible
 from dphybrid.settings import load_settings
-from flows.alive import DeadRuns, run_file
+from flows.alive import DeadRuns, queue_stuck_runs, run_file
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -46,10 +46,18 @@ with warnings.catch_warnings():
         draining = False
 
         async def get_and_submit_flow_runs(self) -> "list[FlowRun]":
-            return [] if self.draining else await super().get_and_submit_flow_runs()
+            if self.draining:
+                return []
+            try:
+                return await super().get_and_submit_flow_runs()
+            except RuntimeError as error:
+                # A run that gave way is due again before its old process has quite ended here: it is taken at the next look.
+                if "already holding" not in str(error):
+                    raise
+                return []
 
         async def run(self, flow_run: "FlowRun", configuration: Any, task_status: Any = None) -> Any:
-            run_file(str(flow_run.id)).touch()  # until its process takes it over
+            run_file(str(flow_run.id)).write_text(str(os.getpid()))  # whose it is until its process takes it over
             return await super().run(flow_run, configuration, task_status)
 
         @property
@@ -69,7 +77,7 @@ async def make_queues(pool: str, names: Sequence[str]) -> None:
                 await client.create_work_queue(name, work_pool_name=pool, priority=1 if name not in SHARED_QUEUES else None)
 
 
-async def work(worker: DrainingWorker, wait: bool) -> int:
+async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     """Run the worker until it is told to end and its runs have ended; return the exit code."""
     requests = 0
     loop = asyncio.get_running_loop()
@@ -99,7 +107,10 @@ async def work(worker: DrainingWorker, wait: bool) -> int:
             if worker.draining and not worker.num_running:
                 break
             if looks % 4 == 0 and not worker.draining:
-                for line in await asyncio.to_thread(dead.queue_again):
+                lines = await asyncio.to_thread(dead.queue_again)
+                if looks % 40 == 0:
+                    lines += await asyncio.to_thread(queue_stuck_runs, pool)
+                for line in lines:
                     _log.warning(line)
         if working.done():
             working.result()
@@ -151,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit=args.limit or default_limit(),
             create_pool_if_not_found=False,
         )
-        return asyncio.run(work(worker, args.wait))
+        return asyncio.run(work(worker, args.pool, args.wait))
 
     return run_cli(run)
 

@@ -67,13 +67,17 @@ class Postgres:
         self.binaries, self.folder, self.port = Path(programs[-1]), folder, free_port()
         self._as_user: list[str] = []
         if os.geteuid() == 0:  # it refuses to run as root
-            for parent in [folder, *folder.parents]:
-                if str(parent).startswith("/tmp/") and parent.owner() == "root":
-                    parent.chmod(0o755)
             shutil.chown(folder, "postgres")
             self._as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
         initdb = [str(self.binaries / "initdb"), "-D", str(folder / "data"), "-U", "prefect", "--auth=trust", "--no-sync"]
+        self._let_in()
         subprocess.run([*self._as_user, *initdb], check=True, capture_output=True)
+
+    def _let_in(self) -> None:
+        """Let the database's user into the tests' folder, which each pytest that starts closes to others."""
+        for parent in self.folder.parents:
+            if self._as_user and parent.name.startswith(("pytest-", "team")):
+                parent.chmod(0o755)
 
     @property
     def url(self) -> str:
@@ -82,6 +86,7 @@ class Postgres:
     def control(self, *what: str) -> None:
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 -k {self.folder} -c fsync=off"
         command = [str(self.binaries / "pg_ctl"), "-D", str(self.folder / "data"), "-w", "-o", options]
+        self._let_in()
         subprocess.run([*self._as_user, *command, "-l", str(self.folder / "log"), *what], check=True, capture_output=True)
 
 
@@ -234,15 +239,13 @@ class Team:
 
 def kill_tree(child: "subprocess.Popen[bytes]") -> None:
     """kill -9 of a process and all below it at once, as when a machine loses its power."""
-    try:
-        below = psutil.Process(child.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        below = []
+    if child.poll() is not None:
+        return  # its number may be somebody else's by now
+    below = psutil.Process(child.pid).children(recursive=True)
     for process in below:
         try:
             process.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
-    if child.poll() is None:
-        os.kill(child.pid, signal.SIGKILL)
+    child.kill()
     child.wait(20)

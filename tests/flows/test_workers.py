@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from tests.flows.servers import Team, kill_tree, wait_until
 
 SHORT = ["recipe=hybrid", "model.factory=slowly:build", "train.epochs=1", "train.batch_size=256"]
 LONG = [*SHORT, "train.epochs=40", "train.batch_size=64", "train.patience=0", "model.dropout=0.1", "devices=auto*1"]
+
+
+@pytest.fixture(autouse=True)
+def no_workers_left(team: Team) -> Iterator[None]:
+    yield
+    for child in team.started:
+        if "flows.worker" in child.args:  # type: ignore[operator]
+            kill_tree(child)
 
 
 def engines(team: Team) -> list[psutil.Process]:
