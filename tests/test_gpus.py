@@ -318,6 +318,18 @@ def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(machine:
     assert took_small["at"] > took_large["at"] > killed
 
 
+def test_a_ticket_that_is_being_made_is_left_alone_and_one_left_half_made_is_not(folder: Path) -> None:
+    from dphybrid.gpus.waiting import _tickets
+
+    fresh, old = folder / ".1-1.ticket", folder / ".0-1.ticket"
+    fresh.touch()
+    old.touch()
+    os.utime(old, (time.time() - 3600,) * 2)
+    assert _tickets(folder) == []
+    assert fresh.exists()
+    assert not old.exists()
+
+
 def test_a_dead_ticket_holds_nobody_up(machine: Path, folder: Path, tmp_path: Path, fake: Inventory) -> None:
     log = tmp_path / "log"
     with try_lease(folder, fake.read()[:1], "first") or pytest.fail("not leased"):

@@ -18,6 +18,10 @@ from dphybrid.gpus.inventory import Gpu, Inventory, Policy, busy_reason, visible
 from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease, user_name
 
 
+_BIRTH_S = 60.0
+"""A hidden ticket older than this was left by a process that died while making it."""
+
+
 class LeaseTimeoutError(UserError):
     """The GPUs did not come free within the time limit."""
 
@@ -192,10 +196,19 @@ def _ticket(folder: Path, eligible: Sequence[Gpu], least: int, run: str) -> Iter
         os.close(handle)
 
 
+def _age_s(file: Path) -> float:
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def _tickets(folder: Path) -> list[_Ticket]:
     """The living tickets, oldest first; those of the dead are cleared away."""
     found = []
     for file in sorted(folder.glob("*.ticket")):
+        if file.name.startswith(".") and _age_s(file) < _BIRTH_S:  # glob finds these, too: being made, and not locked yet
+            continue
         page = locked_page(file)
         if page:
             found.append(_Ticket(file.name, frozenset(page["uuids"]), page["least"]))
