@@ -274,14 +274,14 @@ def run(threads: tuple[int, ...] = (1, 2), rounds: int = 15, scale: float = 1.0)
                 "floor ms": floor,
                 **many_ms,
                 "by table size": size_costs(16, int(20_000 * scale), rounds, (int(100_000 * scale), int(10_000_000 * scale))),
-                **pipelines(num_rows, dim, scale),
+                **pipelines(num_rows, dim, scale, min(9, rounds)),
             }
     finally:
         torch.set_num_threads(before)
     return results
 
 
-def pipelines(num_rows: int, dim: int, scale: float) -> dict[str, dict[str, float]]:
+def pipelines(num_rows: int, dim: int, scale: float, repeats: int) -> dict[str, dict[str, float]]:
     """Return `pipeline_costs` by shape, on the CPU, on two virtual devices and on all GPUs."""
     places = ["cpu", "cpu*2"]
     if torch.cuda.is_available():
@@ -289,7 +289,7 @@ def pipelines(num_rows: int, dim: int, scale: float) -> dict[str, dict[str, floa
     shapes = {"batch 256": (16, int(256 * scale), 40), "batch 2048": (dim, int(2048 * scale), 10)}
     return {
         f"pipeline on {place}, {name}": pipeline_costs(
-            num_rows, width, max(2, batch_size), 26, steps, place, hidden=2048 if place.startswith("cuda") else 128
+            num_rows, width, max(2, batch_size), 26, steps, place, repeats, hidden=2048 if place.startswith("cuda") else 128
         )
         for place in places
         for name, (width, batch_size, steps) in shapes.items()

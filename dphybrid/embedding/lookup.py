@@ -43,10 +43,9 @@ def sort_ids(ids_N: Tensor) -> Occurrences:
     """Return where each unique id of ids_N (int32 or int64) occurs."""
     sorted_N, order_N = torch.sort(ids_N, stable=True)
     unique_U, lengths_U = torch.unique_consecutive(sorted_N, return_counts=True)
-    starts_U = lengths_U.cumsum(0).sub_(lengths_U)
-    if ids_N.numel() < _INT32_END:
-        order_N, starts_U = order_N.int(), starts_U.int()
-    return Occurrences(unique_U.long(), order_N, starts_U)
+    dtype = torch.int32 if ids_N.numel() < _INT32_END else torch.int64
+    starts_U = lengths_U.cumsum(0, dtype=dtype).sub_(lengths_U)
+    return Occurrences(unique_U.long(), order_N.to(dtype), starts_U)
 
 
 def short(ids_N: Tensor, num_rows: int) -> Tensor:

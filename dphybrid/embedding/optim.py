@@ -8,7 +8,7 @@ EXACT_ROWWISE_ADAGRAD and PARTIAL_ROWWISE_ADAM do.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -193,7 +193,12 @@ def _mean_square(grads_UD: Tensor) -> Tensor:
     dim = grads_UD.shape[1]
     if dim >= _WIDE:
         return torch.linalg.vector_norm(grads_UD, dim=1).square_().div_(dim)
-    return (grads_UD * grads_UD).mv(grads_UD.new_full((dim,), 1 / dim))
+    return (grads_UD * grads_UD).mv(_shares(dim, grads_UD.dtype))
+
+
+@cache
+def _shares(dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((dim,), 1 / dim, dtype=dtype)
 
 
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "adam": RowAdam, "lazy-adam": LazyAdam}

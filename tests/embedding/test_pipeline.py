@@ -94,16 +94,20 @@ def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "lazy-adam"])
-@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3", "cpu*8"])
+@pytest.mark.parametrize("devices", ["cpu*2", "cpu*3", "cpu*8"])
 def test_same_bits_as_without(devices: str, optimizer: str) -> None:
     plain, _ = train("off", optimizer, devices)
     ahead, counters = train("exact", optimizer, devices)
     assert same_bits(plain, ahead)
-    if devices == "cpu":  # rows are read from the table itself, nothing is prepared
-        assert counters["prepared_ratio"] == counters["conflict_ratio"] == 0
-    else:
-        assert counters["prepared_ratio"] > 0.95
-        assert 0.1 < counters["conflict_ratio"] <= 1
+    assert counters["prepared_ratio"] > 0.95
+    assert 0.1 < counters["conflict_ratio"] <= 1
+
+
+def test_on_one_cpu_rows_are_read_from_the_table_itself() -> None:
+    plain, _ = train("off", "adam", "cpu")
+    ahead, counters = train("exact", "adam", "cpu")
+    assert same_bits(plain, ahead)
+    assert counters["prepared"] == counters["bytes_to_devices"] == 0
 
 
 def test_same_bits_far_ahead() -> None:

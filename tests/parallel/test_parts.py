@@ -7,8 +7,9 @@ from torch import nn
 from dphybrid.parallel import DataParallel, parts
 
 
-def test_parts_and_whole_tensors_go_together() -> None:
-    region = DataParallel(nn.Bilinear(3, 3, 2), "cpu*3")
+@pytest.mark.parametrize("strict", [False, True])
+def test_parts_and_whole_tensors_go_together(strict: bool) -> None:
+    region = DataParallel(nn.Bilinear(3, 3, 2), "cpu*3", strict=strict)
     left, right = torch.randn(7, 3), torch.randn(7, 3)
     leaves = [part.clone().requires_grad_() for part in left.split(region.sizes(7))]
     torch.testing.assert_close(region(parts(leaves), right), region.module(left, right))
