@@ -9,7 +9,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from dphybrid.device_spec import parse_device_spec
 
-RecipeName = Literal["text", "ctr", "kge", "hybrid", "blocks", "convnet", "toy"]
+RecipeName = Literal["text", "ctr", "kge", "digits", "hybrid", "blocks", "convnet", "toy"]
+Kind = Literal["lstm", "gru", "transformer", "wide-deep", "deepfm", "dlrm", "distmult", "complex", "rotate", "convnet", "capsule"]
+KINDS: dict[str, tuple[Kind, ...]] = {
+    "text": ("lstm", "gru", "transformer"),
+    "ctr": ("wide-deep", "deepfm", "dlrm"),
+    "kge": ("distmult", "complex", "rotate"),
+    "digits": ("convnet", "capsule"),
+}
+"""What model.kind may be in the recipes that have more than one network."""
 
 
 def _split_names(value: Any) -> Any:
@@ -86,8 +94,10 @@ class ModelConfig(Section):
 
     factory: str | None = None
     """Your own model, `package.module:function`; it is called with a dphybrid.models.ModelContext. Empty: the recipe's model."""
-    kind: Literal["lstm", "gru", "transformer", "distmult", "complex", "rotate"] = "lstm"
-    """Network: lstm, gru, transformer (text); distmult, complex, rotate (kge)."""
+    kind: Kind = "lstm"
+    """Network: lstm, gru, transformer (text); wide-deep, deepfm, dlrm (ctr); distmult, complex, rotate (kge); convnet, capsule (digits)."""
+    output: Literal["full", "adaptive"] = "full"
+    """Output layer: a softmax over all words, or one in which rare words share narrow clusters, for large vocabularies (text)."""
     dim: int = Field(default=256, ge=1, le=65536)
     """Width of an embedding row."""
     hidden: int = Field(default=256, ge=1, le=65536)
@@ -174,7 +184,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "text": {},
     "ctr": {
         "data": {"valid_fraction": 0.2},
-        "model": {"dim": 16, "hidden": 256, "layers": 2, "dropout": 0.2},
+        "model": {"kind": "wide-deep", "dim": 16, "hidden": 256, "layers": 2, "dropout": 0.2},
         "table": {"optimizer": "adagrad", "lr": 0.02},
         "train": {"epochs": 10, "batch_size": 512, "lr": 0.001},
     },
@@ -182,6 +192,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model": {"kind": "complex", "dim": 256, "penalty": 0.01},
         "table": {"optimizer": "adagrad", "lr": 0.1},
         "train": {"epochs": 20, "batch_size": 1024, "lr": 0.01, "clip_norm": 0.0, "patience": 0},
+    },
+    "digits": {
+        "model": {"kind": "convnet", "hidden": 128, "dropout": 0.2},
+        "train": {"epochs": 15, "batch_size": 64, "lr": 0.003, "log_every": 10},
     },
     "hybrid": {
         "model": {"dim": 10, "hidden": 10, "layers": 1, "dropout": 0.0},
@@ -225,7 +239,8 @@ class ExperimentConfig(Section):
     """A whole experiment. The recipe sets every value that is not given."""
 
     recipe: RecipeName = "text"
-    """Ready config: text (words), ctr (clicks), kge (triples of a knowledge graph); hybrid, blocks, convnet, toy (the tutorials' models)."""
+    """Ready config: text (words), ctr (clicks), kge (triples of a knowledge graph), digits (images); hybrid, blocks, convnet, toy (the
+    tutorials' models)."""
     devices: str = "auto"
     """Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1, cuda:0*4 (four of one GPU)."""
     data: DataConfig = DataConfig()
@@ -241,6 +256,13 @@ class ExperimentConfig(Section):
             return values
         # An unknown recipe is left for the field's own check, which lists the known ones.
         return merge(RECIPES.get(str(values.get("recipe", "text")), {}), values)
+
+    @model_validator(mode="after")
+    def _kind_is_the_recipes(self) -> Self:
+        kinds = KINDS.get(self.recipe)
+        if kinds and self.model.kind not in kinds and self.model.factory is None:
+            raise ValueError(f"model.kind={self.model.kind}: recipe {self.recipe} has {', '.join(kinds)}")
+        return self
 
     @field_validator("devices")
     @classmethod

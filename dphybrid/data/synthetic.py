@@ -1,4 +1,5 @@
-"""Random data with a planted answer, for the tutorials' models: toy, blocks, hybrid, convnet."""
+"""Data that needs no files: random rows with a planted answer for the tutorials' models (toy, blocks, hybrid, convnet), and the handwritten
+digits that come with scikit-learn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class SyntheticSource:
 def open_source(recipe: str, seed: int) -> SyntheticSource:
     """Find the recipe. Raises UserError for one that has no data of its own."""
     if recipe not in _SHAPES:
-        raise UserError(f"recipe={recipe!r}: there is none of that name; choose one of text, ctr, {', '.join(_SHAPES)}")
+        raise UserError(f"recipe={recipe!r}: there is none of that name; choose one of text, ctr, kge, {', '.join(_SHAPES)}")
     return SyntheticSource(recipe, seed)
 
 
@@ -79,9 +80,20 @@ def _images(random: np.random.Generator, rows: int) -> Made:
     )
 
 
+def _digits(random: np.random.Generator, rows: int) -> Made:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    order = random.permutation(len(found.target))[:rows]
+    x_BCHW = (found.images[order, None] / 16).astype(np.float32)
+    info = {"task": "multiclass", "num_classes": 10, "image": list(x_BCHW.shape[1:])}
+    return {"x_BCHW": x_BCHW, "labels_B": found.target[order].astype(np.int64)}, info, "handwritten digits of 8 x 8 pixels (UCI)"
+
+
 _SHAPES: dict[str, tuple[int, int, Callable[[np.random.Generator, int], Made]]] = {
     "toy": (100, 100, _linear(5, 2)),
     "blocks": (100, 100, _linear(10, 20)),
     "hybrid": (10_000, 1_000, _rows_of_table),
     "convnet": (512, 256, _images),
+    "digits": (1437, 360, _digits),
 }

@@ -1,7 +1,10 @@
-"""Click-through model: one host table for all categorical columns, a deep network and a linear part in one region.
+"""Click-through models: one host table for all id columns, and in one region a network over its rows, the numbers and the loss.
 
-The shape of Wide & Deep (Cheng et al. 2016): a one-wide column of the row is the wide part, the others feed the network.
-Letters: B samples, F id columns, N numeric columns, D width of a row.
+- wide-deep: Wide & Deep (Cheng et al. 2016): a one-wide column of each row is the wide part, the others feed a deep network;
+- deepfm: DeepFM (Guo et al. 2017): the same, with a factorization machine over all pairs of rows instead of the wide part alone;
+- dlrm: DLRM (Naumov et al. 2019): dot products of all pairs of rows and of a network's view of the numbers feed a second network.
+
+Letters: B samples, F id columns, N numeric columns, D width of a row, V fields (rows and numbers), P pairs.
 """
 
 import itertools
@@ -11,28 +14,88 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbedding
+from dphybrid.errors import UserError
 from dphybrid.models.registry import ModelContext
 from dphybrid.parallel import DataParallel, parts
 
 
-class ClickRegion(nn.Module):
-    """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits_B); column 0 of a row is its wide weight."""
+def deep_network(inputs: int, hidden: int, layers: int, outputs: int, dropout: float) -> nn.Sequential:
+    """Linear layers with ReLU and dropout between them."""
+    widths = [inputs] + [hidden] * layers
+    steps: list[nn.Module] = []
+    for narrow, wide in itertools.pairwise(widths):
+        steps += [nn.Linear(narrow, wide), nn.ReLU(), nn.Dropout(dropout)]
+    return nn.Sequential(*steps, nn.Linear(widths[-1], outputs))
+
+
+class WideDeep(nn.Module):
+    """(rows_BFD, dense_BN) -> logits_B; column 0 of a row is its wide weight."""
 
     def __init__(self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
-        widths = [num_columns * (dim - 1) + num_dense] + [hidden] * layers
-        steps: list[nn.Module] = []
-        for narrow, wide in itertools.pairwise(widths):
-            steps += [nn.Linear(narrow, wide), nn.ReLU(), nn.Dropout(dropout)]
-        self.deep = nn.Sequential(*steps, nn.Linear(widths[-1], 1))
+        self.deep = deep_network(num_columns * (dim - 1) + num_dense, hidden, layers, 1, dropout)
         self.wide = nn.Linear(num_dense, 1) if num_dense else None
 
-    def forward(self, rows_BFD: Tensor, dense_BN: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-        dense_BN = dense_BN.to(rows_BFD.dtype)
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         deep_B1 = self.deep(torch.cat([rows_BFD[:, :, 1:].flatten(1), dense_BN], dim=1))
         logits_B = deep_B1.squeeze(1) + rows_BFD[:, :, 0].sum(1)
-        if self.wide is not None:
-            logits_B = logits_B + self.wide(dense_BN).squeeze(1)
+        return logits_B if self.wide is None else logits_B + self.wide(dense_BN).squeeze(1)
+
+
+class DeepFM(nn.Module):
+    """(rows_BFD, dense_BN) -> logits_B; a number is a field, too: its value times a row of its own."""
+
+    def __init__(self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.dense_ND = nn.Parameter(torch.randn(num_dense, dim) * 0.01)
+        self.deep = deep_network((num_columns + num_dense) * (dim - 1), hidden, layers, 1, dropout)
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
+        fields_BVD = torch.cat([rows_BFD, dense_BN[:, :, None] * self.dense_ND], dim=1)
+        linear_B, vectors_BVD = fields_BVD[:, :, 0].sum(1), fields_BVD[:, :, 1:]
+        # The sum over pairs is half of (square of the sum - sum of the squares).
+        pairs_B = 0.5 * (vectors_BVD.sum(1).square() - vectors_BVD.square().sum(1)).sum(1)
+        return linear_B + pairs_B + self.deep(vectors_BVD.flatten(1)).squeeze(1) + self.bias
+
+
+class DLRM(nn.Module):
+    """(rows_BFD, dense_BN) -> logits_B."""
+
+    first_P: Tensor
+    second_P: Tensor
+
+    def __init__(self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.bottom = deep_network(num_dense, hidden, 1, dim, 0.0) if num_dense else None
+        num_vectors = num_columns + (num_dense > 0)
+        first_P, second_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        self.register_buffer("first_P", first_P, persistent=False)
+        self.register_buffer("second_P", second_P, persistent=False)
+        inputs = len(first_P) + (dim if num_dense else num_columns * dim)
+        self.top = deep_network(inputs, hidden, layers, 1, dropout)
+
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
+        vectors_BVD, other_BD = rows_BFD, rows_BFD.flatten(1)
+        if self.bottom is not None:
+            other_BD = self.bottom(dense_BN)
+            vectors_BVD = torch.cat([other_BD[:, None], rows_BFD], dim=1)
+        dots_BVV = vectors_BVD @ vectors_BVD.transpose(1, 2)
+        return self.top(torch.cat([other_BD, dots_BVV[:, self.first_P, self.second_P]], dim=1)).squeeze(1)
+
+
+NETWORKS: dict[str, type[nn.Module]] = {"wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
+
+
+class ClickRegion(nn.Module):
+    """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits_B)."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+        logits_B = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
         loss_B = F.binary_cross_entropy_with_logits(logits_B, labels_B.to(logits_B.dtype), reduction="none")
         return loss_B, logits_B
 
@@ -61,6 +124,9 @@ class ClickModel(nn.Module):
 def build_ctr(context: ModelContext) -> ClickModel:
     o = context.options
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
-    region = ClickRegion(len(num_ids), o.dim, num_dense, o.hidden, o.layers, o.dropout)
-    table = context.table(sum(num_ids), o.dim, name="table", std=0.01)
-    return ClickModel(table, num_ids, DataParallel(region, context.devices))
+    if o.kind != "dlrm" and o.dim < 2:
+        raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
+    network = NETWORKS[o.kind](len(num_ids), o.dim, num_dense, o.hidden, o.layers, o.dropout)
+    std = 0.1 if o.kind == "dlrm" else 0.01  # products of tiny rows would be next to nothing for long
+    table = HostEmbedding(sum(num_ids), o.dim, std=std, dtype=context.dtype, seed=context.seed, name="table")
+    return ClickModel(table, num_ids, DataParallel(ClickRegion(network), context.devices))

@@ -104,12 +104,13 @@ def import_factory(path: str) -> Factory:
 
 
 def _recipe_factory(recipe: str) -> Factory:
-    from dphybrid.models import ctr, kge, text, tutorial
+    from dphybrid.models import ctr, kge, text, tutorial, vision
 
     return {
         "text": text.build_text,
         "ctr": ctr.build_ctr,
         "kge": kge.build_kge,
+        "digits": vision.build_digits,
         "toy": tutorial.build_toy,
         "blocks": tutorial.build_blocks,
         "hybrid": tutorial.build_hybrid,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbedding
+from dphybrid.errors import UserError
 from dphybrid.models.registry import ModelContext
 from dphybrid.parallel import DataParallel, parts
 
@@ -54,19 +55,48 @@ def positions(steps: int, hidden: int) -> Tensor:
     return torch.cat([angle_TH.sin(), angle_TH.cos()], dim=1)[:, :hidden]
 
 
+class FullSoftmax(nn.Module):
+    """(hidden_BTH, targets_BT) -> loss_BT, 0 where there is no target."""
+
+    def __init__(self, hidden: int, num_words: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(hidden, num_words)
+
+    def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(hidden_BTH).transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none")
+
+
+class AdaptiveSoftmax(nn.Module):
+    """The same by an adaptive softmax (Grave et al. 2017): words stand in the order of their frequency, and clusters of rare ones are
+    reached through narrow layers, so that cost hardly grows with the vocabulary. Its losses are exact, of a softmax in two steps."""
+
+    def __init__(self, hidden: int, num_words: int) -> None:
+        super().__init__()
+        cutoffs = sorted({cut for cut in (num_words // 20, num_words // 5) if 0 < cut < num_words})
+        if not cutoffs:
+            raise UserError(f"model.output=adaptive: {num_words} words are too few for it; use full")
+        if hidden < 16:
+            raise UserError(f"model.output=adaptive: the rarest words get a layer of a 16th of model.hidden={hidden}; use 16 or more")
+        self.layer = nn.AdaptiveLogSoftmaxWithLoss(hidden, num_words, cutoffs)
+
+    def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
+        known_BT = targets_BT != IGNORED
+        score_BT = self.layer(hidden_BTH.flatten(0, 1), targets_BT.clamp(min=0).flatten()).output.view_as(targets_BT)
+        return torch.where(known_BT, -score_BT, 0.0)
+
+
 class LanguageRegion(nn.Module):
     """Network, output layer and loss: (rows_BTD, targets_BT) -> (loss_B, weight_B), so only two numbers a sample leave a device."""
 
-    def __init__(self, network: nn.Module, hidden: int, num_words: int, dropout: float) -> None:
+    def __init__(self, network: nn.Module, output: nn.Module, dropout: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.network = network
-        self.output = nn.Linear(hidden, num_words)
+        self.output = output
 
     def forward(self, rows_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         hidden_BTH = self.dropout(self.network(self.dropout(rows_BTD)))
-        logits_BVT = self.output(hidden_BTH).transpose(1, 2)
-        loss_BT = F.cross_entropy(logits_BVT, targets_BT, ignore_index=IGNORED, reduction="none")
+        loss_BT = self.output(hidden_BTH, targets_BT)
         return loss_BT.sum(1), (targets_BT != IGNORED).sum(1).to(loss_BT.dtype)
 
 
@@ -96,6 +126,7 @@ def build_text(context: ModelContext) -> TextModel:
         network = CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
     else:
         network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
-    region = LanguageRegion(network, o.hidden, num_words, o.dropout)
+    output = AdaptiveSoftmax(o.hidden, num_words) if o.output == "adaptive" else FullSoftmax(o.hidden, num_words)
+    region = LanguageRegion(network, output, o.dropout)
     words = context.table(num_words, o.dim, name="words")
     return TextModel(words, DataParallel(region, context.devices))

@@ -1,0 +1,236 @@
+"""The recipes' networks against their papers' formulas written out, the same on several devices, and able to learn."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.config import KINDS, ModelConfig
+from dphybrid.config_sources import load_config
+from dphybrid.data import batches, prepare
+from dphybrid.errors import UserError
+from dphybrid.job import run_job
+from dphybrid.models import ModelContext, build_model
+from dphybrid.models.ctr import DLRM, ClickModel, DeepFM, WideDeep
+from dphybrid.models.text import IGNORED, AdaptiveSoftmax
+from dphybrid.models.vision import DigitCapsules, squash
+from dphybrid.parallel import find_data_parallel, resolve_devices
+from dphybrid.parallel.check import check_module
+from dphybrid.settings import load_settings
+
+INFO = {
+    "ctr": {"num_ids": [5, 7, 4], "num_dense": 2},
+    "text": {"num_words": 60},
+    "digits": {"num_classes": 10, "image": [1, 8, 8]},
+}
+RECIPES = [(recipe, kind) for recipe in INFO for kind in KINDS[recipe]]
+
+
+def batch_of(recipe: str, size: int = 7) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    if recipe == "ctr":
+        ids = [torch.randint(n, (size,), generator=draw) for n in (5, 7, 4)]
+        dense, labels = torch.randn(size, 2, generator=draw), torch.randint(2, (size,), generator=draw).float()
+        return {"ids_BF": torch.stack(ids, 1), "dense_BN": dense, "labels_B": labels}
+    if recipe == "text":
+        ids = torch.randint(60, (size, 9), generator=draw)
+        return {"ids_BT": ids, "targets_BT": torch.cat([ids[:, 1:], torch.full((size, 1), IGNORED)], 1)}
+    return {"x_BCHW": torch.rand(size, 1, 8, 8, generator=draw), "labels_B": torch.randint(10, (size,), generator=draw)}
+
+
+def model_of(recipe: str, kind: str, devices: str = "cpu", **values: object) -> nn.Module:
+    options = ModelConfig(kind=kind, **{"dim": 6, "hidden": 8, "layers": 1, "dropout": 0.0, "dtype": "float64"} | values)  # type: ignore[arg-type]
+    return build_model(recipe, ModelContext(resolve_devices(devices), INFO[recipe], options, 3))
+
+
+@pytest.mark.parametrize(("recipe", "kind"), RECIPES)
+def test_several_devices_give_one_devices_losses_and_gradients(recipe: str, kind: str) -> None:
+    found = []
+    for devices in ("cpu", "cpu*3"):
+        model = model_of(recipe, kind, devices)
+        outputs = model(batch_of(recipe))
+        (outputs["loss"].sum() / outputs["weight"].sum()).backward()
+        found.append((outputs["loss"].detach(), {name: p.grad for name, p in model.named_parameters()}))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(gradient, found[1][1][name], msg=name)
+
+
+@pytest.mark.parametrize(("recipe", "kind"), RECIPES)
+def test_nothing_breaks_under_data_parallelism(recipe: str, kind: str) -> None:
+    for block in find_data_parallel(model_of(recipe, kind)).values():
+        assert check_module(block.module) == []
+
+
+def test_a_factorization_machine_is_the_sum_over_pairs() -> None:
+    torch.manual_seed(0)
+    network = DeepFM(3, 5, 2, 8, 1, 0.0).double()
+    for parameter in network.deep.parameters():
+        nn.init.zeros_(parameter)
+    rows_BFD, dense_BN = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    for b in range(4):
+        fields = [*rows_BFD[b], *(dense_BN[b, n] * network.dense_ND[n] for n in range(2))]
+        expected = sum(field[0] for field in fields) + sum(one[1:] @ two[1:] for one, two in itertools.combinations(fields, 2))
+        torch.testing.assert_close(network(rows_BFD, dense_BN)[b], expected)
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_dlrm_sees_the_product_of_each_pair_once(num_dense: int) -> None:
+    torch.manual_seed(0)
+    network = DLRM(3, 5, num_dense, 8, 1, 0.0)
+    rows_BFD, dense_BN = torch.randn(1, 3, 5), torch.randn(1, num_dense)
+    seen: list[Tensor] = []
+    network.top.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    network(rows_BFD, dense_BN)
+    other = network.bottom(dense_BN)[0] if network.bottom is not None else rows_BFD[0].flatten()
+    vectors = ([other] if num_dense else []) + list(rows_BFD[0])
+    products = torch.stack([one @ two for one, two in itertools.combinations(vectors, 2)])
+    torch.testing.assert_close(seen[0][: len(other)], other)
+    torch.testing.assert_close(seen[0][len(other) :].sort().values, products.sort().values)
+
+
+def test_the_wide_part_is_linear_in_the_first_column() -> None:
+    network = WideDeep(3, 5, 0, 8, 1, 0.0)
+    rows_BFD = torch.randn(2, 3, 5)
+    more = rows_BFD.clone()
+    more[:, 1, 0] += 1.5
+    torch.testing.assert_close(network(more, torch.zeros(2, 0)) - network(rows_BFD, torch.zeros(2, 0)), torch.full((2,), 1.5))
+
+
+def test_an_adaptive_softmax_is_a_distribution_over_all_words() -> None:
+    torch.manual_seed(0)
+    output = AdaptiveSoftmax(32, 60).double()
+    hidden = torch.randn(1, 1, 32, dtype=torch.float64).expand(60, 1, 32)
+    loss_B = output(hidden, torch.arange(60)[:, None])[:, 0]
+    assert (-loss_B).exp().sum().item() == pytest.approx(1.0)
+    assert output(hidden[:2], torch.full((2, 1), IGNORED)).tolist() == [[0.0], [0.0]]
+    with pytest.raises(UserError, match=r"model\.output=adaptive: 3 words are too few"):
+        AdaptiveSoftmax(32, 3)
+    with pytest.raises(UserError, match=r"model\.hidden=8; use 16 or more"):
+        AdaptiveSoftmax(8, 60)
+    model = model_of("text", "gru", output="adaptive", hidden=16)
+    assert torch.isfinite(model(batch_of("text"))["loss"]).all()
+
+
+def test_squashed_vectors_keep_their_direction_and_are_shorter_than_one() -> None:
+    vectors = torch.randn(50, 8) * torch.logspace(-3, 3, 50)[:, None]
+    found = squash(vectors)
+    square = vectors.square().sum(1)
+    torch.testing.assert_close(found.norm(dim=1), square / (1 + square))
+    torch.testing.assert_close(F.cosine_similarity(found, vectors), torch.ones(50))
+    zero = torch.zeros(1, 8, requires_grad=True)
+    squash(zero).sum().backward()
+    assert torch.isfinite(zero.grad).all()  # type: ignore[arg-type]
+
+
+def test_routing_is_the_papers_loop() -> None:
+    torch.manual_seed(0)
+    layer = DigitCapsules(6, 3).double()
+    capsules_BID = torch.randn(2, 6, 8, dtype=torch.float64)
+    for b in range(2):
+        votes = [[layer.weight_IJED[i, j] @ capsules_BID[b, i] for j in range(3)] for i in range(6)]
+        logits = [[0.0] * 3 for _ in range(6)]
+        for _ in range(3):
+            shares = [torch.tensor(row, dtype=torch.float64).softmax(0) for row in logits]
+            outputs = [squash(sum(shares[i][j] * votes[i][j] for i in range(6))) for j in range(3)]  # type: ignore[arg-type]
+            logits = [[logits[i][j] + (votes[i][j] @ outputs[j]).item() for j in range(3)] for i in range(6)]
+        torch.testing.assert_close(layer(capsules_BID)[b], torch.stack(outputs))
+
+
+@pytest.mark.parametrize(("kind", "epochs"), [("convnet", 3), ("capsule", 10)])
+def test_digits_are_learnt(kind: str, epochs: int, data_dir: Path) -> None:
+    values = [f"model.kind={kind}", f"train.epochs={epochs}", "devices=cpu*2"]
+    report = run_job(load_config(None, ["recipe=digits", *values]), load_settings())
+    assert report.metrics["accuracy"] > 0.94
+
+
+@pytest.mark.parametrize("kind", KINDS["ctr"])
+def test_clicks_are_learnt(kind: str, data_dir: Path, tmp_path: Path) -> None:
+    body = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i * 7 % 10},{int(i % 4 == 0 or i % 3 == 1)}" for i in range(1200))
+    (tmp_path / "clicks.csv").write_text("one,two,n,clicked\n" + body)
+    values = [
+        f"data.path={tmp_path / 'clicks.csv'}",
+        "data.label=clicked",
+        f"model.kind={kind}",
+        "model.dim=4",
+        "model.hidden=16",
+    ]
+    report = run_job(load_config(None, ["recipe=ctr", *values, "train.batch_size=32", "train.epochs=8"]), load_settings())
+    assert report.metrics["auc"] > 0.98
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("ctr", "lstm"), ("text", "dlrm"), ("kge", "gru")])
+def test_a_network_of_another_recipe_is_refused(recipe: str, kind: str) -> None:
+    with pytest.raises(UserError, match=rf"model\.kind={kind}: recipe {recipe} has {', '.join(KINDS[recipe])}"):  # type: ignore[index]
+        load_config(None, [f"recipe={recipe}", f"model.kind={kind}"])
+
+
+class PlainLanguageModel(nn.Module):
+    """The text recipe's network in plain torch, on one device."""
+
+    def __init__(self, num_words: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(num_words, dim)
+        self.network = nn.LSTM(dim, hidden, batch_first=True)
+        self.output = nn.Linear(hidden, num_words)
+
+    def forward(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        logits_BTV = self.output(self.network(self.words(ids_BT))[0])
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
+
+
+def test_text_reaches_the_perplexity_of_plain_torch(data_dir: Path, tmp_path: Path) -> None:
+    """Same seed and order of batches: torch's embedding, SGD and Adam on one device beside a host table on three devices."""
+    draw = torch.Generator().manual_seed(0)
+    text = "\n\n".join(
+        " ".join(f"w{int(w)}" for w in torch.randint(12, (200,), generator=draw).cumsum(0) % 40) for _ in range(30)
+    )
+    (tmp_path / "words.txt").write_text(text)
+    config = load_config(
+        None,
+        [
+            f"data.path={tmp_path / 'words.txt'}",
+            "data.window=20",
+            "devices=cpu*3",
+            *("model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0", "table.optimizer=sgd", "table.lr=0.5"),
+            *("train.epochs=6", "train.schedule=constant", "train.clip_norm=0", "train.lr=0.03", "train.patience=0"),
+        ],
+    )
+    settings = load_settings()
+    data = prepare("text", config.data, settings.prepared_dir, config.train.seed)
+    start = build_model("text", ModelContext(resolve_devices("cpu"), data.info, config.model, config.train.seed))
+    plain = PlainLanguageModel(data.info["num_words"], 8, 16)
+    with torch.no_grad():
+        plain.words.weight.copy_(start.words.weight)  # type: ignore[union-attr, arg-type]
+    states = {name.partition("network.")[2]: value for name, value in start.named_parameters()}
+    plain.network.load_state_dict({name.partition("network.")[2]: value for name, value in states.items() if "network." in name})
+    plain.output.load_state_dict({name.rpartition(".")[2]: value for name, value in start.named_parameters() if "output" in name})
+    dense = torch.optim.Adam([*plain.network.parameters(), *plain.output.parameters()], lr=0.03)
+    rows = torch.optim.SGD(plain.words.parameters(), lr=0.5)
+    for epoch in range(6):
+        for batch in batches(data.dataset("train"), config.train.batch_size, seed=0, epoch=epoch, shuffle=True):
+            for optimizer in (dense, rows):
+                optimizer.zero_grad()
+            plain(batch["ids_BT"], batch["targets_BT"]).backward()
+            for optimizer in (dense, rows):
+                optimizer.step()
+    report = run_job(config, settings)
+    with torch.no_grad():
+        terms = [
+            (plain(b["ids_BT"], b["targets_BT"]) * (count := (b["targets_BT"] != IGNORED).sum()), count)
+            for b in batches(data.dataset("valid"), 16, seed=0, epoch=0, shuffle=False)
+        ]
+    loss = sum(float(one) for one, _ in terms) / sum(int(count) for _, count in terms)
+    assert report.metrics["loss"] == pytest.approx(loss, abs=1e-3)
+    assert loss < 3.2  # 3.69 knows nothing
+    assert report.metrics["perplexity"] == pytest.approx(float(torch.tensor(loss).exp()), rel=1e-3)
+
+
+def test_click_models_declare_their_ids() -> None:
+    model = model_of("ctr", "dlrm")
+    assert isinstance(model, ClickModel)
+    assert model.table_ids(batch_of("ctr"))["table"].max() < 16
