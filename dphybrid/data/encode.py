@@ -7,7 +7,7 @@ Ids of a category column: 0 = no value, 1 = unknown value, from 2 on the values,
 import itertools
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,12 +94,12 @@ class NumericColumn:
     def ids(self, raw_B: Array) -> Array:
         """Return bucket ids (B,) of values (nan: no value)."""
         assert self.edges is not None
-        place_B = np.ones(len(raw_B), np.int32)
         if len(self.edges) <= FEW_EDGES:
+            place_B: Array = np.ones(len(raw_B), np.uint8)
             for edge in self.edges:
-                place_B += raw_B >= edge
+                place_B += (raw_B >= edge).view(np.uint8)
         else:
-            place_B += np.searchsorted(self.edges, raw_B, side="right")
+            place_B = 1 + np.searchsorted(self.edges, raw_B, side="right")
         place_B[np.isnan(raw_B)] = MISSING_ID
         return place_B
 
@@ -190,6 +190,14 @@ def fit_categories(
     return CategoryColumn(name, kept if top is None else kept.head(top), hash_buckets)
 
 
+def side_by_side(columns: Sequence[Array], dtype: type[np.integer[Any]]) -> Array:
+    """Return columns (B,) as (B, F); `np.stack` takes four times as long."""
+    out_BF: Array = np.empty((len(columns[0]), len(columns)), dtype)
+    for place, column_B in enumerate(columns):
+        out_BF[:, place] = column_B
+    return out_BF
+
+
 @dataclass(frozen=True)
 class TableEncoder:
     """From columns of text to `ids_BF` and `dense_BN`: buckets first, then categories. What it has learnt is saved beside a checkpoint.
@@ -242,7 +250,7 @@ class TableEncoder:
             raw[column.name] = numbers.fill_null(float("nan")).to_numpy()
         parts = [column.ids(raw[column.name]) for column in self.numeric if column.num_ids]
         parts += [column.ids(columns[column.name].cast(pl.String)) for column in self.categories]
-        return np.stack(parts, axis=1, dtype=np.int64), self.dense(raw, num_rows), wrong
+        return side_by_side(parts, np.int64), self.dense(raw, num_rows), wrong
 
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""

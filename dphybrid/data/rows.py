@@ -158,18 +158,19 @@ def _csv_chunks(file: Path, data: DataConfig, numbers: Set[str]) -> Iterator[Row
         while not last:
             piece = stream.read(BLOCK_BYTES)
             last = not piece
-            raw = rest + piece
-            cut = len(raw) if last else _last_line_end(raw)
-            if not cut:
-                if len(raw) > LONGEST_LINE:
+            cut = _last_line_end(piece)
+            if not cut and not last:
+                rest += piece
+                if len(rest) > LONGEST_LINE:
                     raise UserError(f"data.path={file}: line {line + 1} does not end within {LONGEST_LINE:,} bytes; is it text?")
-                rest = raw
                 continue
-            block, rest = raw[:cut], raw[cut:]
+            block, rest = b"".join((rest, memoryview(piece)[:cut])), piece[cut:]
+            if not block:
+                continue
             if layout is None:
                 layout = _layout(file, block, data)
                 if layout is None:  # blank lines only, so far
-                    line, offset = line + len(_LINE_END_BYTES.findall(block)), offset + cut
+                    line, offset = line + len(_LINE_END_BYTES.findall(block)), offset + len(block)
                     continue
                 if line == 0 and layout.body:
                     ends = [match.end() for match in _LINE_END_BYTES.finditer(block, 0)][: layout.body]

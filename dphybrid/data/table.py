@@ -18,7 +18,16 @@ import polars as pl
 from dphybrid.config import DataConfig
 from dphybrid.data.ahead import ahead, mapped
 from dphybrid.data.batches import Array
-from dphybrid.data.encode import FIT_ROWS, CategoryColumn, Dictionary, NumericColumn, TableEncoder, fit_categories, fit_numeric
+from dphybrid.data.encode import (
+    FIT_ROWS,
+    CategoryColumn,
+    Dictionary,
+    NumericColumn,
+    TableEncoder,
+    fit_categories,
+    fit_numeric,
+    side_by_side,
+)
 from dphybrid.data.extend import Base, extended, extended_split, open_base, row_keys
 from dphybrid.data.fields import is_number
 from dphybrid.data.rows import Rows, check_enough, check_rejected, read_chunks
@@ -250,9 +259,9 @@ class ColumnStore:
 
 def _ids(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int) -> Iterator[Array]:
     def block(number: int) -> Array:
-        numbers = {column.name: column.ids(store.block(column.name, number)) for column in encoder.numeric if column.num_ids}
-        codes = {column.name: lookups[column.name][store.block(column.name, number)] for column in encoder.categories}
-        return np.stack([*numbers.values(), *codes.values()], axis=1, dtype=np.int32, casting="same_kind")
+        parts = [column.ids(store.block(column.name, number)) for column in encoder.numeric if column.num_ids]
+        parts += [lookups[column.name][store.block(column.name, number)] for column in encoder.categories]
+        return side_by_side(parts, np.int32)
 
     return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
 

@@ -76,7 +76,9 @@ class AdaptiveSoftmax(nn.Module):
         if not cutoffs:
             raise UserError(f"model.output=adaptive: {num_words} words are too few for it; use full")
         if hidden < 16:
-            raise UserError(f"model.output=adaptive: the rarest words get a layer of a 16th of model.hidden={hidden}; use 16 or more")
+            raise UserError(
+                f"model.output=adaptive: the rarest words get a layer of a 16th of model.hidden={hidden}; use 16 or more"
+            )
         self.layer = nn.AdaptiveLogSoftmaxWithLoss(hidden, num_words, cutoffs)
 
     def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:

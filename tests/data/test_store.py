@@ -152,7 +152,7 @@ def test_progress_is_told_and_ends_complete(tmp_path: Path) -> None:
 
 
 def test_a_recipe_without_data_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"recipe='tyo'.*text, ctr, toy"):
+    with pytest.raises(UserError, match=r"recipe='tyo'.*text, ctr, kge, toy"):
         prepare("tyo", DataConfig(), tmp_path, 0)
 
 
