@@ -9,7 +9,7 @@ from dphybrid.config import DataConfig
 from dphybrid.data.store import ENCODER_VERSION, Content, Prepared, Progress, Source, build_once, combined_digest
 from dphybrid.errors import UserError
 
-DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of the folder that is written to, not of the files that are read."""
 
 

@@ -113,6 +113,23 @@ def test_a_full_disk_and_a_file_in_the_way_are_told(tmp_path: Path, monkeypatch:
     assert names(tmp_path / "prepared") == []
 
 
+@pytest.mark.parametrize("limit", [2_000, 30_000])  # a column of numbers takes 24,000 bytes, the ids 48,000
+def test_a_table_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path, limit: int) -> None:
+    """A limit on the size of files stands for a full disk: while columns are read, and while arrays are written."""
+    file = tmp_path / "x.csv"
+    file.write_text("n,a,b,c,y\n" + "\n".join(f"{i * i},v{i % 900},w{i % 3},x{i % 4},{i % 2}" for i in range(3000)))
+    code = (
+        "import resource, sys; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare, table;"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
+        f"prepare('ctr', DataConfig(path={str(file)!r}, label='y', min_count=1), Path({str(tmp_path / 'prepared')!r}), 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "UserError" in done.stderr.splitlines()[-1]
+    assert "prepared data cannot be written there" in done.stderr
+    assert "make room" in done.stderr
+    assert names(tmp_path / "prepared") == []
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("n,y\n" + "\n".join(f"{i * i},{i % 2}" for i in range(30)))
