@@ -20,6 +20,9 @@ from torch.nn import functional as F
 
 _INT32_END = 2**31 - 1
 
+_PADDED_FROM, _RADIX_FROM = 8192, 32768
+"""From 32,768 values on torch sorts integers by radix on x86: 0.27 ms, where 26,624 values take 1.27. Shorter ones are padded to that."""
+
 _NUMPY_THREADS = 2
 """Up to this number of threads numpy, which uses one, writes rows faster than torch."""
 
@@ -36,16 +39,25 @@ class Occurrences:
         """Return the place of each id in unique_U."""
         lengths_U = torch.diff(self.starts_U, append=self.starts_U.new_tensor([len(self.order_N)]))
         places_N = torch.repeat_interleave(torch.arange(len(self.unique_U), dtype=self.order_N.dtype), lengths_U)
-        return torch.empty_like(self.order_N).index_copy_(0, self.order_N.long(), places_N)
+        return torch.empty_like(self.order_N).scatter_(0, self.order_N.long(), places_N)
 
 
 def sort_ids(ids_N: Tensor) -> Occurrences:
     """Return where each unique id of ids_N (int32 or int64) occurs."""
-    sorted_N, order_N = torch.sort(ids_N, stable=True)
+    sorted_N, order_N = _stably_sorted(ids_N)
     unique_U, lengths_U = torch.unique_consecutive(sorted_N, return_counts=True)
     dtype = torch.int32 if ids_N.numel() < _INT32_END else torch.int64
     starts_U = lengths_U.cumsum(0, dtype=dtype).sub_(lengths_U)
     return Occurrences(unique_U.long(), order_N.to(dtype), starts_U)
+
+
+def _stably_sorted(ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    count = ids_N.numel()
+    if not _PADDED_FROM <= count < _RADIX_FROM:
+        return torch.sort(ids_N, stable=True)
+    padded = torch.cat([ids_N, ids_N.max().expand(_RADIX_FROM - count)])  # equal ones keep their order: the padding comes last
+    sorted_P, order_P = torch.sort(padded, stable=True)
+    return sorted_P[:count], order_P[:count]
 
 
 def short(ids_N: Tensor, num_rows: int) -> Tensor:

@@ -17,6 +17,7 @@ from dphybrid.embedding import (
     find_tables,
     make_row_optimizer,
 )
+from dphybrid.embedding.lookup import sort_ids
 from dphybrid.parallel import DataParallel
 
 ROWS, DIM = 50, 4
@@ -39,6 +40,18 @@ def test_nothing_moves_or_casts_the_table() -> None:
     assert (weight.device.type, weight.dtype) == ("cpu", torch.float64)
     assert model[1].weight.device.type == "meta"
     assert list(model[0].parameters()) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, 8191, 8192, 20_000, 32_767, 32_768, 50_000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_occurrences_of_unique_ids(count: int, dtype: torch.dtype) -> None:
+    ids_N = torch.randint(0, 700, (count,), generator=torch.Generator().manual_seed(count)).to(dtype)
+    where = sort_ids(ids_N)
+    unique_U, inverse_N, counts_U = torch.unique(ids_N, return_inverse=True, return_counts=True)
+    assert torch.equal(where.unique_U, unique_U.long())
+    assert torch.equal(where.inverse_N().long(), inverse_N)
+    assert torch.equal(where.order_N.long(), torch.argsort(ids_N, stable=True))
+    assert torch.equal(where.starts_U.long(), counts_U.cumsum(0) - counts_U)
 
 
 def test_gradients_exist_for_touched_rows_only_and_add_up_over_lookups() -> None:
