@@ -188,7 +188,10 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
 
     Promoted when the whole 95 % interval of the gain lies above `min_gain`. Raises UserError when MLflow does not answer.
     """
-    run, registry = read_run(run_folder), open_registry(settings)
+    run = read_run(run_folder)
+    if (run.folder / "decision.json").is_file():  # made before this process, which goes on where another one died
+        return Decision.model_validate(read_json(run.folder / "decision.json"))
+    registry = open_registry(settings)
     model = run.config.checkpoint.register_as
     assert model is not None  # plan_retraining has looked
     challenger = registry.newest(model)

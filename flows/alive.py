@@ -8,7 +8,6 @@ import fcntl
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -25,6 +24,7 @@ from prefect.client.schemas.filters import (
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Cancelled, Crashed
 
@@ -32,8 +32,10 @@ from dphybrid.gpus import lease_folder
 from dphybrid.settings import load_settings
 from flows.queueing import UNREACHABLE
 
-SETTLE_S = 4.0
-"""How long a run must have been dead: its worker may be about to say so itself."""
+SETTLE_S = 8.0
+"""How long a run must have been in the state that says it lives, or has crashed."""
+SILENT = "no heartbeat: its machine died"
+"""What the automation of `flows.setup` writes on a run."""
 STUCK_S = 120.0
 """How long the start of a process may take."""
 MAX_RUNS = 10
@@ -52,53 +54,60 @@ def alive_here(flow_run_id: str | None) -> Iterator[None]:
         yield
         return
     file = run_file(flow_run_id)
-    with file.open("a") as stream:
-        # Left behind by an earlier process of the same run, it may be held by that process still, which is about to stop.
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        file.touch()
+    with _locked(file):
         try:
             yield
         finally:
             file.unlink(missing_ok=True)
 
 
-class DeadRuns:
-    """Finds dead runs of this machine and queues them again."""
-
-    def __init__(self) -> None:
-        self._since: dict[Path, float] = {}
-
-    def queue_again(self) -> list[str]:
-        """Queue the runs again that have been dead for `SETTLE_S`; return a line for each. Waits for no server that is away."""
-        lines = []
-        files = [file for file in lease_folder(load_settings().lease_dir).glob("flow-*.run") if not _is_locked(file)]
-        self._since = {file: self._since.get(file, time.monotonic()) for file in files}
-        for file, since in self._since.items():
-            if time.monotonic() - since < SETTLE_S:
-                continue
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold a file locked; wait for an earlier process of the same run, which is about to end."""
+    while True:
+        with file.open("a") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
             try:
-                with get_client(sync_client=True) as client:
-                    line = _queue(client, UUID(file.stem.removeprefix("flow-")), _worker_of(file))
-            except UNREACHABLE:
-                continue
-            if line is not None:
-                file.unlink(missing_ok=True)
-                lines += [line] if line else []
-        return lines
+                same = os.path.samestat(file.stat(), os.fstat(stream.fileno()))
+            except FileNotFoundError:  # its last holder removed it
+                same = False
+            if same:
+                yield
+                return
 
 
-def _queue(client: SyncPrefectClient, flow_run_id: UUID, worker: int | None) -> str | None:
-    """worker: process that was about to start it. Return what was done, "" when there is nothing to do, or None to look again later."""
+def queue_dead_runs() -> list[str]:
+    """Queue the runs again whose process died on this machine; return a line for each. Waits for no server that is away."""
+    lines = []
+    for file in lease_folder(load_settings().lease_dir).glob("flow-*.run"):
+        if _is_locked(file):
+            continue
+        try:
+            with get_client(sync_client=True) as client:
+                line = _queue(client, file)
+        except UNREACHABLE:
+            break
+        if line is not None:
+            file.unlink(missing_ok=True)
+            lines += [line] if line else []
+    return lines
+
+
+def _queue(client: SyncPrefectClient, file: Path) -> str | None:
+    """Return what was done, "" when there is nothing to do, or None to look again later."""
+    flow_run_id, worker = UUID(file.stem.removeprefix("flow-")), _worker_of(file)
     try:
         run = client.read_flow_run(flow_run_id)
     except ObjectNotFound:
         return ""
-    if run.state is None or run.state.type == StateType.SCHEDULED:
+    if run.state is None or run.state.type == StateType.SCHEDULED or _is_locked(file):
         return None  # it is about to start, perhaps here
     if run.state.type == StateType.PENDING:
         if worker is None or Path(f"/proc/{worker}").exists():
             return None
         return _again(client, run, "its worker died before it had begun")
+    if datetime.now(UTC) - run.state.timestamp < timedelta(seconds=SETTLE_S):
+        return None  # it has just begun, and is about to lock its file; or its worker is about to say what became of it
     if run.state.type == StateType.CANCELLING:
         client.set_flow_run_state(flow_run_id, Cancelled(message="its process is dead"), force=True)
         return f"flow run {run.name}: cancelled, its process is dead"
@@ -118,19 +127,27 @@ def _again(client: SyncPrefectClient, run: FlowRun, why: str) -> str:
     return f"flow run {run.name}: {why}; queued again"
 
 
-def queue_stuck_runs(pool: str) -> list[str]:
-    """Queue the runs of a pool again that have been about to start for `STUCK_S`, wherever their worker died; return a line for each."""
+def queue_lost_runs(pool: str) -> list[str]:
+    """Queue the runs of a pool again whose machine died, or whose worker before they began, wherever that was; return a line for each."""
     before = datetime.now(UTC) - timedelta(seconds=STUCK_S)
     try:
         with get_client(sync_client=True) as client:
             runs = client.read_flow_runs(
                 work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
                 flow_run_filter=FlowRunFilter(
-                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])),
+                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.CRASHED])),
                     tags=FlowRunFilterTags(all_=["dphybrid"]),
                 ),
+                sort=FlowRunSort.EXPECTED_START_TIME_DESC,
             )
-            return [_again(client, run, "it did not begin") for run in runs if run.state and run.state.timestamp < before]
+            lines = []
+            for run in runs:
+                assert run.state is not None  # the filter asks for one
+                if run.state.type == StateType.PENDING and run.state.timestamp < before:
+                    lines.append(_again(client, run, "it did not begin"))
+                elif run.state.type == StateType.CRASHED and run.state.message == SILENT and run.run_count < MAX_RUNS:
+                    lines.append(_again(client, run, SILENT))
+            return lines
     except UNREACHABLE:
         return []
 

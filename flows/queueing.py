@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, NoReturn
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -11,7 +11,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, PrefectException
-from prefect.states import AwaitingRetry, Completed, Running
+from prefect.states import AwaitingRetry, Cancelled, Completed, Running
 
 UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
 """What a call to Prefect's server raises when it is away."""
@@ -62,29 +62,33 @@ class ServerAwayError(RuntimeError):
     """Prefect's server does not answer."""
 
 
-def can_be_queued(flow_run_id: str) -> bool:
-    """Does a worker take this run up again when it is queued, and has nobody cancelled it? Raises ServerAwayError."""
+def leave(flow_run_id: str, reason: str, after_s: float | None) -> None:
+    """Leave an interrupted run in the state that fits, and end this process without another one; return when Prefect should say what it is.
+
+    Cancelled when somebody cancelled it. Queued again for `after_s` seconds from now (None: not wanted), if a worker can take it up; one that
+    sees its checkpoints goes on with it. Left as it is when it was thought dead and is another process's now. Raises ServerAwayError.
+    """
     context = FlowRunContext.get()
-    run = context.flow_run if context else None
-    if run is None or run.deployment_id is None or run.work_queue_id is None:
-        return False
+    own = context.flow_run if context else None
+    state: State[Any] | None = None
     try:
         with get_client(sync_client=True) as client:
-            state = client.read_flow_run(UUID(flow_run_id)).state
+            run = client.read_flow_run(UUID(flow_run_id))
+            now = run.state.type if run.state else StateType.RUNNING
+            if now in (StateType.SCHEDULED, StateType.PENDING) or (own and run.run_count > own.run_count):
+                raise Pause(state=run.state)
+            if now in (StateType.CANCELLING, StateType.CANCELLED):
+                state = Cancelled(message=reason)
+            elif after_s is not None and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
+                state = AwaitingRetry(scheduled_time=datetime.now(UTC) + timedelta(seconds=after_s), message=reason)
+            if state is not None:
+                client.set_flow_run_state(UUID(flow_run_id), state, force=True)
+    except Pause:
+        raise
     except UNREACHABLE as error:
         raise ServerAwayError(str(error)) from error
-    return state is not None and state.type == StateType.RUNNING
-
-
-def back_to_queue(flow_run_id: str, reason: str, after_s: float) -> NoReturn:
-    """Queue this run again and end this process; a worker that sees its checkpoints goes on with it from `after_s` seconds on."""
-    state: State[Any] = AwaitingRetry(scheduled_time=datetime.now(UTC) + timedelta(seconds=after_s), message=reason)
-    try:
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(UUID(flow_run_id), state, force=True)
-    except UNREACHABLE as error:
-        raise ServerAwayError(str(error)) from error
-    raise Pause(state=state)
+    if state is not None:
+        raise Pause(state=state)
 
 
 def too_late(limit_min: float) -> State | None:

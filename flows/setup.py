@@ -22,11 +22,12 @@ from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 
 from dphybrid.cli import Parser, run_cli
 from dphybrid.errors import UserError
+from flows.alive import SILENT
 from flows.queueing import ENDINGS
 from flows.validate import check_prefect_yaml
 from flows.worker import SHARED_QUEUES
 
-AUTOMATION = "dphybrid: queue runs again whose machine died"
+AUTOMATION = "dphybrid: notice runs whose machine died"
 SILENT_FOR = timedelta(seconds=200)
 """Silence after which a run counts as dead; at least three heartbeats, or living runs would be begun twice."""
 _HEARTBEAT = "prefect.flow-run.heartbeat"
@@ -57,7 +58,7 @@ async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
     """Make the automation, or bring the one of its name up to date (a second one would act twice); return which it did."""
     automation = Automation(
         name=AUTOMATION,
-        description="A training whose heartbeats stop has lost its machine; another workstation goes on from its checkpoint.",
+        description="A training whose heartbeats stop has lost its machine. Workers queue it again, and one goes on from its checkpoint.",
         trigger=EventTrigger(
             posture=Posture.Proactive,
             after={_HEARTBEAT},
@@ -69,12 +70,8 @@ async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
             within=silent_for,
         ),
         actions=[
-            ChangeFlowRunState(
-                state=StateType.SCHEDULED,
-                name="AwaitingRetry",
-                message="no heartbeat: its machine died; queued again",
-                force=True,
-            )
+            # Not SCHEDULED: Prefect triggers this for runs that ended long ago, too, which cannot become Crashed, but would begin again.
+            ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=SILENT, force=False)
         ],
     )
     try:

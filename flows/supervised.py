@@ -12,7 +12,7 @@ from prefect.exceptions import TerminationSignal
 from dphybrid.settings import load_settings
 from dphybrid.training.stop import Interrupted
 from flows.alive import alive_here, noticing_the_workers_death
-from flows.queueing import ServerAwayError, back_to_queue, can_be_queued
+from flows.queueing import ServerAwayError, leave
 
 
 @contextmanager
@@ -27,21 +27,20 @@ def supervised() -> Iterator[None]:
             yield
         except Interrupted as interruption:
             asked_to_end = interruption.signal_number == signal.SIGTERM
-            if flow_run_id and (interruption.requeue or asked_to_end):
-                _queue_again(flow_run_id, str(interruption))
+            _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end)
             if asked_to_end:
                 raise TerminationSignal(signal=signal.SIGTERM) from interruption
             raise
         except TerminationSignal as ended:  # outside training
-            if flow_run_id:
-                _queue_again(flow_run_id, f"stopped by {ended!r}")
+            _leave(flow_run_id, f"stopped by {ended!r}", True)
             raise
 
 
-def _queue_again(flow_run_id: str, reason: str) -> None:
+def _leave(flow_run_id: str | None, reason: str, later: bool) -> None:
+    if flow_run_id is None:
+        return
     try:
-        if can_be_queued(flow_run_id):
-            back_to_queue(flow_run_id, reason, load_settings().requeue_after_s)
+        leave(flow_run_id, reason, load_settings().requeue_after_s if later else None)
     except ServerAwayError as error:
         # Without a word to Prefect, which would try for long, and then call it crashed: a worker here finds the run dead, and queues it.
         print(

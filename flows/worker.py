@@ -24,7 +24,7 @@ from dphybrid.cli import Parser, run_cli
 from dphybrid.errors import UserError
 from dphybrid.gpus import Inventory, lease_folder, visible
 from dphybrid.settings import load_settings
-from flows.alive import DeadRuns, queue_stuck_runs, run_file
+from flows.alive import queue_dead_runs, queue_lost_runs, run_file
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -98,7 +98,7 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal's end is no reason to stop
-    dead, working = DeadRuns(), asyncio.create_task(worker.start())
+    working = asyncio.create_task(worker.start())
     try:
         looks = 0
         while not working.done():
@@ -107,9 +107,9 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
             if worker.draining and not worker.num_running:
                 break
             if looks % 4 == 0 and not worker.draining:
-                lines = await asyncio.to_thread(dead.queue_again)
+                lines = await asyncio.to_thread(queue_dead_runs)
                 if looks % 40 == 0:
-                    lines += await asyncio.to_thread(queue_stuck_runs, pool)
+                    lines += await asyncio.to_thread(queue_lost_runs, pool)
                 for line in lines:
                     _log.warning(line)
         if working.done():

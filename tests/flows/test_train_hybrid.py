@@ -148,7 +148,7 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     assert "brought up to date" in done.stdout
     automations = [page["name"] for page in team.post("/automations/filter", {})]
-    assert sorted(automations) == ["dphybrid: queue runs again whose machine died", "retrain-on-new-data"]
+    assert sorted(automations) == ["dphybrid: notice runs whose machine died", "retrain-on-new-data"]
     queues = {queue["name"]: queue["priority"] for queue in team.post("/work_pools/gpu/queues/filter", {})}
     assert queues["one"] < queues["two"] < queues["urgent"] < queues["any"] < queues["night"]
     deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}

@@ -13,11 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
+from flows.alive import SILENT
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team, kill_tree, wait_until
 
 SHORT = ["recipe=hybrid", "model.factory=slowly:build", "train.epochs=1", "train.batch_size=256"]
-LONG = [*SHORT, "train.epochs=40", "train.batch_size=64", "train.patience=0", "model.dropout=0.1", "devices=auto*1"]
+LONG = [*SHORT, "train.epochs=20", "train.patience=0", "model.dropout=0.1", "devices=auto*1"]
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +145,7 @@ def test_training_outlives_the_server_and_its_database(team: Team) -> None:
     write_state(team.gpus, [gpu(number) for number in range(4)])
     worker = team.start_worker("one", "--limit", "2", SLOW="0.15")
     ends_meanwhile, cancelled_after = team.run_many(
-        [("train-hybrid", {"overrides": [*LONG, f"train.epochs={epochs}"]}) for epochs in (14, 300)]
+        [("train-hybrid", {"overrides": [*LONG, f"train.epochs={epochs}"]}) for epochs in (5, 600)]
     )
     folders = [team.wait_for_checkpoint(run) for run in (ends_meanwhile, cancelled_after)]
     server = next(child for child in team.started if "server" in child.args)  # type: ignore[operator]
@@ -165,6 +166,26 @@ def test_training_outlives_the_server_and_its_database(team: Team) -> None:
     assert not team.holders()
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_runs_of_dead_machines_are_queued_again_and_ended_ones_stay_ended(team: Team) -> None:
+    lost, ended, starting = team.run_many([("train-hybrid", {"overrides": SHORT})] * 3)
+
+    def set_state(run: object, kind: str, force: bool, message: str = "") -> None:
+        state = {"type": kind, "name": kind.capitalize(), "message": message}
+        team.post(f"/flow_runs/{run}/set_state", {"state": state, "force": force})
+
+    for run, kind in ((lost, "RUNNING"), (ended, "COMPLETED"), (starting, "PENDING")):
+        set_state(run, kind, force=True)
+    for run in (lost, ended):  # what the automation does, also to runs that have ended
+        set_state(run, "CRASHED", force=False, message=SILENT)
+    assert (team.state(lost), team.state(ended)) == ("Crashed", "Completed")
+    done = team.command(sys.executable, "-c", "from flows.alive import queue_lost_runs; print(queue_lost_runs('gpu'))")
+    assert done.stdout.count(SILENT) == 1, done.stdout + done.stderr
+    assert [team.state(run) for run in (lost, ended, starting)] == ["AwaitingRetry", "Completed", "Pending"]
+    for run in (lost, starting):
+        set_state(run, "CANCELLED", force=True)
 
 
 def _is_run(pid: int, team: Team, folder: Path) -> bool:

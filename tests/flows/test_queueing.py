@@ -1,0 +1,75 @@
+"""Late runs, and what a worker's machine knows of its runs; no server is needed."""
+
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prefect.context import FlowRunContext
+
+from dphybrid.errors import UserError
+from flows import alive
+from flows.alive import alive_here, run_file
+from flows.queueing import too_late
+from flows.validate import check_prefect_yaml
+from tests.conftest import REPOSITORY
+
+
+@pytest.mark.parametrize(
+    ("late_min", "limit_min", "auto", "count", "skipped"),
+    [
+        (200, 180, True, 1, True),
+        (170, 180, True, 1, False),
+        (200, 0, True, 1, False),  # no limit
+        (200, 180, False, 1, False),  # somebody asked for it
+        (200, 180, True, 2, False),  # it began in time and goes on now
+    ],
+)
+def test_scheduled_runs_that_come_too_late_are_left_out(
+    late_min: int, limit_min: int, auto: bool, count: int, skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    when = datetime.now(UTC) - timedelta(minutes=late_min)
+    run = SimpleNamespace(auto_scheduled=auto, expected_start_time=when, run_count=count)
+    monkeypatch.setattr(FlowRunContext, "get", classmethod(lambda cls: SimpleNamespace(flow_run=run)))
+    state = too_late(limit_min)
+    assert (state is not None) == skipped
+    if state is not None:
+        assert state.is_completed()
+        assert state.name == "SkippedLate"
+        assert "200 minutes ago" in (state.message or "")
+
+
+def test_the_kernel_says_which_runs_are_dead(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
+    code = "import sys, time\nfrom flows.alive import alive_here\nwith alive_here('b'):\n print('in', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=REPOSITORY) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"in\n"
+        with alive_here("a"):
+            assert alive._is_locked(run_file("a"))
+            assert alive._is_locked(run_file("b"))
+        assert not run_file("a").exists()  # it ended in order
+        child.kill()
+        child.wait()
+    assert run_file("b").exists()
+    assert not alive._is_locked(run_file("b"))
+
+
+def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
+    assert len(check_prefect_yaml(REPOSITORY / "prefect.yaml")) == 5
+    text = (REPOSITORY / "prefect.yaml").read_text()
+    for before, after, words in (
+        ("skip_if_late_min: 120", "skip_if_late_min: soon", "schedule nightly.*skip_if_late_min"),
+        ("timezone: Etc/UTC", "timezone: Mars/Base", "schedule nightly.*Mars/Base"),
+        ('cron: "30 3 * * *"', 'cron: "30 33 * * *"', "retrain-hybrid, schedule nightly: cron '30 33"),
+        ("        recipe: ctr", "        recipe: ctr\n        train: {epochs: 0}", "retrain-hybrid: .*epochs"),
+        ('"auto*1", "auto*2"]', '"auto*1", "gpu2"]', "sweep-hybrid: .*gpu2"),
+        ("active: false # set", "active: true # set", "retrain-hybrid, schedule nightly: checkpoint.register_as is not set"),
+        ("flows.train_hybrid:train_hybrid", "flows.train_hybrid:train_hybird", "no flow 'train_hybird'"),
+    ):
+        assert before in text
+        (tmp_path / "prefect.yaml").write_text(text.replace(before, after))
+        with pytest.raises(UserError, match=f"(?s){words}"):
+            check_prefect_yaml(tmp_path / "prefect.yaml")
