@@ -125,6 +125,7 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
     for run in (undisturbed, orphaned, yielding):
         team.wait_for(run, "Completed")
         assert team.flow_run(run)["run_count"] > 1
+    three.send_signal(signal.SIGHUP)  # its terminal ends; it does not
     resumed = team.command(
         sys.executable, "-m", "dphybrid", "train", "--config", str(_config(folders[3])), "--resume", folders[3].name
     )
