@@ -25,6 +25,9 @@ from dphybrid.errors import UserError
 ENCODER_VERSION = 5
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
+PIECE_BYTES = 2**24
+"""Bytes of a source file that are digested at a time."""
+
 Progress = Callable[[str, int, int], None]
 """Told about long work: what is being done, how much of it is done, how much there is."""
 
@@ -253,12 +256,19 @@ def combined_digest(parts: Iterable[bytes]) -> str:
 
 
 def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
-    """Return one sha256 a file, in the given order."""
-    digests = []
-    for done, file in enumerate(files):
-        progress("digest files", done, len(files))
-        digests.append(bytes.fromhex(_file_digest(file)))
-    return digests
+    """Return one digest a file, in the given order: the sha256 of its pieces' sha256, which threads compute."""
+
+    def digest(piece: tuple[Path, int]) -> bytes:
+        with piece[0].open("rb", buffering=0) as stream:
+            stream.seek(piece[1])
+            return hashlib.sha256(stream.read(PIECE_BYTES)).digest()
+
+    pieces = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), PIECE_BYTES)]
+    totals = {file: hashlib.sha256() for file in files}
+    for done, ((file, _), found) in enumerate(zip(pieces, mapped(digest, pieces), strict=True)):
+        progress("digest files", done, len(pieces))
+        totals[file].update(found)
+    return [total.digest() for total in totals.values()]
 
 
 def _file_digest(file: Path) -> str:

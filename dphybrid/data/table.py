@@ -149,20 +149,22 @@ class TableSource:
 
     def _fit(self, table: "Table", store: "ColumnStore", progress: Progress) -> tuple[TableEncoder, dict[str, float]]:
         """Learn from the training rows; also return the share of held-out values, a category column, that no training row has."""
-        train_B = ~table.split.held_B
-        every = -(-int(train_B.sum()) // FIT_ROWS)
+        held_B = table.split.held_B
+        trained = np.flatnonzero(~held_B)
+        sample_B = np.zeros(len(held_B), bool)
+        sample_B[trained[:: -(-len(trained) // FIT_ROWS)]] = True
         unseen: dict[str, float] = {}
 
         def fit(column: Column) -> NumericColumn | CategoryColumn:
             o = column.options
             if column.role == "numeric":
-                raw_B = np.concatenate([block[rows_B] for block, rows_B in store.with_rows(column.name, train_B)])[::every]
+                raw_B = np.concatenate([block[rows_B] for block, rows_B in store.with_rows(column.name, sample_B)])
                 return fit_numeric(column.name, raw_B, self.data.buckets if o.buckets is None else o.buckets, o.scale)
             values = table.dictionaries[column.name].values()
             counts = np.zeros((2, len(values) + 1), np.int64)
-            for codes_B, rows_B in store.with_rows(column.name, train_B):
-                counts += [np.bincount(codes_B[rows], minlength=len(values) + 1) for rows in (rows_B, ~rows_B)]
-            train, held = counts[:, 1:]
+            for codes_B, rows_B in store.with_rows(column.name, held_B):
+                counts += [np.bincount(codes, minlength=len(values) + 1) for codes in (codes_B, codes_B[rows_B])]
+            train, held = (counts[0] - counts[1])[1:], counts[1, 1:]
             unseen[column.name] = float(held[train == 0].sum() / max(held.sum(), 1))
             least = self.data.min_count if o.min_count is None else o.min_count
             return fit_categories(column.name, values, train, least, o.top, o.hash_buckets)
@@ -466,8 +468,13 @@ def open_source(data: DataConfig, seed: int) -> TableSource:
         raise UserError(
             "data.path is not set; recipe ctr needs a CSV, TSV or Parquet file: --data.path clicks.csv --data.label clicked"
         )
+    files = find_files(data.path, "data.path")
     held = find_files(data.valid_path, "data.valid_path") if data.valid_path else ()
-    return TableSource(data, seed, find_files(data.path, "data.path"), held)
+    if both := {file.resolve() for file in files} & {file.resolve() for file in held}:
+        raise UserError(
+            f"data.valid_path={data.valid_path}: {min(both)} is among the files of data.path, too; rows cannot be in both parts"
+        )
+    return TableSource(data, seed, files, held)
 
 
 def find_files(path: str, place: str) -> tuple[Path, ...]:

@@ -186,6 +186,13 @@ def test_files_given_as_held_out(tmp_path: Path) -> None:
     assert split["valid_label_rate"] == pytest.approx(1 / 3, abs=0.04)
 
 
+def test_a_file_in_both_parts_is_refused(tmp_path: Path) -> None:
+    for name in ("a.csv", "b.csv"):
+        write(tmp_path / "clicks", name, lines())
+    with pytest.raises(UserError, match=r"b\.csv is among the files of data\.path, too"):
+        ctr(tmp_path, str(tmp_path / "clicks"), valid_path=str(tmp_path / "clicks/b*"))
+
+
 @pytest.mark.parametrize(
     "values",
     [{"split": "time"}, {"split_column": "day"}, {"split": "key", "split_column": "user_id", "valid_path": "x.csv"}],
