@@ -128,5 +128,5 @@ def build_ctr(context: ModelContext) -> ClickModel:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
     network = NETWORKS[o.kind](len(num_ids), o.dim, num_dense, o.hidden, o.layers, o.dropout)
     std = 0.1 if o.kind == "dlrm" else 0.01  # products of tiny rows would be next to nothing for long
-    table = HostEmbedding(sum(num_ids), o.dim, std=std, dtype=context.dtype, seed=context.seed, name="table")
+    table = context.table(sum(num_ids), o.dim, name="table", std=std)
     return ClickModel(table, num_ids, DataParallel(ClickRegion(network), context.devices))
