@@ -64,28 +64,49 @@ def test_input_found_wrong_by_a_task_is_one_message_too(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
+def run_until_signalled(folder: Path, options: list[str], number: int) -> tuple[int, str]:
+    """Start a long run, send a signal to it and all below it once it trains; return its exit code and what it printed."""
+    argv = [sys.executable, "-m", "flows.train_hybrid", *options, "--train.epochs", "4000"]
+    log = folder / "log"
+    with log.open("wb") as stream:
+        # A session of its own, as a terminal makes one: a signal of the terminal reaches every process in it, the embedded server too.
+        child = subprocess.Popen(
+            argv, stdout=stream, stderr=stream, env=environment(folder), cwd=REPOSITORY, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while b"epoch 1/4000" not in log.read_bytes():
+            assert child.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.3)
+        os.killpg(child.pid, number)
+        return child.wait(60), log.read_text()
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(tmp_path: Path) -> None:
     options = ["--model.hidden", "16", "--model.dim", "16", "--train.patience", "0"]
-    argv = [sys.executable, "-m", "flows.train_hybrid", *options, "--train.epochs", "4000"]
-    log = tmp_path / "log"
-    with log.open("wb") as stream:
-        # A session of its own, as a terminal makes one: Ctrl-C reaches every process in it, the embedded server too.
-        child = subprocess.Popen(
-            argv, stdout=stream, stderr=stream, env=environment(tmp_path), cwd=REPOSITORY, start_new_session=True
-        )
-    deadline = time.monotonic() + 120
-    while b"epoch 1/4000" not in log.read_bytes() and time.monotonic() < deadline:
-        time.sleep(0.3)
-    os.killpg(child.pid, signal.SIGINT)
-    assert child.wait(45) == 130
-    shown = log.read_text()
+    code, shown = run_until_signalled(tmp_path, options, signal.SIGINT)
+    assert code == 130
     assert "stopped by Ctrl-C after step" in shown
     assert "Traceback" not in shown
     (folder,) = (tmp_path / "data" / "runs").iterdir()
     resumed = flow(tmp_path, *options, "--train.epochs", "3", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert f"Going on from {folder}" in resumed.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_to_all_its_processes_ends_a_run_soon(number: int, tmp_path: Path) -> None:
+    """Closing the terminal, or a service manager's stop; SIGTERM ends the embedded server before the flow can tell it that it ends."""
+    code, shown = run_until_signalled(tmp_path, ["--recipe", "hybrid", "--train.patience", "0"], number)
+    assert code == 128 + number
+    assert "after step" in shown
+    assert list((tmp_path / "data" / "runs").glob("*/checkpoints/step-*"))
 
 
 @pytest.mark.slow
