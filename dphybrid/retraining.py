@@ -31,6 +31,8 @@ from dphybrid.training.tensor_file import file_digest
 from dphybrid.training.warm_start import warm_start
 
 CHAMPION_TAG = "dphybrid.champion"
+_NETWORK = ("factory", "kind", "dim", "hidden", "layers", "dtype")
+"""Values of the model section that weights cannot be carried across."""
 NUM_RESAMPLES = 300
 TOP_VALUES = 20
 """Most frequent values of a column whose shares count for drift; the others count together."""
@@ -122,14 +124,8 @@ def _from_champion(config: ExperimentConfig, champion: Version, registry: Regist
             f"champion {champion.uri}: its prepared data {state.get('prepared')} is not on this machine; share DPHYBRID_DATA_DIR between the "
             "workstations, or register a newly trained model under another name"
         )
-    before = ExperimentConfig.model_validate(state["config"])
-    changed = [
-        f"{name}: {was} -> {now}"
-        for name, was, now in (
-            (n, getattr(before.model, n), getattr(config.model, n)) for n in ("factory", "dim", "hidden", "layers", "dtype")
-        )
-        if was != now
-    ]
+    before, now = state["config"]["model"], config.model_dump(mode="json")["model"]
+    changed = [f"{name}: {before.get(name)} -> {now[name]}" for name in _NETWORK if before.get(name) != now[name]]
     if changed:
         raise UserError(
             f"champion {champion.uri} has another network than the config ({'; '.join(f'model.{text}' for text in changed)}); "
