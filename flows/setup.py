@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import yaml
 from prefect.automations import Automation
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
@@ -21,10 +22,11 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 
 from dphybrid.cli import Parser, run_cli
+from dphybrid.config_sources import build_config
 from dphybrid.errors import UserError
 from flows.alive import SILENT
 from flows.queueing import ENDINGS
-from flows.validate import check_prefect_yaml
+from flows.validate import check_prefect_yaml, load_flow
 from flows.worker import SHARED_QUEUES
 
 AUTOMATION = "dphybrid: notice runs whose machine died"
@@ -52,6 +54,19 @@ async def make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) ->
         elif there[name].priority != priority:
             await client.update_work_queue(there[name].id, priority=priority)
     return wanted
+
+
+async def fill_in_configs(file: Path) -> None:
+    """Give the deployments their whole config, as the recipe sets it.
+
+    Prefect's form shows a default for each value that is left out, which is the first recipe's, and sends what it shows.
+    """
+    async with get_client() as client:
+        for deployment in yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]:
+            flow = load_flow(deployment["entrypoint"])
+            there = await client.read_deployment_by_name(f"{flow.name}/{deployment['name']}")
+            config = build_config(there.parameters.get("config") or {}).model_dump(mode="json")
+            await client.update_deployment(there.id, DeploymentUpdate(parameters={**there.parameters, "config": config}))
 
 
 async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
@@ -116,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = subprocess.run(deploy, check=False, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"deployments could not be made: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        asyncio.run(fill_in_configs(args.file))
         print("Deployments: made or brought up to date; try `prefect deployment run train-hybrid`")
         return 0
 

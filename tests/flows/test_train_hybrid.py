@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dphybrid.config import ExperimentConfig
 from tests.flows.servers import PREFECT, REPOSITORY, Team, environment
 
 
@@ -176,6 +177,8 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
     assert set(deployments) == {"train-hybrid", "retrain-hybrid", "sweep-hybrid"}
     for page in deployments.values():
         assert page["pull_steps"] == []
+        recipe = page["parameters"]["config"]["recipe"]  # the form shows, and sends, what the recipe sets
+        assert page["parameters"]["config"] == ExperimentConfig(recipe=recipe).model_dump(mode="json")
         assert "dphybrid" in page["tags"]
         assert all(not schedule["active"] and schedule["schedule"]["timezone"] == "Etc/UTC" for schedule in page["schedules"])
     retrain = deployments["retrain-hybrid"]
