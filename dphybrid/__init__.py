@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from dphybrid.predict import Predictor
 
 __version__ = "0.1.0"
@@ -16,3 +18,13 @@ def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> "Predictor
     from dphybrid import predict  # torch and polars: not for everyone who imports dphybrid
 
     return predict.load(which, devices, batch_size)
+
+
+def load_model(which: str, devices: str = "cpu") -> "nn.Module":
+    """Return the trained module of any recipe: of a run (name or MLflow id), a checkpoint folder, or `models:/NAME@champion`.
+
+    Raises UserError when there is none.
+    """
+    from dphybrid import loading
+
+    return loading.load_model(which, devices)

@@ -287,7 +287,8 @@ def _prepare(args: argparse.Namespace) -> int:
 def _predict(args: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from dphybrid.predict import Predictor, find_checkpoint
+    from dphybrid.loading import find_checkpoint
+    from dphybrid.predict import Predictor
     from dphybrid.training.display import preparation_progress
 
     given = {name: getattr(args, name) for name in ("header", "delimiter", "max_rejected") if getattr(args, name) is not None}

@@ -8,8 +8,13 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.embedding import find_tables
 from dphybrid.embedding.storage import deferred_rows
+from dphybrid.errors import UserError
 from dphybrid.models import ModelContext, build_model
 from dphybrid.parallel import resolve_devices
+from dphybrid.runs import read_json, read_run
+from dphybrid.settings import Settings, load_settings
+from dphybrid.tracking.loader import checkpoint_folder
+from dphybrid.tracking.opening import store_to_read
 from dphybrid.training.checkpoint import load_weights, read_state
 from dphybrid.training.tensor_file import mapped_tensor
 
@@ -30,3 +35,34 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     for name, table in tables.items():
         table.weight = mapped_tensor(Path(folder) / "tables" / f"{name}.safetensors", "weight", table.weight)
     return model
+
+
+def find_checkpoint(which: str, settings: Settings) -> Path:
+    """Return the checkpoint folder of a run (name, folder or MLflow id: its best one), of `models:/NAME@ALIAS`, or the folder itself.
+
+    Raises UserError when there is none.
+    """
+    if which.startswith("models:/"):
+        return checkpoint_folder(which, store_to_read(settings.mlflow_uri, settings.mlflow_dir))
+    folder = Path(which).expanduser()
+    if (folder / "state.json").is_file():
+        return folder
+    pages = sorted(settings.runs_dir.glob("*/run.json"))
+    named = [page.parent for page in pages if which in (page.parent.name, read_json(page)["run_id"])]
+    if (folder / "run.json").is_file():
+        named = [folder]
+    if not named:
+        there = ", ".join(page.parent.name for page in pages) or "none"
+        raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
+    run = read_run(named[-1])
+    if not (run.folder / "result.json").is_file():
+        raise UserError(f"{which}: run {run.folder.name} has not been trained to a checkpoint yet")
+    return Path(read_json(run.folder / "result.json")["best_checkpoint"])
+
+
+def load_model(which: str, devices: str = "cpu") -> nn.Module:
+    """Return the model of a run (its best checkpoint), a checkpoint folder, or a registered model such as `models:/clicks@champion`.
+
+    devices: where it computes, whatever it was trained on. Raises UserError when there is none.
+    """
+    return model_from_checkpoint(find_checkpoint(which, load_settings()), devices)

@@ -22,11 +22,7 @@ from dphybrid.data.encode import TableEncoder
 from dphybrid.data.rows import Rows, check_rejected, read_chunks
 from dphybrid.data.table import find_files
 from dphybrid.errors import UserError
-from dphybrid.loading import model_from_checkpoint
-from dphybrid.runs import read_json, read_run
-from dphybrid.settings import Settings
-from dphybrid.tracking.loader import checkpoint_folder
-from dphybrid.tracking.opening import embedded_uri
+from dphybrid.loading import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
 
 COLUMNS = {"file": pl.String, "line": pl.Int64, "probability": pl.Float32}
@@ -165,29 +161,6 @@ def _no_value(series: pl.Series, data: DataConfig) -> pl.Series:
         return series
     text = series.cast(pl.String).str.strip_chars()
     return text.set(text.is_in(["", *data.missing]).fill_null(False), None)
-
-
-def find_checkpoint(which: str, settings: Settings) -> Path:
-    """Return the checkpoint folder of a run (name, folder or MLflow id: its best one), of `models:/NAME@ALIAS`, or the folder itself.
-
-    Raises UserError when there is none.
-    """
-    if which.startswith("models:/"):
-        return checkpoint_folder(which, settings.mlflow_uri or embedded_uri(settings.mlflow_dir))
-    folder = Path(which).expanduser()
-    if (folder / "state.json").is_file():
-        return folder
-    pages = sorted(settings.runs_dir.glob("*/run.json"))
-    named = [page.parent for page in pages if which in (page.parent.name, read_json(page)["run_id"])]
-    if (folder / "run.json").is_file():
-        named = [folder]
-    if not named:
-        there = ", ".join(page.parent.name for page in pages) or "none"
-        raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
-    run = read_run(named[-1])
-    if not (run.folder / "result.json").is_file():
-        raise UserError(f"{which}: run {run.folder.name} has not been trained to a checkpoint yet")
-    return Path(read_json(run.folder / "result.json")["best_checkpoint"])
 
 
 def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Predictor:

@@ -168,6 +168,18 @@ def test_a_checkpoint_of_another_recipe_is_refused(data_dir: Path) -> None:
         dphybrid.load(report.run_name)
 
 
+def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: Path) -> None:
+    report = run_job(load_config(None, ["recipe=hybrid", "train.epochs=1", "checkpoint.register_as=any"]), load_settings())
+    whole = model_from_checkpoint(report.best_checkpoint).state_dict()
+    folder = str(Path(report.best_checkpoint).parent.parent)
+    for which in (report.run_name, report.run_id, folder, report.best_checkpoint, "models:/any@challenger"):
+        state = dphybrid.load_model(which, "cpu*2").state_dict()
+        assert state.keys() == whole.keys()
+        assert all(torch.equal(value, whole[name]) for name, value in state.items())
+    with pytest.raises(UserError, match=f"nobody: no run, checkpoint folder .*runs: {report.run_name}"):
+        dphybrid.load_model("nobody")
+
+
 def test_a_mapped_table_gives_the_same_bits_and_leaves_the_file_alone(trained: tuple[Report, Path]) -> None:
     folder = Path(trained[0].best_checkpoint)
     mapped, whole = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)

@@ -21,7 +21,7 @@ def run_report_markdown(report: Mapping[str, Any], config: Mapping[str, Any], li
     )
     parts.append("### How batches were split\n\n" + _table(report["splits"], ("where", "split", "device", "steps")))
     parts.append(_where_time_went(report))
-    parts.append(_how_to_load(report))
+    parts.append(_how_to_load(report, config["recipe"]))
     flags = " ".join(f"--{name.replace('_', '-')} {value!r}" for name, value in report.get("given", {}).items())
     parts.append(
         f"### Reproduce\n\n```\ndphybrid train {flags}\n```\n`config.json` holds every value, the tags versions and commit."
@@ -45,13 +45,12 @@ def _where_time_went(report: Mapping[str, Any]) -> str:
     )
 
 
-def _how_to_load(report: Mapping[str, Any]) -> str:
-    name = report["registered_as"]
-    from_registry = f'model = dphybrid.load("models:/{name}@challenger")  # or, from the registry\n' if name else ""
-    return (
-        "### Load the best checkpoint\n\n```python\nimport dphybrid\n\n"
-        f"model = dphybrid.load({report['best_checkpoint']!r})\n{from_registry}```"
-    )
+def _how_to_load(report: Mapping[str, Any], recipe: str) -> str:
+    name, best = report["registered_as"], report["best_checkpoint"]
+    lines = [f"model = dphybrid.load_model({best!r})  # a torch module"]
+    lines += [f'model = dphybrid.load_model("models:/{name}@challenger")  # or, from the registry'] if name else []
+    lines += [f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows"] if recipe == "ctr" else []
+    return "### Load the best checkpoint\n\n```python\nimport dphybrid\n\n" + "\n".join(lines) + "\n```"
 
 
 def _table(rows: Any, columns: tuple[str, ...]) -> str:

@@ -97,7 +97,7 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
         "Where time went",
         "backward",
         "Load the best checkpoint",
-        'dphybrid.load("models:/hybrid-model@challenger")',
+        'dphybrid.load_model("models:/hybrid-model@challenger")',
         "dphybrid train --recipe 'hybrid' --devices 'cpu*8'",
         "summary/samples_per_s_median",
         "hybrid-model",

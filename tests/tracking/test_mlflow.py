@@ -95,7 +95,7 @@ def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowC
     for words in (
         "How batches were split",
         "Where time went",
-        "dphybrid.load(",
+        "dphybrid.load_model(",
         "dphybrid train --recipe 'hybrid' --devices 'cpu*3'",
     ):
         assert words in note
