@@ -14,9 +14,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 
-from dphybrid.cli import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config_sources import apply_overrides
+from dphybrid.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
 from dphybrid.retraining import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
 from dphybrid.runs import find_tagged_run, read_run
 from dphybrid.settings import load_settings

@@ -21,9 +21,9 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 
-from dphybrid.cli import Parser, run_cli
 from dphybrid.config_sources import build_config
 from dphybrid.errors import UserError
+from dphybrid.flags import Parser, run_cli
 from flows.alive import SILENT
 from flows.queueing import ENDINGS
 from flows.validate import check_prefect_yaml, load_flow

@@ -23,10 +23,10 @@ from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from dphybrid.cli import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config_sources import apply_overrides
 from dphybrid.errors import UserError
+from dphybrid.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
 from dphybrid.job import Report
 from dphybrid.settings import Settings, load_settings
 from dphybrid.sweep import Cell, CellFailed, Grid, cells_at_once, make_grid, run_cell, sweep_rows, write_sweep

@@ -17,9 +17,9 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 
 from dphybrid import job
-from dphybrid.cli import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config_sources import apply_overrides
+from dphybrid.flags import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
 from dphybrid.leasing import leased_devices
 from dphybrid.politeness import giving_way, go_on_later
 from dphybrid.runs import find_tagged_run

@@ -20,8 +20,8 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.workers.process import ProcessWorker
 
-from dphybrid.cli import Parser, run_cli
 from dphybrid.errors import UserError
+from dphybrid.flags import Parser, run_cli
 from dphybrid.gpus import Inventory, lease_folder, visible
 from dphybrid.settings import load_settings
 from flows.alive import queue_dead_runs, queue_lost_runs, run_file

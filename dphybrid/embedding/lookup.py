@@ -12,11 +12,15 @@ The order of additions is the order of the ids, whatever the number of threads.
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+try:
+    import numpy as np
+except ModuleNotFoundError:  # torch does without it, so this does, too
+    np = None  # type: ignore[assignment]
 
 _INT32_END = 2**31 - 1
 
@@ -74,7 +78,7 @@ def gather_rows(weight_VD: Tensor, ids_N: Tensor) -> Tensor:
 
 def write_rows(weight_VD: Tensor, ids_U: Tensor, rows_UD: Tensor) -> None:
     """Write rows_UD to the rows ids_U (int64, unique, in range)."""
-    if torch.get_num_threads() > _NUMPY_THREADS:
+    if np is None or torch.get_num_threads() > _NUMPY_THREADS:
         weight_VD.index_copy_(0, ids_U, rows_UD)
         return
     # numpy moves a row as one piece of memory: twice as fast as index_copy_, which moves value by value.

@@ -229,3 +229,18 @@ def test_find_tables_names_them() -> None:
 def test_a_table_inside_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="'words' is inside a DataParallel block"):
         DataParallel(nn.Sequential(table()), "cpu*2")(torch.tensor([1, 2]))
+
+
+def test_rows_are_written_alike_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dphybrid.embedding import lookup
+
+    torch.manual_seed(0)
+    ids, rows = torch.tensor([7, 0, 3]), torch.randn(3, 5)
+    written = []
+    for numpy in (lookup.np, None):
+        monkeypatch.setattr(lookup, "np", numpy)
+        weight = torch.zeros(9, 5)
+        lookup.write_rows(weight, ids, rows)
+        written.append(weight)
+    assert torch.equal(written[0], written[1])
+    assert torch.equal(written[0][ids], rows)
