@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dphybrid.embedding.lookup import gather_rows, short, write_rows
+from dphybrid.embedding.lookup import gather_rows, write_rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.errors import UserError
 
@@ -109,9 +109,9 @@ class RowAdagrad(RowOptimizer):
         return table.zero_states({"sum": ((table.num_rows,), table.row_dtype)})
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
-        state["sum"].index_add_(0, ids_U, _mean_square(grads_UD))
-        scale_U = state["sum"].index_select(0, ids_U).sqrt_().add_(self.eps)
-        rows_UD.addcdiv_(grads_UD, scale_U.unsqueeze(1), value=-self.lr)
+        sum_U = state["sum"].index_select(0, ids_U).add_(_mean_square(grads_UD))  # several times as fast as index_add_
+        state["sum"].index_copy_(0, ids_U, sum_U)
+        rows_UD.addcdiv_(grads_UD, sum_U.sqrt_().add_(self.eps).unsqueeze(1), value=-self.lr)
 
 
 class _Adam(RowOptimizer):
@@ -145,10 +145,9 @@ class _Adam(RowOptimizer):
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
         beta1, beta2 = self.betas
-        ids = short(ids_U, len(state["mean"]))
         steps_U = state["steps"].index_select(0, ids_U).add_(1)
         state["steps"].index_copy_(0, ids_U, steps_U)
-        mean_UD = gather_rows(state["mean"], ids).lerp_(grads_UD, 1 - beta1)
+        mean_UD = gather_rows(state["mean"], ids_U).lerp_(grads_UD, 1 - beta1)
         write_rows(state["mean"], ids_U, mean_UD)
         rate_U, scale_U = (
             factors.index_select(0, steps_U.clamp(max=len(factors) - 1)).to(rows_UD.dtype) for factors in self._corrections
@@ -159,7 +158,7 @@ class _Adam(RowOptimizer):
             step_U = rate_U.div_(square_U.sqrt_().mul_(scale_U).add_(self.eps))
             rows_UD.addcmul_(mean_UD, step_U.unsqueeze(1), value=-self.lr)
         else:
-            square_UD = gather_rows(state["square"], ids).lerp_(grads_UD.square(), 1 - beta2)
+            square_UD = gather_rows(state["square"], ids_U).lerp_(grads_UD.square(), 1 - beta2)
             write_rows(state["square"], ids_U, square_UD)
             square_UD.sqrt_().mul_(scale_U.unsqueeze(1)).add_(self.eps)
             rows_UD.addcdiv_(mean_UD.mul_(rate_U.unsqueeze(1)), square_UD, value=-self.lr)

@@ -22,6 +22,7 @@ from dphybrid.embedding.lookup import (
     RowSums,
     TableBags,
     TableRows,
+    all_in_range,
     gather_rows,
     leaf_rows,
     short,
@@ -182,17 +183,16 @@ class HostEmbedding(nn.Module):
         """
         if by_replica and self._sizes_of is not None:
             return self._rows_by_replica(ids, self._sizes_of)
-        where, ids_N = self._look_up(ids)
+        where, ids = self._look_up(ids)
         start = time.perf_counter()
         sums, anchor = RowSums(where), None
         if torch.is_grad_enabled():
             anchor = self._anchor
             self.gradients.expect_sums(sums)
-        rows_ND = TableRows.apply(anchor, self.weight, ids_N, sums)
+        rows: Tensor = TableRows.apply(anchor, self.weight, ids, sums)
         if torch.is_grad_enabled():
             self.counters.gather_ms += 1e3 * (time.perf_counter() - start)
-            self.counters.bytes_gathered += rows_ND.nbytes
-        rows = rows_ND.view(*ids.shape, self.dim)
+            self.counters.bytes_gathered += rows.nbytes
         return [rows] if by_replica else rows
 
     def bags(self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None) -> Tensor:
@@ -203,6 +203,7 @@ class HostEmbedding(nn.Module):
         if mode not in ("sum", "mean") or (mode == "mean" and weights_N is not None):
             raise UserError(f"table {self.name!r}: mode={mode!r}; use sum (with or without weights_N) or mean (without)")
         where, ids_N = self._look_up(ids_N)
+        ids_N = short(ids_N.reshape(-1), self.num_rows)
         if mode == "mean":
             lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([ids_N.numel()]))
             weights_N = torch.repeat_interleave(1 / lengths_B.to(self.row_dtype), lengths_B)
@@ -256,7 +257,7 @@ class HostEmbedding(nn.Module):
         lookup = self._take_prepared(ids, placed=False) or self._prepare_here(self._checked(ids))
         assert lookup.where is not None
         self._count(lookup)
-        return lookup.where, short(lookup.ids.reshape(-1), self.num_rows)
+        return lookup.where, lookup.ids
 
     def _count(self, lookup: Lookup) -> None:
         if not torch.is_grad_enabled():
@@ -349,13 +350,11 @@ class HostEmbedding(nn.Module):
                 f"table {self.name!r}: ids are {ids.dtype}; give int64 (a float holds no id above 16,777,216 exactly)"
             )
         ids = ids.cpu()
-        if ids.numel():
-            low, high = torch.aminmax(ids)
-            if int(low) < 0 or int(high) >= self.num_rows:
-                wrong = ((ids < 0) | (ids >= self.num_rows)).nonzero()[0].tolist()
-                raise UserError(
-                    f"table {self.name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is no row; rows are 0 to {self.num_rows - 1}"
-                )
+        if ids.numel() and not all_in_range(ids, self.num_rows):
+            wrong = ((ids < 0) | (ids >= self.num_rows)).nonzero()[0].tolist()
+            raise UserError(
+                f"table {self.name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is no row; rows are 0 to {self.num_rows - 1}"
+            )
         return ids
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:
@@ -372,7 +371,7 @@ class HostEmbedding(nn.Module):
 
     def read_rows(self, ids_U: Tensor) -> Tensor:
         """Return a copy of the rows ids_U in `row_dtype`."""
-        return gather_rows(self.weight, short(ids_U, self.num_rows)).to(self.row_dtype)
+        return gather_rows(self.weight, ids_U).to(self.row_dtype)
 
     def _read_into(self, ids_U: Tensor, out_UD: Tensor) -> None:
         if self.weight.dtype == out_UD.dtype:
