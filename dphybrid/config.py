@@ -45,6 +45,10 @@ class DataConfig(Section):
     """Columns to read as numbers, separated by commas; the rest is inferred (ctr)."""
     categorical: Names = ()
     """Columns to read as categories, separated by commas (ctr)."""
+    bags: Names = ()
+    """Columns to read as bags: several values in a cell, such as drama|comedy, separated by commas (ctr)."""
+    text: Names = ()
+    """Columns to read as free text, whose words are a bag, separated by commas (ctr)."""
     ignore: Names = ()
     """Columns to leave out, separated by commas (ctr)."""
     schema_file: str | None = None

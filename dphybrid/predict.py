@@ -124,7 +124,15 @@ class Predictor:
 
     def _reading(self, path: str, values: Mapping[str, Any]) -> DataConfig:
         """The config that new files are read by: as the training files, and a header is known by the columns' names."""
-        known = {"path": path, "label": None, "numeric": tuple(self.encoder.names), "categorical": (), "ignore": ()}
+        known = {
+            "path": path,
+            "label": None,
+            "numeric": tuple(self.encoder.names),
+            "categorical": (),
+            "bags": (),
+            "text": (),
+            "ignore": (),
+        }
         return DataConfig.model_validate(
             {**self._data.model_dump(exclude={"valid_path", "split", "split_column"}), **known, **values}
         )
@@ -144,12 +152,13 @@ class Predictor:
             raise UserError(f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: {', '.join(names)}")
 
     def _scores(self, columns: Mapping[str, pl.Series]) -> tuple[np.ndarray, int]:
-        ids_BF, dense_BN, wrong = self.encoder.encode(columns)
+        arrays, wrong = self.encoder.encode(columns)
+        num_rows = len(arrays["ids_BF"])
         scores = [np.zeros(0, np.float32)]
         with torch.inference_mode():
-            for start in range(0, len(ids_BF), self.batch_size):
+            for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)
-                batch = {"ids_BF": torch.from_numpy(ids_BF[rows]), "dense_BN": torch.from_numpy(dense_BN[rows])}
+                batch = {name: torch.from_numpy(array[rows]) for name, array in arrays.items()}
                 batch["labels_B"] = torch.zeros(len(batch["ids_BF"]))  # only the loss needs them
                 outputs = self._model(batch)
                 scores.append(torch.sigmoid(outputs["logits"].float()).cpu().numpy())

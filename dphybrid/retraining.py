@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config_sources import apply_overrides
-from dphybrid.data import open_prepared, source_digest
+from dphybrid.data import Prepared, open_prepared, source_digest
 from dphybrid.data.extend import old_ids, open_base
 from dphybrid.errors import UserError
 from dphybrid.models import ModelContext, build_model
@@ -162,16 +162,24 @@ def largest_drift(prepared: str) -> tuple[str, float]:
     data = open_prepared(Path(prepared))
     base = open_base(Path(data.manifest["base"]))
     to_old = old_ids(base.encoder, open_base(data.path).encoder)
-    old_BF = base.prepared.arrays["ids_BF"][base.prepared.arrays["train_rows"]]
-    new_BF = data.arrays["ids_BF"][data.arrays["new_rows"]]
+    before_rows, new_rows = base.prepared.arrays["train_rows"], data.arrays["new_rows"]
     found = [("", 0.0)]
     for place, column in enumerate(base.encoder.id_columns):
-        before = np.bincount(old_BF[:, place], minlength=column["num_ids"])
-        now = np.bincount(to_old[place][new_BF[:, place]], minlength=column["num_ids"])
+        before = np.bincount(_ids_of(base.prepared, place, before_rows), minlength=column["num_ids"])
+        now = np.bincount(to_old[place][_ids_of(data, place, new_rows)], minlength=column["num_ids"])
         order = np.argsort(-before, kind="stable")
         p, q = (_shares(counts[order]) for counts in (before, now))
         found.append((column["name"], float(((q - p) * np.log(q / p)).sum())))
     return max(found, key=lambda pair: pair[1])
+
+
+def _ids_of(data: Prepared, place: int, rows: np.ndarray) -> np.ndarray:
+    """Return all ids that some rows have in an id column: one a row, or those of their bags."""
+    ids_BF = data.arrays["ids_BF"]
+    if place < ids_BF.shape[1]:
+        return np.asarray(ids_BF[:, place][rows])
+    bags_BL = data.arrays["bags_BFL"][:, place - ids_BF.shape[1]][rows]
+    return np.asarray(bags_BL[bags_BL >= 0])
 
 
 def _shares(counts: np.ndarray) -> np.ndarray:

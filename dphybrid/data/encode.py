@@ -1,62 +1,28 @@
 """Columns as numbers: ids of categories, standardized numbers, quantile buckets. Everything is learnt from the training part.
 
-Ids of a category column: 0 = no value, 1 = unknown value, from 2 on the values, most frequent first (or hash buckets). Ids of buckets:
-0 = no value, then by size. Letters: B rows, F id columns, N dense columns.
+Ids of buckets: 0 = no value, then by size. Letters: B rows, F columns of one id a row (or of bags, in bags_BFL), N dense columns, L ids of a bag.
 """
 
 import itertools
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+from dphybrid.data.bags import BagColumn, one_width
 from dphybrid.data.batches import Array
+from dphybrid.data.categories import MISSING_ID, CategoryColumn
 
-MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 MAX_DEVIATION = 100.0
 """Standard deviations at which a standardized number is cut off, so that one absurd value cannot drown a batch."""
 FEW_EDGES = 64
 """Edges up to which comparing with each of them is faster than a search."""
 FIT_ROWS = 2**18
 """Training rows, evenly spaced, that the statistics of a numeric column come from at most."""
-
-
-class Dictionary:
-    """Numbers the texts of a column as they come, as many as memory holds."""
-
-    def __init__(self) -> None:
-        # A mapping of its own inside polars. Which text gets which number may depend on threads.
-        self._categories = pl.Categories.random()
-        self.dtype = pl.Categorical(self._categories)
-        self._keep = pl.Series([], dtype=self.dtype)  # polars forgets a mapping that no series uses
-        self._size = 0
-
-    def codes(self, texts: pl.Series) -> Array:
-        """Return (B,) uint32: 0 for no value, else 1 + the place in `values`."""
-        return self.met(texts.to_frame().select(self.expression(texts.name)).to_series())
-
-    def expression(self, column: str) -> pl.Expr:
-        """Return the same as an expression of a column, so that polars does many columns at once; its result must go to `met`."""
-        return (pl.col(column).cast(self.dtype).to_physical() + 1).fill_null(0)
-
-    def met(self, codes: pl.Series) -> Array:
-        """Take note of codes; return them as an array."""
-        codes_B = codes.to_numpy()
-        self._size = max(self._size, int(codes_B.max(initial=0)))
-        return codes_B
-
-    def __len__(self) -> int:
-        return self._size
-
-    def values(self) -> pl.Series:
-        """Return the texts by number."""
-        return pl.Series("value", np.arange(self._size, dtype=np.uint32)).cat.to(self.dtype).cast(pl.String)
 
 
 @dataclass(frozen=True)
@@ -143,56 +109,9 @@ def bucket_edges(known: Array, num_buckets: int) -> Array:
     return np.unique(edges)
 
 
-@dataclass(frozen=True)
-class CategoryColumn:
-    """A fitted column of categories. vocabulary: the values that have an id of their own, in the order of their ids; hash_buckets: all other
-    ones share so many ids (0: the unknown one)."""
-
-    name: str
-    vocabulary: pl.Series
-    hash_buckets: int = 0
-
-    @property
-    def num_ids(self) -> int:
-        return FIRST_ID + len(self.vocabulary) + self.hash_buckets
-
-    def ids_of_codes(self, values: pl.Series) -> Array:
-        """Return the ids of a dictionary's codes: entry 0 for no value, entry 1 + i for values[i]."""
-        known = pl.DataFrame(
-            {"value": self.vocabulary, "id": np.arange(FIRST_ID, FIRST_ID + len(self.vocabulary), dtype=np.int64)}
-        )
-        found = pl.DataFrame({"value": values}).join(known, on="value", how="left", maintain_order="left")["id"]
-        if self.hash_buckets:
-            first = FIRST_ID + len(self.vocabulary)
-            others = [first + zlib.crc32(value.encode()) % self.hash_buckets for value in values.to_list()]
-            found = found.fill_null(pl.Series(others, dtype=pl.Int64))
-        return np.concatenate([[MISSING_ID], found.fill_null(UNKNOWN_ID).to_numpy()])
-
-    @cached_property
-    def _dictionary(self) -> tuple[Dictionary, list[Array]]:
-        return Dictionary(), [np.array([MISSING_ID])]
-
-    def ids(self, texts: pl.Series) -> Array:
-        """Return the ids (B,) of texts (None: no value)."""
-        dictionary, known = self._dictionary
-        codes_B = dictionary.codes(texts)
-        if len(dictionary) >= len(known[0]):  # texts that were not met before
-            known[0] = np.concatenate([known[0], self.ids_of_codes(dictionary.values()[len(known[0]) - 1 :])[1:]])
-        return known[0][codes_B]
-
-
-def fit_categories(
-    name: str, values: pl.Series, counts: Array, min_count: int, top: int | None = None, hash_buckets: int = 0
-) -> CategoryColumn:
-    """Keep the values seen at least `min_count` times in the training part, the `top` most frequent ones at most."""
-    seen = pl.DataFrame({"value": values, "rows": counts}).filter(pl.col("rows") >= min_count)
-    kept = seen.sort(["rows", "value"], descending=[True, False])["value"]
-    return CategoryColumn(name, kept if top is None else kept.head(top), hash_buckets)
-
-
-def side_by_side(columns: Sequence[Array], dtype: type[np.integer[Any]]) -> Array:
+def side_by_side(columns: Sequence[Array], dtype: type[np.integer[Any]], num_rows: int) -> Array:
     """Return columns (B,) as (B, F); `np.stack` takes four times as long."""
-    out_BF: Array = np.empty((len(columns[0]), len(columns)), dtype)
+    out_BF: Array = np.empty((num_rows, len(columns)), dtype)
     for place, column_B in enumerate(columns):
         out_BF[:, place] = column_B
     return out_BF
@@ -200,7 +119,8 @@ def side_by_side(columns: Sequence[Array], dtype: type[np.integer[Any]]) -> Arra
 
 @dataclass(frozen=True)
 class TableEncoder:
-    """From columns of text to `ids_BF` and `dense_BN`: buckets first, then categories. What it has learnt is saved beside a checkpoint.
+    """From columns of text to `ids_BF` (buckets first, then categories), `dense_BN` and, where there are bags, `bags_BFL`. What it has learnt is
+    saved beside a checkpoint.
 
     label: name of the answer's column, classes: its two values, the positive one last. missing: texts that mean no value.
     """
@@ -209,18 +129,25 @@ class TableEncoder:
     categories: tuple[CategoryColumn, ...]
     label: str
     classes: tuple[str, str]
+    bags: tuple[BagColumn, ...] = ()
 
     @property
     def names(self) -> list[str]:
         """Columns that are read."""
-        return [column.name for column in self.numeric] + [column.name for column in self.categories]
+        return [column.name for column in self.numeric] + [column.name for column in self.vocabularies]
+
+    @property
+    def vocabularies(self) -> tuple[CategoryColumn, ...]:
+        """Columns whose ids stand for texts."""
+        return self.categories + self.bags
 
     @property
     def id_columns(self) -> list[dict[str, Any]]:
-        """Name, role and number of ids of each column of ids_BF."""
+        """Name, role and number of ids of each column of ids_BF, then of bags_BFL."""
         return [
             *({"name": c.name, "role": "buckets", "num_ids": c.num_ids} for c in self.numeric if c.num_ids),
             *({"name": c.name, "role": "categorical", "num_ids": c.num_ids} for c in self.categories),
+            *({"name": c.name, "role": c.role, "num_ids": c.num_ids} for c in self.bags),
         ]
 
     @property
@@ -235,8 +162,9 @@ class TableEncoder:
             column.dense(raw[column.name], out_BN[:, start : start + column.width])
         return out_BN
 
-    def encode(self, columns: Mapping[str, pl.Series]) -> tuple[Array, Array, int]:
-        """Return (ids_BF int64, dense_BN float32, how many values of numeric columns are no finite numbers and count as missing).
+    def encode(self, columns: Mapping[str, pl.Series]) -> tuple[dict[str, Array], int]:
+        """Return the arrays of a batch (ids int64, numbers float32), and how many values of numeric columns are no finite numbers and count as
+        missing.
 
         columns: each of `names` as text or numbers; what means no value is None.
         """
@@ -250,7 +178,10 @@ class TableEncoder:
             raw[column.name] = numbers.fill_null(float("nan")).to_numpy()
         parts = [column.ids(raw[column.name]) for column in self.numeric if column.num_ids]
         parts += [column.ids(columns[column.name].cast(pl.String)) for column in self.categories]
-        return side_by_side(parts, np.int64), self.dense(raw, num_rows), wrong
+        arrays = {"ids_BF": side_by_side(parts, np.int64, num_rows), "dense_BN": self.dense(raw, num_rows)}
+        if self.bags:
+            arrays["bags_BFL"] = one_width([column.ids(columns[column.name]) for column in self.bags])
+        return arrays, wrong
 
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
@@ -261,18 +192,25 @@ class TableEncoder:
             "label": self.label,
             "classes": list(self.classes),
         }
+        if self.bags:
+            page["bags"] = [
+                {"name": c.name, "hash_buckets": c.hash_buckets, "separator": c.separator, "max_items": c.max_items}
+                for c in self.bags
+            ]
         (folder / "encoder.json").write_text(json.dumps(page, indent=1, ensure_ascii=False), encoding="utf-8")
-        lists = [pl.Series("values", [c.vocabulary.to_list() for c in self.categories], dtype=pl.List(pl.String))]
+        lists = [pl.Series("values", [c.vocabulary.to_list() for c in self.vocabularies], dtype=pl.List(pl.String))]
         pl.DataFrame(lists).write_parquet(folder / "vocabularies.parquet")
 
     @classmethod
     def load(cls, folder: Path) -> "TableEncoder":
         """Read what `save` wrote."""
         page = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
-        vocabularies = pl.read_parquet(folder / "vocabularies.parquet")["values"]
+        vocabularies = list(pl.read_parquet(folder / "vocabularies.parquet")["values"])
+        categories, bags = page["categories"], page.get("bags", [])
         return cls(
             tuple(NumericColumn(**{**c, "edges": None if c["edges"] is None else tuple(c["edges"])}) for c in page["numeric"]),
-            tuple(CategoryColumn(c["name"], v, c["hash_buckets"]) for c, v in zip(page["categories"], vocabularies, strict=True)),
+            tuple(CategoryColumn(c["name"], v, c["hash_buckets"]) for c, v in zip(categories, vocabularies, strict=False)),
             page["label"],
             tuple(page["classes"]),
+            tuple(BagColumn(**c, vocabulary=v) for c, v in zip(bags, vocabularies[len(categories) :], strict=True)),
         )

@@ -5,19 +5,24 @@ Letters: B rows, F id columns, N dense columns, V ids of all columns together.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import polars as pl
 
+from dphybrid.data.bags import widened
 from dphybrid.data.batches import Array
-from dphybrid.data.encode import FIRST_ID, CategoryColumn, TableEncoder
+from dphybrid.data.categories import FIRST_ID, CategoryColumn
+from dphybrid.data.encode import TableEncoder
 from dphybrid.data.splits import RowSplit
 from dphybrid.data.store import Prepared, open_prepared
 from dphybrid.errors import UserError
 
 _BLOCK = 2**18
+
+Column = TypeVar("Column", bound=CategoryColumn)
 
 
 @dataclass(frozen=True)
@@ -41,22 +46,26 @@ def extended(base: TableEncoder, fitted: TableEncoder) -> TableEncoder:
         ("columns", [c["name"] for c in base.id_columns], [c["name"] for c in fitted.id_columns]),
         ("numbers", [c.name for c in base.numeric], [c.name for c in fitted.numeric]),
         ("classes", list(base.classes), list(fitted.classes)),
-        ("hash buckets", [c.hash_buckets for c in base.categories], [c.hash_buckets for c in fitted.categories]),
+        ("hash buckets", [c.hash_buckets for c in base.vocabularies], [c.hash_buckets for c in fitted.vocabularies]),
     ):
         if before != now:
             raise UserError(f"data.base: {what} were {before} and are {now}; a model cannot be carried over, train a new one")
-    categories = []
-    for old, new in zip(base.categories, fitted.categories, strict=True):
-        more = new.vocabulary.filter(~new.vocabulary.is_in(old.vocabulary.implode()))
-        vocabulary = pl.concat([old.vocabulary.cast(pl.String), more.cast(pl.String)])
-        categories.append(CategoryColumn(old.name, vocabulary, old.hash_buckets))
-    return TableEncoder(base.numeric, tuple(categories), base.label, base.classes)
+    return replace(
+        base,
+        categories=tuple(_grown(old, new) for old, new in zip(base.categories, fitted.categories, strict=True)),
+        bags=tuple(_grown(old, new) for old, new in zip(base.bags, fitted.bags, strict=True)),
+    )
+
+
+def _grown(old: Column, new: Column) -> Column:
+    more = new.vocabulary.filter(~new.vocabulary.is_in(old.vocabulary.implode()))
+    return replace(old, vocabulary=pl.concat([old.vocabulary.cast(pl.String), more.cast(pl.String)]))
 
 
 def old_ids(base: TableEncoder, now: TableEncoder) -> list[Array]:
     """Return for each id column, by new id, the id that the base gives to the same thing: new values are unknown or hashed to it."""
     columns = [np.arange(column.num_ids) for column in base.numeric if column.num_ids]
-    for old, new in zip(base.categories, now.categories, strict=True):
+    for old, new in zip(base.vocabularies, now.vocabularies, strict=True):
         hashed = FIRST_ID + len(old.vocabulary) + np.arange(old.hash_buckets)
         columns.append(np.concatenate([[0, 1], old.ids_of_codes(new.vocabulary)[1:], hashed]))
     return columns
@@ -69,11 +78,15 @@ def old_rows(base: TableEncoder, now: TableEncoder) -> Array:
     return np.concatenate([start + column for start, column in zip(starts, columns, strict=True)])
 
 
-def row_keys(blocks: Iterator[tuple[Array, Array, Array]]) -> Array:
-    """Return (B,) uint64 that are equal for rows with equal ids_BF, dense_BN and labels_B, which come in blocks."""
+def row_keys(blocks: Iterator[tuple[Array, Array, Array, Array | None]], encoder: TableEncoder) -> Array:
+    """Return (B,) uint64 that are equal for rows with equal ids_BF, dense_BN, labels_B and bags_BFL, which come in blocks."""
     keys = []
-    for ids_BF, dense_BN, labels_B in blocks:
+    for ids_BF, dense_BN, labels_B, bags_BFL in blocks:
         words = [ids_BF.astype(np.int32), dense_BN.astype(np.float32), labels_B.astype(np.float32)[:, None]]
+        if bags_BFL is not None:
+            words.append(
+                widened(bags_BFL, max(column.max_items for column in encoder.bags)).reshape(len(ids_BF), -1).astype(np.int32)
+            )
         cells_BK = np.concatenate([np.ascontiguousarray(part).view(np.uint32) for part in words], axis=1)
         key_B = np.full(len(cells_BK), 0xCBF29CE484222325, np.uint64)
         for k in range(cells_BK.shape[1]):  # FNV-1a over words, with a shift that also stirs the low bits
@@ -87,12 +100,13 @@ def base_keys(base: Base, part: str) -> Array:
     """Return the keys of the rows of a part of the base."""
     arrays, rows_B = base.prepared.arrays, base.prepared.arrays[f"{part}_rows"]
 
-    def blocks() -> Iterator[tuple[Array, Array, Array]]:
+    def blocks() -> Iterator[tuple[Array, Array, Array, Array | None]]:
         for start in range(0, len(rows_B), _BLOCK):
             rows = rows_B[start : start + _BLOCK]
-            yield arrays["ids_BF"][rows], arrays["dense_BN"][rows], arrays["labels_B"][rows]
+            bags_BFL = arrays["bags_BFL"][rows] if base.encoder.bags else None
+            yield arrays["ids_BF"][rows], arrays["dense_BN"][rows], arrays["labels_B"][rows], bags_BFL
 
-    return row_keys(blocks())
+    return row_keys(blocks(), base.encoder)
 
 
 def extended_split(split: RowSplit, base: Base, key_B: Array) -> tuple[RowSplit, Array]:

@@ -115,16 +115,17 @@ def has_header(first: list[str], others: list[list[str]], data: DataConfig) -> b
     a column whose other values are all numbers, or is complete, without repetition, and none of its cells appears below it."""
     if data.header != "auto":
         return data.header == "yes"
-    given = {name for name in (data.label or "", *data.numeric, *data.categorical, *data.ignore) if name and not is_number(name)}
+    named = (data.label or "", *data.numeric, *data.categorical, *data.bags, *data.text, *data.ignore)
+    given = {name for name in named if name and not is_number(name)}
     below = [{row[i] for row in others if i < len(row)} - {"", *data.missing} for i in range(len(first))]
     if any(cell in given and cell not in values for cell, values in zip(first, below, strict=True)):
         return True
     if any(is_number(cell) for cell in first):
         return False
-    named = [cell not in ("", *data.missing) for cell in first]
-    if any(name and values and all(map(is_number, values)) for name, values in zip(named, below, strict=True)):
+    told = [cell not in ("", *data.missing) for cell in first]
+    if any(name and values and all(map(is_number, values)) for name, values in zip(told, below, strict=True)):
         return True
-    return all(named) and len(set(first)) == len(first) and not any(c in v for c, v in zip(first, below, strict=True))
+    return all(told) and len(set(first)) == len(first) and not any(c in v for c, v in zip(first, below, strict=True))
 
 
 def column_names(header: list[str]) -> list[str]:

@@ -139,7 +139,8 @@ def _single(column: pl.Series, file: Path, data: DataConfig) -> pl.Series:
     if column.name in data.ignore:
         return pl.Series(column.name, [None] * len(column), dtype=pl.String)
     raise UserError(
-        f"data.path={file}: column {column.name!r} holds {column.dtype}, not single values; name it in data.ignore, or write it as text"
+        f"data.path={file}: column {column.name!r} holds {column.dtype}, not single values; name it in data.ignore, or write it as text, "
+        "lists as a|b for data.bags"
     )
 
 

@@ -3,6 +3,7 @@
 - numeric: every value present is a number. A code with few values stays numeric on purpose: its buckets give each frequent value its own row;
 - categorical: some value is no number; or numbers that are names: written with a leading zero (007), beyond 2^53, or whole numbers in a
   column whose name ends in id, code, zip, ... (user_id, itemId);
+- bag, text: several values in a cell, the words of a free text; never inferred, but a column that looks like bags is told;
 - ignore: a row number (whole numbers that grow by one from row to row, hardly any left out), as data frames write it; or no value at all.
 """
 
@@ -17,6 +18,7 @@ import polars as pl
 from pydantic import Field, ValidationError
 
 from dphybrid.config import Section
+from dphybrid.data.bags import SEPARATOR
 from dphybrid.errors import UserError
 
 FEW_OTHERS = 0.05
@@ -29,20 +31,24 @@ ROW_GAPS = 0.05
 _NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
 _CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
 
-Role = Literal["numeric", "categorical", "ignore"]
+Role = Literal["numeric", "categorical", "bag", "text", "ignore"]
 
 
 class ColumnOptions(Section):
     """A column's section `[columns.NAME]` in a schema file; what is left out is inferred, or taken from the data section of the config."""
 
     role: Role | None = None
-    """numeric, categorical or ignore."""
+    """numeric, categorical, bag, text or ignore."""
     min_count: int | None = Field(default=None, ge=1)
-    """Values seen fewer times in the training part become the unknown one (categorical)."""
+    """Values seen fewer times in the training part become the unknown one (categorical, bag, text)."""
     top: int | None = Field(default=None, ge=1)
-    """At most so many values get a row of their own, the most frequent ones (categorical)."""
+    """At most so many values get a row of their own, the most frequent ones (categorical, bag, text)."""
     hash_buckets: int = Field(default=0, ge=0)
-    """Values without a row of their own share so many by a hash instead of the unknown one (categorical)."""
+    """Values without a row of their own share so many by a hash instead of the unknown one (categorical, bag, text)."""
+    separator: str | None = Field(default=None, min_length=1)
+    """Text between the items of a cell, | where nothing is said (bag)."""
+    max_items: int | None = Field(default=None, ge=1, le=1024)
+    """Items of a cell that are looked up, the first ones; 16 where nothing is said (bag, text)."""
     scale: Literal["auto", "log", "standard", "none"] = "auto"
     """log and standardize, standardize, neither, or by the look of the training part (numeric)."""
     buckets: int | None = Field(default=None, ge=0, le=4096)
@@ -90,8 +96,10 @@ def inferred_role(name: str, present: pl.Series, num_rows: int) -> tuple[Role, s
         return "ignore", "no values"
     others = present.filter(~finite(present))
     if len(others):
-        few = len(others) <= FEW_OTHERS * len(present)
-        return "categorical", f"{others[0]!r} is no number; data.missing can name it" if few else ""
+        if len(others) <= FEW_OTHERS * len(present):
+            return "categorical", f"{others[0]!r} is no number; data.missing can name it"
+        several = 2 * int(others.str.contains(SEPARATOR, literal=True).sum()) > len(present)
+        return "categorical", f"most cells hold {SEPARATOR!r}; --data.bags would read their items" if several else ""
     if present.str.contains(r"^-?0\d").any():
         return "categorical", "leading zeros"
     whole = present.cast(pl.Int64, strict=False)

@@ -5,6 +5,8 @@ Memory holds a chunk, the vocabularies and a few numbers a row, however large th
 """
 
 import difflib
+import itertools
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,17 +19,10 @@ import polars as pl
 
 from dphybrid.config import DataConfig
 from dphybrid.data.ahead import ahead, mapped
+from dphybrid.data.bags import MAX_ITEMS, SEPARATOR, BagColumn, bag_ids, form_text, one_width, padded, take_apart
 from dphybrid.data.batches import Array
-from dphybrid.data.encode import (
-    FIT_ROWS,
-    CategoryColumn,
-    Dictionary,
-    NumericColumn,
-    TableEncoder,
-    fit_categories,
-    fit_numeric,
-    side_by_side,
-)
+from dphybrid.data.categories import CategoryColumn, Dictionary, fit_categories
+from dphybrid.data.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric, side_by_side
 from dphybrid.data.extend import Base, extended, extended_split, open_base, row_keys
 from dphybrid.data.fields import is_number
 from dphybrid.data.rows import Rows, check_enough, check_rejected, read_chunks
@@ -82,8 +77,16 @@ class TableSource:
     def options(self) -> dict[str, Any]:
         values = self.data.model_dump(mode="json", exclude={"path", "valid_path", "schema_file", "base", "window", "negatives"})
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
+        values |= {"schema": self.schema.model_dump(mode="json")}
+        # Bags came later: what has none keeps its digest.
+        for name in ("bags", "text"):
+            if not values[name]:
+                del values[name]
+        for column in values["schema"]["columns"].values():
+            for name in ("separator", "max_items"):
+                if column[name] is None:
+                    del column[name]
         return values | {
-            "schema": self.schema.model_dump(mode="json"),
             "partitions": partitions if any(partitions) else [],
             "held_files": len(self.held_files),
             **({"base": self.base.prepared.digest} if self.base else {}),
@@ -112,24 +115,33 @@ class TableSource:
         encoder, unseen = self._fit(table, store, progress)
         split: dict[str, Any] = {part: len(rows) for part, rows in parts.items()}
         split |= {f"{part}_label_rate": float(table.labels_B[parts[f"{part}_rows"]].mean()) for part in ("train", "valid")}
-        num_rows, id_columns = len(table.split.held_B), encoder.id_columns
+        num_rows, id_columns = len(table.labels_B), encoder.id_columns
         if not id_columns:
             raise UserError(
                 f"data.path={self.data.path}: no column is left to look up; ignore fewer columns or set data.buckets above 0"
             )
-        looked_up = mapped(lambda c: c.ids_of_codes(table.dictionaries[c.name].values()).astype(np.int32), encoder.categories)
-        lookups = dict(zip((c.name for c in encoder.categories), looked_up, strict=True))
+        lookups = table.lookups(encoder)
         arrays: dict[str, Array | Streamed] = {
-            "ids_BF": Streamed((num_rows, len(id_columns)), np.dtype(np.int32), lambda: _ids(encoder, lookups, store, num_rows)),
+            "ids_BF": Streamed(
+                (num_rows, len(id_columns) - len(encoder.bags)),
+                np.dtype(np.int32),
+                lambda: _ids(encoder, lookups, store, num_rows),
+            ),
             "dense_BN": Streamed((num_rows, encoder.num_dense), np.dtype(np.float32), lambda: _dense(encoder, store, num_rows)),
             "labels_B": table.labels_B,
         }
-        info = {
+        info: dict[str, Any] = {
             "task": "binary",
             "columns": id_columns,
             "num_ids": [column["num_ids"] for column in id_columns],
             "num_dense": encoder.num_dense,
         }
+        if encoder.bags:
+            shape = (num_rows, len(encoder.bags), table.longest_bag)
+            arrays["bags_BFL"] = Streamed(
+                shape, np.dtype(np.int32), lambda: _bags(encoder, lookups, store, num_rows, table.longest_bag)
+            )
+            info["num_bags"] = len(encoder.bags)
         extra = {
             "label": table.label,
             "classes": list(encoder.classes),
@@ -137,6 +149,7 @@ class TableSource:
             "split": split | {"most_unseen": max(unseen.values(), default=0.0)},
             "unseen": unseen,
             "columns": [{k: v for k, v in column.__dict__.items() if k != "options"} for column in table.columns],
+            **({"left_out_items": {name: list(counts) for name, counts in table.left_out.items()}} if table.left_out else {}),
         }
         text = self._description(table, encoder, split, unseen)
 
@@ -160,14 +173,17 @@ class TableSource:
             if column.role == "numeric":
                 raw_B = np.concatenate([block[rows_B] for block, rows_B in store.with_rows(column.name, sample_B)])
                 return fit_numeric(column.name, raw_B, self.data.buckets if o.buckets is None else o.buckets, o.scale)
-            values = table.dictionaries[column.name].values()
+            values = table.values_of(column.name)
             counts = np.zeros((2, len(values) + 1), np.int64)
-            for codes_B, rows_B in store.with_rows(column.name, held_B):
-                counts += [np.bincount(codes, minlength=len(values) + 1) for codes in (codes_B, codes_B[rows_B])]
+            for codes_B, rows_B in store.with_rows(column.name, held_B):  # (B, L) of bags
+                counts += [np.bincount(codes.ravel(), minlength=len(values) + 1) for codes in (codes_B, codes_B[rows_B])]
             train, held = (counts[0] - counts[1])[1:], counts[1, 1:]
             unseen[column.name] = float(held[train == 0].sum() / max(held.sum(), 1))
             least = self.data.min_count if o.min_count is None else o.min_count
-            return fit_categories(column.name, values, train, least, o.top, o.hash_buckets)
+            found = fit_categories(column.name, values, train, least, o.top, o.hash_buckets)
+            if column.role == "categorical":
+                return found
+            return BagColumn(found.name, found.vocabulary, found.hash_buckets, *bag_form(column))
 
         used = [column for column in table.columns if column.role != "ignore"]
         fitted: list[NumericColumn | CategoryColumn] = []
@@ -176,13 +192,14 @@ class TableSource:
             progress("encode columns", len(fitted), len(used))
         encoder = TableEncoder(
             tuple(column for column in fitted if isinstance(column, NumericColumn)),
-            tuple(column for column in fitted if isinstance(column, CategoryColumn)),
+            tuple(column for column in fitted if isinstance(column, CategoryColumn) and not isinstance(column, BagColumn)),
             table.label,
             (table.classes[0], table.classes[1]),
+            tuple(column for column in fitted if isinstance(column, BagColumn)),
         )
         if self.base:
             encoder = extended(self.base.encoder, encoder)
-        return encoder, {column.name: unseen[column.name] for column in encoder.categories}
+        return encoder, {column.name: unseen[column.name] for column in encoder.vocabularies}
 
     def _description(self, table: "Table", encoder: TableEncoder, split: dict[str, Any], unseen: dict[str, float]) -> list[str]:
         num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
@@ -202,9 +219,13 @@ class TableSource:
         if new := {name: share for name, share in sorted(unseen.items(), key=lambda item: -item[1])[:5] if share >= UNSEEN_TOLD}:
             shares = ", ".join(f"{name} {share:.1%}" for name, share in new.items())
             lines.append(f"  held-out values that no training row has: {shares}")
+        for name, (cells, items) in table.left_out.items():
+            lines.append(
+                f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left out; max_items in schema.toml"
+            )
         lines.append(
-            "  Other roles: --data.numeric, --data.categorical, --data.ignore with column names, or --data.schema-file with an edited "
-            "schema.toml of this folder; without a header columns are named 0, 1, ..."
+            "  Other roles: --data.numeric, --data.categorical, --data.bags, --data.text, --data.ignore with column names, or --data.schema-file "
+            "with an edited schema.toml of this folder; without a header columns are named 0, 1, ..."
         )
         if table.rejected:
             lines.append(f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which and why")
@@ -213,7 +234,11 @@ class TableSource:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that was read: its columns lie in the store, as numbers (nan: no value) or codes of the dictionaries (0: no value)."""
+    """A table that was read: its columns lie in the store, as numbers (nan: no value) or codes of the dictionaries (0: no value, or no item).
+
+    items: dictionaries of the bags' items. longest_bag: items of the fullest cell. left_out: by column, cells with too many items and how
+    many items.
+    """
 
     label: str
     classes: list[str]
@@ -222,14 +247,32 @@ class Table:
     dictionaries: dict[str, Dictionary]
     split: RowSplit
     rejected: list[dict[str, Any]]
+    items: dict[str, Dictionary]
+    longest_bag: int
+    left_out: dict[str, tuple[int, int]]
+
+    def values_of(self, name: str) -> pl.Series:
+        """Return the texts by code of a column of categories or bags."""
+        return (self.items if name in self.items else self.dictionaries)[name].values()
+
+    def lookups(self, encoder: TableEncoder) -> dict[str, Array]:
+        """Return by column the ids of its codes."""
+        found = mapped(lambda c: c.ids_of_codes(self.values_of(c.name)).astype(np.int32), encoder.vocabularies)
+        return dict(zip((c.name for c in encoder.vocabularies), found, strict=True))
+
+
+def bag_form(column: Column) -> tuple[str | None, int]:
+    """Return the separator (None: words) of a column of bags, and how many items of a cell are looked up."""
+    separator = None if column.role == "text" else column.options.separator or SEPARATOR
+    return separator, column.options.max_items or MAX_ITEMS
 
 
 class ColumnStore:
-    """One file of numbers a column, written chunk by chunk within `with`, then read in blocks by any number of threads."""
+    """One file of numbers a column, (B,) or (B, L), written chunk by chunk within `with`, then read in blocks by any number of threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, tuple[IO[bytes], np.dtype[Any]]] = {}
+        self._files: dict[str, tuple[IO[bytes], np.dtype[Any], tuple[int, ...]]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "ColumnStore":
@@ -242,13 +285,15 @@ class ColumnStore:
     def append(self, name: str, values_B: Array) -> None:
         if name not in self._files:
             file = self._stack.enter_context((self.folder / str(len(self._files))).open("wb"))
-            self._files[name] = (file, values_B.dtype)
+            self._files[name] = (file, values_B.dtype, values_B.shape[1:])
         self._files[name][0].write(np.ascontiguousarray(values_B).data)
 
     def block(self, name: str, number: int, size: int = BLOCK_ROWS) -> Array:
         """Return rows from `number * size` on, `size` of them at most."""
-        file, dtype = self._files[name]
-        return np.fromfile(file.name, dtype, size, offset=number * size * dtype.itemsize)
+        file, dtype, shape = self._files[name]
+        width = math.prod(shape)
+        values = np.fromfile(file.name, dtype, size * width, offset=number * size * width * dtype.itemsize)
+        return values.reshape(-1, *shape)
 
     def with_rows(self, name: str, rows_B: Array) -> Iterator[tuple[Array, Array]]:
         """Yield blocks with their part of `rows_B`."""
@@ -256,14 +301,22 @@ class ColumnStore:
             yield self.block(name, number, 2**20), rows_B[start : start + 2**20]
 
     def whole(self, name: str) -> Array:
-        return self.block(name, 0, -1)
+        file, dtype, shape = self._files[name]
+        return np.fromfile(file.name, dtype).reshape(-1, *shape)
 
 
 def _ids(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int) -> Iterator[Array]:
     def block(number: int) -> Array:
         parts = [column.ids(store.block(column.name, number)) for column in encoder.numeric if column.num_ids]
         parts += [lookups[column.name][store.block(column.name, number)] for column in encoder.categories]
-        return side_by_side(parts, np.int32)
+        return side_by_side(parts, np.int32, min(BLOCK_ROWS, num_rows - number * BLOCK_ROWS))
+
+    return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
+
+
+def _bags(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int, longest: int) -> Iterator[Array]:
+    def block(number: int) -> Array:
+        return one_width([bag_ids(store.block(c.name, number)[:, :longest], lookups[c.name]) for c in encoder.bags], longest)
 
     return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
 
@@ -278,20 +331,27 @@ def _dense(encoder: TableEncoder, store: ColumnStore, num_rows: int) -> Iterator
 
 def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
     """The rows' keys in another table's encoding."""
-    if missing := [
-        name for name in encoder.names if name not in {column.name for column in table.columns if column.role != "ignore"}
-    ]:
-        raise UserError(f"data.base: the earlier table has a column {missing[0]!r} that is used no more; train a new model")
-    lookups = {c.name: c.ids_of_codes(table.dictionaries[c.name].values()).astype(np.int32) for c in encoder.categories}
+    before = {c.name: "numeric" for c in encoder.numeric} | {c.name: "categorical" for c in encoder.categories}
+    before |= {c.name: form_text(c.separator, c.max_items) for c in encoder.bags}
+    now = {c.name: form_text(*bag_form(c)) if c.role in ("bag", "text") else c.role for c in table.columns if c.role != "ignore"}
+    for name, form in before.items():
+        if name not in now:
+            raise UserError(f"data.base: the earlier table has a column {name!r} that is used no more; train a new model")
+        if now[name] != form:
+            raise UserError(
+                f"data.base: column {name!r} was {form} and is {now[name]}; a model cannot be carried over, train a new one"
+            )
+    lookups = table.lookups(encoder)
     num_rows, start = len(table.labels_B), 0
 
-    def blocks() -> Iterator[tuple[Array, Array, Array]]:
+    def blocks() -> Iterator[tuple[Array, Array, Array, Array | None]]:
         nonlocal start
+        bags = _bags(encoder, lookups, store, num_rows, table.longest_bag) if encoder.bags else itertools.repeat(None)
         for ids_BF, dense_BN in zip(_ids(encoder, lookups, store, num_rows), _dense(encoder, store, num_rows), strict=True):
-            yield ids_BF, dense_BN, table.labels_B[start : start + len(ids_BF)]
+            yield ids_BF, dense_BN, table.labels_B[start : start + len(ids_BF)], next(bags)
             start += len(ids_BF)
 
-    return row_keys(blocks())
+    return row_keys(blocks(), encoder)
 
 
 class _Reading:
@@ -305,6 +365,10 @@ class _Reading:
         self.names: list[str] = []
         self.dictionaries: dict[str, Dictionary] = {}
         self.numeric: list[str] = []
+        self.bags: dict[str, tuple[str | None, int]] = {}
+        self.items: dict[str, Dictionary] = {}
+        self.longest_bag = 1
+        self.left_out: dict[str, tuple[int, int]] = {}
         self.numbers: set[str] = set()  # numeric columns whose texts are not needed besides
         self.num_rows = 0
         self.num_read: int | None = None
@@ -332,7 +396,18 @@ class _Reading:
         """Return what was read, once the store is written. Raises UserError when labels are not two-valued or a part is empty."""
         labels_B, classes = self._labels()
         split = self._split(self.num_rows if self.num_read is None else self.num_read)
-        return Table(self.label, classes, labels_B, self.columns, self.dictionaries, split, self.rejected)
+        return Table(
+            self.label,
+            classes,
+            labels_B,
+            self.columns,
+            self.dictionaries,
+            split,
+            self.rejected,
+            self.items,
+            self.longest_bag,
+            self.left_out,
+        )
 
     def _start(self, rows: Rows) -> None:
         self.names = rows.names
@@ -344,6 +419,8 @@ class _Reading:
         if self.split_column and self.split_column not in coded:
             coded.append(self.split_column)
         self.dictionaries = {name: Dictionary() for name in coded}
+        self.bags = {column.name: bag_form(column) for column in self.columns if column.role in ("bag", "text")}
+        self.items = {name: Dictionary() for name in self.bags}
         self.numbers.update(name for name in self.numeric if name not in coded)
 
     def _add(self, rows: Rows) -> None:
@@ -381,12 +458,22 @@ class _Reading:
             self.store.append(f"{name}", numbers[place[name]].fill_null(float("nan")).to_numpy())
         codes = frame.select(dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items())
         for name, dictionary in self.dictionaries.items():
-            key = name if name not in self.numeric else f"{name}\0codes"
-            self.store.append(key, dictionary.met(codes[place[name]]))
+            self.store.append(self._key(name), dictionary.met(codes[place[name]]))
+        for name, (separator, max_items) in self.bags.items():
+            cells = take_apart(frame[place[name]], separator, max_items)
+            self.store.append(name, padded(self.items[name].codes(cells.items_N), cells.lengths_B, max_items))
+            self.longest_bag = max(self.longest_bag, int(cells.lengths_B.max(initial=0)))
+            if cells.cut:
+                before = self.left_out.get(name, (0, 0))
+                self.left_out[name] = (before[0] + cells.cut, before[1] + cells.left_out)
         self.num_rows += len(frame)
         seen = self.num_rows + len(self.rejected)
         if len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen:  # hopeless
             check_rejected(str(self.data.path), self.rejected, seen, self.data.max_rejected)
+
+    def _key(self, name: str) -> str:
+        """Return where the codes of a column's whole cells lie; the column may be read as numbers or items besides, for data.split_column."""
+        return f"{name}\0codes" if name in self.numeric or name in self.bags else name
 
     def _rejected(self, rows: Rows, row: int, reason: str) -> dict[str, Any]:
         return {"file": str(rows.file), "line": int(rows.lines[row]), "reason": reason}
@@ -409,17 +496,19 @@ class _Reading:
 
     def _roles(self, rows: Rows) -> list[Column]:
         given: dict[str, Role] = {}
-        flags: tuple[tuple[Role, tuple[str, ...]], ...] = (
-            ("numeric", self.data.numeric),
-            ("categorical", self.data.categorical),
-            ("ignore", self.data.ignore),
+        flags: tuple[tuple[str, Role, tuple[str, ...]], ...] = (
+            ("data.numeric", "numeric", self.data.numeric),
+            ("data.categorical", "categorical", self.data.categorical),
+            ("data.bags", "bag", self.data.bags),
+            ("data.text", "text", self.data.text),
+            ("data.ignore", "ignore", self.data.ignore),
         )
-        for role, names in flags:
+        for flag, role, names in flags:
             for name in names:
-                found = self._find(rows, name, f"data.{role}")
+                found = self._find(rows, name, flag)
                 if found in given or found == self.label:
                     other = "label" if found == self.label else given[found]
-                    raise UserError(f"data.{role}={name!r}: this column is already named as {other}; name it once")
+                    raise UserError(f"{flag}={name!r}: this column is already named as {other}; name it once")
                 given[found] = role
         options = {self._find(rows, name, "data.schema_file: columns"): o for name, o in self.source.schema.columns.items()}
         columns = []
@@ -457,8 +546,7 @@ class _Reading:
     def _split(self, num_read: int) -> RowSplit:
         codes_B, values = None, None
         if self.split_column:
-            key = f"{self.split_column}\0codes" if self.split_column in self.numeric else self.split_column
-            codes_B, values = self.store.whole(key), self.dictionaries[self.split_column].values()
+            codes_B, values = self.store.whole(self._key(self.split_column)), self.dictionaries[self.split_column].values()
         return split_rows(self.data, self.source.seed, self.num_rows, num_read, codes_B, values)
 
 

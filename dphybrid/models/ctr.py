@@ -4,7 +4,7 @@
 - deepfm: DeepFM (Guo et al. 2017): the same, with a factorization machine over all pairs of rows instead of the wide part alone;
 - dlrm: DLRM (Naumov et al. 2019): dot products of all pairs of rows and of a network's view of the numbers feed a second network.
 
-Letters: B samples, F id columns, N numeric columns, D width of a row, V fields (rows and numbers), P pairs.
+Letters: B samples, F id columns, N numeric columns, G columns of bags, L items of a bag, D width of a row, V fields (rows and numbers), P pairs.
 """
 
 import itertools
@@ -88,36 +88,58 @@ NETWORKS: dict[str, type[nn.Module]] = {"wide-deep": WideDeep, "deepfm": DeepFM,
 
 
 class ClickRegion(nn.Module):
-    """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits_B)."""
+    """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits_B).
+
+    shares_BGL: of G bags of L rows, each row's share in its bag's mean, 0 for padding; the bags' rows are then the last G * L of rows_BFD, and
+    the network sees one pooled row a bag.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
-    def forward(self, rows_BFD: Tensor, dense_BN: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, rows_BFD: Tensor, dense_BN: Tensor, labels_B: Tensor, shares_BGL: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if shares_BGL is not None:
+            bags, items = shares_BGL.shape[1:]
+            rows_BFD, bag_BND = rows_BFD.split([rows_BFD.shape[1] - bags * items, bags * items], dim=1)
+            pooled_BGD = (bag_BND.unflatten(1, (bags, items)) * shares_BGL.to(bag_BND.dtype)[..., None]).sum(2)
+            rows_BFD = torch.cat([rows_BFD, pooled_BGD], dim=1)
         logits_B = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
         loss_B = F.binary_cross_entropy_with_logits(logits_B, labels_B.to(logits_B.dtype), reduction="none")
         return loss_B, logits_B
 
 
 class ClickModel(nn.Module):
-    """Shifts column-local ids into one table and hands the rows to the region."""
+    """Shifts column-local ids into one table and hands the rows to the region. num_bags: of the last columns, a row's ids are bags."""
 
-    def __init__(self, table: HostEmbedding, num_ids: list[int], region: DataParallel) -> None:
+    def __init__(self, table: HostEmbedding, num_ids: list[int], region: DataParallel, num_bags: int = 0) -> None:
         super().__init__()
         self.table = table
         self.region = region
         table.place_on(region.devices.replicas, region.sizes)
         self.num_ids = num_ids
-        self._offsets_F = torch.tensor([0, *itertools.accumulate(num_ids[:-1])], dtype=torch.int64)
+        offsets = torch.tensor([0, *itertools.accumulate(num_ids[:-1])], dtype=torch.int64)
+        self._offsets_F, self._offsets_G = offsets.split([len(num_ids) - num_bags, num_bags])
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The ids that `forward` will look up, so that their rows can be fetched ahead."""
-        return {"table": batch["ids_BF"] + self._offsets_F}
+        ids_BF = batch["ids_BF"] + self._offsets_F
+        if len(self._offsets_G):
+            bags_BGL = batch["bags_BFL"]
+            # Padding looks up its bag's first item again, of which it takes no share: no row is touched that the bag does not hold.
+            items_BGL = torch.where(bags_BGL < 0, bags_BGL[:, :, :1], bags_BGL) + self._offsets_G[:, None]
+            ids_BF = torch.cat([ids_BF, items_BGL.flatten(1)], dim=1)
+        return {"table": ids_BF}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         rows_BFD = parts(self.table.replica_rows(self.table_ids(batch)["table"]))
-        loss_B, logits_B = self.region(rows_BFD, batch["dense_BN"], batch["labels_B"])
+        inputs = [batch["dense_BN"], batch["labels_B"]]
+        if len(self._offsets_G):
+            held_BGL = batch["bags_BFL"] >= 0
+            inputs.append(held_BGL / held_BGL.sum(2, keepdim=True))
+        loss_B, logits_B = self.region(rows_BFD, *inputs)
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "logits": logits_B}
 
 
@@ -129,4 +151,5 @@ def build_ctr(context: ModelContext) -> ClickModel:
     network = NETWORKS[o.kind](len(num_ids), o.dim, num_dense, o.hidden, o.layers, o.dropout)
     std = 0.1 if o.kind == "dlrm" else 0.01  # products of tiny rows would be next to nothing for long
     table = context.table(sum(num_ids), o.dim, name="table", std=std)
-    return ClickModel(table, num_ids, DataParallel(ClickRegion(network), context.devices))
+    region = DataParallel(ClickRegion(network), context.devices)
+    return ClickModel(table, num_ids, region, int(context.info.get("num_bags", 0)))

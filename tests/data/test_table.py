@@ -10,7 +10,8 @@ import pytest
 
 from dphybrid.config import DataConfig
 from dphybrid.data import Prepared, prepare
-from dphybrid.data.encode import Dictionary, TableEncoder, bucket_edges, fit_categories, fit_numeric
+from dphybrid.data.categories import Dictionary, fit_categories
+from dphybrid.data.encode import TableEncoder, bucket_edges, fit_numeric
 from dphybrid.data.schema import inferred_role
 from dphybrid.errors import UserError
 

@@ -1,0 +1,237 @@
+"""Columns of bags and of free text: their items, what a cell may hold, the same numbers on any devices, and growth."""
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from dphybrid.config import DataConfig
+from dphybrid.config_sources import load_config
+from dphybrid.data import Prepared, prepare
+from dphybrid.data.bags import PADDING_ID, BagColumn, take_apart
+from dphybrid.data.encode import TableEncoder
+from dphybrid.data.extend import old_ids
+from dphybrid.errors import UserError
+from dphybrid.job import Report, run_job
+from dphybrid.loading import model_from_checkpoint
+from dphybrid.models import ModelContext, build_model
+from dphybrid.parallel import resolve_devices
+from dphybrid.predict import Predictor
+from dphybrid.retraining import largest_drift
+from dphybrid.settings import load_settings
+from dphybrid.training.checkpoint import read_state
+from dphybrid.training.warm_start import warm_start
+
+
+def write(file: Path, rows: list[tuple[object, ...]], header: str = "tags,title,y") -> Path:
+    file.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]))
+    return file
+
+
+def made(folder: Path, rows: list[tuple[object, ...]], **values: object) -> Prepared:
+    """Prepare rows (tags, title, y)."""
+    file = write(folder / "x.csv", rows)
+    given = {"label": "y", "header": "yes", "valid_fraction": 0.25, "min_count": 1, "bags": ("tags",), "text": ("title",)}
+    return prepare("ctr", DataConfig.model_validate({"path": str(file), **given, **values}), folder / "prepared", 0)
+
+
+def clicks(num_rows: int, seed: int, tags: range = range(30)) -> list[tuple[object, ...]]:
+    """Rows whose label hangs on their tags alone: odd tags are for it, even ones against it."""
+    random = np.random.default_rng(seed)
+    rows: list[tuple[object, ...]] = []
+    for _ in range(num_rows):
+        held = random.choice(tags, random.integers(0, 6))
+        chance = 1 / (1 + np.exp(-3 * sum(2 * (tag % 2) - 1 for tag in held)))
+        rows.append(("|".join(f"t{tag}" for tag in held), f"Words {random.integers(5)}!", int(random.random() < chance)))
+    return rows
+
+
+def trained(devices: str, data: list[str]) -> Report:
+    values = ["recipe=ctr", f"devices={devices}", "data.label=y", "train.epochs=3", "train.batch_size=100"]
+    sizes = ["model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"]
+    return run_job(load_config(None, [*values, *sizes, *data]), load_settings())
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+def test_cells_are_taken_apart() -> None:
+    dirty = pl.Series(["a|b", " a | |b|", "||", None, "a", "a|a|b|c", "ä b|c"])
+    cells = take_apart(dirty, "|", 3)
+    assert cells.items_N.to_list() == ["a", "b", "a", "b", "a", "a", "a", "b", "ä b", "c"]
+    assert cells.lengths_B.tolist() == [2, 2, 0, 0, 1, 3, 2]
+    assert (cells.cut, cells.left_out) == (1, 1)
+    words = take_apart(pl.Series(["Don't PANIC, it's 42!", "--", None, "Übung_1 macht"]), None, 16)
+    assert words.items_N.to_list() == ["don't", "panic", "it's", "42", "übung_1", "macht"]
+    assert words.lengths_B.tolist() == [4, 0, 0, 2]
+    assert take_apart(pl.Series([None, "|"], dtype=pl.String), "|", 4).items_N.to_list() == []
+    assert take_apart(pl.Series([12, None]), "|", 4).items_N.to_list() == ["12"]
+
+
+def test_prepared_bags_and_the_encoder_agree(tmp_path: Path) -> None:
+    rows = [(row[0], f'"{row[1]}, again"', row[2]) for row in clicks(3000, 0)]
+    rows[5] = (" t1 ||t2|", '""', 1)
+    prepared = made(tmp_path, rows)
+    assert [(c["name"], c["role"]) for c in prepared.info["columns"]] == [("tags", "bag"), ("title", "text")]
+    assert prepared.info["num_ids"] == [32, 2 + 7]
+    bags_BFL = prepared.arrays["bags_BFL"]
+    assert bags_BFL.shape == (3000, 2, 5)
+    encoder = TableEncoder.load(prepared.path / "encoder")
+    frame = pl.read_csv(tmp_path / "x.csv", infer_schema=False)
+    arrays, wrong = encoder.encode({"tags": frame["tags"], "title": frame["title"]})
+    assert wrong == 0
+    assert np.array_equal(arrays["bags_BFL"], bags_BFL)
+    assert arrays["ids_BF"].shape == (3000, 0)
+    tags = encoder.bags[0].vocabulary.to_list()
+    assert [tags[i - 2] if i >= 2 else int(i) for i in bags_BFL[5, 0]] == ["t1", "t2", -1, -1, -1]
+    assert bags_BFL[5, 1].tolist() == [0, -1, -1, -1, -1]  # no word: the row of "no value"
+    schema = tmp_path / "schema.toml"
+    schema.write_text((prepared.path / "schema.toml").read_text())
+    again = made(tmp_path, rows, bags=(), text=(), schema_file=str(schema))
+    assert again.digest != prepared.digest  # written down otherwise
+    assert np.array_equal(again.arrays["bags_BFL"], bags_BFL)
+
+
+def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_path: Path) -> None:
+    held = write(tmp_path / "held.csv", [("a;new;a;a", "x", 1), ("rare", "x", 0)])
+    rows: list[tuple[object, ...]] = [("a;b;c;a;a", "x", 0), ("a;b", "x", 1), ("a;rare", "", 1), ("", "x", 0)] * 2
+    rows[2] = ("a", "x", 1)
+    schema = tmp_path / "s.toml"
+    text = '[columns.tags]\nrole = "bag"\nseparator = ";"\nmax_items = 3\n'
+    schema.write_text(text + "min_count = 2\ntop = 3\n")
+    told = {"bags": (), "text": (), "ignore": ("title",), "schema_file": str(schema), "valid_path": str(held), "delimiter": ","}
+    prepared = made(tmp_path, rows, **told)
+    (tags,) = TableEncoder.load(prepared.path / "encoder").bags
+    assert (tags.vocabulary.to_list(), tags.separator, tags.max_items) == (["a", "b", "c"], ";", 3)
+    bags_BL = prepared.arrays["bags_BFL"][:, 0]
+    assert bags_BL[[0, 1, 6, 3]].tolist() == [[2, 3, 4], [2, 3, -1], [2, 1, -1], [0, -1, -1]]  # rare: seen once; no value
+    assert bags_BL[8:].tolist() == [[2, 1, 2], [1, -1, -1]]
+    assert prepared.manifest["unseen"] == {"tags": 0.25}
+    assert prepared.manifest["left_out_items"] == {"tags": [3, 5]}
+    assert (
+        "tags: 3 cells hold more items than are looked up, 5 items are left out; max_items in schema.toml" in prepared.describe()
+    )
+    schema.write_text(text + "hash_buckets = 4\nmin_count = 100\n")
+    hashed = made(tmp_path, rows, **told)
+    assert hashed.info["num_ids"] == [6]
+    items_N = hashed.arrays["bags_BFL"][hashed.arrays["bags_BFL"] > 0]
+    assert set(items_N.tolist()) <= {2, 3, 4, 5}
+
+
+def test_a_column_that_looks_like_bags_is_told_and_stays_categorical(tmp_path: Path) -> None:
+    prepared = made(tmp_path, clicks(200, 0), bags=(), text=())
+    assert "most cells hold '|'; --data.bags would read their items" in prepared.describe()
+    assert [c["role"] for c in prepared.info["columns"]] == ["categorical", "categorical"]
+    assert "bags_BFL" not in prepared.arrays
+    with pytest.raises(UserError, match=r"data\.text='tags': this column is already named as bag"):
+        made(tmp_path, clicks(200, 0), text=("tags",))
+    with pytest.raises(UserError, match=r"data\.bags='tugs': .* has no such column; did you mean 'tags'"):
+        made(tmp_path, clicks(200, 0), bags=("tugs",))
+
+
+def test_a_bag_may_decide_the_split_and_hold_numbers(tmp_path: Path) -> None:
+    rows: list[tuple[object, ...]] = [(i % 7, f"w{i % 3}", i % 2) for i in range(100)]
+    prepared = made(tmp_path, rows, split="key", split_column="tags")
+    bags_B = prepared.arrays["bags_BFL"][:, 0, 0]
+    held, kept = (set(bags_B[prepared.arrays[f"{part}_rows"]].tolist()) for part in ("valid", "train"))
+    assert held == {1}  # values that no training row has
+    assert not held & kept
+
+
+def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
+    file = write(quiet / "x.csv", clicks(3000, 0))
+    data = [f"data.path={file}", "data.bags=tags", "data.text=title"]
+    one = trained("cpu", data)
+    three = trained("cpu*3", data)
+    assert one.metrics["auc"] > 0.85  # the label hangs on the bag alone
+    plain = trained("cpu", [f"data.path={file}", "data.ignore=tags"])
+    assert plain.metrics["auc"] < 0.6
+    assert three.metrics["log_loss"] == pytest.approx(one.metrics["log_loss"], abs=1e-5)
+    assert three.metrics["auc"] == pytest.approx(one.metrics["auc"], abs=1e-3)
+    tables = [model_from_checkpoint(report.best_checkpoint).table.weight for report in (one, three)]
+    torch.testing.assert_close(*tables, rtol=1e-4, atol=1e-5)
+    predictor = Predictor(one.best_checkpoint)
+    scores = predictor.predict({"tags": ["t1|t3|t5", "t2|t4", "never|seen", "", None], "title": ["Words 1!"] * 5})
+    assert scores[0] > scores[1] + 0.1
+    assert scores[3] == scores[4]
+    alone = [predictor.predict({"tags": [tags], "title": ["words 1"]})[0] for tags in ("t1|t3|t5", "t2|t4", "new", "")]
+    assert alone == pytest.approx([scores[i] for i in (0, 1, 2, 3)], abs=1e-6)  # whatever else the batch holds
+    done = predictor.predict_file(str(file), quiet / "out.parquet")
+    assert done.num_rows == 3000
+
+
+def test_a_pooled_row_is_the_mean_of_the_items_rows(quiet: Path) -> None:
+    config = load_config(None, ["recipe=ctr", "model.dim=4", "model.dropout=0"])
+    info = {"num_ids": [5, 6, 7], "num_dense": 0, "num_bags": 2}
+    model = build_model("ctr", ModelContext(resolve_devices("cpu*2"), info, config.model, 0))
+    weight = model.table.weight
+    seen = []
+    model.region.module.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().clone()))
+    bags = torch.tensor([[[3, 3, 1], [0, -1, -1]], [[2, -1, -1], [4, 5, -1]]])
+    batch = {
+        "ids_BF": torch.tensor([[4], [0]]),
+        "dense_BN": torch.zeros(2, 0),
+        "labels_B": torch.ones(2),
+        "bags_BFL": bags,
+    }
+    model.table_ids(batch)
+    outputs = model(batch)
+    expected = torch.stack(
+        [
+            torch.stack([weight[4], (2 * weight[8] + weight[6]) / 3, weight[11]]),
+            torch.stack([weight[0], weight[7], (weight[15] + weight[16]) / 2]),
+        ]
+    )
+    torch.testing.assert_close(torch.cat(seen), expected)
+    outputs["loss"].sum().backward()
+    ids_U, _ = model.table.row_gradients()
+    assert ids_U.tolist() == [0, 4, 6, 7, 8, 11, 15, 16]  # no row of padding
+
+
+def test_a_grown_bag_answers_as_before(quiet: Path) -> None:
+    first = write(quiet / "a.csv", clicks(2000, 0, range(20)))
+    both = [f"data.path={first}", "data.bags=tags", "data.text=title"]
+    report = trained("cpu", both)
+    base = Path(read_state(Path(report.best_checkpoint))["prepared"])
+    rows = clicks(2000, 0, range(20)) + clicks(1000, 1, range(10, 30))
+    rows[2001] = ("|".join(["t21"] * 9), "new", 1)  # longer than all before
+    grown = prepare(
+        "ctr",
+        DataConfig(path=str(write(quiet / "b.csv", rows)), label="y", base=str(base)),
+        quiet / "data" / "prepared",
+        1,
+    )
+    assert len(grown.arrays["new_rows"]) > 700
+    earlier, now = (TableEncoder.load(path / "encoder") for path in (base, grown.path))
+    assert isinstance(now.bags[0], BagColumn)
+    assert set(now.bags[0].vocabulary) > set(earlier.bags[0].vocabulary)
+    config = load_config(None, ["recipe=ctr", "model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"])
+    model = build_model("ctr", ModelContext(resolve_devices("cpu"), grown.info, config.model, 1)).eval()
+    warm_start(Path(report.best_checkpoint), model, grown)
+    champion = model_from_checkpoint(report.best_checkpoint).eval()
+    bags_BFL = np.array(grown.arrays["bags_BFL"])
+    ids = old_ids(earlier, now)
+    old_BFL = np.stack([np.where(bags_BFL[:, f] < 0, PADDING_ID, ids[f][bags_BFL[:, f]]) for f in range(2)], axis=1)
+    batch = {"ids_BF": torch.zeros(3000, 0, dtype=torch.int64), "dense_BN": torch.zeros(3000, 0), "labels_B": torch.zeros(3000)}
+    with torch.no_grad():
+        one = champion({**batch, "bags_BFL": torch.from_numpy(old_BFL).long()})
+        other = model({**batch, "bags_BFL": torch.from_numpy(bags_BFL).long()})
+    torch.testing.assert_close(one["logits"], other["logits"])
+    assert largest_drift(str(grown.path))[0] == "tags"
+    schema = (base / "schema.toml").read_text()
+    for written, told in (
+        ('role = "bag"\nmax_items = 20', "'tags' was a bag with '|' between items, at most 16 of a cell and is .*at most 20"),
+        ('role = "bag"\nseparator = ";"', "'tags' was a bag with '|' .* and is a bag with ';' between items"),
+        ('role = "categorical"', "'tags' was a bag with .* and is categorical; a model cannot be carried over"),
+    ):
+        (quiet / "s.toml").write_text(schema.replace('role = "bag"', written))
+        other = DataConfig(path=str(quiet / "b.csv"), label="y", base=str(base), schema_file=str(quiet / "s.toml"))
+        with pytest.raises(UserError, match=f"data.base: column {told}"):
+            prepare("ctr", other, quiet / "data" / "prepared", 1)
