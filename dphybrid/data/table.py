@@ -4,54 +4,31 @@ Read once, chunk by chunk, into one file a column (numbers, or codes of a dictio
 Memory holds a chunk, the vocabularies and a few numbers a row, however large the input is. Letters: B rows, F id columns, N dense columns.
 """
 
-import difflib
 import itertools
-import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import polars as pl
 
 from dphybrid.config import DataConfig
-from dphybrid.data.ahead import ahead, mapped
-from dphybrid.data.bags import MAX_ITEMS, SEPARATOR, BagColumn, bag_ids, form_text, one_width, padded, take_apart
+from dphybrid.data.ahead import mapped
+from dphybrid.data.bags import BagColumn, bag_ids, form_text, one_width
 from dphybrid.data.batches import Array
-from dphybrid.data.categories import CategoryColumn, Dictionary, fit_categories
+from dphybrid.data.categories import CategoryColumn, fit_categories
 from dphybrid.data.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric, side_by_side
 from dphybrid.data.extend import Base, extended, extended_split, open_base, row_keys
-from dphybrid.data.fields import is_number
-from dphybrid.data.rows import Rows, check_enough, check_rejected, read_chunks
-from dphybrid.data.schema import ColumnOptions, Role, SchemaFile, inferred_role, read_schema, schema_text
-from dphybrid.data.splits import RowSplit, split_rows
+from dphybrid.data.reading import BLOCK_ROWS, Column, ColumnStore, Reading, Table, bag_form
+from dphybrid.data.schema import SchemaFile, read_schema, schema_text
 from dphybrid.data.store import Content, Progress, Streamed, source_digests
 from dphybrid.errors import UserError
 
-POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
-"""Label values that mean 1 although they would sort first."""
-ROLE_ROWS = 20_000
-"""Rows from which the columns' roles are told."""
 UNSEEN_TOLD = 0.0005
 """Share of held-out values without a training row from which on a person is told."""
 SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
 """Files of a folder that are read."""
-BLOCK_ROWS = 2**16
-"""Rows encoded at a time."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column and what it is used as. reason: why, where it is not plain; samples: a few values for people."""
-
-    name: str
-    role: Role
-    reason: str
-    samples: tuple[str, ...]
-    options: ColumnOptions
 
 
 @dataclass(frozen=True)
@@ -104,7 +81,7 @@ class TableSource:
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         with ColumnStore(scratch / "columns") as store:
-            reading = _Reading(self, store, progress)
+            reading = Reading(self.data, self.schema, self.seed, self.files, self.held_files, store, progress)
             reading.run()
         table = reading.table()
         parts: dict[str, Array] = {}
@@ -160,7 +137,7 @@ class TableSource:
 
         return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, table.rejected, save)
 
-    def _fit(self, table: "Table", store: "ColumnStore", progress: Progress) -> tuple[TableEncoder, dict[str, float]]:
+    def _fit(self, table: Table, store: ColumnStore, progress: Progress) -> tuple[TableEncoder, dict[str, float]]:
         """Learn from the training rows; also return the share of held-out values, a category column, that no training row has."""
         held_B = table.split.held_B
         trained = np.flatnonzero(~held_B)
@@ -201,7 +178,7 @@ class TableSource:
             encoder = extended(self.base.encoder, encoder)
         return encoder, {column.name: unseen[column.name] for column in encoder.vocabularies}
 
-    def _description(self, table: "Table", encoder: TableEncoder, split: dict[str, Any], unseen: dict[str, float]) -> list[str]:
+    def _description(self, table: Table, encoder: TableEncoder, split: dict[str, Any], unseen: dict[str, float]) -> list[str]:
         num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
         columns, classes, labels_B = table.columns, table.classes, table.labels_B
         wide = max(len("column"), *(len(column.name) for column in columns))
@@ -230,79 +207,6 @@ class TableSource:
         if table.rejected:
             lines.append(f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which and why")
         return lines
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table that was read: its columns lie in the store, as numbers (nan: no value) or codes of the dictionaries (0: no value, or no item).
-
-    items: dictionaries of the bags' items. longest_bag: items of the fullest cell. left_out: by column, cells with too many items and how
-    many items.
-    """
-
-    label: str
-    classes: list[str]
-    labels_B: Array
-    columns: list[Column]
-    dictionaries: dict[str, Dictionary]
-    split: RowSplit
-    rejected: list[dict[str, Any]]
-    items: dict[str, Dictionary]
-    longest_bag: int
-    left_out: dict[str, tuple[int, int]]
-
-    def values_of(self, name: str) -> pl.Series:
-        """Return the texts by code of a column of categories or bags."""
-        return (self.items if name in self.items else self.dictionaries)[name].values()
-
-    def lookups(self, encoder: TableEncoder) -> dict[str, Array]:
-        """Return by column the ids of its codes."""
-        found = mapped(lambda c: c.ids_of_codes(self.values_of(c.name)).astype(np.int32), encoder.vocabularies)
-        return dict(zip((c.name for c in encoder.vocabularies), found, strict=True))
-
-
-def bag_form(column: Column) -> tuple[str | None, int]:
-    """Return the separator (None: words) of a column of bags, and how many items of a cell are looked up."""
-    separator = None if column.role == "text" else column.options.separator or SEPARATOR
-    return separator, column.options.max_items or MAX_ITEMS
-
-
-class ColumnStore:
-    """One file of numbers a column, (B,) or (B, L), written chunk by chunk within `with`, then read in blocks by any number of threads."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files: dict[str, tuple[IO[bytes], np.dtype[Any], tuple[int, ...]]] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "ColumnStore":
-        self.folder.mkdir()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def append(self, name: str, values_B: Array) -> None:
-        if name not in self._files:
-            file = self._stack.enter_context((self.folder / str(len(self._files))).open("wb"))
-            self._files[name] = (file, values_B.dtype, values_B.shape[1:])
-        self._files[name][0].write(np.ascontiguousarray(values_B).data)
-
-    def block(self, name: str, number: int, size: int = BLOCK_ROWS) -> Array:
-        """Return rows from `number * size` on, `size` of them at most."""
-        file, dtype, shape = self._files[name]
-        width = math.prod(shape)
-        values = np.fromfile(file.name, dtype, size * width, offset=number * size * width * dtype.itemsize)
-        return values.reshape(-1, *shape)
-
-    def with_rows(self, name: str, rows_B: Array) -> Iterator[tuple[Array, Array]]:
-        """Yield blocks with their part of `rows_B`."""
-        for number, start in enumerate(range(0, len(rows_B), 2**20)):
-            yield self.block(name, number, 2**20), rows_B[start : start + 2**20]
-
-    def whole(self, name: str) -> Array:
-        file, dtype, shape = self._files[name]
-        return np.fromfile(file.name, dtype).reshape(-1, *shape)
 
 
 def _ids(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int) -> Iterator[Array]:
@@ -352,202 +256,6 @@ def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
             start += len(ids_BF)
 
     return row_keys(blocks(), encoder)
-
-
-class _Reading:
-    """Reads the files of a source into a store."""
-
-    def __init__(self, source: TableSource, store: ColumnStore, progress: Progress) -> None:
-        self.source, self.data, self.store, self.progress = source, source.data, store, progress
-        self.rejected: list[dict[str, Any]] = []
-        self.columns: list[Column] = []
-        self.label = ""
-        self.names: list[str] = []
-        self.dictionaries: dict[str, Dictionary] = {}
-        self.numeric: list[str] = []
-        self.bags: dict[str, tuple[str | None, int]] = {}
-        self.items: dict[str, Dictionary] = {}
-        self.longest_bag = 1
-        self.left_out: dict[str, tuple[int, int]] = {}
-        self.numbers: set[str] = set()  # numeric columns whose texts are not needed besides
-        self.num_rows = 0
-        self.num_read: int | None = None
-
-    def run(self) -> None:
-        """Read all files. Raises UserError when they cannot be read, do not fit together, or have too few rows."""
-        first: Rows | None = None
-        total = sum(file.stat().st_size for file in self.source.files)
-        before = 0
-        for file in self.source.files:
-            if self.num_read is None and file in self.source.held_files:
-                self.num_read = self.num_rows
-            for rows in ahead(read_chunks(file, self.data, self.numbers)):
-                self.progress("read rows", min(total, before + rows.bytes_read), total)
-                if first is None:
-                    first = rows
-                    self._start(rows)
-                self._add(rows)
-            before += file.stat().st_size
-        assert first is not None
-        check_rejected(str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected)
-        check_enough(str(self.data.path), first, self.num_rows)
-
-    def table(self) -> Table:
-        """Return what was read, once the store is written. Raises UserError when labels are not two-valued or a part is empty."""
-        labels_B, classes = self._labels()
-        split = self._split(self.num_rows if self.num_read is None else self.num_read)
-        return Table(
-            self.label,
-            classes,
-            labels_B,
-            self.columns,
-            self.dictionaries,
-            split,
-            self.rejected,
-            self.items,
-            self.longest_bag,
-            self.left_out,
-        )
-
-    def _start(self, rows: Rows) -> None:
-        self.names = rows.names
-        self.label = self._find(rows, self.data.label or self.source.schema.label or "", "data.label")
-        self.columns = self._roles(rows)
-        self.numeric = [column.name for column in self.columns if column.role == "numeric"]
-        coded = [self.label, *(column.name for column in self.columns if column.role == "categorical")]
-        self.split_column = self._find(rows, self.data.split_column, "data.split_column") if self.data.split_column else None
-        if self.split_column and self.split_column not in coded:
-            coded.append(self.split_column)
-        self.dictionaries = {name: Dictionary() for name in coded}
-        self.bags = {column.name: bag_form(column) for column in self.columns if column.role in ("bag", "text")}
-        self.items = {name: Dictionary() for name in self.bags}
-        self.numbers.update(name for name in self.numeric if name not in coded)
-
-    def _add(self, rows: Rows) -> None:
-        if rows.names != self.names:
-            missing = [name for name in self.names if name not in rows.names] or [n for n in rows.names if n not in self.names]
-            if missing:
-                raise UserError(
-                    f"data.path={self.data.path}: {rows.file} has other columns than {self.source.files[0]}, {missing[0]!r} for one; "
-                    "give files with the same columns"
-                )
-        place = {name: str(rows.names.index(name)) for name in self.names}
-        frame = rows.values
-        numbers = frame.select(pl.col(place[name]).cast(pl.Float64, strict=False) for name in self.numeric)
-        wrong_B, rejected = np.zeros(len(frame), bool), list(rows.rejected)
-        unlabelled = frame[place[self.label]].is_null()
-        if unlabelled.any():
-            wrong_B |= unlabelled.to_numpy()
-            rejected += [self._rejected(rows, int(i), "no label") for i in np.flatnonzero(wrong_B)]
-        for name in self.numeric:
-            values, found = frame[place[name]], numbers[place[name]]
-            if values.dtype == pl.Float64 or int(found.is_finite().sum()) == len(values) - values.null_count():
-                continue
-            odd_B = (values.is_not_null() & ~found.is_finite().fill_null(False)).to_numpy() & ~wrong_B
-            hint = "mend it, list it in data.missing, or name the column in data.categorical"
-            rejected += [
-                self._rejected(rows, int(i), f"data.numeric: column {name!r} holds {values[int(i)]!r}, no number; {hint}")
-                for i in np.flatnonzero(odd_B)
-            ]
-            wrong_B |= odd_B
-        if rejected:
-            self.rejected += sorted(rejected, key=lambda row: row["line"])
-            keep = pl.Series(~wrong_B)
-            frame, numbers = frame.filter(keep), numbers.filter(keep) if self.numeric else numbers
-        for name in self.numeric:
-            self.store.append(f"{name}", numbers[place[name]].fill_null(float("nan")).to_numpy())
-        codes = frame.select(dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items())
-        for name, dictionary in self.dictionaries.items():
-            self.store.append(self._key(name), dictionary.met(codes[place[name]]))
-        for name, (separator, max_items) in self.bags.items():
-            cells = take_apart(frame[place[name]], separator, max_items)
-            self.store.append(name, padded(self.items[name].codes(cells.items_N), cells.lengths_B, max_items))
-            self.longest_bag = max(self.longest_bag, int(cells.lengths_B.max(initial=0)))
-            if cells.cut:
-                before = self.left_out.get(name, (0, 0))
-                self.left_out[name] = (before[0] + cells.cut, before[1] + cells.left_out)
-        self.num_rows += len(frame)
-        seen = self.num_rows + len(self.rejected)
-        if len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen:  # hopeless
-            check_rejected(str(self.data.path), self.rejected, seen, self.data.max_rejected)
-
-    def _key(self, name: str) -> str:
-        """Return where the codes of a column's whole cells lie; the column may be read as numbers or items besides, for data.split_column."""
-        return f"{name}\0codes" if name in self.numeric or name in self.bags else name
-
-    def _rejected(self, rows: Rows, row: int, reason: str) -> dict[str, Any]:
-        return {"file": str(rows.file), "line": int(rows.lines[row]), "reason": reason}
-
-    def _find(self, rows: Rows, name: str, place: str) -> str:
-        """Return the column of a name or a position."""
-        columns = rows.names
-        if name in columns:
-            return name
-        if name.isascii() and name.isdigit() and int(name) < len(columns):
-            return columns[int(name)]
-        listed = ", ".join(columns)
-        if not name:
-            raise UserError(f"{place} is not set; name the column with the answer, one of: {listed}")
-        close = difflib.get_close_matches(name, columns, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        if not rows.header:
-            hint += "its first line was read as values (data.header=yes reads it as names), so "
-        raise UserError(f"{place}={name!r}: {rows.file} has no such column; {hint}columns: {listed}")
-
-    def _roles(self, rows: Rows) -> list[Column]:
-        given: dict[str, Role] = {}
-        flags: tuple[tuple[str, Role, tuple[str, ...]], ...] = (
-            ("data.numeric", "numeric", self.data.numeric),
-            ("data.categorical", "categorical", self.data.categorical),
-            ("data.bags", "bag", self.data.bags),
-            ("data.text", "text", self.data.text),
-            ("data.ignore", "ignore", self.data.ignore),
-        )
-        for flag, role, names in flags:
-            for name in names:
-                found = self._find(rows, name, flag)
-                if found in given or found == self.label:
-                    other = "label" if found == self.label else given[found]
-                    raise UserError(f"{flag}={name!r}: this column is already named as {other}; name it once")
-                given[found] = role
-        options = {self._find(rows, name, "data.schema_file: columns"): o for name, o in self.source.schema.columns.items()}
-        columns = []
-        sample = rows.values.head(ROLE_ROWS)
-        for place, name in enumerate(rows.names):
-            if name == self.label:
-                continue
-            present, own = sample.to_series(place).drop_nulls(), options.get(name, ColumnOptions())
-            told = given.get(name) or own.role
-            if told is not None:
-                role, reason = told, "as given"
-            elif not len(present) and len(rows) > len(sample):
-                role, reason = "categorical", f"no values in the first {len(sample):,} rows"
-            else:
-                role, reason = inferred_role(name, present, len(sample))
-            samples = tuple(present.unique(maintain_order=True)[:3].to_list())
-            columns.append(Column(name, role, reason, samples, own.model_copy(update={"role": role})))
-        return columns
-
-    def _labels(self) -> tuple[Array, list[str]]:
-        """Return labels (B,) of 0 and 1, and the two values: numbers by size, else by text, the positive one last."""
-        values = self.dictionaries[self.label].values().to_list()
-        found = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
-        if len(found) != 2:
-            shown = ", ".join(repr(v) for v in found[:6]) + (", ..." if len(found) > 6 else "")
-            raise UserError(
-                f"data.label={self.data.label}: needs two different values, column {self.label!r} has {len(found)}: {shown} "
-                f"({self.data.path}); name another column, or make the label two-valued"
-            )
-        if found[0].lower() in POSITIVE:
-            found.reverse()
-        is_one = np.array([False, *(value == found[1] for value in values)])
-        return is_one[self.store.whole(self.label)].astype(np.float32), found
-
-    def _split(self, num_read: int) -> RowSplit:
-        codes_B, values = None, None
-        if self.split_column:
-            codes_B, values = self.store.whole(self._key(self.split_column)), self.dictionaries[self.split_column].values()
-        return split_rows(self.data, self.source.seed, self.num_rows, num_read, codes_B, values)
 
 
 def open_source(data: DataConfig, seed: int) -> TableSource:
