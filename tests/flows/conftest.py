@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fake_nvml import gpu, write_state
-from tests.flows.servers import REPOSITORY, Postgres, Team
+from tests.flows.servers import REPOSITORY, Team
+from tests.postgres import Postgres
 
 
 @pytest.fixture(scope="session")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     """A server that is set up, with four stand-in GPUs; tests start the workers that they need."""
     folder = tmp_path_factory.mktemp("team")
-    (folder / "pg").mkdir()
-    postgres = Postgres(folder / "pg")
+    postgres = Postgres()
     team = Team(folder, postgres)
     (folder / "slowly.py").write_text((REPOSITORY / "tests" / "flows" / "slowly.py").read_text())
     write_state(team.gpus, [gpu(number) for number in range(4)])
@@ -26,4 +26,4 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
         yield team
     finally:
         team.end()
-        postgres.control("-m", "immediate", "stop")
+        postgres.end()

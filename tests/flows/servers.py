@@ -1,12 +1,9 @@
 """Real servers and workers for tests: PostgreSQL, Prefect's server on it, workers with stand-in GPUs; each a process that can be killed."""
 
-import glob
 import json
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +15,8 @@ from typing import Any
 from uuid import UUID
 
 import psutil
-import pytest
+
+from tests.postgres import Postgres, free_port
 
 REPOSITORY = Path(__file__).parent.parent.parent
 PREFECT = str(Path(sys.executable).parent / "prefect")
@@ -41,12 +39,6 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return base | own | more
 
 
-def free_port() -> int:
-    with socket.socket() as stream:
-        stream.bind(("127.0.0.1", 0))
-        return int(stream.getsockname()[1])
-
-
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 90) -> Any:
     """Return what `condition` comes to once it is true. A machine with more to do than it has cores gets as many times longer."""
     start = time.monotonic()
@@ -55,39 +47,6 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 90) -
             raise TimeoutError(f"{what} within {time.monotonic() - start:.0f} s")
         time.sleep(0.2)
     return found
-
-
-class Postgres:
-    """A PostgreSQL server of these tests' own."""
-
-    def __init__(self, folder: Path) -> None:
-        programs = sorted(glob.glob("/usr/lib/postgresql/*/bin"))
-        if not programs:
-            pytest.skip("PostgreSQL is not installed (Debian's package postgresql)")
-        self.binaries, self.folder, self.port = Path(programs[-1]), folder, free_port()
-        self._as_user: list[str] = []
-        if os.geteuid() == 0:  # it refuses to run as root
-            shutil.chown(folder, "postgres")
-            self._as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
-        initdb = [str(self.binaries / "initdb"), "-D", str(folder / "data"), "-U", "prefect", "--auth=trust", "--no-sync"]
-        self._let_in()
-        subprocess.run([*self._as_user, *initdb], check=True, capture_output=True)
-
-    def _let_in(self) -> None:
-        """Let the database's user into the tests' folder, which each pytest that starts closes to others."""
-        for parent in self.folder.parents:
-            if self._as_user and parent.name.startswith(("pytest-", "team")):
-                parent.chmod(0o755)
-
-    @property
-    def url(self) -> str:
-        return f"postgresql+asyncpg://prefect@127.0.0.1:{self.port}/postgres"
-
-    def control(self, *what: str) -> None:
-        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -k {self.folder} -c fsync=off"
-        command = [str(self.binaries / "pg_ctl"), "-D", str(self.folder / "data"), "-w", "-o", options]
-        self._let_in()
-        subprocess.run([*self._as_user, *command, "-l", str(self.folder / "log"), *what], check=True, capture_output=True)
 
 
 @dataclass
@@ -128,7 +87,7 @@ class Team:
         }
         server = {
             "PREFECT_API_URL": self.api,
-            "PREFECT_SERVER_DATABASE_CONNECTION_URL": self.postgres.url,
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{self.postgres.address}",
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
             "PREFECT_WORKER_QUERY_SECONDS": "1",

@@ -1,10 +1,7 @@
 """MLflow servers as processes of their own, on a port of their own, with SQLite or PostgreSQL behind them."""
 
-import glob
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,11 +12,7 @@ from pathlib import Path
 
 import pytest
 
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+from tests.postgres import Postgres, free_port
 
 
 @dataclass
@@ -62,29 +55,12 @@ class MlflowServer:
 
 
 @pytest.fixture(scope="session")
-def postgres_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_uri() -> Iterator[str]:
     """A PostgreSQL server of these tests' own."""
-    programs = sorted(glob.glob("/usr/lib/postgresql/*/bin")) or [str(Path(p).parent) for p in [shutil.which("initdb")] if p]
-    if not programs:
-        pytest.skip("PostgreSQL is not installed (Debian's package postgresql)")
-    binaries, folder, port = Path(programs[-1]), tmp_path_factory.mktemp("postgres"), free_port()
-    as_user: Callable[[list[str]], list[str]] = list
-    if os.geteuid() == 0:  # it refuses to run as root
-        for parent in [folder, *folder.parents]:
-            if parent.owner() == "root" and str(parent).startswith("/tmp/"):
-                parent.chmod(0o755)
-        shutil.chown(folder, "postgres")
-        as_user = lambda command: ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", *command]  # noqa: E731
-    data = folder / "data"
-    initdb = [str(binaries / "initdb"), "-D", str(data), "-U", "dphybrid", "--auth=trust", "--no-sync"]
-    subprocess.run(as_user(initdb), check=True, capture_output=True)
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -k {folder} -c fsync=off"
-    control = [str(binaries / "pg_ctl"), "-D", str(data), "-w"]
-    subprocess.run(as_user([*control, "-o", options, "-l", str(folder / "log"), "start"]), check=True, capture_output=True)
-    try:
-        yield f"postgresql://dphybrid@127.0.0.1:{port}/postgres"
-    finally:
-        subprocess.run(as_user([*control, "-m", "immediate", "stop"]), check=False, capture_output=True)
+    postgres = Postgres()
+    postgres.control("start")
+    yield f"postgresql://{postgres.address}"
+    postgres.end()
 
 
 @pytest.fixture
