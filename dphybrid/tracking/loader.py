@@ -1,5 +1,6 @@
 """Loads checkpoints back from MLflow: by model, by registered name and alias, or as a plain folder."""
 
+import atexit
 import json
 import os
 import shutil
@@ -95,6 +96,7 @@ def _with_left_out(root: Path) -> Path:
     if not page.is_file():
         return root
     whole = Path(tempfile.mkdtemp(prefix="dphybrid-model-"))  # the downloaded folder may be the store's own
+    atexit.register(shutil.rmtree, whole, ignore_errors=True)  # links alone, and in use until then
     shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
     for entry in json.loads(page.read_text(encoding="utf-8")):
         source = Path(entry["path"])
