@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID
 
+import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -38,6 +39,8 @@ SILENT = "no heartbeat: its machine died"
 """What the automation of `flows.setup` writes on a run."""
 STUCK_S = 120.0
 """How long the start of a process may take."""
+WORKER_PID = "DPHYBRID_WORKER_PID"
+"""Environment variable in which a worker tells a run who started it."""
 MAX_RUNS = 10
 """A flow run that was begun so often is not queued again: it may be what kills its machine."""
 
@@ -176,7 +179,7 @@ def _is_locked(file: Path) -> bool:
 
 @contextmanager
 def noticing_the_workers_death(flow_run_id: str | None, every_s: float = 0.5) -> Iterator[None]:
-    """While the block runs, end this process in good order (SIGTERM) when the worker that started it dies.
+    """While the block runs, end this process in good order (SIGTERM) when the worker that started it dies, or has died before.
 
     Nobody would supervise it then. None: no worker started it.
     """
@@ -184,10 +187,13 @@ def noticing_the_workers_death(flow_run_id: str | None, every_s: float = 0.5) ->
         yield
         return
     parent, done = os.getppid(), threading.Event()
+    # A worker may die while this process still imports: its parent is another one then, from the first look on.
+    worker = os.environ.pop(WORKER_PID, None)
+    orphaned = worker is not None and worker not in {str(ancestor.pid) for ancestor in psutil.Process().parents()}
 
     def watch() -> None:
         while not done.wait(every_s):
-            if os.getppid() != parent:
+            if orphaned or os.getppid() != parent:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 

@@ -224,11 +224,6 @@ class HostEmbedding(nn.Module):
         self._channels = [Channel(device, self.counters) for device in devices]
         self._sizes_of = sizes_of
 
-    @property
-    def is_placed(self) -> bool:
-        """Do replicas get rows sent?"""
-        return self._sizes_of is not None
-
     def replica_rows(self, ids: Tensor) -> list[Tensor]:
         """Return for each used replica the rows of its share of `ids` (B, ...) on its device, as (b, ..., dim).
 

@@ -1,10 +1,12 @@
 """The recipes on the engine: prefetching and storage change no bit, and what the engine did is on record."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dphybrid.config_sources import load_config
+from dphybrid.embedding import RowPipeline
 from dphybrid.errors import UserError
 from dphybrid.job import Report, run_job
 from dphybrid.settings import load_settings
@@ -12,6 +14,12 @@ from dphybrid.settings import load_settings
 
 def train(*overrides: str) -> Report:
     return run_job(load_config(None, list(overrides)), load_settings())
+
+
+@pytest.fixture(autouse=True)
+def worker_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual devices get no worker but when it is asked for."""
+    monkeypatch.setattr("dphybrid.training.loop.RowPipeline", partial(RowPipeline, on_cpu=True))
 
 
 @pytest.fixture

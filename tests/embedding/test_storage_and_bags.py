@@ -158,7 +158,7 @@ def test_a_collection_is_prefetched() -> None:
     tables = HostEmbeddingCollection({"user": 30, "item": 5}, 4)
     tables.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
     batches = [torch.tensor([[step, step % 5], [3, 1]]) for step in range(20)]
-    with RowPipeline({"flat": tables.flat}) as pipeline:
+    with RowPipeline({"flat": tables.flat}, on_cpu=True) as pipeline:
         for ids_BF in pipeline.prefetch(batches, lambda ids_BF: {"flat": tables.flat_ids(ids_BF)}):
             assert torch.equal(torch.cat(tables.replica_rows(ids_BF)), tables(ids_BF))
         assert pipeline.counters()["prepared"] == 80

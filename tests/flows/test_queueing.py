@@ -1,11 +1,13 @@
 """Late runs, and what a worker's machine knows of its runs; no server is needed."""
 
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from prefect.context import FlowRunContext
 
@@ -15,6 +17,7 @@ from flows.alive import alive_here, run_file
 from flows.queueing import too_late
 from flows.validate import check_prefect_yaml
 from tests.conftest import REPOSITORY
+from tests.flows.servers import wait_until
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,36 @@ def test_the_kernel_says_which_runs_are_dead(tmp_path: Path, data_dir: Path, mon
         child.wait()
     assert run_file("b").exists()
     assert not alive._is_locked(run_file("b"))
+
+
+_RUN = """
+import os, signal, sys, time
+from flows.alive import noticing_the_workers_death
+signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+with noticing_the_workers_death("x", every_s=0.1):
+    time.sleep(float(sys.argv[1]))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("dies", ["before", "meanwhile", "never"])
+def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(dies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "60"]) as dead:
+        dead.kill()
+    worker = dead.pid if dies == "before" else os.getpid()
+    monkeypatch.setenv(alive.WORKER_PID, str(worker))
+    run = [sys.executable, "-c", _RUN, "2" if dies == "never" else "60"]
+    # A shell between worker and run, as some launchers are; it tells how the run ended, or is killed and leaves it alone.
+    shell = ["sh", "-c", '"$@" & echo $!; wait $!; echo $?', "sh", *run]
+    with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as launcher:
+        assert launcher.stdout is not None
+        process = psutil.Process(int(launcher.stdout.readline()))
+        if dies == "meanwhile":
+            wait_until(lambda: process.num_threads() > 1, "it watches", 60)
+            launcher.kill()
+            process.wait(30)
+        else:
+            assert launcher.stdout.readline().strip() == {"before": "7", "never": "0"}[dies]
 
 
 def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
