@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from dphybrid.config_sources import load_config
+from dphybrid.embedding import RowPipeline
 from dphybrid.errors import UserError
 from dphybrid.job import Report, run_job
 from dphybrid.loading import model_from_checkpoint
@@ -74,7 +76,10 @@ def test_text_trains_to_the_same_losses_on_any_number_of_devices(kind: str, data
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad", "lazy-adam", "sgd"])
-def test_prefetching_changes_no_bit(optimizer: str, devices: str, data_dir: Path, small_text: str) -> None:
+def test_prefetching_changes_no_bit(
+    optimizer: str, devices: str, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dphybrid.training.loop.RowPipeline", partial(RowPipeline, on_cpu=True))
     options = [
         small_text,
         *SMALL_TEXT,
