@@ -101,7 +101,7 @@ def step_costs(num_rows: int, dim: int, num_ids: int, rounds: int, exponent: flo
 
         contestants[name] = step
     if find_spec("fbgemm_gpu"):
-        contestants |= _fbgemm(num_rows, dim, ids, grads_ND)
+        contestants |= _fbgemm([num_rows], dim, ids, grads_ND)
     return medians_ms(contestants, rounds)
 
 
@@ -134,22 +134,22 @@ def many_tables_costs(
         f"{num_tables} x EmbeddingBag(sparse) + Adagrad": lambda: theirs(adagrad),
     }
     if find_spec("fbgemm_gpu"):
-        flat = (ids_BF + offsets_F).T.reshape(-1)
-        contestants |= _fbgemm(num_tables * rows_each, dim, flat, grads_BFD.transpose(0, 1).reshape(-1, dim))
+        contestants |= _fbgemm([rows_each] * num_tables, dim, ids_BF.T.reshape(-1), grads_BFD.flatten(1))
     return medians_ms(contestants, rounds)
 
 
-def _fbgemm(num_rows: int, dim: int, ids: Tensor, grads_ND: Tensor) -> dict[str, Step]:
+def _fbgemm(rows_of_tables: list[int], dim: int, ids_TB: Tensor, grads: Tensor) -> dict[str, Step]:
+    """FBGEMM's table-batched embedding on the CPU. ids_TB: B ids of each table, flat. grads: (B, T * dim)."""
     from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 
     kinds = {"sgd": training.OptimType.EXACT_SGD, "row-wise adagrad": training.OptimType.EXACT_ROWWISE_ADAGRAD}
-    offsets = torch.arange(len(ids) + 1)
+    offsets = torch.arange(len(ids_TB) + 1)
     steps: dict[str, Step] = {}
     for name, kind in kinds.items():
-        place = (num_rows, dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)
-        tables = training.SplitTableBatchedEmbeddingBagsCodegen([place], optimizer=kind, learning_rate=0.01)
-        steps[f"fbgemm {name}"] = partial(_backward, partial(tables, ids, offsets), grads_ND)
+        places = [(rows, dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU) for rows in rows_of_tables]
+        tables = training.SplitTableBatchedEmbeddingBagsCodegen(places, optimizer=kind, learning_rate=0.01)
+        steps[f"fbgemm {name}"] = partial(_backward, partial(tables, ids_TB, offsets), grads)
     return steps
 
 

@@ -109,7 +109,8 @@ class RowAdagrad(RowOptimizer):
         return table.zero_states({"sum": ((table.num_rows,), table.row_dtype)})
 
     def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
-        sum_U = state["sum"].index_select(0, ids_U).add_(_mean_square(grads_UD))  # several times as fast as index_add_
+        sum_U = state["sum"].index_select(0, ids_U)  # with index_copy_ several times as fast as index_add_
+        _add_mean_square(sum_U, grads_UD)
         state["sum"].index_copy_(0, ids_U, sum_U)
         rows_UD.addcdiv_(grads_UD, sum_U.sqrt_().add_(self.eps).unsqueeze(1), value=-self.lr)
 
@@ -153,7 +154,8 @@ class _Adam(RowOptimizer):
             factors.index_select(0, steps_U.clamp(max=len(factors) - 1)).to(rows_UD.dtype) for factors in self._corrections
         )
         if self.row_wise:
-            square_U = state["square"].index_select(0, ids_U).lerp_(_mean_square(grads_UD), 1 - beta2)
+            square_U = state["square"].index_select(0, ids_U).mul_(beta2)
+            _add_mean_square(square_U, grads_UD, 1 - beta2)
             state["square"].index_copy_(0, ids_U, square_U)
             step_U = rate_U.div_(square_U.sqrt_().mul_(scale_U).add_(self.eps))
             rows_UD.addcmul_(mean_UD, step_U.unsqueeze(1), value=-self.lr)
@@ -187,12 +189,15 @@ def _unbiased(beta: float) -> Tensor:
     return -torch.expm1(torch.arange(last + 1, dtype=torch.float64) * (math.log(beta) if beta else -math.inf))
 
 
-def _mean_square(grads_UD: Tensor) -> Tensor:
-    # The fastest ways on one thread: 27,508 x 16 by product 0.13 ms, by norm 0.16; 19,128 x 64 0.27 and 0.19.
+def _add_mean_square(state_U: Tensor, grads_UD: Tensor, factor: float = 1.0) -> None:
+    """state_U += factor * mean(grads_UD ** 2), by row."""
+    # The fastest ways on one thread: 16,384 x 16 by product 0.07 ms, by norm 0.11; 19,128 x 64 0.28 and 0.18.
     dim = grads_UD.shape[1]
     if dim >= _WIDE:
-        return torch.linalg.vector_norm(grads_UD, dim=1).square_().div_(dim)
-    return (grads_UD * grads_UD).mv(_shares(dim, grads_UD.dtype))
+        norm_U = torch.linalg.vector_norm(grads_UD, dim=1)
+        state_U.addcmul_(norm_U, norm_U, value=factor / dim)
+    else:
+        state_U.addmv_(grads_UD * grads_UD, _shares(dim, grads_UD.dtype), alpha=factor)
 
 
 @cache
