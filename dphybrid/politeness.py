@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -14,6 +13,7 @@ from dphybrid.gpus.inventory import GIB, describe_process, foreign_processes
 from dphybrid.leasing import LeasedDevices
 from dphybrid.settings import Settings
 from dphybrid.training.stop import Interrupted, request_stop
+from dphybrid.watching import watching
 
 SQUEEZE_SHARE = 0.02
 """Share of a GPU's memory below which, beside another process, what is free does not last: one of the two will fail."""
@@ -28,24 +28,19 @@ def giving_way(devices: LeasedDevices, settings: Settings) -> Iterator[None]:
     if devices.lease is None:
         yield
         return
-    done = threading.Event()
+    before: str | None = None
 
-    def watch() -> None:
-        before = None
-        while not done.wait(settings.gpu_poll_s):
-            reason = reason_to_yield(devices, settings, datetime.now())
-            if reason and before:
-                request_stop(reason, requeue=True)
-                return
-            before = reason
+    def look() -> bool:
+        nonlocal before
+        reason, last = reason_to_yield(devices, settings, datetime.now()), before
+        before = reason
+        if not (reason and last):
+            return False
+        request_stop(reason, requeue=True)
+        return True
 
-    thread = threading.Thread(target=watch, name="dphybrid-giving-way", daemon=True)
-    thread.start()
-    try:
+    with watching(look, settings.gpu_poll_s, "dphybrid-giving-way"):
         yield
-    finally:
-        done.set()
-        thread.join(10)
 
 
 def reason_to_yield(devices: LeasedDevices, settings: Settings, now: datetime) -> str | None:

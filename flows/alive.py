@@ -7,7 +7,6 @@ own death, of which no server would ever be told.
 import fcntl
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -31,6 +30,7 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed
 
 from dphybrid.gpus import lease_folder
 from dphybrid.settings import load_settings
+from dphybrid.watching import watching
 from flows.queueing import UNREACHABLE
 
 SETTLE_S = 8.0
@@ -186,19 +186,16 @@ def noticing_the_workers_death(flow_run_id: str | None, every_s: float = 0.5) ->
     if flow_run_id is None:
         yield
         return
-    parent, done = os.getppid(), threading.Event()
+    parent = os.getppid()
     # A worker may die while this process still imports: its parent is another one then, from the first look on.
     worker = os.environ.pop(WORKER_PID, None)
     orphaned = worker is not None and worker not in {str(ancestor.pid) for ancestor in psutil.Process().parents()}
 
-    def watch() -> None:
-        while not done.wait(every_s):
-            if orphaned or os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
+    def look() -> bool:
+        died = orphaned or os.getppid() != parent
+        if died:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return died
 
-    threading.Thread(target=watch, name="dphybrid-parent-guard", daemon=True).start()
-    try:
+    with watching(look, every_s, "dphybrid-parent-guard"):
         yield
-    finally:
-        done.set()

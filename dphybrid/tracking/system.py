@@ -1,6 +1,5 @@
 """What the machine did meanwhile: processor, memory and each used GPU, every few seconds, beside the training's own figures."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 import psutil
 
 from dphybrid.tracking.base import Tracker
+from dphybrid.watching import watching
 
 SAMPLE_EVERY_S = 10.0
 MIB = 2**20
@@ -41,13 +41,12 @@ def system_metrics(
 
     gpus: UUIDs of the GPUs this run uses; others of the machine are not recorded. averages: collects the same values.
     """
-    done = threading.Event()
     read = nvml_reader(gpus)
     own = psutil.Process()
     psutil.cpu_percent()
     own.cpu_percent()
 
-    def sample() -> None:
+    def sample() -> bool:
         memory = psutil.virtual_memory()
         values = {
             "system/cpu_pct": psutil.cpu_percent(),
@@ -60,18 +59,12 @@ def system_metrics(
         if averages is not None:
             averages.add(values)
         tracker.log_metrics(values, int(time.time() - since))
+        return False
 
-    def work() -> None:
-        while not done.wait(every_s):
-            sample()
-
-    thread = threading.Thread(target=work, name="dphybrid-system", daemon=True)
-    thread.start()
     try:
-        yield
+        with watching(sample, every_s, "dphybrid-system"):
+            yield
     finally:
-        done.set()
-        thread.join()
         sample()
 
 
