@@ -161,8 +161,6 @@ def prepare(args: argparse.Namespace) -> int:
 
 def predict(args: argparse.Namespace) -> int:
     """Score the rows of new files."""
-    from pydantic import ValidationError
-
     from dphybrid.loading import find_checkpoint
     from dphybrid.predict import Predictor
     from dphybrid.training.display import preparation_progress
@@ -171,12 +169,8 @@ def predict(args: argparse.Namespace) -> int:
     if args.batch_size < 1:
         raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
     predictor = Predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
-    try:
-        with preparation_progress() as progress:
-            done = predictor.predict_file(args.path, args.out, progress, **given)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise UserError(f"--data.{wrong['loc'][-1]} {wrong['input']}: {wrong['msg']}") from error
+    with preparation_progress() as progress:
+        done = predictor.predict_file(args.path, args.out, progress, **given)
     print(f"{done.num_rows:,} predictions of {predictor.encoder.label}={predictor.classes[1]}: {done.out}")
     if done.num_rejected:
         print(f"{done.num_rejected:,} rows cannot be read and are left out: {done.out}.rejected.jsonl says which and why")

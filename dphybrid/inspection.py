@@ -8,7 +8,7 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.data import batches, prepare
 from dphybrid.errors import UserError
-from dphybrid.models import ModelContext, build_model
+from dphybrid.models import build_from_config
 from dphybrid.models.registry import import_factory
 from dphybrid.parallel import DataParallel, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.parallel.check import Finding, check_module
@@ -20,7 +20,7 @@ def memory_report(config: ExperimentConfig, settings: Settings, batch_size: int)
     """Return each data-parallel block's memory for a full batch, device by device. Prepares the data if need be."""
     devices = resolve_devices(settings.devices if config.devices == "auto" else config.devices)
     data = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed)
-    model = build_model(config.recipe, ModelContext(resolve_devices("cpu"), data.info, config.model, config.train.seed))
+    model = build_from_config(config, data.info, resolve_devices("cpu"))
     sizes = split_sizes(batch_size, len(devices))
     calls: dict[str, Any] = {}
     for name, block in find_data_parallel(model).items():
@@ -44,8 +44,9 @@ def check_target(target: str | None, config: ExperimentConfig, settings: Setting
     """
     if target is None or inspect.signature(import_factory(target)).parameters:
         data = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed)
-        options = config.model if target is None else config.model.model_copy(update={"factory": target})
-        model = build_model(config.recipe, ModelContext(resolve_devices("cpu"), data.info, options, config.train.seed))
+        if target is not None:
+            config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
+        model = build_from_config(config, data.info, resolve_devices("cpu"))
     else:
         made: Any = import_factory(target)()  # type: ignore[call-arg]
         if not isinstance(made, nn.Module):

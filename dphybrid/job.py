@@ -5,7 +5,7 @@ The flow and the command line share them. A run is a folder: `run.json` (what it
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.data import Prepared, num_batches, open_prepared, prepare
 from dphybrid.device_spec import parse_device_spec
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
+from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.leasing import expected_devices, leased_devices
-from dphybrid.models import ModelContext, build_model
+from dphybrid.models import build_from_config
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.politeness import giving_way
 from dphybrid.reporting import Report, attached, open_run_tracker, report_run
@@ -119,7 +120,8 @@ def build_run(
     """
     data = open_prepared(Path(prepared))
     devices = resolve_devices(devices_text)
-    model = build_model(config.recipe, _context(config, data, devices, settings))
+    with unfilled_rows():  # it is only looked at
+        model = build_from_config(config, data.info, devices, settings.table_folder)
     sizes = {
         "size.block_parameters": sum(p.numel() for p in model.parameters()),
         "size.table_rows": sum(len(t.weight) for t in find_tables(model).values()),
@@ -203,7 +205,9 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     devices = resolve_devices(run.page["devices"])
-    model = build_model(config.recipe, _context(config, data, devices, settings))
+    done = complete_checkpoints(run.checkpoints)
+    with unfilled_rows() if done or config.train.warm_start else nullcontext():
+        model = build_from_config(config, data.info, devices, settings.table_folder)
     tables = find_tables(model)
     rows: RowOptimizer | None = None
     if tables:
@@ -211,7 +215,7 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
     trained = Trained(model, make_dense_optimizer(model, config.train), rows, Progress())
     torch.manual_seed(config.train.seed)
     run.checkpoints.mkdir(exist_ok=True)
-    if done := complete_checkpoints(run.checkpoints):
+    if done:
         load_checkpoint(done[-1], trained)
         print(f"Going on from {done[-1]}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}", flush=True)
     elif config.train.warm_start:
@@ -288,7 +292,8 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     run = read_run(run_folder)
     config, data = run.config, open_prepared(Path(run.page["prepared"]))
     result = read_json(run.folder / "result.json")
-    model = build_model(config.recipe, _context(config, data, resolve_devices(run.page["devices"]), settings))
+    with unfilled_rows():
+        model = build_from_config(config, data.info, resolve_devices(run.page["devices"]), settings.table_folder)
     load_weights(Path(result["best_checkpoint"]), model)
     task, batch_size = TASKS[data.info["task"]], config.train.batch_size
     metrics = evaluate(model, data.dataset("valid"), batch_size, task)
@@ -303,19 +308,6 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
 def fail_run(run_folder: str, settings: Settings, status: Status) -> None:
     """End the MLflow run of a run folder as FAILED or KILLED."""
     attached(read_run(run_folder), settings).finish(status)
-
-
-def _context(config: ExperimentConfig, data: Prepared, devices: Devices, settings: Settings) -> ModelContext:
-    if settings.table_folder is not None:
-        settings.table_folder.mkdir(parents=True, exist_ok=True)
-    return ModelContext(
-        devices=devices,
-        info=data.info,
-        options=config.model,
-        seed=config.train.seed,
-        table_dtype=config.table.dtype,
-        table_folder=settings.table_folder,
-    )
 
 
 @contextmanager

@@ -1,15 +1,14 @@
 """Models back from checkpoints, on any devices."""
 
-from contextlib import nullcontext
 from pathlib import Path
 
 from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.embedding import find_tables
-from dphybrid.embedding.storage import deferred_rows
+from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.errors import UserError
-from dphybrid.models import ModelContext, build_model
+from dphybrid.models import build_from_config
 from dphybrid.parallel import resolve_devices
 from dphybrid.runs import read_json, read_run
 from dphybrid.settings import Settings, load_settings
@@ -27,9 +26,8 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     """
     state = read_state(Path(folder))
     config = ExperimentConfig.model_validate(state["config"])
-    context = ModelContext(resolve_devices(devices), state["info"], config.model, config.train.seed)
-    with deferred_rows() if mapped else nullcontext():
-        model = build_model(config.recipe, context)
+    with deferred_rows() if mapped else unfilled_rows():
+        model = build_from_config(config, state["info"], resolve_devices(devices))
     tables = find_tables(model) if mapped else {}
     load_weights(Path(folder), model, skip=tables)
     for name, table in tables.items():

@@ -17,6 +17,7 @@ import torch
 from polars.io.plugins import register_io_source
 
 from dphybrid.config import DataConfig, ExperimentConfig
+from dphybrid.config_sources import build_config
 from dphybrid.data.ahead import ahead
 from dphybrid.data.encode import TableEncoder
 from dphybrid.data.rows import Rows, check_rejected, read_chunks
@@ -72,7 +73,7 @@ class Predictor:
         return scores_B
 
     def predict_file(
-        self, path: str, out: str | Path, on_progress: Callable[[str, int, int], None] | None = None, **values: Any
+        self, path: str | Path, out: str | Path, on_progress: Callable[[str, int, int], None] | None = None, **values: Any
     ) -> Predicted:
         """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file, chunk by chunk.
 
@@ -80,7 +81,7 @@ class Predictor:
         the new files are written otherwise (header, delimiter, max_rejected, ...). Raises UserError for files that do not fit, or
         when more than data.max_rejected of the rows cannot be read; nothing is left at `out` then.
         """
-        target = Path(out)
+        path, target = str(path), Path(out)
         if target.suffix.lower() not in WRITTEN:
             raise UserError(f"--out {out}: give a name that ends in {' or '.join(WRITTEN)}")
         if not target.absolute().parent.is_dir() or target.is_dir():
@@ -133,9 +134,8 @@ class Predictor:
             "text": (),
             "ignore": (),
         }
-        return DataConfig.model_validate(
-            {**self._data.model_dump(exclude={"valid_path", "split", "split_column"}), **known, **values}
-        )
+        data = {**self._data.model_dump(exclude={"valid_path", "split", "split_column"}), **known, **values}
+        return build_config({"recipe": "ctr", "data": data}).data
 
     def _chunk(self, chunk: Rows, done: Predicted) -> pl.DataFrame:
         self._check_columns(chunk.names, str(chunk.file))

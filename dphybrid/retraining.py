@@ -16,8 +16,9 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config_sources import apply_overrides
 from dphybrid.data import Prepared, open_prepared, source_digest
 from dphybrid.data.extend import old_ids, open_base
+from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.errors import UserError
-from dphybrid.models import ModelContext, build_model
+from dphybrid.models import build_from_config
 from dphybrid.parallel import resolve_devices
 from dphybrid.runs import read_json, read_run, write_json
 from dphybrid.settings import Settings
@@ -206,26 +207,28 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
     if run.config.train.warm_start is None:
         decision = Decision(promoted=True, why="the first model of its name has nobody to be compared with")
     else:
-        decision = compare_on_held_out_rows(run_folder, min_gain)
+        decision = compare_on_held_out_rows(run_folder, settings, min_gain)
     registry.decide(challenger, decision.promoted, decision.why)
     write_json(run.folder / "decision.json", decision.model_dump())
     return decision
 
 
-def compare_on_held_out_rows(run_folder: str, min_gain: float) -> Decision:
+def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: float) -> Decision:
     """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's held-out rows."""
     run = read_run(run_folder)
     config, data = run.config, open_prepared(Path(run.page["prepared"]))
-    context = ModelContext(resolve_devices(run.page["devices"]), data.info, config.model, config.train.seed)
+    devices = resolve_devices(run.page["devices"])
     task, outputs = TASKS[data.info["task"]], []
     for name in ("champion", "challenger"):
-        network = build_model(config.recipe, context)
+        with unfilled_rows():
+            network = build_from_config(config, data.info, devices, settings.table_folder)
         if name == "champion":
             assert config.train.warm_start is not None
             warm_start(Path(config.train.warm_start), network, data)
         else:
             load_weights(Path(read_json(run.folder / "result.json")["best_checkpoint"]), network)
         outputs.append(held_out_outputs(network, data.dataset("valid"), config.train.batch_size))
+        del network  # before the next one needs its memory
     champion, challenger = (task.compute(output) for output in outputs)
     gains = bootstrap_gains(outputs[0], outputs[1], task, config.train.seed)
     low, high = (float(value) for value in np.quantile(gains, [0.025, 0.975]))

@@ -147,7 +147,7 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(
         ({"out": "none/x.csv"}, ["--out", "folder that exists"]),
         ({"text": "age,city\n30,a\n"}, ["no column 'user_id'", "age, city"]),
         ({"text": ""}, ["is empty"]),
-        ({"flags": ["--data.header", "perhaps"]}, ["--data.header perhaps", "'yes' or 'no'"]),
+        ({"flags": ["--data.header", "perhaps"]}, ["data.header = 'perhaps'", "'yes' or 'no'"]),
     ],
 )
 def test_wrong_calls_end_with_a_message(
@@ -180,6 +180,17 @@ def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: P
         dphybrid.load_model("nobody")
 
 
+def test_files_of_another_form_are_said_to_be_so(trained: tuple[Report, Path], tmp_path: Path) -> None:
+    report, folder = trained
+    predictor, out = Predictor(report.best_checkpoint), tmp_path / "out.csv"
+    with pytest.raises(UserError, match="data.max_rejected = 2"):
+        predictor.predict_file(folder / "held.csv", out, max_rejected=2)
+    with pytest.raises(UserError, match="data.delimitr: there is no such field; did you mean 'data.delimiter'"):
+        predictor.predict_file(folder / "held.csv", out, delimitr=";")
+    (tmp_path / "semicolons.csv").write_text((folder / "held.csv").read_text().replace(",", ";"))
+    assert predictor.predict_file(tmp_path / "semicolons.csv", out, delimiter=";").num_rows == 500
+
+
 def test_a_mapped_table_gives_the_same_bits_and_leaves_the_file_alone(trained: tuple[Report, Path]) -> None:
     folder = Path(trained[0].best_checkpoint)
     mapped, whole = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
@@ -187,6 +198,17 @@ def test_a_mapped_table_gives_the_same_bits_and_leaves_the_file_alone(trained: t
     assert torch.equal(mapped.table.weight, whole.table.weight)
     mapped.table.weight.zero_()
     assert (folder / "tables" / "table.safetensors").read_bytes() == before
+
+
+def test_a_table_of_half_the_size_comes_back_as_such(trained: tuple[Report, Path], data_dir: Path, tmp_path: Path) -> None:
+    clicks = trained[1] / "clicks.csv"
+    values = [f"data.path={clicks}", "data.label=clicked", "table.dtype=bfloat16", "train.epochs=1", "model.dim=4", "devices=cpu"]
+    report = run_job(load_config(None, ["recipe=ctr", *values]), load_settings())
+    folder = report.best_checkpoint
+    mapped, whole = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
+    assert mapped.table.weight.dtype == whole.table.weight.dtype == torch.bfloat16
+    assert torch.equal(mapped.table.weight, whole.table.weight)
+    assert dphybrid.load(report.run_name).predict_file(clicks, tmp_path / "out.parquet").num_rows == 2000
 
 
 def test_a_mapped_table_takes_memory_for_the_rows_looked_up_only(tmp_path: Path) -> None:

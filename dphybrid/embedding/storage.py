@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -71,17 +72,30 @@ def check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
         raise UserError(f"{what} {num_bytes / GIB:.3g} GiB, {place}; {remedy}")
 
 
-_DEFERRED: ContextVar[bool] = ContextVar("deferred", default=False)
+_NEW_ROWS: ContextVar[Literal["filled", "unfilled", "deferred"]] = ContextVar("new_rows", default="filled")
 
 
 @contextmanager
 def deferred_rows() -> Iterator[None]:
     """Tables made within get neither memory nor start values, because their `weight` will be replaced by a file's."""
-    token = _DEFERRED.set(True)
+    token = _NEW_ROWS.set("deferred")
     try:
         yield
     finally:
-        _DEFERRED.reset(token)
+        _NEW_ROWS.reset(token)
+
+
+@contextmanager
+def unfilled_rows() -> Iterator[None]:
+    """Tables made within hold zeros, which take no memory before they are written: for tables that are only looked at, or loaded at once.
+
+    A table with a file of its own, which outlives the process, gets its start values all the same.
+    """
+    token = _NEW_ROWS.set("unfilled")
+    try:
+        yield
+    finally:
+        _NEW_ROWS.reset(token)
 
 
 def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: Path | None, name: str) -> tuple[Tensor, bool]:
@@ -90,7 +104,8 @@ def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: P
     storage: "memory", or "mmap": the file `path`, made when absent, opened as it is when it has the right size; where `path` is a folder, a
     file without a name in it, gone with the process. Raises UserError, with the numbers, when the table would not fit or the file has another size.
     """
-    if _DEFERRED.get():
+    fill = _NEW_ROWS.get() == "filled"
+    if _NEW_ROWS.get() == "deferred":
         return torch.zeros((), dtype=dtype).expand(num_rows, dim), False
     size = num_rows * dim * dtype.itemsize
     shape = f"table {name!r}: {num_rows:,} rows x {dim} of {dtype} are"
@@ -98,14 +113,14 @@ def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: P
         if path is not None:
             raise UserError(f"table {name!r}: a path, {path}, goes with storage mmap only")
         check_fits(size, shape, None)
-        return zero_rows((num_rows, dim), dtype), True
+        return zero_rows((num_rows, dim), dtype), fill
     if storage != "mmap":
         raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
     if path is None:
         raise UserError(f"table {name!r}: storage mmap needs the path of a file or folder")
     if path.is_dir():
         check_fits(size, shape, path)
-        return zero_file(path, (num_rows, dim), dtype), True
+        return zero_file(path, (num_rows, dim), dtype), fill
     fresh = not path.exists()
     if fresh:
         check_fits(size, shape, path.parent)

@@ -9,6 +9,6 @@ A model takes a batch (dict of CPU tensors, samples on dim 0) and returns a dict
 The mean loss is `loss.sum() / weight.sum()`: right for short last chunks too, where a mean of means is not.
 """
 
-from dphybrid.models.registry import DeclaresIds, ModelContext, build_model
+from dphybrid.models.registry import DeclaresIds, ModelContext, build_from_config, build_model
 
-__all__ = ["DeclaresIds", "ModelContext", "build_model"]
+__all__ = ["DeclaresIds", "ModelContext", "build_from_config", "build_model"]

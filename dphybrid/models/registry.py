@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from dphybrid.config import ModelConfig
+from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.embedding import HostEmbedding
 from dphybrid.errors import UserError
 from dphybrid.parallel import Devices
@@ -65,6 +65,19 @@ class DeclaresIds(Protocol):
 
 
 Factory = Callable[[ModelContext], nn.Module]
+
+
+def build_from_config(
+    config: ExperimentConfig, info: dict[str, Any], devices: Devices, table_folder: Path | None = None
+) -> nn.Module:
+    """Build the model of an experiment; see `ModelContext` for the rest and `build_model` for the errors.
+
+    table_folder: is made when it is not there.
+    """
+    if table_folder is not None:
+        table_folder.mkdir(parents=True, exist_ok=True)
+    context = ModelContext(devices, info, config.model, config.train.seed, config.table.dtype, table_folder)
+    return build_model(config.recipe, context)
 
 
 def build_model(recipe: str, context: ModelContext) -> nn.Module:

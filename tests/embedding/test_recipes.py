@@ -2,14 +2,23 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dphybrid.config_sources import load_config
 from dphybrid.embedding import RowPipeline
+from dphybrid.embedding.storage import fill_normal
 from dphybrid.errors import UserError
 from dphybrid.job import Report, run_job
+from dphybrid.loading import load_model
 from dphybrid.settings import load_settings
+
+
+def fill(*args: Any) -> torch.Tensor:
+    fill_normal(*args)
+    return args[0]
 
 
 def train(*overrides: str) -> Report:
@@ -69,3 +78,17 @@ def test_rows_of_half_the_size_learn_too(clicks: list[str], data_dir: Path) -> N
     assert half.metrics != whole.metrics
     with pytest.raises(UserError, match="use model.dtype=float32, not float64"):
         train(*clicks, "table.dtype=bfloat16", "model.dtype=float64")
+
+
+def test_start_values_are_drawn_where_they_are_used_only(
+    clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled: list[int] = []
+    monkeypatch.setattr("dphybrid.embedding.table.fill_normal", lambda weight, *rest: filled.append(len(fill(weight, *rest))))
+    report = train(*clicks, "devices=cpu")
+    assert len(filled) == 1  # for training; neither for a look at the sizes nor for the evaluation of a checkpoint
+    train(*clicks, "devices=cpu", f"train.warm_start={report.best_checkpoint}")
+    assert len(filled) == 1
+    whole = load_model(report.run_name)
+    assert len(filled) == 1
+    assert whole.table.weight.abs().sum() > 0
