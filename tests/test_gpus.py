@@ -29,6 +29,7 @@ from dphybrid.gpus import (
 from dphybrid.gpus.hours import parse_quiet_hours
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state
+from tests.waiting import patience, wait_until
 
 AT_ONCE = Policy(window_s=0.0)
 
@@ -288,7 +289,7 @@ def test_twelve_runs_of_one_to_three_gpus_share_four_without_collision_or_deadlo
 ) -> None:
     log = tmp_path / "log"
     runs = [start(folder, 1 + number % 3, 0.15, log) for number in range(12)]
-    assert [run.wait(120) for run in runs] == [0] * 12
+    assert [run.wait(patience(120)) for run in runs] == [0] * 12
     used: dict[int, int] = {}
     for line in read_log(log):
         for index in line["gpus"]:
@@ -304,15 +305,15 @@ def test_twelve_runs_of_one_to_three_gpus_share_four_without_collision_or_deadlo
 def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(machine: Path, folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     first = start(folder, 3, 600, log)
-    wait_for(lambda: len(read_log(log)) == 1)
+    wait_until(lambda: len(read_log(log)) == 1, "one run has begun", every_s=0.02)
     large = start(folder, 4, 0.2, log)
-    wait_for(lambda: len(list(folder.glob("*.ticket"))) == 1)
+    wait_until(lambda: len(list(folder.glob("*.ticket"))) == 1, "the large run waits", every_s=0.02)
     small = start(folder, 1, 0.2, log)  # GPU 3 is free, but the earlier run needs it, too
-    wait_for(lambda: len(list(folder.glob("*.ticket"))) == 2)
+    wait_until(lambda: len(list(folder.glob("*.ticket"))) == 2, "both runs wait", every_s=0.02)
     killed = time.monotonic()
     first.kill()
     first.wait()
-    assert (large.wait(60), small.wait(60)) == (0, 0)
+    assert (large.wait(patience(60)), small.wait(patience(60))) == (0, 0)
     _, took_large, _, took_small, _ = read_log(log)
     assert took_large["gpus"] == [0, 1, 2, 3]
     assert took_small["at"] > took_large["at"] > killed
@@ -334,16 +335,9 @@ def test_a_dead_ticket_holds_nobody_up(machine: Path, folder: Path, tmp_path: Pa
     log = tmp_path / "log"
     with try_lease(folder, fake.read()[:1], "first") or pytest.fail("not leased"):
         waiting = start(folder, 4, 1, log)
-        wait_for(lambda: len(list(folder.glob("*.ticket"))) == 1)
+        wait_until(lambda: len(list(folder.glob("*.ticket"))) == 1, "it waits", every_s=0.02)
         waiting.kill()
         waiting.wait()
         with acquire(Wanted(count=3), fake, folder, run="next", policy=AT_ONCE, poll_s=0.01) as lease:
             assert len(lease.gpus) == 3
     assert not list(folder.glob("*.ticket"))
-
-
-def wait_for(condition: Any, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)

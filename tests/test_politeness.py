@@ -18,7 +18,8 @@ from dphybrid.politeness import reason_to_yield
 from dphybrid.settings import load_settings
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state
-from tests.test_gpus import stranger, wait_for  # noqa: F401 - a fixture
+from tests.test_gpus import stranger  # noqa: F401 - a fixture
+from tests.waiting import patience, wait_until
 
 
 @pytest.fixture
@@ -119,17 +120,17 @@ def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     free, folder = [gpu(number) for number in range(2)], tmp_path / "leases"
     write_state(machine, free)
     undisturbed = train(tmp_path, "undisturbed", 20)
-    assert undisturbed.wait(120) == 0, (tmp_path / "undisturbed.log").read_text()
+    assert undisturbed.wait(patience(120)) == 0, (tmp_path / "undisturbed.log").read_text()
     log = tmp_path / "polite.log"
     polite = train(tmp_path, "polite", 20, log)
-    wait_for(lambda: b"epoch 2/20" in log.read_bytes())
+    wait_until(lambda: b"epoch 2/20" in log.read_bytes(), "it trains")
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 38]], free_gib=41)])
-    wait_for(lambda: b"Waiting for GPUs: GPU 1: 38.0 GiB taken by" in log.read_bytes())
+    wait_until(lambda: b"Waiting for GPUs: GPU 1: 38.0 GiB taken by" in log.read_bytes(), "it waits for the GPU")
     assert find_holder(folder, free[0]["uuid"]) is None
     assert find_holder(folder, free[1]["uuid"]) is None
     assert polite.poll() is None
     write_state(machine, free)
-    assert polite.wait(120) == 0, log.read_text()
+    assert polite.wait(patience(120)) == 0, log.read_text()
     shown = log.read_text()
     assert "Giving way" in shown
     assert "Going on from" in shown
@@ -144,8 +145,8 @@ def test_ctrl_c_while_waiting_leaves_nothing(machine: Path, tmp_path: Path, stra
     write_state(machine, [gpu(0, processes=[[stranger, 38]])] * 2)
     log = tmp_path / "waiting.log"
     waiting = train(tmp_path, "waiting", 1, log)
-    wait_for(lambda: b"Waiting for GPUs" in log.read_bytes())
+    wait_until(lambda: b"Waiting for GPUs" in log.read_bytes(), "it waits for a GPU")
     waiting.send_signal(signal.SIGINT)
-    assert waiting.wait(30) == 130
+    assert waiting.wait(patience(30)) == 130
     assert not list((tmp_path / "leases").glob("*.ticket"))
     assert not list((tmp_path / "data").glob("runs/*"))

@@ -6,9 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from uuid import UUID
 import psutil
 
 from tests.postgres import Postgres, free_port
+from tests.waiting import patience, wait_until
 
 REPOSITORY = Path(__file__).parent.parent.parent
 PREFECT = str(Path(sys.executable).parent / "prefect")
@@ -37,16 +36,6 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     return base | own | more
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 90) -> Any:
-    """Return what `condition` comes to once it is true. A machine with more to do than it has cores gets as many times longer."""
-    start = time.monotonic()
-    while not (found := condition()):
-        if time.monotonic() - start > timeout_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)):
-            raise TimeoutError(f"{what} within {time.monotonic() - start:.0f} s")
-        time.sleep(0.2)
-    return found
 
 
 @dataclass
@@ -207,4 +196,4 @@ def kill_tree(child: "subprocess.Popen[bytes]") -> None:
         except psutil.NoSuchProcess:
             continue
     child.kill()
-    child.wait(20)
+    child.wait(patience(20))

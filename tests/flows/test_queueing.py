@@ -17,7 +17,7 @@ from flows.alive import alive_here, run_file
 from flows.queueing import too_late
 from flows.validate import check_prefect_yaml
 from tests.conftest import REPOSITORY
-from tests.flows.servers import wait_until
+from tests.waiting import patience, wait_until
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(dies: str, mon
         if dies == "meanwhile":
             wait_until(lambda: process.num_threads() > 1, "it watches", 60)
             launcher.kill()
-            process.wait(30)
+            process.wait(patience(30))
         else:
             assert launcher.stdout.readline().strip() == {"before": "7", "never": "0"}[dies]
 

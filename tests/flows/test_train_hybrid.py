@@ -12,6 +12,7 @@ import pytest
 
 from dphybrid.config import ExperimentConfig
 from tests.flows.servers import PREFECT, REPOSITORY, Team, environment
+from tests.waiting import patience
 
 
 def flow(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -75,13 +76,13 @@ def run_until_signalled(folder: Path, options: list[str], number: int) -> tuple[
             argv, stdout=stream, stderr=stream, env=environment(folder), cwd=REPOSITORY, start_new_session=True
         )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + patience(120)
         while b"epoch 1/4000" not in log.read_bytes():
             assert child.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.3)
         os.killpg(child.pid, number)
-        return child.wait(60), log.read_text()
+        return child.wait(patience(60)), log.read_text()
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
@@ -114,11 +115,11 @@ def test_a_signal_to_all_its_processes_ends_a_run_soon(number: int, tmp_path: Pa
 def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> None:
     worker = team.start_worker("literal")
     overrides = json.dumps(["recipe=hybrid", "devices=cpu*2", "train.epochs=2"])
-    argv = ["deployment", "run", "train-hybrid", "--param", f"overrides={overrides}", "--watch", "--watch-timeout", "90"]
+    argv = ["deployment", "run", "train-hybrid", "--param", f"overrides={overrides}", "--watch", "--watch-timeout", "300"]
     ended = team.command(PREFECT, *argv)
     assert ended.returncode == 0, ended.stdout + ended.stderr + team.logs()
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(30) == 0
+    assert worker.wait(patience(30)) == 0
 
     from mlflow.tracking import MlflowClient
 

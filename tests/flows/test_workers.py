@@ -15,7 +15,8 @@ import pytest
 
 from flows.alive import SILENT
 from tests.fake_nvml import gpu, write_state
-from tests.flows.servers import Team, kill_tree, wait_until
+from tests.flows.servers import Team, kill_tree
+from tests.waiting import patience, wait_until
 
 SHORT = ["recipe=hybrid", "model.factory=slowly:build", "train.epochs=1", "train.batch_size=256"]
 LONG = [*SHORT, "train.epochs=20", "train.patience=0", "model.dropout=0.1", "devices=auto*1"]
@@ -76,7 +77,7 @@ def test_twelve_runs_share_four_gpus_though_a_worker_is_killed(team: Team) -> No
     assert sorted(len(page["tags"]["dphybrid.gpus"].split(",")) for page in pages) == [1] * 4 + [2] * 4 + [3] * 4
     for worker in workers:
         worker.send_signal(signal.SIGTERM)
-    assert [worker.wait(30) for worker in workers] == [0, 0], team.logs()
+    assert [worker.wait(patience(30)) for worker in workers] == [0, 0], team.logs()
 
 
 @pytest.mark.slow
@@ -105,21 +106,21 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
             process = psutil.Process(by_folder[folders[3]])
             begun = time.monotonic()
             team.post(f"/flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
-            process.wait(30)
-            assert time.monotonic() - begun < 30
+            process.wait(patience(30))
+            assert time.monotonic() - begun < patience(30)
             team.wait_for(cancelled, "Cancelled", timeout_s=30)
             assert mlflow_run(team, folders[3]).info.status == "KILLED"
 
             # One worker dies alone; its runs end in good order, and others take them up.
             os.kill(one.pid, signal.SIGKILL)
-            one.wait(10)
+            one.wait(patience(10))
             wait_until(lambda: not [p for p in engines(team) if p.ppid() == 1], "no orphan goes on", 30)
         finally:
             write_state(team.gpus, free)
             stranger.kill()
     # A release: the other worker is asked to end; it checkpoints what it has and leaves.
     two.send_signal(signal.SIGTERM)
-    assert two.wait(40) == 0, team.logs()
+    assert two.wait(patience(40)) == 0, team.logs()
     assert not team.holders()
     three = team.start_worker("three", "--limit", "4", SLOW="0")
     for run in (undisturbed, orphaned, yielding):
@@ -138,7 +139,7 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
         assert outcome(folder) == outcome(team.runs / "reference")
         assert mlflow_run(team, folder).info.status == "FINISHED"
     three.send_signal(signal.SIGTERM)
-    assert three.wait(30) == 0
+    assert three.wait(patience(30)) == 0
 
 
 @pytest.mark.slow
@@ -166,7 +167,7 @@ def test_training_outlives_the_server_and_its_database(team: Team) -> None:
     assert mlflow_run(team, folders[1]).info.status == "KILLED"
     assert not team.holders()
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(30) == 0
+    assert worker.wait(patience(30)) == 0
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.postgres import Postgres, free_port
+from tests.waiting import patience
 
 
 @dataclass
@@ -36,7 +37,7 @@ class MlflowServer:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *command], cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
             )
-        end = time.monotonic() + 180
+        end = time.monotonic() + patience(180)
         while time.monotonic() < end:
             try:
                 urllib.request.urlopen(f"{self.uri}/health", timeout=5)

@@ -23,6 +23,7 @@ from dphybrid.training.loop import learning_rate_factor
 from dphybrid.training.split_log import SplitLog
 from dphybrid.training.stop import Interrupted, request_stop
 from tests.conftest import SHARED
+from tests.waiting import patience
 
 SMALL_TEXT = ["model.dim=8", "model.hidden=8", "data.window=16", "train.epochs=2", "model.dtype=float64", "model.dropout=0"]
 
@@ -251,7 +252,7 @@ def test_an_interrupted_command_checkpoints_and_goes_on(number: int, code: int, 
     ]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
     folder = data_dir / "runs" / "long" / "checkpoints"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + patience(120)
     while not (folder.is_dir() and complete_checkpoints(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
     child.send_signal(number)
