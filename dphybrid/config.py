@@ -146,6 +146,9 @@ class TrainConfig(Section):
     """Rows of a batch over all devices together; each device gets about batch_size / devices of them."""
     warm_start: str | None = None
     """Checkpoint folder whose weights a new run starts from. Rows of values that are new since data.base start as the unknown one's."""
+    shuffle_rows: int = Field(default=2**24, ge=1)
+    """Rows shuffled as one. An epoch of more rows is dealt out in blocks of 4,096 neighbours, and shuffled so many rows at a time: for files larger
+    than memory, which are read in long runs then."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Start of every random choice: same seed, same devices, same bits."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"

@@ -12,6 +12,11 @@ from torch import Tensor
 
 Array = np.ndarray
 
+SHUFFLE_ROWS = 2**24
+"""Rows shuffled as one, where the config says nothing else."""
+BLOCK_ROWS = 4096
+"""Neighbouring rows that stay together where an epoch has more."""
+
 
 class Dataset(ABC):
     """Samples by number."""
@@ -54,10 +59,51 @@ def num_batches(dataset: Dataset, batch_size: int) -> int:
 
 
 def batches(
-    dataset: Dataset, batch_size: int, *, seed: int, epoch: int, shuffle: bool, start_batch: int = 0
+    dataset: Dataset,
+    batch_size: int,
+    *,
+    seed: int,
+    epoch: int,
+    shuffle: bool,
+    start_batch: int = 0,
+    shuffle_rows: int = SHUFFLE_ROWS,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the batches of an epoch from number `start_batch` on."""
+    """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: see `shuffled_windows`."""
     view = dataset.at_epoch(seed, epoch) if shuffle else dataset
-    order = np.random.default_rng([seed, epoch]).permutation(len(view)) if shuffle else np.arange(len(view))
-    for start in range(start_batch * batch_size, len(view), batch_size):
-        yield view.fetch(order[start : start + batch_size])
+    if not shuffle:
+        for start in range(start_batch * batch_size, len(view), batch_size):
+            yield view.fetch(np.arange(start, min(start + batch_size, len(view))))
+        return
+    rest = np.arange(0)
+    for window in shuffled_windows(len(view), seed, epoch, shuffle_rows, start_batch * batch_size):
+        rest = np.concatenate([rest, window])
+        whole = len(rest) - len(rest) % batch_size
+        for start in range(0, whole, batch_size):
+            yield view.fetch(rest[start : start + batch_size])
+        rest = rest[whole:]
+    if len(rest):
+        yield view.fetch(rest)
+
+
+def shuffled_windows(num_rows: int, seed: int, epoch: int, window_rows: int, skipped: int = 0) -> Iterator[Array]:
+    """Yield the numbers 0 to num_rows - 1 in the order of an epoch, at most `window_rows` (rounded to blocks) at a time.
+
+    Up to `window_rows` rows are shuffled as one. More are dealt out in blocks of `BLOCK_ROWS` neighbours, in random order, to windows, and
+    shuffled within their window: what is read at a time of a file larger than memory lies in long runs then, and no order of all rows
+    needs to be kept. skipped: leaves out so many at the beginning.
+    """
+    random = np.random.default_rng([seed, epoch])
+    if num_rows <= window_rows:
+        yield random.permutation(num_rows)[skipped:]
+        return
+    blocks_of_window = max(1, window_rows // BLOCK_ROWS)
+    starts = random.permutation(num_rows // BLOCK_ROWS) * BLOCK_ROWS
+    whole = len(starts) * BLOCK_ROWS
+    for number, first in enumerate(range(0, max(1, len(starts)), blocks_of_window)):
+        window_starts = starts[first : first + blocks_of_window]
+        rows = (window_starts[:, None] + np.arange(BLOCK_ROWS)).ravel()
+        if first + blocks_of_window >= len(starts):  # the last window takes the rows of the block that is not whole
+            rows = np.concatenate([rows, np.arange(whole, num_rows)])
+        if skipped < len(rows):
+            yield np.random.default_rng([seed, epoch, number]).permutation(rows)[skipped:]
+        skipped = max(0, skipped - len(rows))

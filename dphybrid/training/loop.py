@@ -301,7 +301,13 @@ def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
     """The batches of the current epoch from the progress's next batch on; their order is a function of (seed, epoch)."""
     progress, config = session.trained.progress, session.config.train
     return batches(
-        session.train_data, config.batch_size, seed=config.seed, epoch=progress.epoch, shuffle=True, start_batch=progress.batch
+        session.train_data,
+        config.batch_size,
+        seed=config.seed,
+        epoch=progress.epoch,
+        shuffle=True,
+        start_batch=progress.batch,
+        shuffle_rows=config.shuffle_rows,
     )
 
 
