@@ -114,17 +114,9 @@ class Team:
     def command(self, *argv: str, timeout: float = 200) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(argv, capture_output=True, text=True, check=False, env=self.env(), cwd=REPOSITORY, timeout=timeout)
 
-    def run(self, *overrides: str, deployment: str = "train-hybrid", **parameters: Any) -> UUID:
-        """Queue a run with Prefect's Python interface; return its id."""
+    def run_many(self, wanted: list[tuple[str, dict[str, Any]]]) -> list[UUID]:
+        """Queue runs, (deployment, parameters) each, with Prefect's Python interface; return their ids."""
         code = (
-            "import json, sys; from prefect.deployments import run_deployment\n"
-            "for name, parameters in json.load(sys.stdin):\n"
-            "    print('id', run_deployment(name, parameters=parameters, timeout=0).id)"
-        )
-        return self.run_many([(deployment, {"overrides": list(overrides), **parameters})], code)[0]
-
-    def run_many(self, wanted: list[tuple[str, dict[str, Any]]], code: str | None = None) -> list[UUID]:
-        code = code or (
             "import json, sys; from prefect.deployments import run_deployment\n"
             "for name, parameters in json.load(sys.stdin):\n"
             "    print('id', run_deployment(name, parameters=parameters, timeout=0).id)"
