@@ -21,6 +21,8 @@ MAX_DEVIATION = 100.0
 """Standard deviations at which a standardized number is cut off, so that one absurd value cannot drown a batch."""
 FEW_EDGES = 64
 """Edges up to which comparing with each of them is faster than a search."""
+CACHED_ROWS = 2**13
+"""Rows of tens of columns that are put side by side while they lie in a cache."""
 FIT_ROWS = 2**18
 """Training rows, evenly spaced, that the statistics of a numeric column come from at most."""
 
@@ -110,10 +112,12 @@ def bucket_edges(known: Array, num_buckets: int) -> Array:
 
 
 def side_by_side(columns: Sequence[Array], dtype: type[np.integer[Any]], num_rows: int) -> Array:
-    """Return columns (B,) as (B, F); `np.stack` takes four times as long."""
+    """Return columns (B,) as (B, F), some rows at a time that stay in a core's cache; `np.stack` takes far longer."""
     out_BF: Array = np.empty((num_rows, len(columns)), dtype)
-    for place, column_B in enumerate(columns):
-        out_BF[:, place] = column_B
+    for start in range(0, num_rows, CACHED_ROWS):
+        rows = slice(start, start + CACHED_ROWS)
+        for place, column_B in enumerate(columns):
+            out_BF[rows, place] = column_B[rows]
     return out_BF
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,6 +90,10 @@ class Streamed:
     blocks: Callable[[], Iterator[Array]]
 
 
+def _no_more_files(_: Path) -> None:
+    """Write nothing."""
+
+
 @dataclass(frozen=True)
 class Content:
     """What a source comes to: arrays to save, facts for models, lines for people, rejected rows. save: writes more files into the folder."""
@@ -100,7 +105,7 @@ class Content:
     batch_arrays: tuple[str, ...] = ()
     extra: dict[str, Any] | None = None
     rejected: Iterable[dict[str, Any]] = ()
-    save: Callable[[Path], None] | None = None
+    save: Callable[[Path], None] = _no_more_files
 
 
 class Source(Protocol):
@@ -160,7 +165,6 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
                 (partial / "scratch").mkdir(parents=True)
                 content = make(partial / "scratch")
                 manifest = _write(partial, content, digest)
-                shutil.rmtree(partial / "scratch")
                 partial.rename(final)
                 _sync(folder)
             finally:
@@ -179,15 +183,14 @@ def _told(folder: Path) -> Iterator[None]:
 
 
 def _write(partial: Path, content: Content, digest: str) -> dict[str, Any]:
-    sums = dict(
-        zip(
-            content.arrays, mapped(lambda name: _save(partial / f"{name}.npy", content.arrays[name]), content.arrays), strict=True
-        )
-    )
-    if content.save is not None:
-        content.save(partial)
-        for file in partial.rglob("*"):
-            _sync(file)
+    with ThreadPoolExecutor(1) as beside:
+        others = beside.submit(content.save, partial)
+        found = mapped(lambda name: _save(partial / f"{name}.npy", content.arrays[name]), content.arrays)
+        sums = dict(zip(content.arrays, found, strict=True))
+        others.result()
+    shutil.rmtree(partial / "scratch")  # needs no sync, large as it is
+    for file in partial.rglob("*"):
+        _sync(file)
     num_rejected = 0
     with (partial / "rejected.jsonl").open("w", encoding="utf-8") as lines:
         for row in content.rejected:
