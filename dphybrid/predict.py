@@ -18,9 +18,9 @@ from polars.io.plugins import register_io_source
 
 from dphybrid.config import DataConfig, ExperimentConfig
 from dphybrid.config_sources import build_config
-from dphybrid.data.ahead import ahead
+from dphybrid.data.chunks import read_chunks
 from dphybrid.data.encode import TableEncoder
-from dphybrid.data.rows import Rows, check_rejected, read_chunks
+from dphybrid.data.rows import Rows, check_rejected
 from dphybrid.data.table import find_files
 from dphybrid.errors import UserError
 from dphybrid.loading import find_checkpoint, model_from_checkpoint
@@ -95,7 +95,7 @@ class Predictor:
             nonlocal before
             try:
                 for file in files:
-                    for chunk in ahead(read_chunks(file, self._reading(path, values))):
+                    for chunk in read_chunks(file, self._reading(path, values)):
                         rejected.extend(chunk.rejected)
                         yield self._chunk(chunk, done)
                         if on_progress:

@@ -13,29 +13,24 @@ _END = object()
 
 
 def mapped(function: Callable[[S], T], items: Iterable[S], threads: int = THREADS) -> Iterator[T]:
-    """Yield `function(item)` of each item in order, computed by threads up to two items a thread ahead. Errors are raised in their place."""
-    with ThreadPoolExecutor(threads) as pool:
-        pending: deque[Future[T]] = deque()
-        try:
-            for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) > 2 * threads:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+    """Yield `function(item)` of each item in order, computed by threads that are two items ahead.
 
+    A thread of its own makes the items. Errors, those of `items` too, are raised in their place.
+    """
+    source, maker, workers = iter(items), ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
 
-def ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:
-    """Yield what `items` yields, made by a thread of its own up to `depth` items ahead. Its errors are raised in their place."""
-    with ThreadPoolExecutor(1) as thread:
-        pending: deque[Future[T | object]] = deque(thread.submit(next, items, _END) for _ in range(depth))
-        try:
-            while (item := pending.popleft().result()) is not _END:
-                pending.append(thread.submit(next, items, _END))
-                yield item  # type: ignore[misc]
-        finally:
-            for future in pending:
-                future.cancel()
+    def work(made: Future[S | object]) -> T | object:
+        item = made.result()
+        return _END if item is _END else function(item)  # type: ignore[arg-type]
+
+    def ask() -> Future[T | object]:
+        return workers.submit(work, maker.submit(next, source, _END))
+
+    pending = deque(ask() for _ in range(threads + 2))
+    try:
+        while (found := pending.popleft().result()) is not _END:
+            pending.append(ask())
+            yield found  # type: ignore[misc]
+    finally:
+        maker.shutdown(cancel_futures=True)
+        workers.shutdown(cancel_futures=True)

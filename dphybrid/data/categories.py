@@ -3,6 +3,7 @@
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 
 import numpy as np
 import polars as pl
@@ -13,7 +14,7 @@ MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 
 
 class Dictionary:
-    """Numbers the texts of a column as they come, as many as memory holds."""
+    """Numbers the texts of a column as they come, in any thread and as many as memory holds."""
 
     def __init__(self) -> None:
         # A mapping of its own inside polars. Which text gets which number may depend on threads.
@@ -21,19 +22,21 @@ class Dictionary:
         self.dtype = pl.Categorical(self._categories)
         self._keep = pl.Series([], dtype=self.dtype)  # polars forgets a mapping that no series uses
         self._size = 0
+        self._lock = Lock()
 
     def codes(self, texts: pl.Series) -> Array:
         """Return (B,) uint32: 0 for no value, else 1 + the place in `values`."""
         return self.met(texts.to_frame().select(self.expression(texts.name)).to_series())
 
     def expression(self, column: str) -> pl.Expr:
-        """Return the same as an expression of a column, so that polars does many columns at once; its result must go to `met`."""
+        """Return the same as an expression of a column, so that one call does many columns; its result must go to `met`."""
         return (pl.col(column).cast(self.dtype).to_physical() + 1).fill_null(0)
 
     def met(self, codes: pl.Series) -> Array:
         """Take note of codes; return them as an array."""
         codes_B = codes.to_numpy()
-        self._size = max(self._size, int(codes_B.max(initial=0)))
+        with self._lock:
+            self._size = max(self._size, int(codes_B.max(initial=0)))
         return codes_B
 
     def __len__(self) -> int:

@@ -1,27 +1,27 @@
 """Rows of files, read once, chunk by chunk, into one file a column: numbers, codes of a dictionary, or codes of a bag's items.
 
-Letters: B rows, L items of a bag.
+Threads read and encode some chunks ahead of the one that is being written. Letters: B rows, L items of a bag.
 """
 
 import difflib
-import math
-from collections.abc import Iterator
-from contextlib import ExitStack
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
 
 from dphybrid.config import DataConfig
-from dphybrid.data.ahead import ahead, mapped
+from dphybrid.data.ahead import THREADS, mapped
 from dphybrid.data.bags import MAX_ITEMS, SEPARATOR, padded, take_apart
 from dphybrid.data.batches import Array
 from dphybrid.data.categories import Dictionary
+from dphybrid.data.chunks import read_jobs
+from dphybrid.data.columns import ColumnStore
 from dphybrid.data.encode import TableEncoder
 from dphybrid.data.fields import is_number
-from dphybrid.data.rows import Rows, check_enough, check_rejected, read_chunks
+from dphybrid.data.rows import Rows, check_enough, check_rejected
 from dphybrid.data.schema import ColumnOptions, Role, SchemaFile, inferred_role
 from dphybrid.data.splits import RowSplit, split_rows
 from dphybrid.data.store import Progress
@@ -31,8 +31,8 @@ POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
 """Label values that mean 1 although they would sort first."""
 ROLE_ROWS = 20_000
 """Rows from which the columns' roles are told."""
-BLOCK_ROWS = 2**16
-"""Rows of a block, the piece that is encoded at a time."""
+READERS = max(3, THREADS)
+"""Chunks that are read and encoded at a time; one more than two cores, since threads of polars' own parse each of them."""
 
 
 @dataclass(frozen=True)
@@ -81,42 +81,16 @@ def bag_form(column: Column) -> tuple[str | None, int]:
     return separator, column.options.max_items or MAX_ITEMS
 
 
-class ColumnStore:
-    """One file of numbers a column, (B,) or (B, L), written chunk by chunk within `with`, then read in blocks by any number of threads."""
+@dataclass(frozen=True)
+class _Encoded:
+    """A chunk in numbers. columns: by name in the store; left_out: as in `Table`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files: dict[str, tuple[IO[bytes], np.dtype[Any], tuple[int, ...]]] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "ColumnStore":
-        self.folder.mkdir()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def append(self, name: str, values_B: Array) -> None:
-        if name not in self._files:
-            file = self._stack.enter_context((self.folder / str(len(self._files))).open("wb"))
-            self._files[name] = (file, values_B.dtype, values_B.shape[1:])
-        self._files[name][0].write(np.ascontiguousarray(values_B).data)
-
-    def block(self, name: str, number: int, size: int = BLOCK_ROWS) -> Array:
-        """Return rows from `number * size` on, `size` of them at most."""
-        file, dtype, shape = self._files[name]
-        width = math.prod(shape)
-        values = np.fromfile(file.name, dtype, size * width, offset=number * size * width * dtype.itemsize)
-        return values.reshape(-1, *shape)
-
-    def with_rows(self, name: str, rows_B: Array) -> Iterator[tuple[Array, Array]]:
-        """Yield blocks with their part of `rows_B`."""
-        for number, start in enumerate(range(0, len(rows_B), 2**20)):
-            yield self.block(name, number, 2**20), rows_B[start : start + 2**20]
-
-    def whole(self, name: str) -> Array:
-        file, dtype, shape = self._files[name]
-        return np.fromfile(file.name, dtype).reshape(-1, *shape)
+    num_rows: int
+    rejected: list[dict[str, Any]]
+    columns: dict[str, Array]
+    bytes_read: int
+    longest_bag: int
+    left_out: dict[str, tuple[int, int]]
 
 
 class Reading:
@@ -157,12 +131,15 @@ class Reading:
         for file in self.files:
             if self.num_read is None and file in self.held_files:
                 self.num_read = self.num_rows
-            for rows in ahead(read_chunks(file, self.data, self.numbers)):
-                self.progress("read rows", min(total, before + rows.bytes_read), total)
-                if first is None:
-                    first = rows
-                    self._start(rows)
-                self._add(rows)
+            jobs = read_jobs(file, self.data, self.numbers)
+            chunks = mapped(lambda job: self._encoded(job()), jobs, READERS)
+            if first is None:
+                first = next(jobs)()
+                self._start(first)
+                chunks = itertools.chain([self._encoded(first)], chunks)
+            for chunk in chunks:
+                self.progress("read rows", min(total, before + chunk.bytes_read), total)
+                self._add(chunk)
             before += file.stat().st_size
         assert first is not None
         check_rejected(str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected)
@@ -199,7 +176,8 @@ class Reading:
         self.items = {name: Dictionary() for name in self.bags}
         self.numbers.update(name for name in self.numeric if name not in coded)
 
-    def _add(self, rows: Rows) -> None:
+    def _encoded(self, rows: Rows) -> _Encoded:
+        """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
         if rows.names != self.names:
             missing = [name for name in self.names if name not in rows.names] or [n for n in rows.names if n not in self.names]
             if missing:
@@ -227,22 +205,32 @@ class Reading:
             ]
             wrong_B |= odd_B
         if rejected:
-            self.rejected += sorted(rejected, key=lambda row: row["line"])
             keep = pl.Series(~wrong_B)
             frame, numbers = frame.filter(keep), numbers.filter(keep) if self.numeric else numbers
-        for name in self.numeric:
-            self.store.append(f"{name}", numbers[place[name]].fill_null(float("nan")).to_numpy())
-        codes = frame.select(dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items())
+        columns = {name: numbers[place[name]].fill_null(float("nan")).to_numpy() for name in self.numeric}
+        # One after another: the other threads have chunks of their own.
+        codes = frame.select_seq(dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items())
         for name, dictionary in self.dictionaries.items():
-            self.store.append(self._key(name), dictionary.met(codes[place[name]]))
+            columns[self._key(name)] = dictionary.met(codes[place[name]])
+        longest, left_out = 1, {}
         for name, (separator, max_items) in self.bags.items():
             cells = take_apart(frame[place[name]], separator, max_items)
-            self.store.append(name, padded(self.items[name].codes(cells.items_N), cells.lengths_B, max_items))
-            self.longest_bag = max(self.longest_bag, int(cells.lengths_B.max(initial=0)))
+            columns[name] = padded(self.items[name].codes(cells.items_N), cells.lengths_B, max_items)
+            longest = max(longest, int(cells.lengths_B.max(initial=0)))
             if cells.cut:
-                before = self.left_out.get(name, (0, 0))
-                self.left_out[name] = (before[0] + cells.cut, before[1] + cells.left_out)
-        self.num_rows += len(frame)
+                left_out[name] = (cells.cut, cells.left_out)
+        rejected.sort(key=lambda row: row["line"])
+        return _Encoded(len(frame), rejected, columns, rows.bytes_read, longest, left_out)
+
+    def _add(self, chunk: _Encoded) -> None:
+        for name, values_B in chunk.columns.items():
+            self.store.append(name, values_B)
+        self.longest_bag = max(self.longest_bag, chunk.longest_bag)
+        for name, (cells, items) in chunk.left_out.items():
+            before = self.left_out.get(name, (0, 0))
+            self.left_out[name] = (before[0] + cells, before[1] + items)
+        self.rejected += chunk.rejected
+        self.num_rows += chunk.num_rows
         seen = self.num_rows + len(self.rejected)
         if len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen:  # hopeless
             check_rejected(str(self.data.path), self.rejected, seen, self.data.max_rejected)

@@ -59,7 +59,7 @@ def _by_value(data: DataConfig, seed: int, codes_B: Array, values: pl.Series) ->
     counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
     if data.split == "time":
         numbers = all(is_number(text) for text in texts)
-        order = sorted(range(len(texts)), key=lambda i: float(texts[i]) if numbers else texts[i], reverse=True)
+        order = sorted(range(len(texts)), key=lambda i: (float(texts[i]) if numbers else 0.0, texts[i]), reverse=True)
     else:
         by_name = sorted(range(len(texts)), key=lambda i: texts[i])
         order = [by_name[i] for i in np.random.default_rng(seed).permutation(len(texts))]

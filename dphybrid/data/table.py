@@ -18,9 +18,10 @@ from dphybrid.data.ahead import mapped
 from dphybrid.data.bags import BagColumn, bag_ids, form_text, one_width
 from dphybrid.data.batches import Array
 from dphybrid.data.categories import CategoryColumn, fit_categories
+from dphybrid.data.columns import BLOCK_ROWS, ColumnStore
 from dphybrid.data.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric, side_by_side
 from dphybrid.data.extend import Base, extended, extended_split, open_base, row_keys
-from dphybrid.data.reading import BLOCK_ROWS, Column, ColumnStore, Reading, Table, bag_form
+from dphybrid.data.reading import Column, Reading, Table, bag_form
 from dphybrid.data.schema import SchemaFile, read_schema, schema_text
 from dphybrid.data.store import Content, Progress, Streamed, source_digests
 from dphybrid.errors import UserError
@@ -212,7 +213,7 @@ class TableSource:
 def _ids(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int) -> Iterator[Array]:
     def block(number: int) -> Array:
         parts = [column.ids(store.block(column.name, number)) for column in encoder.numeric if column.num_ids]
-        parts += [lookups[column.name][store.block(column.name, number)] for column in encoder.categories]
+        parts += [lookups[column.name].take(store.block(column.name, number)) for column in encoder.categories]
         return side_by_side(parts, np.int32, min(BLOCK_ROWS, num_rows - number * BLOCK_ROWS))
 
     return mapped(block, range(-(-num_rows // BLOCK_ROWS)))

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dphybrid.config import DataConfig
-from dphybrid.data import Prepared, prepare, rows
+from dphybrid.data import Prepared, delimited, prepare
+from dphybrid.data.chunks import read_chunks
 from dphybrid.data.encode import TableEncoder
-from dphybrid.data.rows import read_chunks
 from dphybrid.errors import UserError
 
 NUM_ROWS = 240
@@ -109,12 +109,12 @@ def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd
         return pl.concat([chunk.values for chunk in chunks]).rows(), numbers, rejected  # type: ignore[return-value]
 
     whole = all_of()
-    usual = rows.BLOCK_BYTES
+    usual = delimited.BLOCK_BYTES
     try:
-        rows.BLOCK_BYTES = block
+        delimited.BLOCK_BYTES = block
         assert all_of() == whole
     finally:
-        rows.BLOCK_BYTES = usual
+        delimited.BLOCK_BYTES = usual
 
 
 def test_numbers_parsed_at_once_are_those_parsed_from_text(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_any_number_of_threads_comes_to_the_same_bytes(tmp_path: Path) -> None:
     body = [f"{i * 7 % 1000},v{i * i % 701},w{i % 13},{int(i % 5 == 0)}" for i in range(5000)]
     file = write(tmp_path, "x.csv", body, "n,v,w,y")
     code = (
-        "import sys, json; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare, rows;"
-        "rows.BLOCK_BYTES = 20_000;"
+        "import sys, json; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import delimited, prepare;"
+        "delimited.BLOCK_BYTES = 20_000;"
         f"p = prepare('ctr', DataConfig(path={str(file)!r}, label='y'), Path(sys.argv[1]), 0);"
         "print(json.dumps([p.digest, p.manifest['arrays']]))"
     )

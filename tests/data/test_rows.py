@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dphybrid.config import DataConfig
 from dphybrid.data import prepare
+from dphybrid.data.chunks import read_rows
 from dphybrid.data.fields import is_number
-from dphybrid.data.rows import Rows, read_rows
+from dphybrid.data.rows import Rows
 from dphybrid.errors import UserError
 
 MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
