@@ -21,7 +21,7 @@ from dphybrid.data.chunks import read_jobs
 from dphybrid.data.columns import ColumnStore
 from dphybrid.data.encode import TableEncoder
 from dphybrid.data.fields import is_number
-from dphybrid.data.rows import Rows, check_enough, check_rejected
+from dphybrid.data.rows import Rows, check_enough, check_rejected, done
 from dphybrid.data.schema import ColumnOptions, Role, SchemaFile, inferred_role
 from dphybrid.data.splits import RowSplit, split_rows
 from dphybrid.data.store import Progress
@@ -132,12 +132,11 @@ class Reading:
             if self.num_read is None and file in self.held_files:
                 self.num_read = self.num_rows
             jobs = read_jobs(file, self.data, self.numbers)
-            chunks = mapped(lambda job: self._encoded(job()), jobs, READERS)
             if first is None:
                 first = next(jobs)()
                 self._start(first)
-                chunks = itertools.chain([self._encoded(first)], chunks)
-            for chunk in chunks:
+                jobs = itertools.chain([done(first)], jobs)
+            for chunk in mapped(lambda job: self._encoded(job()), jobs, READERS):
                 self.progress("read rows", min(total, before + chunk.bytes_read), total)
                 self._add(chunk)
             before += file.stat().st_size
@@ -187,7 +186,8 @@ class Reading:
                 )
         place = {name: str(rows.names.index(name)) for name in self.names}
         frame = rows.values
-        numbers = frame.select(pl.col(place[name]).cast(pl.Float64, strict=False) for name in self.numeric)
+        nan = float("nan")
+        numbers = frame.select_seq(pl.col(place[name]).cast(pl.Float64, strict=False).fill_null(nan) for name in self.numeric)
         wrong_B, rejected = np.zeros(len(frame), bool), list(rows.rejected)
         unlabelled = frame[place[self.label]].is_null()
         if unlabelled.any():
@@ -197,7 +197,7 @@ class Reading:
             values, found = frame[place[name]], numbers[place[name]]
             if values.dtype == pl.Float64 or int(found.is_finite().sum()) == len(values) - values.null_count():
                 continue
-            odd_B = (values.is_not_null() & ~found.is_finite().fill_null(False)).to_numpy() & ~wrong_B
+            odd_B = (values.is_not_null() & ~found.is_finite()).to_numpy() & ~wrong_B
             hint = "mend it, list it in data.missing, or name the column in data.categorical"
             rejected += [
                 self._rejected(rows, int(i), f"data.numeric: column {name!r} holds {values[int(i)]!r}, no number; {hint}")
@@ -207,7 +207,7 @@ class Reading:
         if rejected:
             keep = pl.Series(~wrong_B)
             frame, numbers = frame.filter(keep), numbers.filter(keep) if self.numeric else numbers
-        columns = {name: numbers[place[name]].fill_null(float("nan")).to_numpy() for name in self.numeric}
+        columns = {name: numbers[place[name]].to_numpy() for name in self.numeric}
         # One after another: the other threads have chunks of their own.
         codes = frame.select_seq(dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items())
         for name, dictionary in self.dictionaries.items():
