@@ -6,7 +6,7 @@ Files are read, scored and written chunk by chunk; the table stays in the checkp
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from polars.io.plugins import register_io_source
 
 from dphybrid.config import DataConfig, ExperimentConfig
 from dphybrid.config_sources import build_config
+from dphybrid.data.bags import SEPARATOR, is_list_of_items, list_texts
 from dphybrid.data.chunks import read_chunks
 from dphybrid.data.encode import TableEncoder
 from dphybrid.data.rows import Rows, check_rejected
@@ -67,7 +68,8 @@ class Predictor:
         frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(dict(rows), strict=False)
         self._check_columns(frame.columns, "the rows")
         columns = {name: _no_value(frame[name], self._data) for name in self.encoder.names}
-        scores_B, wrong = self._scores(columns)
+        lists = {name for name in self.encoder.names if is_list_of_items(frame[name].dtype)}
+        scores_B, wrong = self._scores(columns, lists)
         if wrong:
             warnings.warn(f"{wrong:,} values of numeric columns are no numbers and count as missing", stacklevel=2)
         return scores_B
@@ -139,7 +141,7 @@ class Predictor:
 
     def _chunk(self, chunk: Rows, done: Predicted) -> pl.DataFrame:
         self._check_columns(chunk.names, str(chunk.file))
-        scores_B, wrong = self._scores({name: chunk.column(name) for name in self.encoder.names})
+        scores_B, wrong = self._scores({name: chunk.column(name) for name in self.encoder.names}, chunk.lists)
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong
         return pl.DataFrame(
@@ -151,7 +153,11 @@ class Predictor:
         if missing := [name for name in self.encoder.names if name not in names]:
             raise UserError(f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: {', '.join(names)}")
 
-    def _scores(self, columns: Mapping[str, pl.Series]) -> tuple[np.ndarray, int]:
+    def _scores(self, columns: dict[str, pl.Series], lists: Set[str]) -> tuple[np.ndarray, int]:
+        """lists: columns that came as lists, with `SEPARATOR` between the items now; they may have been text with another one in training."""
+        for bag in self.encoder.bags:
+            if bag.name in lists and bag.separator is not None:
+                columns[bag.name] = columns[bag.name].str.replace_all(SEPARATOR, bag.separator, literal=True)
         arrays, wrong = self.encoder.encode(columns)
         num_rows = len(arrays["ids_BF"])
         scores = [np.zeros(0, np.float32)]
@@ -168,7 +174,7 @@ class Predictor:
 def _no_value(series: pl.Series, data: DataConfig) -> pl.Series:
     if series.dtype.is_numeric() or series.dtype == pl.Boolean:
         return series
-    text = series.cast(pl.String).str.strip_chars()
+    text = list_texts(series, "the rows") if is_list_of_items(series.dtype) else series.cast(pl.String).str.strip_chars()
     return text.set(text.is_in(["", *data.missing]).fill_null(False), None)
 
 

@@ -11,12 +11,31 @@ import polars as pl
 
 from dphybrid.data.batches import Array
 from dphybrid.data.categories import MISSING_ID, CategoryColumn
+from dphybrid.errors import UserError
 
 PADDING_ID = -1
 MAX_ITEMS = 16
 """Items of a cell that are looked up, where a schema says nothing else."""
 SEPARATOR = "|"
 _WORD = r"\w+(?:['’]\w+)*"
+
+
+def is_list_of_items(dtype: pl.DataType) -> bool:
+    """Tell whether values of a type are lists of texts or whole numbers, which can be read as bags."""
+    inner = getattr(dtype, "inner", None)
+    return inner is not None and (inner.is_integer() or inner in (pl.String, pl.Categorical, pl.Enum))
+
+
+def list_texts(column: pl.Series, where: str) -> pl.Series:
+    """Return lists of items as text with `SEPARATOR` between the items; None among them is no item. Raises UserError when an item holds it."""
+    lists = column.cast(pl.List(pl.String))
+    items = lists.explode()
+    if (odd := items.filter(items.str.contains(SEPARATOR, literal=True).fill_null(False))).len():
+        raise UserError(
+            f"{where}: column {column.name!r} holds the item {odd[0]!r} in a list; items are told apart by {SEPARATOR!r}, so write it "
+            "without, or the column as text and its separator in a schema file"
+        )
+    return lists.list.join(SEPARATOR, ignore_nulls=True)
 
 
 @dataclass(frozen=True)

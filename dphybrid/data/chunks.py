@@ -8,6 +8,7 @@ import polars as pl
 
 from dphybrid.config import DataConfig
 from dphybrid.data.ahead import mapped
+from dphybrid.data.bags import is_list_of_items, list_texts
 from dphybrid.data.delimited import csv_jobs
 from dphybrid.data.rows import Job, Rows, check_enough, check_rejected, clean, done
 from dphybrid.errors import UserError
@@ -49,29 +50,34 @@ def read_rows(file: Path, data: DataConfig) -> Rows:
 
 
 def _parquet_chunks(file: Path, data: DataConfig) -> Iterator[Rows]:
-    names, start = None, 1
+    names: list[str] = []
+    lists: frozenset[str] = frozenset()
+    start = 1
     try:
         # Folders named key=value become columns.
         lazy = pl.scan_parquet(file, hive_partitioning=any("=" in part for part in file.parent.parts), try_parse_hive_dates=False)
-        names = lazy.collect_schema().names()
+        schema = lazy.collect_schema()
+        names, lists = schema.names(), frozenset(name for name, dtype in schema.items() if is_list_of_items(dtype))
         for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
             values = clean([_single(column, file, data) for column in frame.get_columns()], data.missing)
-            yield Rows(names, values, np.arange(start, start + len(frame)), [], True, "row", file)
+            yield Rows(names, values, np.arange(start, start + len(frame)), [], True, "row", file, lists=lists)
             start += len(frame)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"data.path={file}: cannot be read as Parquet: {error}") from error
     if start == 1:
         empty = pl.DataFrame({str(i): pl.Series([], dtype=pl.String) for i in range(len(names))})
-        yield Rows(names, empty, np.arange(0), [], True, "row", file)
+        yield Rows(names, empty, np.arange(0), [], True, "row", file, lists=lists)
 
 
 def _single(column: pl.Series, file: Path, data: DataConfig) -> pl.Series:
-    """Return a Parquet column of single values; one of lists, structures or bytes must be ignored, and is empty then."""
+    """Return a Parquet column of single values, lists of items as text; one of other things must be ignored, and is empty then."""
+    if is_list_of_items(column.dtype) and column.name not in data.ignore:
+        return list_texts(column, f"data.path={file}")
     if not (column.dtype.is_nested() or column.dtype in (pl.Binary, pl.Object)):
         return column
     if column.name in data.ignore:
         return pl.Series(column.name, [None] * len(column), dtype=pl.String)
     raise UserError(
-        f"data.path={file}: column {column.name!r} holds {column.dtype}, not single values; name it in data.ignore, or write it as text, "
-        "lists as a|b for data.bags"
+        f"data.path={file}: column {column.name!r} holds {column.dtype}, not single values or lists of texts or whole numbers; "
+        "name it in data.ignore, or write it as text"
     )

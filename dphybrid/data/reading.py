@@ -282,8 +282,15 @@ class Reading:
                 continue
             present, own = sample.to_series(place).drop_nulls(), options.get(name, ColumnOptions())
             told = given.get(name) or own.role
+            if name in rows.lists and own.separator not in (None, SEPARATOR):
+                raise UserError(
+                    f"data.schema_file: columns.{name}.separator = {own.separator!r}: {rows.file} has lists in this column, whose items need "
+                    "no separator; remove it"
+                )
             if told is not None:
                 role, reason = told, "as given"
+            elif name in rows.lists:
+                role, reason = "bag", "lists"
             elif not len(present) and len(rows) > len(sample):
                 role, reason = "categorical", f"no values in the first {len(sample):,} rows"
             else:

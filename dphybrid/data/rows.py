@@ -17,6 +17,7 @@ class Rows:
 
     values: columns 0, 1, ...; their names stand apart, because polars reads names such as `*` or `^a$` as patterns.
     header: the first line named the columns; Parquet files always do. place: what `lines` counts, "line" or "row".
+    lists: names of the columns whose values were lists; they come as text with `bags.SEPARATOR` between the items.
     """
 
     names: list[str]
@@ -27,6 +28,7 @@ class Rows:
     place: str
     file: Path
     bytes_read: int = 0
+    lists: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.values)

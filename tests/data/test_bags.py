@@ -1,5 +1,6 @@
 """Columns of bags and of free text: their items, what a cell may hold, the same numbers on any devices, and growth."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,16 @@ def trained(devices: str, data: list[str]) -> Report:
     values = ["recipe=ctr", f"devices={devices}", "data.label=y", "train.epochs=3", "train.batch_size=100"]
     sizes = ["model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"]
     return run_job(load_config(None, [*values, *sizes, *data]), load_settings())
+
+
+def as_lists(rows: list[tuple[object, ...]], items: pl.DataType | type[pl.DataType] = pl.String) -> pl.DataFrame:
+    """The same rows with their tags as lists, None and blanks among them."""
+    cells = [
+        [None, *str(tags).replace("t", "" if items != pl.String else " t").split("|"), ""] if tags else [] for tags, *_ in rows
+    ]
+    numbers = [[item or None for item in cell] for cell in cells]
+    tags = pl.Series("tags", cells if items == pl.String else numbers, dtype=pl.List(pl.String)).cast(pl.List(items))
+    return pl.DataFrame([tags, pl.Series("title", [row[1] for row in rows]), pl.Series("y", [row[2] for row in rows])])
 
 
 @pytest.fixture
@@ -235,3 +246,45 @@ def test_a_grown_bag_answers_as_before(quiet: Path) -> None:
         other = DataConfig(path=str(quiet / "b.csv"), label="y", base=str(base), schema_file=str(quiet / "s.toml"))
         with pytest.raises(UserError, match=f"data.base: column {told}"):
             prepare("ctr", other, quiet / "data" / "prepared", 1)
+
+
+@pytest.mark.parametrize("items", [pl.String, pl.Int64, pl.Categorical])
+def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> None:
+    rows = clicks(60, 0)
+    as_lists(rows, items).write_parquet(tmp_path / "x.parquet")
+    given = {"label": "y", "valid_fraction": 0.25, "min_count": 1, "text": ("title",)}
+    lists = prepare("ctr", DataConfig.model_validate({"path": str(tmp_path / "x.parquet"), **given}), tmp_path / "prepared", 0)
+    texts = made(tmp_path, [(str(tags).replace("t", "") if items == pl.Int64 else tags, *rest) for tags, *rest in rows])
+    assert re.search(r"^ *tags +bag .*\(lists", lists.describe(), re.MULTILINE), lists.describe()
+    for name in ("bags_BFL", "labels_B"):
+        assert np.array_equal(lists.arrays[name], texts.arrays[name])
+
+
+def test_lists_that_cannot_be_bags_are_told(tmp_path: Path) -> None:
+    rows = [(f"a b{i % 3}", "x", i % 2) for i in range(40)]
+    file, schema = tmp_path / "x.parquet", tmp_path / "schema.toml"
+    as_lists(rows).write_parquet(file)
+    schema.write_text('[columns.tags]\nrole = "bag"\nseparator = ","\n')
+    data = {"path": str(file), "label": "y"}
+    with pytest.raises(UserError, match=r"columns.tags.separator = ',': .*x.parquet has lists in this column"):
+        prepare("ctr", DataConfig.model_validate({**data, "schema_file": str(schema)}), tmp_path / "prepared", 0)
+    pl.DataFrame({"tags": [["a|b", "c"]] * 40, "y": [0, 1] * 20}).write_parquet(file)
+    with pytest.raises(UserError, match=r"column 'tags' holds the item 'a\|b' in a list; .* write it without"):
+        prepare("ctr", DataConfig.model_validate(data), tmp_path / "prepared", 0)
+
+
+def test_new_rows_may_come_with_lists(quiet: Path) -> None:
+    rows = clicks(200, 1)
+    write(quiet / "x.csv", [(str(tags).replace("|", ";"), *rest) for tags, *rest in rows])
+    (quiet / "schema.toml").write_text(
+        'label = "y"\n[columns.tags]\nrole = "bag"\nseparator = ";"\n[columns.title]\nrole = "text"\n'
+    )
+    report = trained("cpu", [f"data.path={quiet / 'x.csv'}", f"data.schema_file={quiet / 'schema.toml'}", "data.min_count=1"])
+    predictor = Predictor(report.best_checkpoint)
+    frame = as_lists(rows)
+    frame.write_parquet(quiet / "new.parquet")
+    predictor.predict_file(quiet / "x.csv", quiet / "texts.parquet")
+    predictor.predict_file(quiet / "new.parquet", quiet / "lists.parquet")
+    texts, lists = (pl.read_parquet(quiet / f"{name}.parquet")["probability"] for name in ("texts", "lists"))
+    assert texts.equals(lists)
+    assert np.array_equal(predictor.predict(frame), texts.to_numpy())

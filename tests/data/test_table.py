@@ -151,10 +151,10 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
     assert sorted(word.vocabulary) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("odd", [[1, 2], {"a": 1}, b"\xff"])
+@pytest.mark.parametrize("odd", [[1.5, 2.5], [[1], [2]], {"a": 1}, b"\xff"])
 def test_parquet_columns_of_other_things_must_be_ignored(tmp_path: Path, odd: object) -> None:
     columns: dict[str, list[object]] = {"odd": [odd] * 40, "n": [i * i for i in range(40)]}
-    with pytest.raises(UserError, match=r"column 'odd' holds .* not single values; name it in data\.ignore"):
+    with pytest.raises(UserError, match=r"column 'odd' holds .* not single values or lists .*; name it in data\.ignore"):
         parquet(tmp_path, columns)
     assert parquet(tmp_path, columns, ignore=("odd",)).info["num_dense"] == 1
 
