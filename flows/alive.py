@@ -7,11 +7,12 @@ own death, of which no server would ever be told.
 import fcntl
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -39,8 +40,8 @@ SILENT = "no heartbeat: its machine died"
 """What the automation of `flows.setup` writes on a run."""
 STUCK_S = 120.0
 """How long the start of a process may take."""
-WORKER_PID = "DPHYBRID_WORKER_PID"
-"""Environment variable in which a worker tells a run who started it."""
+STARTED_BY = "DPHYBRID_STARTED_BY"
+"""Environment variable in which a worker tells a run's process who started it: `PID TOKEN`, what the worker wrote into the run's file, too."""
 MAX_RUNS = 10
 """A flow run that was begun so often is not queued again: it may be what kills its machine."""
 
@@ -50,9 +51,25 @@ def run_file(flow_run_id: str) -> Path:
     return lease_folder(load_settings().lease_dir) / f"flow-{flow_run_id}.run"
 
 
+def mark_start(flow_run_id: str) -> str:
+    """Write into the run's file that this worker starts it; return what its process must be told as `STARTED_BY`."""
+    started_by = f"{os.getpid()} {uuid4()}"
+    run_file(flow_run_id).write_text(started_by)
+    return started_by
+
+
+def is_orphan() -> bool:
+    """Has the worker that started this process died? Then this is among the children of another one."""
+    worker = os.environ.get(STARTED_BY, "").partition(" ")[0]
+    return bool(worker) and worker not in {str(ancestor.pid) for ancestor in psutil.Process().parents()}
+
+
 @contextmanager
 def alive_here(flow_run_id: str | None) -> Iterator[None]:
-    """Mark the flow run as living in this process while the block runs. None: not a run of a server."""
+    """Mark the flow run as living in this process while the block runs. None: not a run of a server.
+
+    A worker may have started the run anew before this process has ended: the file is left for that start then.
+    """
     if flow_run_id is None:
         yield
         return
@@ -61,15 +78,22 @@ def alive_here(flow_run_id: str | None) -> Iterator[None]:
         try:
             yield
         finally:
-            file.unlink(missing_ok=True)
+            if _start_of(file) in ("", os.environ.get(STARTED_BY, "")):
+                file.unlink(missing_ok=True)
 
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold a file locked; wait for an earlier process of the same run, which is about to end."""
+    """Hold a file locked; wait for another process of the same run, which is about to end. The end of an orphan: the other one has the run."""
     while True:
         with file.open("a") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            while not _try_lock(stream.fileno()):
+                if is_orphan():
+                    print(
+                        f"{file.stem}: the worker that started this process is dead, and another process has the run", flush=True
+                    )
+                    os._exit(128 + signal.SIGTERM)
+                time.sleep(0.2)
             try:
                 same = os.path.samestat(file.stat(), os.fstat(stream.fileno()))
             except FileNotFoundError:  # its last holder removed it
@@ -155,11 +179,24 @@ def queue_lost_runs(pool: str) -> list[str]:
         return []
 
 
-def _worker_of(file: Path) -> int | None:
+def _try_lock(handle: int) -> bool:
     try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _start_of(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _worker_of(file: Path) -> int | None:
+    worker = _start_of(file).partition(" ")[0]
+    return int(worker) if worker.isdigit() else None
 
 
 def _is_locked(file: Path) -> bool:
@@ -186,10 +223,8 @@ def noticing_the_workers_death(flow_run_id: str | None, every_s: float = 0.5) ->
     if flow_run_id is None:
         yield
         return
-    parent = os.getppid()
     # A worker may die while this process still imports: its parent is another one then, from the first look on.
-    worker = os.environ.pop(WORKER_PID, None)
-    orphaned = worker is not None and worker not in {str(ancestor.pid) for ancestor in psutil.Process().parents()}
+    parent, orphaned = os.getppid(), is_orphan()
 
     def look() -> bool:
         died = orphaned or os.getppid() != parent

@@ -24,7 +24,7 @@ from dphybrid.errors import UserError
 from dphybrid.flags import Parser, run_cli
 from dphybrid.gpus import Inventory, lease_folder, visible
 from dphybrid.settings import load_settings
-from flows.alive import WORKER_PID, queue_dead_runs, queue_lost_runs, run_file
+from flows.alive import STARTED_BY, mark_start, queue_dead_runs, queue_lost_runs
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -57,8 +57,7 @@ with warnings.catch_warnings():
                 return []
 
         async def run(self, flow_run: "FlowRun", configuration: Any, task_status: Any = None) -> Any:
-            run_file(str(flow_run.id)).write_text(str(os.getpid()))  # whose it is until its process takes it over
-            configuration.env[WORKER_PID] = str(os.getpid())
+            configuration.env[STARTED_BY] = mark_start(str(flow_run.id))
             return await super().run(flow_run, configuration, task_status)
 
         @property

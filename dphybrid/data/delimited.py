@@ -47,6 +47,7 @@ class Layout:
 
 
 def csv_jobs(file: Path, data: DataConfig, numbers: Set[str]) -> Iterator[Job]:
+    """Yield the jobs that return the rows of a file's blocks, in order; see `dphybrid.data.chunks.read_chunks`. Raises UserError like it."""
     layout: Layout | None = None
     line = offset = 0  # of what is not read yet
     found = False

@@ -108,7 +108,7 @@ def step_costs(num_rows: int, dim: int, num_ids: int, rounds: int, exponent: flo
 def many_tables_costs(
     batch_size: int, rounds: int, num_tables: int = 26, rows_each: int = 100_000, dim: int = 16
 ) -> dict[str, float]:
-    """Return ms of a step over many small tables: one flat table with shifted ids against one nn.EmbeddingBag a table."""
+    """Return ms of a step over many small tables: one flat table with shifted ids against one nn.EmbeddingBag a table, and FBGEMM's tables."""
     ids_BF = torch.stack([zipf_ids(rows_each, (batch_size,), seed=column) for column in range(num_tables)], 1)
     grads_BFD = torch.randn(batch_size, num_tables, dim)
     table = HostEmbedding(num_tables * rows_each, dim)
@@ -135,7 +135,10 @@ def many_tables_costs(
     }
     if find_spec("fbgemm_gpu"):
         contestants |= _fbgemm([rows_each] * num_tables, dim, ids_BF.T.reshape(-1), grads_BFD.flatten(1))
-    return medians_ms(contestants, rounds)
+    found = medians_ms(contestants, rounds)
+    if "fbgemm row-wise adagrad" in found:
+        found["FBGEMM / dphybrid row-wise adagrad"] = found["fbgemm row-wise adagrad"] / found["dphybrid adagrad, one flat table"]
+    return found
 
 
 def _fbgemm(rows_of_tables: list[int], dim: int, ids_TB: Tensor, grads: Tensor) -> dict[str, Step]:

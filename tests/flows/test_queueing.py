@@ -75,7 +75,7 @@ def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(dies: str, mon
     with subprocess.Popen(["sleep", "60"]) as dead:
         dead.kill()
     worker = dead.pid if dies == "before" else os.getpid()
-    monkeypatch.setenv(alive.WORKER_PID, str(worker))
+    monkeypatch.setenv(alive.STARTED_BY, f"{worker} token")
     run = [sys.executable, "-c", _RUN, "2" if dies == "never" else "60"]
     # A shell between worker and run, as some launchers are; it tells how the run ended, or is killed and leaves it alone.
     shell = ["sh", "-c", '"$@" & echo $!; wait $!; echo $?', "sh", *run]
@@ -88,6 +88,38 @@ def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(dies: str, mon
             process.wait(patience(30))
         else:
             assert launcher.stdout.readline().strip() == {"before": "7", "never": "0"}[dies]
+
+
+def test_a_run_that_a_worker_starts_anew_keeps_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
+    monkeypatch.setenv(alive.STARTED_BY, alive.mark_start("c"))
+    with alive_here("c"):
+        assert run_file("c").read_text().startswith(f"{os.getpid()} ")
+        again = alive.mark_start("c")  # a worker thinks it dead
+    assert run_file("c").read_text() == again
+    monkeypatch.setenv(alive.STARTED_BY, again)
+    with alive_here("c"):
+        assert alive._worker_of(run_file("c")) == os.getpid()
+    assert not run_file("c").exists()
+
+
+def test_an_orphan_leaves_a_run_to_the_process_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
+    with subprocess.Popen(["sleep", "60"]) as dead:
+        dead.kill()
+    code = "from flows.alive import alive_here\nwith alive_here('d'):\n print('has it')"
+    with alive_here("d"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, alive.STARTED_BY: f"{dead.pid} token"},
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert ended.returncode == 143
+    assert "another process has the run" in ended.stdout
 
 
 def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
