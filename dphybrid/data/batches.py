@@ -12,10 +12,8 @@ from torch import Tensor
 
 Array = np.ndarray
 
-SHUFFLE_ROWS = 2**24
-"""Rows shuffled as one, where the config says nothing else."""
 BLOCK_ROWS = 4096
-"""Neighbouring rows that stay together where an epoch has more."""
+"""Neighbouring rows that stay together where an epoch is shuffled in windows."""
 
 
 class Dataset(ABC):
@@ -66,16 +64,17 @@ def batches(
     epoch: int,
     shuffle: bool,
     start_batch: int = 0,
-    shuffle_rows: int = SHUFFLE_ROWS,
+    shuffle_rows: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: see `shuffled_windows`."""
+    """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: at most so many are shuffled as one, see
+    `shuffled_windows`; None: all."""
     view = dataset.at_epoch(seed, epoch) if shuffle else dataset
     if not shuffle:
         for start in range(start_batch * batch_size, len(view), batch_size):
             yield view.fetch(np.arange(start, min(start + batch_size, len(view))))
         return
     rest = np.arange(0)
-    for window in shuffled_windows(len(view), seed, epoch, shuffle_rows, start_batch * batch_size):
+    for window in shuffled_windows(len(view), seed, epoch, shuffle_rows or len(view), start_batch * batch_size):
         rest = np.concatenate([rest, window])
         whole = len(rest) - len(rest) % batch_size
         for start in range(0, whole, batch_size):

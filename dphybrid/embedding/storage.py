@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal
@@ -76,26 +76,25 @@ _NEW_ROWS: ContextVar[Literal["filled", "unfilled", "deferred"]] = ContextVar("n
 
 
 @contextmanager
-def deferred_rows() -> Iterator[None]:
-    """Tables made within get neither memory nor start values, because their `weight` will be replaced by a file's."""
-    token = _NEW_ROWS.set("deferred")
+def _new_rows(kind: Literal["unfilled", "deferred"]) -> Iterator[None]:
+    token = _NEW_ROWS.set(kind)
     try:
         yield
     finally:
         _NEW_ROWS.reset(token)
 
 
-@contextmanager
-def unfilled_rows() -> Iterator[None]:
+def deferred_rows() -> AbstractContextManager[None]:
+    """Tables made within get neither memory nor start values, because their `weight` will be replaced by a file's."""
+    return _new_rows("deferred")
+
+
+def unfilled_rows() -> AbstractContextManager[None]:
     """Tables made within hold zeros, which take no memory before they are written: for tables that are only looked at, or loaded at once.
 
     A table with a file of its own, which outlives the process, gets its start values all the same.
     """
-    token = _NEW_ROWS.set("unfilled")
-    try:
-        yield
-    finally:
-        _NEW_ROWS.reset(token)
+    return _new_rows("unfilled")
 
 
 def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: Path | None, name: str) -> tuple[Tensor, bool]:
