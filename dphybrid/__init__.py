@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from dphybrid.predict import Predictor
+    from dphybrid.jobs.predict import Predictor
 
 __version__ = "0.1.0"
 
@@ -15,7 +15,7 @@ def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> "Predictor
 
     Raises UserError when there is none.
     """
-    from dphybrid import predict  # torch and polars: not for everyone who imports dphybrid
+    from dphybrid.jobs import predict  # torch and polars: not for everyone who imports dphybrid
 
     return predict.load(which, devices, batch_size)
 
@@ -25,6 +25,6 @@ def load_model(which: str, devices: str = "cpu") -> "nn.Module":
 
     Raises UserError when there is none.
     """
-    from dphybrid import loading
+    from dphybrid.jobs import load as loading
 
     return loading.load_model(which, devices)

@@ -2,6 +2,6 @@
 
 import sys
 
-from dphybrid.cli import main
+from dphybrid.cli.main import main
 
 sys.exit(main())

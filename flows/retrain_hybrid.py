@@ -1,6 +1,6 @@
 """The flow `retrain-hybrid`: new data -> prepare -> train on from the champion -> compare on the same held-out rows -> promote or keep.
 
-`python -m flows.retrain_hybrid` runs it in this process. The work is in `dphybrid.retraining`.
+`python -m flows.retrain_hybrid` runs it in this process. The work is in `dphybrid.jobs.retrain`.
 """
 
 import argparse
@@ -14,15 +14,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 
+from dphybrid.cli.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
-from dphybrid.config_sources import apply_overrides
-from dphybrid.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
-from dphybrid.retraining import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
-from dphybrid.runs import find_tagged_run, read_run
-from dphybrid.settings import load_settings
-from flows.embedded import in_this_process
-from flows.queueing import ended, too_late
-from flows.supervised import supervised
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import apply_overrides
+from dphybrid.jobs.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
+from dphybrid.jobs.runs import find_tagged_run, read_run
+from dphybrid.orchestration.embedded import in_this_process
+from dphybrid.orchestration.queueing import ended, too_late
+from dphybrid.orchestration.supervised import supervised
 from flows.train_hybrid import FLOW_RUN_TAG, prepare, trained
 
 

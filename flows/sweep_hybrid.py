@@ -1,6 +1,6 @@
 """The flow `sweep-hybrid`: a grid of trainings, as many at once as the GPUs allow, and one page that compares them.
 
-`python -m flows.sweep_hybrid --grid '{"train.batch_size": [256, 512]}'` runs it in this process. The work is in `dphybrid.sweep`.
+`python -m flows.sweep_hybrid --grid '{"train.batch_size": [256, 512]}'` runs it in this process. The work is in `dphybrid.jobs.sweep`.
 """
 
 import argparse
@@ -23,20 +23,20 @@ from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from dphybrid.cli.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
-from dphybrid.config_sources import apply_overrides
-from dphybrid.errors import UserError
-from dphybrid.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
-from dphybrid.job import Report
-from dphybrid.settings import Settings, load_settings
-from dphybrid.sweep import Cell, CellFailed, Grid, cells_at_once, make_grid, run_cell, sweep_rows, write_sweep
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.config.sources import apply_overrides
+from dphybrid.jobs.sweep import Cell, CellFailed, Grid, cells_at_once, make_grid, run_cell, sweep_rows, write_sweep
+from dphybrid.jobs.train import Report
+from dphybrid.orchestration.embedded import in_this_process
+from dphybrid.orchestration.guard import watched_flow_run
+from dphybrid.orchestration.queueing import too_late
+from dphybrid.orchestration.supervised import supervised
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
 from dphybrid.tracking.opening import embedded_uri
-from dphybrid.training.stop import Interrupted, current_request, request_stop
-from flows.embedded import in_this_process
-from flows.guard import watched_flow_run
-from flows.queueing import too_late
-from flows.supervised import supervised
+from dphybrid.util.errors import UserError
+from dphybrid.util.stop import Interrupted, current_request, request_stop
 
 
 def _worth_another_try(_task: Any, _run: Any, state: State) -> bool:

@@ -1,6 +1,6 @@
 """The flow `train-hybrid`: prepare -> build -> train -> evaluate -> report.
 
-`python -m flows.train_hybrid` runs it in this process; no server is needed. Tasks pass paths; the work is in `dphybrid.job`.
+`python -m flows.train_hybrid` runs it in this process; no server is needed. Tasks pass paths; the work is in `dphybrid.jobs.train`.
 """
 
 import argparse
@@ -16,19 +16,19 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 
-from dphybrid import job
+from dphybrid.cli.flags import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
 from dphybrid.config import ExperimentConfig
-from dphybrid.config_sources import apply_overrides
-from dphybrid.flags import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
-from dphybrid.leasing import leased_devices
-from dphybrid.politeness import giving_way, go_on_later
-from dphybrid.runs import find_tagged_run
-from dphybrid.settings import load_settings
-from dphybrid.training.stop import Interrupted
-from flows.embedded import in_this_process
-from flows.guard import watched_flow_run
-from flows.queueing import shown_waiting, too_late
-from flows.supervised import supervised
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import apply_overrides
+from dphybrid.gpus.leasing import leased_devices
+from dphybrid.gpus.politeness import giving_way, go_on_later
+from dphybrid.jobs import train as job
+from dphybrid.jobs.runs import find_tagged_run
+from dphybrid.orchestration.embedded import in_this_process
+from dphybrid.orchestration.guard import watched_flow_run
+from dphybrid.orchestration.queueing import shown_waiting, too_late
+from dphybrid.orchestration.supervised import supervised
+from dphybrid.util.stop import Interrupted
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 

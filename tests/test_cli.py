@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.cli import main, make_parser
+from dphybrid.cli.main import main, make_parser
 
 
 def run(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

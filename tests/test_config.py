@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config import RECIPES, ExperimentConfig, flatten, given_values
-from dphybrid.config_sources import add_config_flags, apply_overrides, field_types, load_config, overrides_from_args
-from dphybrid.errors import UserError
+from dphybrid.config.sources import add_config_flags, apply_overrides, field_types, load_config, overrides_from_args
+from dphybrid.util.errors import UserError
 
 
 def flags(*argv: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dphybrid.device_spec import parse_device_spec
-from dphybrid.errors import UserError
+from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.util.errors import UserError
 
 
 @pytest.mark.parametrize(

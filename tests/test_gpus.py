@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dphybrid.errors import UserError
 from dphybrid.gpus import (
     Inventory,
     LeaseTimeoutError,
@@ -27,6 +26,7 @@ from dphybrid.gpus import (
     visible,
 )
 from dphybrid.gpus.hours import parse_quiet_hours
+from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state
 from tests.waiting import patience, wait_until

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.errors import UserError
+from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder
-from dphybrid.leasing import expected_devices, leased_devices
-from dphybrid.politeness import reason_to_yield
-from dphybrid.settings import load_settings
+from dphybrid.gpus.leasing import expected_devices, leased_devices
+from dphybrid.gpus.politeness import reason_to_yield
+from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state
 from tests.test_gpus import stranger  # noqa: F401 - a fixture

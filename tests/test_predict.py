@@ -13,13 +13,13 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import dphybrid
-from dphybrid.cli import main
-from dphybrid.config_sources import load_config
-from dphybrid.errors import UserError
-from dphybrid.job import Report, run_job
-from dphybrid.loading import model_from_checkpoint
-from dphybrid.predict import Predictor
-from dphybrid.settings import load_settings
+from dphybrid.cli.main import main
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.load import model_from_checkpoint
+from dphybrid.jobs.predict import Predictor
+from dphybrid.jobs.train import Report, run_job
+from dphybrid.util.errors import UserError
 
 HEADER = "age,city,user_id,clicked"
 
@@ -217,8 +217,8 @@ import resource, sys, torch
 from pathlib import Path
 from dphybrid.config import ExperimentConfig
 from dphybrid.embedding import find_tables
-from dphybrid.loading import model_from_checkpoint
-from dphybrid.models import ModelContext, build_model
+from dphybrid.jobs.load import model_from_checkpoint
+from dphybrid.recipes import ModelContext, build_model
 from dphybrid.parallel import resolve_devices
 from dphybrid.training.checkpoint import Progress, Trained, save_checkpoint
 config, info, folder = ExperimentConfig(recipe="ctr"), {"num_ids": [4_000_000], "num_dense": 0}, Path(sys.argv[1])

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.config_sources import load_config
-from dphybrid.job import run_job
-from dphybrid.settings import load_settings
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import run_job
 from tests.conftest import SHARED
 
 ADULT = SHARED / "data" / "adult" / "adult.data"

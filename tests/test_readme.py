@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config import DataConfig
-from dphybrid.config_sources import load_config
-from dphybrid.job import run_job
-from dphybrid.settings import Settings, load_settings
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import run_job
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

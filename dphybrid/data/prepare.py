@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dphybrid.config import DataConfig
 from dphybrid.data.store import ENCODER_VERSION, Content, Prepared, Progress, Source, build_once, combined_digest
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of the folder that is written to, not of the files that are read."""
@@ -53,18 +53,18 @@ def source_digest(recipe: str, data: DataConfig, seed: int) -> str:
 
 def _open_source(recipe: str, data: DataConfig, seed: int) -> Source:
     if recipe == "text":
-        from dphybrid.data import text
+        from dphybrid.recipes.text import data as text
 
         return text.open_source(data, seed)
     if recipe == "ctr":
-        from dphybrid.data import table  # imports polars: only when it is needed
+        from dphybrid.data.table import source as table  # imports polars: only when it is needed
 
         return table.open_source(data, seed)
     if recipe == "kge":
-        from dphybrid.data import triples
+        from dphybrid.recipes.kge import data as triples
 
         return triples.open_source(data, seed)
-    from dphybrid.data import synthetic
+    from dphybrid.recipes.tutorial import data as synthetic
 
     return synthetic.open_source(recipe, seed)
 

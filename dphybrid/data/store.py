@@ -21,7 +21,7 @@ import numpy as np
 
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 ENCODER_VERSION = 5
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
@@ -70,11 +70,11 @@ class Prepared:
     def dataset(self, part: str) -> Dataset:
         """Return one of the parts."""
         if self.manifest["kind"] == "text":
-            from dphybrid.data.text import WindowDataset
+            from dphybrid.recipes.text.data import WindowDataset
 
             return WindowDataset(self.arrays[f"{part}_tokens"], self.info["window"])
         if self.manifest["kind"] == "triples":
-            from dphybrid.data.triples import part_of
+            from dphybrid.recipes.kge.data import part_of
 
             return part_of(part, self.arrays, self.info)
         rows = self.arrays[f"{part}_rows"]

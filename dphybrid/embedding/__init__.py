@@ -2,11 +2,12 @@
 
 from dphybrid.embedding.collection import HostEmbeddingCollection
 from dphybrid.embedding.optim import LazyAdam, RowAdagrad, RowAdam, RowOptimizer, RowSGD, clip_grad_norm_, make_row_optimizer
-from dphybrid.embedding.pipeline import RowPipeline
+from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
 from dphybrid.embedding.table import HostEmbedding, find_tables
 from dphybrid.embedding.vocabulary import GrowingVocabulary, HashedVocabulary
 
 __all__ = [
+    "DeclaresIds",
     "GrowingVocabulary",
     "HashedVocabulary",
     "HostEmbedding",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 
 class HostEmbeddingCollection(nn.Module):

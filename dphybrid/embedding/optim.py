@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dphybrid.embedding.lookup import gather_rows, write_rows
 from dphybrid.embedding.table import HostEmbedding
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 
 class RowOptimizer(ABC):

@@ -29,13 +29,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Literal, Self, TypeVar
+from typing import Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dphybrid.embedding.table import HostEmbedding, Lookup
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 Batch = TypeVar("Batch")
 IdsOf = Callable[[Batch], Mapping[str, Tensor | Sequence[Tensor]]]
@@ -43,6 +43,15 @@ IdsOf = Callable[[Batch], Mapping[str, Tensor | Sequence[Tensor]]]
 
 _JOIN_S = 5.0
 """How long closing waits for a worker that is inside the batch source."""
+
+
+@runtime_checkable
+class DeclaresIds(Protocol):
+    """A model that says which rows its `forward` will look up, so that they can be fetched ahead."""
+
+    def table_ids(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the ids by table, named as `dphybrid.embedding.find_tables` names them."""
+        ...
 
 
 class RowPipeline:

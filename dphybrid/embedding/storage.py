@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 GIB = 2**30
 KEEP_FREE_SHARE = 0.02

@@ -31,7 +31,7 @@ from dphybrid.embedding.lookup import (
 )
 from dphybrid.embedding.replicas import Channel, DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import check_fits, fill_normal, finished_file, map_file, open_rows, zero_file, zero_rows
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 _CHUNK_VALUES = 2**18
 """Values of a table changed at a time, 1 MiB of float32: smaller chunks cost calls, larger ones leave a core's cache."""

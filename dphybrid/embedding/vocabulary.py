@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 _INT64_SIGN = -(2**63)
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _ITEM = re.compile(r"(?:(?P<first>[a-z]{3})(?:-(?P<last>[a-z]{3}))?)?\s*(?:(?P<begin>\d{1,2}:\d{2})-(?P<end>\d{1,2}:\d{2}))?")

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 GIB = 2**30
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dphybrid.errors import UserError
 from dphybrid.gpus.inventory import Gpu, clock_time
+from dphybrid.util.errors import UserError
 
 FALLBACK = Path("/tmp/dphybrid-leases")
 """For machines whose /var/lock only root may write to; the same for every user."""

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dphybrid.errors import UserError
 from dphybrid.gpus.inventory import Gpu, Inventory, Policy, busy_reason, visible
 from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease, user_name
+from dphybrid.util.errors import UserError
 
 _BIRTH_S = 60.0
 """A hidden ticket older than this was left by a process that died while making it."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from dphybrid.errors import UserError
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.primitives import (
     Mode,
@@ -24,6 +23,7 @@ from dphybrid.parallel.primitives import (
     scatter,
 )
 from dphybrid.parallel.splits import Size, Split, split_sizes
+from dphybrid.util.errors import UserError
 
 _Key = tuple[tuple[Size, ...], tuple[Size, ...]]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dphybrid.device_spec import DeviceSpec, parse_device_spec
-from dphybrid.errors import UserError
+from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
+from dphybrid.util.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dphybrid.errors import UserError
 from dphybrid.parallel.devices import Devices, resolve_devices
+from dphybrid.util.errors import UserError
 
 Mode = Literal["inline", "serial", "threads"]
 Randomness = Literal["shared", "same", "independent"]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 Size = tuple[int, ...]
 

@@ -15,10 +15,10 @@ from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.errors import UserError
 from dphybrid.tracking.compare_page import Section, write_page
 from dphybrid.tracking.figures import overlay_figure, scaling_figure, side_by_side_figure
 from dphybrid.tracking.mlflow_tracker import find_experiment
+from dphybrid.util.errors import UserError
 
 MAX_RUNS = 24
 """More runs than this make no readable page."""
@@ -26,7 +26,7 @@ MAX_RUNS = 24
 GROUPS = {"devices": "devices.resolved", "batch": "train.batch_size", "recipe": "recipe"}
 """Short names for what runs are often grouped by; any other name is a param's."""
 
-SWEEP_TAG, KIND_TAG = "dphybrid.sweep", "dphybrid.kind"
+SWEEP_TAG, KIND_TAG = "dphybrid.jobs.sweep", "dphybrid.kind"
 _NOT_CONFIG = ("size.", "devices.replicas")
 
 Point = tuple[float, float]

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dphybrid.errors import UserError
 from dphybrid.tracking.checkpoint_models import LEFT_OUT
 from dphybrid.training.tensor_file import file_digest
+from dphybrid.util.errors import UserError
 
 
 class LoadedCheckpoint:
@@ -36,7 +36,7 @@ class LoadedCheckpoint:
 
     def model(self, devices: str = "cpu") -> Any:
         """Build the model on `devices` and fill it: `mlflow.pyfunc.load_model(uri).unwrap_python_model()` is not needed for that."""
-        from dphybrid.loading import model_from_checkpoint
+        from dphybrid.jobs.load import model_from_checkpoint
 
         return model_from_checkpoint(self.folder, devices)
 

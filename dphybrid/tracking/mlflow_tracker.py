@@ -16,11 +16,11 @@ from typing import Any
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.errors import UserError
 from dphybrid.tracking.base import CheckpointCard, Status, Tracker
 from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.mlflow_writer import MlflowWriter
 from dphybrid.tracking.sender import Sender
+from dphybrid.util.errors import UserError
 
 _log = logging.getLogger(__name__)
 

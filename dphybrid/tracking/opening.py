@@ -7,8 +7,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from dphybrid.errors import UserError
 from dphybrid.tracking.base import Tracker
+from dphybrid.util.errors import UserError
 
 REACH_SECONDS = 10
 """How long to wait for a server's first answer before saying that it is not there."""

@@ -8,7 +8,7 @@ from typing import Any
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 DECISION_TAG = "dphybrid.decision"

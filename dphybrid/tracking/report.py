@@ -7,7 +7,7 @@ from typing import Any
 def run_report_markdown(report: Mapping[str, Any], config: Mapping[str, Any], links: Mapping[str, str] | None = None) -> str:
     """Return the page.
 
-    report: the fields of `dphybrid.reporting.Report`, and given (flags), data_name, data_source, data_lines. links: name -> address for the
+    report: the fields of `dphybrid.jobs.report.Report`, and given (flags), data_name, data_source, data_lines. links: name -> address for the
     first line, such as the flow run's.
     """
     parts = [" · ".join(f"[{name}]({address})" for name, address in (links or {}).items())]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 
 from dphybrid.tracking.base import Tracker
-from dphybrid.watching import watching
+from dphybrid.util.watching import watching
 
 SAMPLE_EVERY_S = 10.0
 MIB = 2**20

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
-from dphybrid.errors import UserError
 from dphybrid.training.tensor_file import file_digest, read_into, read_tensors, tensor_shapes, write_tensors
+from dphybrid.util.errors import UserError
 
 FORMAT = 1
 

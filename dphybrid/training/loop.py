@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from dphybrid.config import ExperimentConfig, TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
-from dphybrid.embedding import RowPipeline, clip_grad_norm_, find_tables
-from dphybrid.errors import UserError
-from dphybrid.models import DeclaresIds
+from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables
 from dphybrid.tracking import Tracker
 from dphybrid.training.checkpoint import Trained, save_checkpoint
 from dphybrid.training.clock import NOT_A_STEP, StageClock, StepTimes, timed_parts
@@ -24,7 +22,8 @@ from dphybrid.training.metrics import Task
 from dphybrid.training.profiling import profiled_steps
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.split_log import SplitLog
-from dphybrid.training.stop import Interrupted, StopRequest
+from dphybrid.util.errors import UserError
+from dphybrid.util.stop import Interrupted, StopRequest
 
 EVALUATED = ("loss", "weight", "logits", "labels_B", "ranks_B2")
 """What metrics are computed from, of batches and outputs."""

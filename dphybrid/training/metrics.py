@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 
 @dataclass(frozen=True)

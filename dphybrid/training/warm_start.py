@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from dphybrid.data import Prepared
-from dphybrid.data.extend import old_rows, open_base
+from dphybrid.data.table.extend import old_rows, open_base
 from dphybrid.embedding import find_tables
-from dphybrid.errors import UserError
 from dphybrid.training.checkpoint import load_weights, read_state
 from dphybrid.training.tensor_file import read_tensors
+from dphybrid.util.errors import UserError
 
 
 def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:

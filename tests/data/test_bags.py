@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from dphybrid.config import DataConfig
-from dphybrid.config_sources import load_config
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
 from dphybrid.data import Prepared, prepare
-from dphybrid.data.bags import PADDING_ID, BagColumn, take_apart
-from dphybrid.data.encode import TableEncoder
-from dphybrid.data.extend import old_ids
-from dphybrid.errors import UserError
-from dphybrid.job import Report, run_job
-from dphybrid.loading import model_from_checkpoint
-from dphybrid.models import ModelContext, build_model
+from dphybrid.data.table.bags import PADDING_ID, BagColumn, take_apart
+from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table.extend import old_ids
+from dphybrid.jobs.load import model_from_checkpoint
+from dphybrid.jobs.predict import Predictor
+from dphybrid.jobs.retrain import largest_drift
+from dphybrid.jobs.train import Report, run_job
 from dphybrid.parallel import resolve_devices
-from dphybrid.predict import Predictor
-from dphybrid.retraining import largest_drift
-from dphybrid.settings import load_settings
+from dphybrid.recipes import ModelContext, build_model
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.warm_start import warm_start
+from dphybrid.util.errors import UserError
 
 
 def write(file: Path, rows: list[tuple[object, ...]], header: str = "tags,title,y") -> Path:

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dphybrid.config import DataConfig
-from dphybrid.data import Prepared, delimited, prepare
-from dphybrid.data.chunks import read_chunks
-from dphybrid.data.encode import TableEncoder
-from dphybrid.errors import UserError
+from dphybrid.data import Prepared, prepare
+from dphybrid.data.table import delimited
+from dphybrid.data.table.chunks import read_chunks
+from dphybrid.data.table.encode import TableEncoder
+from dphybrid.util.errors import UserError
 
 NUM_ROWS = 240
 
@@ -135,7 +136,8 @@ def test_any_number_of_threads_comes_to_the_same_bytes(tmp_path: Path) -> None:
     body = [f"{i * 7 % 1000},v{i * i % 701},w{i % 13},{int(i % 5 == 0)}" for i in range(5000)]
     file = write(tmp_path, "x.csv", body, "n,v,w,y")
     code = (
-        "import sys, json; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import delimited, prepare;"
+        "import sys, json; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare;"
+        "from dphybrid.data.table import delimited;"
         "delimited.BLOCK_BYTES = 20_000;"
         f"p = prepare('ctr', DataConfig(path={str(file)!r}, label='y'), Path(sys.argv[1]), 0);"
         "print(json.dumps([p.digest, p.manifest['arrays']]))"

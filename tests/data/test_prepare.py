@@ -11,8 +11,8 @@ import pytest
 from dphybrid.config import DataConfig
 from dphybrid.data import Prepared, batches, num_batches, open_prepared, prepare
 from dphybrid.data import store as store_module
-from dphybrid.data.text import repeated_shares, tokenize
-from dphybrid.errors import UserError
+from dphybrid.recipes.text.data import repeated_shares, tokenize
+from dphybrid.util.errors import UserError
 from tests.conftest import SHARED
 
 CLICKS = "age,city,job,clicked\n" + "\n".join(

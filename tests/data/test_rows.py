@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dphybrid.config import DataConfig
 from dphybrid.data import prepare
-from dphybrid.data.chunks import read_rows
-from dphybrid.data.fields import is_number
-from dphybrid.data.rows import Rows
-from dphybrid.errors import UserError
+from dphybrid.data.table.chunks import read_rows
+from dphybrid.data.table.fields import is_number
+from dphybrid.data.table.rows import Rows
+from dphybrid.util.errors import UserError
 
 MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PIECES = st.sampled_from(

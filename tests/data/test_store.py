@@ -15,7 +15,7 @@ import pytest
 from dphybrid.config import DataConfig
 from dphybrid.data import open_prepared, prepare
 from dphybrid.data.store import Content, build_once
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 
 
 def small(_: Path) -> Content:
@@ -119,7 +119,7 @@ def test_a_table_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path, l
     file = tmp_path / "x.csv"
     file.write_text("n,a,b,c,y\n" + "\n".join(f"{i * i},v{i % 900},w{i % 3},x{i % 4},{i % 2}" for i in range(3000)))
     code = (
-        "import resource, sys; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare, table;"
+        "import resource, sys; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare;"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
         f"prepare('ctr', DataConfig(path={str(file)!r}, label='y', min_count=1), Path({str(tmp_path / 'prepared')!r}), 0)"
     )

@@ -10,10 +10,10 @@ import pytest
 
 from dphybrid.config import DataConfig
 from dphybrid.data import Prepared, prepare
-from dphybrid.data.categories import Dictionary, fit_categories
-from dphybrid.data.encode import TableEncoder, bucket_edges, fit_numeric
-from dphybrid.data.schema import inferred_role
-from dphybrid.errors import UserError
+from dphybrid.data.table.categories import Dictionary, fit_categories
+from dphybrid.data.table.encode import TableEncoder, bucket_edges, fit_numeric
+from dphybrid.data.table.schema import inferred_role
+from dphybrid.util.errors import UserError
 
 
 def table(folder: Path, columns: dict[str, list[object]], **values: object) -> Prepared:

@@ -6,7 +6,7 @@ import pytest
 
 from dphybrid.config import DataConfig
 from dphybrid.data import prepare
-from dphybrid.data.text import held_out
+from dphybrid.recipes.text.data import held_out
 
 
 def words(name: str, count: int) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from dphybrid.config import DataConfig
 from dphybrid.data import Prepared, batches, prepare
-from dphybrid.errors import UserError
+from dphybrid.util.errors import UserError
 from tests.conftest import SHARED
 
 WN18RR = SHARED / "data" / "wn18rr"

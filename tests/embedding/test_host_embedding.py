@@ -19,8 +19,8 @@ from dphybrid.embedding import (
     make_row_optimizer,
 )
 from dphybrid.embedding.lookup import sort_ids
-from dphybrid.errors import UserError
 from dphybrid.parallel import DataParallel
+from dphybrid.util.errors import UserError
 
 ROWS, DIM = 50, 4
 

@@ -33,9 +33,9 @@ class Large(nn.Module):
 RUN = """
 import json
 import flows.train_hybrid, mlflow  # what a flow's process has loaded
-from dphybrid.config_sources import load_config
-from dphybrid.job import run_job
-from dphybrid.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import run_job
+from dphybrid.config.settings import load_settings
 
 overrides = ["recipe=toy", "model.factory=large:Large", "table.optimizer=adagrad", "train.patience=0"]
 for epochs in (1, 2):  # the second goes on from the first one's checkpoint

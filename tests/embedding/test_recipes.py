@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from dphybrid.config_sources import load_config
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
 from dphybrid.embedding import RowPipeline
 from dphybrid.embedding.storage import fill_normal
-from dphybrid.errors import UserError
-from dphybrid.job import Report, run_job
-from dphybrid.loading import load_model
-from dphybrid.settings import load_settings
+from dphybrid.jobs.load import load_model
+from dphybrid.jobs.train import Report, run_job
+from dphybrid.util.errors import UserError
 
 
 def fill(*args: Any) -> torch.Tensor:

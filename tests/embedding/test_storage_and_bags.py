@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from dphybrid.bench.embedding import run, table_text
 from dphybrid.embedding import (
     HostEmbedding,
     HostEmbeddingCollection,
@@ -19,7 +20,6 @@ from dphybrid.embedding import (
     RowPipeline,
     RowSGD,
 )
-from dphybrid.embedding.bench import run, table_text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

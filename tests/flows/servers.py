@@ -109,7 +109,7 @@ class Team:
         return server
 
     def start_worker(self, name: str, *more: str, **env: str) -> "subprocess.Popen[bytes]":
-        return self.start([sys.executable, "-m", "flows.worker", "--name", name, *more], f"{name}.log", **env)
+        return self.start([sys.executable, "-m", "dphybrid.orchestration.worker", "--name", name, *more], f"{name}.log", **env)
 
     def command(self, *argv: str, timeout: float = 200) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(argv, capture_output=True, text=True, check=False, env=self.env(), cwd=REPOSITORY, timeout=timeout)

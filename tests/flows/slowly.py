@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dphybrid.models import ModelContext
-from dphybrid.models.tutorial import build_hybrid
+from dphybrid.recipes import ModelContext
+from dphybrid.recipes.tutorial.model import build_hybrid
 
 
 def build(context: ModelContext) -> nn.Module:

@@ -11,11 +11,11 @@ import psutil
 import pytest
 from prefect.context import FlowRunContext
 
-from dphybrid.errors import UserError
-from flows import alive
-from flows.alive import alive_here, run_file
-from flows.queueing import too_late
-from flows.validate import check_prefect_yaml
+from dphybrid.orchestration import alive
+from dphybrid.orchestration.alive import alive_here, run_file
+from dphybrid.orchestration.queueing import too_late
+from dphybrid.orchestration.validate import check_prefect_yaml
+from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.waiting import patience, wait_until
 
@@ -46,7 +46,7 @@ def test_scheduled_runs_that_come_too_late_are_left_out(
 
 def test_the_kernel_says_which_runs_are_dead(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
-    code = "import sys, time\nfrom flows.alive import alive_here\nwith alive_here('b'):\n print('in', flush=True); time.sleep(60)"
+    code = "import sys, time\nfrom dphybrid.orchestration.alive import alive_here\nwith alive_here('b'):\n print('in', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=REPOSITORY) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"in\n"
@@ -62,7 +62,7 @@ def test_the_kernel_says_which_runs_are_dead(tmp_path: Path, data_dir: Path, mon
 
 _RUN = """
 import os, signal, sys, time
-from flows.alive import noticing_the_workers_death
+from dphybrid.orchestration.alive import noticing_the_workers_death
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 with noticing_the_workers_death("x", every_s=0.1):
     time.sleep(float(sys.argv[1]))
@@ -107,7 +107,7 @@ def test_an_orphan_leaves_a_run_to_the_process_that_has_it(tmp_path: Path, monke
     monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
     with subprocess.Popen(["sleep", "60"]) as dead:
         dead.kill()
-    code = "from flows.alive import alive_here\nwith alive_here('d'):\n print('has it')"
+    code = "from dphybrid.orchestration.alive import alive_here\nwith alive_here('d'):\n print('has it')"
     with alive_here("d"):
         ended = subprocess.run(
             [sys.executable, "-c", code],

@@ -9,17 +9,17 @@ import torch
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
-from dphybrid.cli import main as dphybrid
+from dphybrid.cli.main import main as dphybrid
 from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import load_settings
 from dphybrid.data import open_prepared
-from dphybrid.data.extend import open_base
-from dphybrid.errors import UserError
-from dphybrid.loading import model_from_checkpoint
-from dphybrid.retraining import bootstrap_gains, largest_drift, open_registry
-from dphybrid.runs import read_json, read_run
-from dphybrid.settings import load_settings
+from dphybrid.data.table.extend import open_base
+from dphybrid.jobs.load import model_from_checkpoint
+from dphybrid.jobs.retrain import bootstrap_gains, largest_drift, open_registry
+from dphybrid.jobs.runs import read_json, read_run
 from dphybrid.training.metrics import TASKS
 from dphybrid.training.warm_start import warm_start
+from dphybrid.util.errors import UserError
 from flows.retrain_hybrid import retrain_hybrid
 
 
@@ -127,8 +127,8 @@ def test_a_grown_model_answers_as_the_champion_did(tmp_path: Path, data_dir: Pat
     now, before = open_base(data.path), open_base(Path(data.manifest["base"]))
     assert sum(data.info["num_ids"]) == sum(before.prepared.info["num_ids"]) + 20
     # The same rows, encoded by each one's own encoder from the texts.
-    from dphybrid.models import ModelContext, build_model
     from dphybrid.parallel import resolve_devices
+    from dphybrid.recipes import ModelContext, build_model
 
     grown = build_model("ctr", ModelContext(resolve_devices("cpu"), data.info, run.config.model, 1))
     warm_start(checkpoint, grown, data)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.errors import UserError
-from dphybrid.settings import load_settings
-from dphybrid.sweep import cells_at_once, make_grid
+from dphybrid.config.settings import load_settings
+from dphybrid.jobs.sweep import cells_at_once, make_grid
+from dphybrid.util.errors import UserError
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY, environment
 
 FACTORY = """
 import os, pathlib
-from dphybrid.models.tutorial import build_hybrid
+from dphybrid.recipes.tutorial.model import build_hybrid
 
 def build(context):
     marks = pathlib.Path(os.environ["MARKS"])

@@ -167,7 +167,7 @@ def test_wrong_parameters_fail_before_anything_is_scheduled(argv: list[str], wor
 
 @pytest.mark.slow
 def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> None:
-    done = team.command(sys.executable, "-m", "flows.setup", "--host", "one", "--host", "two")
+    done = team.command(sys.executable, "-m", "dphybrid.orchestration.setup", "--host", "one", "--host", "two")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "brought up to date" in done.stdout
     automations = [page["name"] for page in team.post("/automations/filter", {})]

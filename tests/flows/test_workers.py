@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.alive import SILENT
+from dphybrid.orchestration.alive import SILENT
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team, kill_tree
 from tests.waiting import patience, wait_until
@@ -26,7 +26,7 @@ LONG = [*SHORT, "train.epochs=20", "train.patience=0", "model.dropout=0.1", "dev
 def no_workers_left(team: Team) -> Iterator[None]:
     yield
     for child in team.started:
-        if "flows.worker" in child.args:  # type: ignore[operator]
+        if "dphybrid.orchestration.worker" in child.args:  # type: ignore[operator]
             kill_tree(child)
 
 
@@ -183,7 +183,9 @@ def test_runs_of_dead_machines_are_queued_again_and_ended_ones_stay_ended(team: 
     for run in (lost, ended):  # what the automation does, also to runs that have ended
         set_state(run, "CRASHED", force=False, message=SILENT)
     assert (team.state(lost), team.state(ended)) == ("Crashed", "Completed")
-    done = team.command(sys.executable, "-c", "from flows.alive import queue_lost_runs; print(queue_lost_runs('gpu'))")
+    done = team.command(
+        sys.executable, "-c", "from dphybrid.orchestration.alive import queue_lost_runs; print(queue_lost_runs('gpu'))"
+    )
     assert done.stdout.count(SILENT) == 1, done.stdout + done.stderr
     assert [team.state(run) for run in (lost, ended, starting)] == ["AwaitingRetry", "Completed", "Pending"]
     for run in (lost, starting):

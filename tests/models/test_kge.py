@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from dphybrid.config import DataConfig, ModelConfig
-from dphybrid.config_sources import load_config
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
 from dphybrid.data import Prepared, batches, prepare
-from dphybrid.errors import UserError
-from dphybrid.job import run_job
-from dphybrid.models import ModelContext, build_model
-from dphybrid.models.kge import QUERIES, TripleModel
+from dphybrid.jobs.train import run_job
 from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
-from dphybrid.settings import load_settings
+from dphybrid.recipes import ModelContext, build_model
+from dphybrid.recipes.kge.model import QUERIES, TripleModel
+from dphybrid.util.errors import UserError
 
 KINDS = ["distmult", "complex", "rotate"]
 
@@ -51,8 +51,8 @@ def naive_score(kind: str, head: list[float], relation: list[float], tail: list[
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
 def test_ranks_are_those_of_a_naive_reference(kind: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dphybrid.models.kge.PRODUCTS", 2 * 10 * 7)  # several blocks of entities, a short one last
-    monkeypatch.setattr("dphybrid.models.kge.DISTANCES", 2 * 10 * 7 * 6)
+    monkeypatch.setattr("dphybrid.recipes.kge.model.PRODUCTS", 2 * 10 * 7)  # several blocks of entities, a short one last
+    monkeypatch.setattr("dphybrid.recipes.kge.model.DISTANCES", 2 * 10 * 7 * 6)
     data = graph(tmp_path)
     model = model_for(data, kind, devices).eval()
     table = model.entities.weight

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.config import KINDS, ModelConfig
-from dphybrid.config_sources import load_config
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
 from dphybrid.data import batches, prepare
-from dphybrid.errors import UserError
-from dphybrid.job import run_job
-from dphybrid.models import ModelContext, build_model
-from dphybrid.models.ctr import DLRM, ClickModel, DeepFM, WideDeep
-from dphybrid.models.text import IGNORED, AdaptiveSoftmax
-from dphybrid.models.vision import DigitCapsules, squash
+from dphybrid.jobs.train import run_job
 from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
-from dphybrid.settings import load_settings
+from dphybrid.recipes import ModelContext, build_model
+from dphybrid.recipes.ctr.model import DLRM, ClickModel, DeepFM, WideDeep
+from dphybrid.recipes.digits.model import DigitCapsules, squash
+from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
+from dphybrid.util.errors import UserError
 
 INFO = {
     "ctr": {"num_ids": [5, 7, 4], "num_dense": 2},

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dphybrid.bench.parallel import run, text
 from dphybrid.parallel import DataParallel, LossInside, resolve_devices, split_sizes
-from dphybrid.parallel.bench import run, text
 from dphybrid.parallel.check import check_module
 from dphybrid.parallel.memory import activation_bytes, block_memory, memory_text
 from dphybrid.parallel.placement import PlacementError

@@ -15,9 +15,9 @@ from urllib.parse import quote
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.config_sources import load_config
-from dphybrid.job import Report, run_job
-from dphybrid.settings import load_settings
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import Report, run_job
 from dphybrid.tracking.compare import compare_runs
 from tests.tracking.conftest import MlflowServer
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.cli import main
-from dphybrid.config_sources import load_config
-from dphybrid.errors import UserError
-from dphybrid.job import Report, run_job
-from dphybrid.settings import Settings, load_settings
+from dphybrid.cli.main import main
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import Report, run_job
 from dphybrid.tracking.compare import (
     Group,
     RunFacts,
@@ -25,6 +24,7 @@ from dphybrid.tracking.compare import (
     split_table,
     write_comparison,
 )
+from dphybrid.util.errors import UserError
 
 DEVICES = ("cpu", "cpu*2", "cpu*8")
 
@@ -189,7 +189,7 @@ def test_wrong_calls_say_what_is_there(
 
 
 def test_the_benchmark_of_recording_reports_both_cases() -> None:
-    from dphybrid.tracking import bench
+    from dphybrid.bench import tracking as bench
 
     result = bench.run(rounds=3, steps=5, step_ms=0.5)
     assert [case["log_every"] for case in result["cases"]] == [1, 20]

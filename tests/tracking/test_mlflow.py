@@ -10,13 +10,13 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from dphybrid.config_sources import load_config
-from dphybrid.errors import UserError
-from dphybrid.job import Report, run_job
-from dphybrid.settings import load_settings
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import Report, run_job
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
 from dphybrid.tracking.loader import checkpoint_folder
+from dphybrid.util.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_checkpoints_are_models_that_load_back(finished: tuple[Report, MlflowCli
     loaded = mlflow.pyfunc.load_model(f"models:/{best.model_id}").unwrap_python_model
     assert loaded is not None
     folder = checkpoint_folder(f"models:/{best.model_id}", report.tracking_uri)
-    from dphybrid.loading import model_from_checkpoint
+    from dphybrid.jobs.load import model_from_checkpoint
 
     one, two = model_from_checkpoint(folder, "cpu*8"), model_from_checkpoint(report.best_checkpoint)
     for key, value in one.state_dict().items():

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.config_sources import load_config
-from dphybrid.job import run_job
-from dphybrid.settings import load_settings
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import run_job
 from dphybrid.tracking import open_tracker
 from tests.tracking.conftest import MlflowServer
 
@@ -156,9 +156,9 @@ def test_a_long_history_and_many_names_arrive(tmp_path: Path) -> None:
 def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     new_server: NewServer, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dphybrid.errors import UserError
-    from dphybrid.loading import model_from_checkpoint
+    from dphybrid.jobs.load import model_from_checkpoint
     from dphybrid.tracking.loader import checkpoint_folder
+    from dphybrid.util.errors import UserError
 
     server = new_server(SQLITE)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dphybrid.config_sources import load_config
-from dphybrid.errors import UserError
-from dphybrid.job import run_job
-from dphybrid.settings import load_settings
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import run_job
 from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes, percentile
+from dphybrid.util.errors import UserError
 
 
 class FakeDevice:

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.errors import UserError
-from dphybrid.job import run_job
-from dphybrid.models import ModelContext
-from dphybrid.models.ctr import build_ctr
-from dphybrid.settings import load_settings
+from dphybrid.config.settings import load_settings
+from dphybrid.jobs.train import run_job
+from dphybrid.recipes import ModelContext
+from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.training.memory import micro_batches
 from dphybrid.training.tensor_file import read_tensors
+from dphybrid.util.errors import UserError
 
 fails_above = [10**9]
 calls = [0]

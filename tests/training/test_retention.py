@@ -5,9 +5,9 @@ from pathlib import Path
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config import CheckpointConfig
-from dphybrid.config_sources import load_config
-from dphybrid.job import run_job
-from dphybrid.settings import load_settings
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import run_job
 from dphybrid.training.checkpoint import Progress
 from dphybrid.training.metrics import TASKS
 from dphybrid.training.retention import best_steps, prune_checkpoints, step_of

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dphybrid.config_sources import load_config
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
 from dphybrid.embedding import RowPipeline
-from dphybrid.errors import UserError
-from dphybrid.job import Report, run_job
-from dphybrid.loading import model_from_checkpoint
-from dphybrid.settings import load_settings
+from dphybrid.jobs.load import model_from_checkpoint
+from dphybrid.jobs.train import Report, run_job
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
 from dphybrid.training.loop import learning_rate_factor
 from dphybrid.training.split_log import SplitLog
-from dphybrid.training.stop import Interrupted, request_stop
+from dphybrid.util.errors import UserError
+from dphybrid.util.stop import Interrupted, request_stop
 from tests.conftest import SHARED
 from tests.waiting import patience
 

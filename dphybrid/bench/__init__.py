@@ -1,0 +1,1 @@
+"""What `dphybrid bench` measures on the user's own machine."""

@@ -1,0 +1,85 @@
+"""Side by side, in one run: preparing a made-up file of clicks, and polars' own plain parse of the same file.
+
+Each runs in a process of its own, in turns, so that a busy moment of the machine hits both alike and each one's memory is its own.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dphybrid.bench.clicks import write_clicks
+
+NUM_ROWS = 2_000_000
+_PLAIN = """
+import polars, sys
+from dphybrid.bench.data import measured
+measured(lambda: polars.read_csv(sys.argv[1]))
+"""
+_PREPARE = """
+import polars, sys
+from pathlib import Path
+from dphybrid.config import DataConfig
+from dphybrid.data import prepare
+from dphybrid.data.table import source as table
+from dphybrid.bench.data import measured
+measured(lambda: prepare("ctr", DataConfig(path=sys.argv[1], label="label"), Path(sys.argv[2]), 0))
+"""
+
+
+def measured(work: Any) -> None:
+    """Do the work and print its seconds, on the clock and of all cores, and the process's largest memory in MiB."""
+    import resource
+    import time
+
+    start, cpu = time.perf_counter(), time.process_time()
+    work()
+    found = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    print(json.dumps(found | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+
+
+def run(rounds: int = 5, num_rows: int = NUM_ROWS, file: Path | None = None) -> dict[str, Any]:
+    """Write the file (into `file`, else for the while), then measure; return medians and the best AUC any model can reach on it."""
+    with tempfile.TemporaryDirectory(prefix="dphybrid-bench-") as name:
+        folder = Path(name)
+        planted = write_clicks(file or folder / "clicks.csv", num_rows)
+        times: dict[str, list[dict[str, float]]] = {"plain": [], "prepare": []}
+        for number in range(rounds):
+            for what, code in (("plain", _PLAIN), ("prepare", _PREPARE)):
+                command = [sys.executable, "-c", code, str(planted.file), str(folder / str(number))]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                times[what].append(json.loads(done.stdout))
+        size = planted.file.stat().st_size
+    found: dict[str, Any] = {
+        what: {key: statistics.median(one[key] for one in each) for key in each[0]} for what, each in times.items()
+    }
+    ratios = sorted(plain["seconds"] / own["seconds"] for plain, own in zip(times["plain"], times["prepare"], strict=True))
+    return {
+        "num_rows": num_rows,
+        "mib": size / 2**20,
+        "rounds": rounds,
+        **found,
+        "speed_ratio": statistics.median(ratios),
+        "speed_ratios": ratios,
+        "click_rate": planted.click_rate,
+        "best_auc": planted.best_auc,
+    }
+
+
+def text(result: dict[str, Any]) -> str:
+    """Return the figures as a table for people."""
+    rows = [f"{result['num_rows']:,} rows, {result['mib']:,.0f} MiB, medians of {result['rounds']} rounds"]
+    rows.append(f"  {'':<20} {'seconds':>8} {'of cores':>9} {'rows/s':>11} {'peak MiB':>9}")
+    for what, name in (("plain", "polars.read_csv"), ("prepare", "prepare")):
+        one = result[what]
+        speed = result["num_rows"] / one["seconds"]
+        rows.append(f"  {name:<20} {one['seconds']:>8.2f} {one['cpu_seconds']:>9.2f} {speed:>11,.0f} {one['peak_mib']:>9,.0f}")
+    low, high = result["speed_ratios"][0], result["speed_ratios"][-1]
+    rows.append(f"preparing runs at {result['speed_ratio']:.2f} times the speed of the plain parse ({low:.2f} to {high:.2f})")
+    rows.append(f"best AUC that any model can reach on it: {result['best_auc']:.4f}")
+    if "auc" in result:
+        rows.append(f"held-out AUC of recipe ctr: {result['auc']:.4f}, {result['best_auc'] - result['auc']:.4f} below")
+    return "\n".join(rows)

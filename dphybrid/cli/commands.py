@@ -1,0 +1,233 @@
+"""What the commands of `dphybrid` do, each from its parsed flags to its exit code. Heavy imports wait until their command runs."""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from dphybrid.cli.flags import config_from_args, tags_from_args
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config, overrides_from_args
+from dphybrid.util.errors import UserError
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train without Prefect."""
+    config, settings, resume, report_path = config_from_args(args)
+    from dphybrid.gpus.politeness import go_on_later
+    from dphybrid.jobs.train import run_job
+    from dphybrid.util.stop import Interrupted
+
+    try:
+        report = run_job(config, settings, run_name=args.run_name, resume=resume, tags=tags_from_args(args))
+    except Interrupted as interruption:
+        if interruption.requeue:
+            go_on_later(interruption, settings)
+        raise
+    print(report.text)
+    if report_path:
+        report_path.write_text(report.model_dump_json(indent=1), encoding="utf-8")
+    return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print how batches will be split, and what each device will hold."""
+    from dphybrid.parallel import resolve_devices, split_plan
+
+    config, settings = load_config(args.config, overrides_from_args(args)), load_settings()
+    batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
+    if batch_size < 1 or args.rows < 1:
+        raise UserError(f"--batch-size {batch_size} --rows {args.rows}: both must be at least 1")
+    devices = resolve_devices(settings.devices if config.devices == "auto" else config.devices)
+    print(split_plan(args.rows, batch_size, devices.labels).text())
+    if args.memory:
+        from dphybrid.jobs.check import memory_report
+
+        print(f"\n{memory_report(config, settings, batch_size)}")
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Print what of a model differs or breaks under data parallelism; 1 when something breaks."""
+    from dphybrid.jobs.check import check_target
+
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    breaks = 0
+    for block, findings in check_target(args.target, load_config(args.config, overrides_from_args(args)), load_settings()):
+        print(f"{block}: {'nothing found' if not findings else f'{len(findings)} found'}")
+        for finding in findings:
+            print(f"  {finding.text()}")
+        breaks += sum(finding.breaks for finding in findings)
+    return 1 if breaks else 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measure, print and, when asked, write figures."""
+    if args.what == "parallel":
+        from dphybrid.bench import parallel as bench
+
+        result = bench.run(args.repeats or 200)
+        print(bench.text(result))
+    elif args.what == "tracking":
+        from dphybrid.bench import tracking as tracking_bench
+
+        result = tracking_bench.run(args.repeats or 15)
+        print(tracking_bench.text(result))
+    elif args.what == "data":
+        from dphybrid.bench import data as data_bench
+
+        rounds, num_rows = args.repeats or 5, args.rows or data_bench.NUM_ROWS
+        result = _bench_clicks(rounds, num_rows) if args.train else data_bench.run(rounds, num_rows)
+        print(data_bench.text(result))
+    else:
+        from dphybrid.bench import embedding as rows_bench
+
+        result = rows_bench.run(rounds=args.repeats or 15)
+        print(rows_bench.table_text(result))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    return 0
+
+
+def _bench_clicks(rounds: int, num_rows: int) -> dict[str, Any]:
+    """Measure preparing, then train recipe ctr on the same file, for an epoch and without a row for each rare value."""
+    from dphybrid.bench import data as data_bench
+    from dphybrid.jobs.train import run_job
+
+    settings = load_settings()
+    file = settings.data_dir / "bench" / f"clicks-{num_rows}.csv"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    result = data_bench.run(rounds, num_rows, file)
+    report = run_job(
+        load_config(None, ["recipe=ctr", f"data.path={file}", "data.label=label", "data.min_count=50", "train.epochs=1"]),
+        settings,
+    )
+    return result | {"auc": report.metrics["auc"]}
+
+
+def devices(args: argparse.Namespace) -> int:
+    """Show the GPUs, or ask a run to give way."""
+    from rich.console import Console
+
+    from dphybrid.gpus import Inventory, ask_for, lease_folder, visible
+    from dphybrid.gpus.table import gpu_table, show_live
+
+    settings, names = load_settings(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    inventory = Inventory(settings.nvml)
+    units = inventory.read()
+    if not units:
+        print(f"no GPU ({inventory.reason}); devices=auto means cpu")
+        return 0
+    folder = lease_folder(settings.lease_dir)
+    if args.ask is not None:
+        chosen = visible(units, names)
+        if not 0 <= args.ask < len(chosen):
+            raise UserError(f"--ask {args.ask}: there is no cuda:{args.ask}; {len(chosen)} GPUs are visible")
+        print(ask_for(folder, chosen[args.ask]))
+        return 0
+    if args.live:
+        show_live(inventory, names, folder, settings.gpu_policy)
+    Console().print(gpu_table(units, names, folder, settings.gpu_policy))
+    return 0
+
+
+def doctor(_: argparse.Namespace) -> int:
+    """Check the machine; 1 when something needs a remedy."""
+    from dphybrid.cli.doctor import run_checks
+
+    return run_checks(load_settings())
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Read the data, show its columns and splits, and stop."""
+    import shutil
+
+    from dphybrid.jobs.train import prepare_data
+
+    if args.schema is not None and not args.schema.absolute().parent.is_dir():
+        raise UserError(f"--schema {args.schema}: cannot be written there; name a file in a folder that exists")
+    config = load_config(args.config, overrides_from_args(args))
+    if args.schema is not None and config.recipe != "ctr":
+        raise UserError(f"--schema {args.schema}: recipe {config.recipe} has no columns; only ctr has")
+    folder = Path(prepare_data(config, load_settings()))
+    if args.schema is not None:
+        shutil.copyfile(folder / "schema.toml", args.schema)
+        print(f"Roles: {args.schema}; edit it and give it back with --data.schema-file {args.schema}")
+    return 0
+
+
+def predict(args: argparse.Namespace) -> int:
+    """Score the rows of new files."""
+    from dphybrid.jobs.load import find_checkpoint
+    from dphybrid.jobs.predict import Predictor
+    from dphybrid.training.display import preparation_progress
+
+    given = {name: getattr(args, name) for name in ("header", "delimiter", "max_rejected") if getattr(args, name) is not None}
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
+    predictor = Predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
+    with preparation_progress() as progress:
+        done = predictor.predict_file(args.path, args.out, progress, **given)
+    print(f"{done.num_rows:,} predictions of {predictor.encoder.label}={predictor.classes[1]}: {done.out}")
+    if done.num_rejected:
+        print(f"{done.num_rejected:,} rows cannot be read and are left out: {done.out}.rejected.jsonl says which and why")
+    if done.wrong_numbers:
+        print(f"{done.wrong_numbers:,} values of numeric columns are no numbers and count as missing")
+    return 0
+
+
+def sync(args: argparse.Namespace) -> int:
+    """Send what waits for MLflow; 1 when something still waits."""
+    from dphybrid.tracking.opening import embedded_uri
+    from dphybrid.tracking.sync import sync
+
+    settings = load_settings()
+    uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
+
+    def tell(run_id: str, records: int) -> None:
+        print(f"{run_id}: sending {records:,} records", flush=True)
+
+    done = sync(settings.mlflow_dir, uri, settings.experiment, settings.upload_limit_mb * 2**20, wait_s=args.wait, on_run=tell)
+    print(done.text())
+    return 1 if done.waiting else 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Write a page that puts runs side by side."""
+    from dphybrid.tracking import compare
+    from dphybrid.tracking.opening import store_to_read
+
+    settings = load_settings()
+    experiment = args.experiment or settings.experiment
+    if not args.runs and args.sweep is None and args.experiment is None:
+        raise UserError("name runs to compare, or --experiment NAME, or --sweep ID; see `dphybrid compare --help`")
+    if args.out.exists() and not args.out.is_dir():
+        raise UserError(f"--out {args.out}: is a file; name a folder for the page and its pictures")
+    uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+    run_ids = compare.find_runs(uri, experiment, args.runs, args.sweep)
+    page = compare.compare_runs(uri, run_ids, args.out, args.group_by)
+    print(f"{len(run_ids)} runs: {compare.page_link(page)}")
+    if args.log:
+        run_id = compare.log_comparison(uri, experiment, settings.mlflow_dir, page, run_ids, args.sweep)
+        print(f"Recorded as run {run_id}")
+    return 0
+
+
+def rollback(args: argparse.Namespace) -> int:
+    """Make the former champion of a registered model the champion again."""
+    from dphybrid.jobs.retrain import open_registry
+
+    before, now = open_registry(load_settings()).roll_back(args.model, args.to)
+    print(f"{args.model}: champion is version {now.number} again, it was version {before.number}")
+    return 0
+
+
+def validate(args: argparse.Namespace) -> int:
+    """Check the deployments of a prefect.yaml."""
+    # By name: nothing in this package may need Prefect, and the check needs the flows.
+    for line in importlib.import_module("dphybrid.orchestration.validate").check_prefect_yaml(args.file):
+        print(line)
+    return 0

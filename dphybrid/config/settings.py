@@ -1,0 +1,139 @@
+"""Where experiments run: folders, devices, threads, servers. Read from DPHYBRID_* variables and a `.env` file; never part of a result."""
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from dphybrid.gpus.hours import parse_quiet_hours
+from dphybrid.gpus.inventory import Policy
+from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.util.errors import UserError
+
+
+class Settings(BaseSettings):
+    """Settings of this machine and user."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="DPHYBRID_", env_file=".env", extra="ignore", frozen=True, use_attribute_docstrings=True
+    )
+
+    data_dir: Path = Path("~/.dphybrid")
+    """Folder for prepared data, checkpoints and the default MLflow store."""
+    devices: str = "auto"
+    """Devices for experiments that say devices=auto."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads for torch; 0: torch's own choice. A fixed number makes CPU results repeat bit for bit on another machine."""
+    table_storage: Literal["memory", "mmap"] = "memory"
+    """Where tables and their optimizers' states lie: memory, or mmap, files in data_dir/tables as long as the run lasts, for tables larger than
+    the memory: slower, but exact all the same."""
+    tracking_uri: str | None = None
+    """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir; none: nothing is recorded."""
+    upload_limit_mb: int = Field(default=900, ge=1)
+    """Files of a checkpoint above this many MiB are not uploaded to an MLflow server but recorded by path and digest."""
+    profile: str | None = None
+    """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
+    experiment: str = Field(default="dphybrid", min_length=1)
+    """MLflow experiment that runs are put into."""
+    lease_dir: Path = Path("/var/lock/dphybrid")
+    """Folder of the locks that say which GPU belongs to which run; the same for all users of the machine."""
+    max_gpus: int = Field(default=0, ge=0)
+    """GPUs that devices=auto takes at most; 0: all that are free."""
+    gpu_wait_s: float = Field(default=86400.0, ge=0)
+    """Seconds to wait for GPUs before a run fails with the reason."""
+    gpu_free_share: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that must be free for it to count as free."""
+    gpu_max_load: int = Field(default=10, ge=0, le=100)
+    """Load in per cent up to which a GPU counts as free."""
+    gpu_window_s: float = Field(default=2.0, ge=0)
+    """Seconds over which a GPU must have been free."""
+    gpu_poll_s: float = Field(default=1.0, gt=0)
+    """Seconds between two looks at the GPUs, while waiting for them and while training on them."""
+    gpu_ignore: str = "Xorg,Xwayland,gnome-shell"
+    """Commands whose processes on a GPU do not count, separated by commas."""
+    yield_to_others: Literal["never", "ask", "always"] = "ask"
+    """When training gives its GPUs back to others: never; ask: when someone types `dphybrid devices --ask N`, or memory runs out; always: also
+    when another process appears on them."""
+    quiet_hours: str = ""
+    """When training may use GPUs, in this machine's time: `20:00-08:00`, `mon-fri 19:00-07:30, sat, sun`; empty: always."""
+    requeue_after_s: float = Field(default=60.0, ge=0)
+    """Seconds after which a run that gave its GPUs back asks for them again."""
+    nvml: str = "pynvml"
+    """Module with NVML's functions. Another one than pynvml stands in for it; its GPUs are virtual devices on the CPU."""
+
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @field_validator("devices")
+    @classmethod
+    def _parse(cls, value: str) -> str:
+        return parse_device_spec(value).text
+
+    @field_validator("profile")
+    @classmethod
+    def _steps(cls, value: str | None) -> str | None:
+        first, dash, last = (value or "1-1").partition("-")
+        if not (first.isdigit() and (last.isdigit() or not dash) and 1 <= int(first) <= int(last or first)):
+            raise ValueError("name steps as FIRST-LAST, counted from 1, such as 20-24")
+        return value
+
+    @property
+    def profile_steps(self) -> range:
+        """Steps to profile, none by default."""
+        if self.profile is None:
+            return range(0)
+        first, _, last = self.profile.partition("-")
+        return range(int(first), int(last or first) + 1)
+
+    @field_validator("quiet_hours")
+    @classmethod
+    def _hours(cls, value: str) -> str:
+        parse_quiet_hours(value)
+        return value
+
+    @property
+    def gpu_policy(self) -> Policy:
+        ignored = tuple(name.strip() for name in self.gpu_ignore.split(",") if name.strip())
+        return Policy(self.gpu_free_share, self.gpu_max_load, self.gpu_window_s, ignored)
+
+    @cached_property
+    def mlflow_uri(self) -> str | None:
+        """The tracking URI in force, or None for the embedded store."""
+        return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
+
+    @property
+    def prepared_dir(self) -> Path:
+        return self.data_dir / "prepared"
+
+    @property
+    def table_folder(self) -> Path | None:
+        """Folder of the tables' files, or None where they lie in memory."""
+        return self.data_dir / "tables" if self.table_storage == "mmap" else None
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.data_dir / "runs"
+
+    @property
+    def mlflow_dir(self) -> Path:
+        return self.data_dir / "mlflow"
+
+
+def load_settings() -> Settings:
+    """Read the settings. Raises UserError that names the variable."""
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        lines = [
+            f"DPHYBRID_{str(e['loc'][0]).upper()} = {e['input']!r}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
+        raise UserError("\n".join(lines)) from error
+    if settings.data_dir.exists() and not settings.data_dir.is_dir():
+        raise UserError(f"DPHYBRID_DATA_DIR = {str(settings.data_dir)!r}: is a file; name a folder")
+    return settings

@@ -1,0 +1,237 @@
+"""Rows of CSV and TSV files, block by block.
+
+A block of a file that holds no quote and has the same number of separators in every line goes to polars as it is. Any other block is read
+row by row (`dphybrid.data.table.fields`), which gives the same values, only slower. Where a block without quotes ends is known before it is read, so
+that threads can read several at a time; neither blocks nor results depend on them.
+"""
+
+import gzip
+import io
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import polars as pl
+
+from dphybrid.config import DataConfig
+from dphybrid.data.table.fields import MAX_SPAN, SAMPLE, column_names, cut_rows, find_separator, first_rows, has_header
+from dphybrid.data.table.rows import Job, Rows, clean, done
+from dphybrid.util.errors import UserError
+
+SHOWN = 500
+"""Characters of a rejected row that are kept."""
+BLOCK_BYTES = 2**24
+"""Text read at a time."""
+LONGEST_LINE = 2**28
+"""Bytes without a line end after which a file is taken for no text."""
+
+_LINE_END = re.compile(r"\r\n|\n|\r")
+_LINE_END_BYTES = re.compile(rb"\r\n|\n|\r")
+_BLANKS = (b" ", b"\t", b"\v", b"\f")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a delimited file is written. body: number of the first line after the header, from 0 on."""
+
+    separator: str
+    names: list[str]
+    header: bool
+    body: int
+
+
+def csv_jobs(file: Path, data: DataConfig, numbers: Set[str]) -> Iterator[Job]:
+    """Yield the jobs that return the rows of a file's blocks, in order; see `dphybrid.data.table.chunks.read_chunks`. Raises UserError like it."""
+    layout: Layout | None = None
+    line = offset = 0  # of what is not read yet
+    found = False
+    with _text_stream(file) as stream:
+        rest, last = b"", False
+        while not last:
+            piece = stream.read(BLOCK_BYTES)
+            last = not piece
+            cut = _last_line_end(piece)
+            if not cut and not last:
+                rest += piece
+                if len(rest) > LONGEST_LINE:
+                    raise UserError(f"data.path={file}: line {line + 1} does not end within {LONGEST_LINE:,} bytes; is it text?")
+                continue
+            block, rest = b"".join((rest, memoryview(piece)[:cut])), piece[cut:]
+            if not block:
+                continue
+            if layout is None:
+                layout = _layout(file, block, data)
+                if layout is None:  # blank lines only, so far
+                    line, offset = line + len(_LINE_END_BYTES.findall(block)), offset + len(block)
+                    continue
+                if line == 0 and layout.body:
+                    ends = [match.end() for match in _LINE_END_BYTES.finditer(block, 0)][: layout.body]
+                    start = ends[-1] if len(ends) == layout.body else len(block)
+                    line, offset, block = layout.body, offset + start, block[start:]
+            if b'"' in block or (b"\r" in block and block.count(b"\r") != block.count(b"\r\n")):
+                rows, num_lines, unread = _careful(file, block, layout, data, line, offset, last)
+                yield done(rows)
+                line, offset, rest = line + num_lines, offset + len(block) - len(unread), unread + rest
+            elif block:
+                num_lines = _count(block, b"\n") + (not block.endswith(b"\n"))
+                yield partial(_block_rows, file, block, layout, data, numbers, line, offset, num_lines)
+                line, offset = line + num_lines, offset + len(block)
+            found = found or bool(block)
+    if layout is None:
+        raise UserError(f"data.path={file}: is empty; give a file with rows")
+    if not found:
+        yield partial(_block_rows, file, b"", layout, data, numbers, line, offset, 0)
+
+
+class _text_stream:
+    """A file's bytes, unpacked when it is gzip; what is wrong with the packing is told as a UserError."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.stream: IO[bytes] | gzip.GzipFile | None = None
+
+    def __enter__(self) -> "_text_stream":
+        self.stream = gzip.open(self.file, "rb") if self.file.suffix.lower() == ".gz" else self.file.open("rb", buffering=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            self.stream.close()
+
+    def read(self, size: int) -> bytes:
+        assert self.stream is not None
+        try:
+            return self.stream.read(size)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"data.path={self.file}: is no complete gzip file: {error}; pack it again, or unpack it") from error
+
+
+def _last_line_end(raw: bytes) -> int:
+    """Return where the last whole line ends, 0 where there is none."""
+    cut = raw.rfind(b"\n") + 1
+    return cut or raw.rfind(b"\r", 0, len(raw) - 1) + 1  # \r may be the first half of a line end
+
+
+def _layout(file: Path, block: bytes, data: DataConfig) -> Layout | None:
+    head = block if len(block) <= 2**20 else block[: _last_line_end(block[: 2**20]) or len(block)]
+    lines = _LINE_END.split(_decode(file, head, 0, 0))
+    starts = [i for i, line in enumerate(lines) if line.strip()]
+    if not starts:
+        return None
+    separator = find_separator([lines[i] for i in starts[:SAMPLE]], data.delimiter)
+    (first, first_end), *others = first_rows(lines, starts, separator)
+    if has_header(first, [cells for cells, _ in others], data):
+        return Layout(separator, column_names(first), True, first_end + 1)
+    width = Counter(len(cells) for cells in (first, *(cells for cells, _ in others))).most_common(1)[0][0]
+    return Layout(separator, [str(i) for i in range(width)], False, 0)
+
+
+def _block_rows(
+    file: Path, block: bytes, layout: Layout, data: DataConfig, numbers: Set[str], line: int, offset: int, num_lines: int
+) -> Rows:
+    """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
+    values = _plain(block, num_lines, layout, data.missing, numbers)
+    if values is None:
+        return _careful(file, block, layout, data, line, offset, last=True)[0]
+    lines = np.arange(line + 1, line + 1 + num_lines)
+    return Rows(layout.names, values, lines, [], layout.header, "line", file, offset + len(block))
+
+
+def _plain(block: bytes, num_rows: int, layout: Layout, missing: Sequence[str], numbers: Set[str]) -> pl.DataFrame | None:
+    """Return the columns of such a block when polars reads it as `_careful` would, else None."""
+    separator, width = layout.separator.encode(), len(layout.names)
+    if len(separator) > 1 or width == 1:
+        return None
+    if b"\r" in block:
+        block = block.replace(b"\r\n", b"\n")
+    plain = block.isascii()
+    if not plain and b"\xef\xbb\xbf" in block:
+        block = block.replace(b"\xef\xbb\xbf", b"")
+    if _count(block, separator) != num_rows * (width - 1):
+        return None
+    blanks = not plain or any(blank in block for blank in _BLANKS if blank != separator)
+    present = [] if blanks else [text for text in missing if all(sign in block for sign in text.encode())]
+    tries = [set() if blanks else {str(i) for i, name in enumerate(layout.names) if name in numbers}, set()]
+    for as_numbers in tries if tries[0] else tries[1:]:
+        try:
+            frame = pl.read_csv(
+                block,
+                has_header=False,
+                schema={str(i): pl.Float64 if str(i) in as_numbers else pl.String for i in range(width)},
+                separator=layout.separator,
+                quote_char=None,
+                null_values=present or None,
+            )
+        except pl.exceptions.PolarsError:
+            continue
+        if len(frame) != num_rows:  # a row with too many fields raises; so with all separators there, every row has its own
+            return None
+        if all(frame[i].is_finite().all() for i in as_numbers):  # else their texts are needed, to say what is wrong
+            return clean(frame.get_columns(), missing) if blanks else frame
+    return None
+
+
+def _count(block: bytes, sign: bytes) -> int:
+    """Return how often a byte occurs; `bytes.count` takes four times as long where it does so often."""
+    signs = np.frombuffer(block, np.uint8)
+    return sum(int(np.count_nonzero(signs[i : i + 2**20] == sign[0])) for i in range(0, len(signs), 2**20))
+
+
+def _careful(
+    file: Path, block: bytes, layout: Layout, data: DataConfig, line: int, offset: int, last: bool
+) -> tuple[Rows, int, bytes]:
+    """Return the rows of a block, how many lines they took, and the end of the block that needs lines of the next one."""
+    lines = _LINE_END.split(_decode(file, block, line, offset))
+    if lines[-1] == "":
+        lines.pop()
+    good: list[tuple[int, str | list[str]]] = []
+    rejected: list[dict[str, Any]] = []
+    used = len(lines)
+    starts = [i for i, text in enumerate(lines) if text.strip()]
+    for i, row, reason in cut_rows(lines, starts, layout.separator, len(layout.names)):
+        if reason and not last and '"' in lines[i] and i + MAX_SPAN > len(lines):  # may go on in the next block
+            used = i
+            break
+        if reason:
+            rejected.append({"file": str(file), "line": line + i + 1, "reason": reason, "text": lines[i][:SHOWN]})
+        else:
+            good.append((line + i + 1, row))
+    values = clean(_columns([row for _, row in good], layout.separator, len(layout.names)).get_columns(), data.missing)
+    numbers = np.array([number for number, _ in good], dtype=np.int64)
+    unread = "".join(f"{text}\n" for text in lines[used:]).encode()
+    bytes_read = offset + len(block) - len(unread)
+    return Rows(layout.names, values, numbers, rejected, layout.header, "line", file, bytes_read), used, unread
+
+
+def _decode(file: Path, raw: bytes, line: int, offset: int) -> str:
+    try:
+        return raw.decode("utf-8").replace("\ufeff", "")  # also between files that were joined
+    except UnicodeDecodeError as error:
+        line += 1 + len(_LINE_END_BYTES.findall(raw[: error.start]))
+        raise UserError(
+            f"data.path={file}: is no UTF-8 text (line {line}, byte {offset + error.start}); save it as UTF-8, or give a Parquet file"
+        ) from error
+
+
+def _columns(rows: list[str | list[str]], separator: str, width: int) -> pl.DataFrame:
+    """Return the columns as text: plain rows by polars, rows with quotes put in their places."""
+    names = [str(i) for i in range(width)]
+    if rows and separator.isascii() and all(isinstance(row, str) for row in rows):
+        text = "\n".join(row for row in rows if isinstance(row, str))
+        return pl.read_csv(
+            io.BytesIO(text.encode()),
+            has_header=False,
+            new_columns=names,
+            separator=separator,
+            quote_char=None,
+            infer_schema=False,
+        )
+    split = [row.split(separator) if isinstance(row, str) else row for row in rows]
+    columns = zip(*split, strict=True) if split else ([] for _ in names)
+    return pl.DataFrame([pl.Series(name, column, dtype=pl.String) for name, column in zip(names, columns, strict=True)])

@@ -1,0 +1,321 @@
+"""Rows of files, read once, chunk by chunk, into one file a column: numbers, codes of a dictionary, or codes of a bag's items.
+
+Threads read and encode some chunks ahead of the one that is being written. Letters: B rows, L items of a bag.
+"""
+
+import difflib
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from dphybrid.config import DataConfig
+from dphybrid.data.ahead import THREADS, mapped
+from dphybrid.data.batches import Array
+from dphybrid.data.store import Progress
+from dphybrid.data.table.bags import MAX_ITEMS, SEPARATOR, padded, take_apart
+from dphybrid.data.table.categories import Dictionary
+from dphybrid.data.table.chunks import read_jobs
+from dphybrid.data.table.columns import ColumnStore
+from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table.fields import is_number
+from dphybrid.data.table.rows import Rows, check_enough, check_rejected, done
+from dphybrid.data.table.schema import ColumnOptions, Role, SchemaFile, inferred_role
+from dphybrid.data.table.splits import RowSplit, split_rows
+from dphybrid.util.errors import UserError
+
+POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
+"""Label values that mean 1 although they would sort first."""
+ROLE_ROWS = 20_000
+"""Rows from which the columns' roles are told."""
+READERS = max(3, THREADS)
+"""Chunks that are read and encoded at a time; one more than two cores, since threads of polars' own parse each of them."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column and what it is used as. reason: why, where it is not plain; samples: a few values for people."""
+
+    name: str
+    role: Role
+    reason: str
+    samples: tuple[str, ...]
+    options: ColumnOptions
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that was read: its columns lie in the store, as numbers (nan: no value) or codes of the dictionaries (0: no value, or no item).
+
+    items: dictionaries of the bags' items. longest_bag: items of the fullest cell. left_out: by column, cells with too many items and how
+    many items.
+    """
+
+    label: str
+    classes: list[str]
+    labels_B: Array
+    columns: list[Column]
+    dictionaries: dict[str, Dictionary]
+    split: RowSplit
+    rejected: list[dict[str, Any]]
+    items: dict[str, Dictionary]
+    longest_bag: int
+    left_out: dict[str, tuple[int, int]]
+
+    def values_of(self, name: str) -> pl.Series:
+        """Return the texts by code of a column of categories or bags."""
+        return (self.items if name in self.items else self.dictionaries)[name].values()
+
+    def lookups(self, encoder: TableEncoder) -> dict[str, Array]:
+        """Return by column the ids of its codes."""
+        found = mapped(lambda c: c.ids_of_codes(self.values_of(c.name)).astype(np.int32), encoder.vocabularies)
+        return dict(zip((c.name for c in encoder.vocabularies), found, strict=True))
+
+
+def bag_form(column: Column) -> tuple[str | None, int]:
+    """Return the separator (None: words) of a column of bags, and how many items of a cell are looked up."""
+    separator = None if column.role == "text" else column.options.separator or SEPARATOR
+    return separator, column.options.max_items or MAX_ITEMS
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A chunk in numbers. columns: by name in the store; left_out: as in `Table`."""
+
+    num_rows: int
+    rejected: list[dict[str, Any]]
+    columns: dict[str, Array]
+    bytes_read: int
+    longest_bag: int
+    left_out: dict[str, tuple[int, int]]
+
+
+class Reading:
+    """Reads files of rows into a store; schema: what is known of the columns before. held_files: of files, those whose rows are held out."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        schema: SchemaFile,
+        seed: int,
+        files: tuple[Path, ...],
+        held_files: tuple[Path, ...],
+        store: ColumnStore,
+        progress: Progress,
+    ) -> None:
+        self.data, self.schema, self.seed = data, schema, seed
+        self.files, self.held_files = files, held_files
+        self.store, self.progress = store, progress
+        self.rejected: list[dict[str, Any]] = []
+        self.columns: list[Column] = []
+        self.label = ""
+        self.names: list[str] = []
+        self.dictionaries: dict[str, Dictionary] = {}
+        self.numeric: list[str] = []
+        self.bags: dict[str, tuple[str | None, int]] = {}
+        self.items: dict[str, Dictionary] = {}
+        self.longest_bag = 1
+        self.left_out: dict[str, tuple[int, int]] = {}
+        self.numbers: set[str] = set()  # numeric columns whose texts are not needed besides
+        self.num_rows = 0
+        self.num_read: int | None = None
+
+    def run(self) -> None:
+        """Read all files. Raises UserError when they cannot be read, do not fit together, or have too few rows."""
+        first: Rows | None = None
+        total = sum(file.stat().st_size for file in self.files)
+        before = 0
+        for file in self.files:
+            if self.num_read is None and file in self.held_files:
+                self.num_read = self.num_rows
+            jobs = read_jobs(file, self.data, self.numbers)
+            if first is None:
+                first = next(jobs)()
+                self._start(first)
+                jobs = itertools.chain([done(first)], jobs)
+            for chunk in mapped(lambda job: self._encoded(job()), jobs, READERS):
+                self.progress("read rows", min(total, before + chunk.bytes_read), total)
+                self._add(chunk)
+            before += file.stat().st_size
+        assert first is not None
+        check_rejected(str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected)
+        check_enough(str(self.data.path), first, self.num_rows)
+
+    def table(self) -> Table:
+        """Return what was read, once the store is written. Raises UserError when labels are not two-valued or a part is empty."""
+        labels_B, classes = self._labels()
+        split = self._split(self.num_rows if self.num_read is None else self.num_read)
+        return Table(
+            self.label,
+            classes,
+            labels_B,
+            self.columns,
+            self.dictionaries,
+            split,
+            self.rejected,
+            self.items,
+            self.longest_bag,
+            self.left_out,
+        )
+
+    def _start(self, rows: Rows) -> None:
+        self.names = rows.names
+        self.label = self._find(rows, self.data.label or self.schema.label or "", "data.label")
+        self.columns = self._roles(rows)
+        self.numeric = [column.name for column in self.columns if column.role == "numeric"]
+        coded = [self.label, *(column.name for column in self.columns if column.role == "categorical")]
+        self.split_column = self._find(rows, self.data.split_column, "data.split_column") if self.data.split_column else None
+        if self.split_column and self.split_column not in coded:
+            coded.append(self.split_column)
+        self.dictionaries = {name: Dictionary() for name in coded}
+        self.bags = {column.name: bag_form(column) for column in self.columns if column.role in ("bag", "text")}
+        self.items = {name: Dictionary() for name in self.bags}
+        self.numbers.update(name for name in self.numeric if name not in coded)
+
+    def _encoded(self, rows: Rows) -> _Encoded:
+        """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
+        if rows.names != self.names:
+            missing = [name for name in self.names if name not in rows.names] or [n for n in rows.names if n not in self.names]
+            if missing:
+                raise UserError(
+                    f"data.path={self.data.path}: {rows.file} has other columns than {self.files[0]}, {missing[0]!r} for one; "
+                    "give files with the same columns"
+                )
+        place = {name: str(rows.names.index(name)) for name in self.names}
+        frame = rows.values
+        nan = float("nan")
+        numbers = frame.select_seq(pl.col(place[name]).cast(pl.Float64, strict=False).fill_null(nan) for name in self.numeric)
+        wrong_B, rejected = np.zeros(len(frame), bool), list(rows.rejected)
+        unlabelled = frame[place[self.label]].is_null()
+        if unlabelled.any():
+            wrong_B |= unlabelled.to_numpy()
+            rejected += [self._rejected(rows, int(i), "no label") for i in np.flatnonzero(wrong_B)]
+        for name in self.numeric:
+            values, found = frame[place[name]], numbers[place[name]]
+            if values.dtype == pl.Float64 or int(found.is_finite().sum()) == len(values) - values.null_count():
+                continue
+            odd_B = (values.is_not_null() & ~found.is_finite()).to_numpy() & ~wrong_B
+            hint = "mend it, list it in data.missing, or name the column in data.categorical"
+            rejected += [
+                self._rejected(rows, int(i), f"data.numeric: column {name!r} holds {values[int(i)]!r}, no number; {hint}")
+                for i in np.flatnonzero(odd_B)
+            ]
+            wrong_B |= odd_B
+        if rejected:
+            keep = pl.Series(~wrong_B)
+            frame, numbers = frame.filter(keep), numbers.filter(keep) if self.numeric else numbers
+        columns = {name: numbers[place[name]].to_numpy() for name in self.numeric}
+        # One after another: the other threads have chunks of their own.
+        codes = frame.select_seq(dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items())
+        for name, dictionary in self.dictionaries.items():
+            columns[self._key(name)] = dictionary.met(codes[place[name]])
+        longest, left_out = 1, {}
+        for name, (separator, max_items) in self.bags.items():
+            cells = take_apart(frame[place[name]], separator, max_items)
+            columns[name] = padded(self.items[name].codes(cells.items_N), cells.lengths_B, max_items)
+            longest = max(longest, int(cells.lengths_B.max(initial=0)))
+            if cells.cut:
+                left_out[name] = (cells.cut, cells.left_out)
+        rejected.sort(key=lambda row: row["line"])
+        return _Encoded(len(frame), rejected, columns, rows.bytes_read, longest, left_out)
+
+    def _add(self, chunk: _Encoded) -> None:
+        for name, values_B in chunk.columns.items():
+            self.store.append(name, values_B)
+        self.longest_bag = max(self.longest_bag, chunk.longest_bag)
+        for name, (cells, items) in chunk.left_out.items():
+            before = self.left_out.get(name, (0, 0))
+            self.left_out[name] = (before[0] + cells, before[1] + items)
+        self.rejected += chunk.rejected
+        self.num_rows += chunk.num_rows
+        seen = self.num_rows + len(self.rejected)
+        if len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen:  # hopeless
+            check_rejected(str(self.data.path), self.rejected, seen, self.data.max_rejected)
+
+    def _key(self, name: str) -> str:
+        """Return where the codes of a column's whole cells lie; the column may be read as numbers or items besides, for data.split_column."""
+        return f"{name}\0codes" if name in self.numeric or name in self.bags else name
+
+    def _rejected(self, rows: Rows, row: int, reason: str) -> dict[str, Any]:
+        return {"file": str(rows.file), "line": int(rows.lines[row]), "reason": reason}
+
+    def _find(self, rows: Rows, name: str, place: str) -> str:
+        """Return the column of a name or a position."""
+        columns = rows.names
+        if name in columns:
+            return name
+        if name.isascii() and name.isdigit() and int(name) < len(columns):
+            return columns[int(name)]
+        listed = ", ".join(columns)
+        if not name:
+            raise UserError(f"{place} is not set; name the column with the answer, one of: {listed}")
+        close = difflib.get_close_matches(name, columns, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        if not rows.header:
+            hint += "its first line was read as values (data.header=yes reads it as names), so "
+        raise UserError(f"{place}={name!r}: {rows.file} has no such column; {hint}columns: {listed}")
+
+    def _roles(self, rows: Rows) -> list[Column]:
+        given: dict[str, Role] = {}
+        flags: tuple[tuple[str, Role, tuple[str, ...]], ...] = (
+            ("data.numeric", "numeric", self.data.numeric),
+            ("data.categorical", "categorical", self.data.categorical),
+            ("data.bags", "bag", self.data.bags),
+            ("data.text", "text", self.data.text),
+            ("data.ignore", "ignore", self.data.ignore),
+        )
+        for flag, role, names in flags:
+            for name in names:
+                found = self._find(rows, name, flag)
+                if found in given or found == self.label:
+                    other = "label" if found == self.label else given[found]
+                    raise UserError(f"{flag}={name!r}: this column is already named as {other}; name it once")
+                given[found] = role
+        options = {self._find(rows, name, "data.schema_file: columns"): o for name, o in self.schema.columns.items()}
+        columns = []
+        sample = rows.values.head(ROLE_ROWS)
+        for place, name in enumerate(rows.names):
+            if name == self.label:
+                continue
+            present, own = sample.to_series(place).drop_nulls(), options.get(name, ColumnOptions())
+            told = given.get(name) or own.role
+            if name in rows.lists and own.separator not in (None, SEPARATOR):
+                raise UserError(
+                    f"data.schema_file: columns.{name}.separator = {own.separator!r}: {rows.file} has lists in this column, whose items need "
+                    "no separator; remove it"
+                )
+            if told is not None:
+                role, reason = told, "as given"
+            elif name in rows.lists:
+                role, reason = "bag", "lists"
+            elif not len(present) and len(rows) > len(sample):
+                role, reason = "categorical", f"no values in the first {len(sample):,} rows"
+            else:
+                role, reason = inferred_role(name, present, len(sample))
+            samples = tuple(present.unique(maintain_order=True)[:3].to_list())
+            columns.append(Column(name, role, reason, samples, own.model_copy(update={"role": role})))
+        return columns
+
+    def _labels(self) -> tuple[Array, list[str]]:
+        """Return labels (B,) of 0 and 1, and the two values: numbers by size, else by text, the positive one last."""
+        values = self.dictionaries[self.label].values().to_list()
+        found = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
+        if len(found) != 2:
+            shown = ", ".join(repr(v) for v in found[:6]) + (", ..." if len(found) > 6 else "")
+            raise UserError(
+                f"data.label={self.data.label}: needs two different values, column {self.label!r} has {len(found)}: {shown} "
+                f"({self.data.path}); name another column, or make the label two-valued"
+            )
+        if found[0].lower() in POSITIVE:
+            found.reverse()
+        is_one = np.array([False, *(value == found[1] for value in values)])
+        return is_one[self.store.whole(self.label)].astype(np.float32), found
+
+    def _split(self, num_read: int) -> RowSplit:
+        codes_B, values = None, None
+        if self.split_column:
+            codes_B, values = self.store.whole(self._key(self.split_column)), self.dictionaries[self.split_column].values()
+        return split_rows(self.data, self.seed, self.num_rows, num_read, codes_B, values)

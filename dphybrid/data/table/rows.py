@@ -1,0 +1,72 @@
+"""Rows as they come from a file: their values as text, where they stood, and those that do not fit."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from dphybrid.data.batches import Array
+from dphybrid.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Values as stripped text (None: no value), the line of each row from 1 on, and the rejected rows.
+
+    values: columns 0, 1, ...; their names stand apart, because polars reads names such as `*` or `^a$` as patterns.
+    header: the first line named the columns; Parquet files always do. place: what `lines` counts, "line" or "row".
+    lists: names of the columns whose values were lists; they come as text with `bags.SEPARATOR` between the items.
+    """
+
+    names: list[str]
+    values: pl.DataFrame
+    lines: Array
+    rejected: list[dict[str, Any]]
+    header: bool
+    place: str
+    file: Path
+    bytes_read: int = 0
+    lists: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def column(self, name: str) -> pl.Series:
+        """Return a column by its name."""
+        return self.values.to_series(self.names.index(name))
+
+
+Job = Callable[[], Rows]
+"""A call that reads a chunk, in any thread."""
+
+
+def done(rows: Rows) -> Job:
+    """Return the job of rows that are read already."""
+    return lambda: rows
+
+
+def check_enough(file: Path | str, first: Rows, num_rows: int) -> None:
+    """Raise UserError when there are not at least two rows."""
+    if not num_rows:
+        raise UserError(f"data.path={file}: has {'a header and ' if first.header else ''}no rows that can be read")
+    if num_rows < 2:
+        raise UserError(f"data.path={file}: has {num_rows} rows; at least 2 are needed, one of them held out")
+
+
+def check_rejected(file: Path | str, rejected: Sequence[dict[str, Any]], num_rows: int, max_rejected: float) -> None:
+    """Raise UserError when more than the share `max_rejected` of `num_rows` rows was rejected."""
+    if len(rejected) > max_rejected * num_rows:
+        first = rejected[0]
+        where = "" if str(file) == first["file"] else f" of {first['file']}"
+        raise UserError(
+            f"data.path={file}: {len(rejected)} of {num_rows} rows cannot be read, more than data.max_rejected={max_rejected:g} allows; "
+            f"the first is line {first['line']}{where}: {first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
+        )
+
+
+def clean(columns: Sequence[pl.Series], missing: Sequence[str]) -> pl.DataFrame:
+    """Return columns 0, 1, ... of stripped text, None for what means no value."""
+    texts = [column.alias(str(i)).cast(pl.String).str.strip_chars() for i, column in enumerate(columns)]
+    return pl.DataFrame([text.set(text.is_in(["", *missing]).fill_null(False), None) for text in texts])

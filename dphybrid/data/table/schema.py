@@ -1,0 +1,121 @@
+"""What the columns of a table are used as: inferred from the first rows, printed, kept as `schema.toml`, and overridden by flags or a file.
+
+- numeric: every value present is a number. A code with few values stays numeric on purpose: its buckets give each frequent value its own row;
+- categorical: some value is no number; or numbers that are names: written with a leading zero (007), beyond 2^53, or whole numbers in a
+  column whose name ends in id, code, zip, ... (user_id, itemId);
+- bag, text: several values in a cell, the words of a free text; never inferred, but a column that looks like bags is told;
+- ignore: a row number (whole numbers that grow by one from row to row, hardly any left out), as data frames write it; or no value at all.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import polars as pl
+from pydantic import Field, ValidationError
+
+from dphybrid.config import Section
+from dphybrid.data.table.bags import SEPARATOR
+from dphybrid.util.errors import UserError
+
+FEW_OTHERS = 0.05
+"""Share of values that are no numbers up to which a person is told which one made the column categorical."""
+ROW_NUMBERS = 20
+"""Rows from which on a column that counts them is taken for a row number."""
+ROW_GAPS = 0.05
+"""Share of numbers that may be left out between row numbers: rows that were filtered out or rejected."""
+
+_NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
+_CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
+
+Role = Literal["numeric", "categorical", "bag", "text", "ignore"]
+
+
+class ColumnOptions(Section):
+    """A column's section `[columns.NAME]` in a schema file; what is left out is inferred, or taken from the data section of the config."""
+
+    role: Role | None = None
+    """numeric, categorical, bag, text or ignore."""
+    min_count: int | None = Field(default=None, ge=1)
+    """Values seen fewer times in the training part become the unknown one (categorical, bag, text)."""
+    top: int | None = Field(default=None, ge=1)
+    """At most so many values get a row of their own, the most frequent ones (categorical, bag, text)."""
+    hash_buckets: int = Field(default=0, ge=0)
+    """Values without a row of their own share so many by a hash instead of the unknown one (categorical, bag, text)."""
+    separator: str | None = Field(default=None, min_length=1)
+    """Text between the items of a cell, | where nothing is said (bag)."""
+    max_items: int | None = Field(default=None, ge=1, le=1024)
+    """Items of a cell that are looked up, the first ones; 16 where nothing is said (bag, text)."""
+    scale: Literal["auto", "log", "standard", "none"] = "auto"
+    """log and standardize, standardize, neither, or by the look of the training part (numeric)."""
+    buckets: int | None = Field(default=None, ge=0, le=4096)
+    """Quantile buckets that get an embedding each; 0: none (numeric)."""
+
+
+class SchemaFile(Section):
+    """A schema file: the label, and a section a column."""
+
+    label: str | None = None
+    columns: Mapping[str, ColumnOptions] = Field(default_factory=dict)
+
+
+def read_schema(path: Path) -> SchemaFile:
+    """Read a schema file. Raises UserError that names the file and each wrong value."""
+    try:
+        return SchemaFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(
+            f"data.schema_file={path}: cannot be read: {error}; give a file like a prepared folder's schema.toml"
+        ) from error
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {item['msg']}" for item in error.errors())
+        raise UserError(f"data.schema_file={path}: {wrong}") from error
+
+
+def schema_text(label: str, columns: Sequence[tuple[str, ColumnOptions]]) -> str:
+    """Return a schema as a TOML file."""
+    lines = ["# Roles and encodings of a table's columns; --data.schema-file reads this file.", f"label = {_quoted(label)}"]
+    for name, options in columns:
+        lines += ["", f"[columns.{_quoted(name)}]"]
+        values: dict[str, Any] = options.model_dump(exclude_defaults=True, exclude_none=True)
+        lines += [f"{key} = {_quoted(value) if isinstance(value, str) else value}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """Return a TOML basic string; JSON's escapes are among TOML's, but for the delete character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def inferred_role(name: str, present: pl.Series, num_rows: int) -> tuple[Role, str]:
+    """Return (role, reason where it is not plain) of a column with the given values present, by the rules at the top of this file."""
+    if not len(present):
+        return "ignore", "no values"
+    others = present.filter(~finite(present))
+    if len(others):
+        if len(others) <= FEW_OTHERS * len(present):
+            return "categorical", f"{others[0]!r} is no number; data.missing can name it"
+        several = 2 * int(others.str.contains(SEPARATOR, literal=True).sum()) > len(present)
+        return "categorical", f"most cells hold {SEPARATOR!r}; --data.bags would read their items" if several else ""
+    if present.str.contains(r"^-?0\d").any():
+        return "categorical", "leading zeros"
+    whole = present.cast(pl.Int64, strict=False)
+    if whole.is_null().any():
+        large = present.str.contains(r"^-?\d{17,}$").any()
+        return ("categorical", "whole numbers beyond 2^53") if large else ("numeric", "")
+    grows = len(present) == num_rows >= ROW_NUMBERS and (whole.diff().drop_nulls() > 0).all()
+    if grows and int(whole[-1]) - int(whole[0]) < (1 + ROW_GAPS) * num_rows:
+        return "ignore", "a row number"
+    if whole.abs().max() > 2**53:  # type: ignore[operator]
+        return "categorical", "whole numbers beyond 2^53"
+    if _NAMES_AN_ID.search(name) or _CAMEL_ID.search(name):
+        return "categorical", "named like an id"
+    return "numeric", ""
+
+
+def finite(values: pl.Series) -> pl.Series:
+    """Tell which values are finite numbers (none: False)."""
+    return values.cast(pl.Float64, strict=False).is_finite().fill_null(False)

@@ -1,0 +1,304 @@
+"""Tables of clicks: CSV, TSV or Parquet files with a binary label, categorical and numeric columns.
+
+Read once, chunk by chunk, into one file a column (numbers, or codes of a dictionary); then split, fitted on the training part, and encoded.
+Memory holds a chunk, the vocabularies and a few numbers a row, however large the input is. Letters: B rows, F id columns, N dense columns.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dphybrid.config import DataConfig
+from dphybrid.data.ahead import mapped
+from dphybrid.data.batches import Array
+from dphybrid.data.store import Content, Progress, Streamed, source_digests
+from dphybrid.data.table.bags import BagColumn, bag_ids, form_text, one_width
+from dphybrid.data.table.categories import CategoryColumn, fit_categories
+from dphybrid.data.table.columns import BLOCK_ROWS, ColumnStore
+from dphybrid.data.table.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric, side_by_side
+from dphybrid.data.table.extend import Base, extended, extended_split, open_base, row_keys
+from dphybrid.data.table.reading import Column, Reading, Table, bag_form
+from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
+from dphybrid.util.errors import UserError
+
+UNSEEN_TOLD = 0.0005
+"""Share of held-out values without a training row from which on a person is told."""
+SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
+"""Files of a folder that are read."""
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """Files of rows. held: files whose rows are the held-out ones."""
+
+    data: DataConfig
+    seed: int
+    read_files: tuple[Path, ...]
+    held_files: tuple[Path, ...] = ()
+
+    @cached_property
+    def schema(self) -> SchemaFile:
+        if self.data.schema_file:
+            return read_schema(Path(self.data.schema_file).expanduser())
+        return read_schema(self.base.prepared.path / "schema.toml") if self.base else SchemaFile()
+
+    @cached_property
+    def base(self) -> Base | None:
+        return open_base(Path(self.data.base)) if self.data.base else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        values = self.data.model_dump(mode="json", exclude={"path", "valid_path", "schema_file", "base", "window", "negatives"})
+        partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
+        values |= {"schema": self.schema.model_dump(mode="json")}
+        # Bags came later: what has none keeps its digest.
+        for name in ("bags", "text"):
+            if not values[name]:
+                del values[name]
+        for column in values["schema"]["columns"].values():
+            for name in ("separator", "max_items"):
+                if column[name] is None:
+                    del column[name]
+        return values | {
+            "partitions": partitions if any(partitions) else [],
+            "held_files": len(self.held_files),
+            **({"base": self.base.prepared.digest} if self.base else {}),
+            "formats": sorted(
+                {"".join(file.suffixes[-2:]).lower() for file in self.files if file.suffix.lower() in (".gz", ".parquet", ".pq")}
+            ),
+        }
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.read_files + self.held_files
+
+    def digests(self, progress: Progress) -> list[bytes]:
+        return source_digests(self.files, progress)
+
+    def read(self, progress: Progress, scratch: Path) -> Content:
+        with ColumnStore(scratch / "columns") as store:
+            reading = Reading(self.data, self.schema, self.seed, self.files, self.held_files, store, progress)
+            reading.run()
+        table = reading.table()
+        parts: dict[str, Array] = {}
+        if self.base:
+            held, parts["new_rows"] = extended_split(table.split, self.base, _keys_of(table, store, self.base.encoder))
+            table = replace(table, split=held)
+        parts |= {"train_rows": np.flatnonzero(~table.split.held_B), "valid_rows": np.flatnonzero(table.split.held_B)}
+        encoder, unseen = self._fit(table, store, progress)
+        split: dict[str, Any] = {part: len(rows) for part, rows in parts.items()}
+        split |= {f"{part}_label_rate": float(table.labels_B[parts[f"{part}_rows"]].mean()) for part in ("train", "valid")}
+        num_rows, id_columns = len(table.labels_B), encoder.id_columns
+        if not id_columns:
+            raise UserError(
+                f"data.path={self.data.path}: no column is left to look up; ignore fewer columns or set data.buckets above 0"
+            )
+        lookups = table.lookups(encoder)
+        arrays: dict[str, Array | Streamed] = {
+            "ids_BF": Streamed(
+                (num_rows, len(id_columns) - len(encoder.bags)),
+                np.dtype(np.int32),
+                lambda: _ids(encoder, lookups, store, num_rows),
+            ),
+            "dense_BN": Streamed((num_rows, encoder.num_dense), np.dtype(np.float32), lambda: _dense(encoder, store, num_rows)),
+            "labels_B": table.labels_B,
+        }
+        info: dict[str, Any] = {
+            "task": "binary",
+            "columns": id_columns,
+            "num_ids": [column["num_ids"] for column in id_columns],
+            "num_dense": encoder.num_dense,
+        }
+        if encoder.bags:
+            shape = (num_rows, len(encoder.bags), table.longest_bag)
+            arrays["bags_BFL"] = Streamed(
+                shape, np.dtype(np.int32), lambda: _bags(encoder, lookups, store, num_rows, table.longest_bag)
+            )
+            info["num_bags"] = len(encoder.bags)
+        extra = {
+            "label": table.label,
+            "classes": list(encoder.classes),
+            "base": str(self.base.prepared.path) if self.base else None,
+            "split": split | {"most_unseen": max(unseen.values(), default=0.0)},
+            "unseen": unseen,
+            "columns": [{k: v for k, v in column.__dict__.items() if k != "options"} for column in table.columns],
+            **({"left_out_items": {name: list(counts) for name, counts in table.left_out.items()}} if table.left_out else {}),
+        }
+        text = self._description(table, encoder, split, unseen)
+
+        def save(folder: Path) -> None:
+            encoder.save(folder / "encoder")
+            schema = schema_text(table.label, [(column.name, column.options) for column in table.columns])
+            (folder / "schema.toml").write_text(schema, encoding="utf-8")
+
+        return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, table.rejected, save)
+
+    def _fit(self, table: Table, store: ColumnStore, progress: Progress) -> tuple[TableEncoder, dict[str, float]]:
+        """Learn from the training rows; also return the share of held-out values, a category column, that no training row has."""
+        held_B = table.split.held_B
+        trained = np.flatnonzero(~held_B)
+        sample_B = np.zeros(len(held_B), bool)
+        sample_B[trained[:: -(-len(trained) // FIT_ROWS)]] = True
+        unseen: dict[str, float] = {}
+
+        def fit(column: Column) -> NumericColumn | CategoryColumn:
+            o = column.options
+            if column.role == "numeric":
+                raw_B = np.concatenate([block[rows_B] for block, rows_B in store.with_rows(column.name, sample_B)])
+                return fit_numeric(column.name, raw_B, self.data.buckets if o.buckets is None else o.buckets, o.scale)
+            values = table.values_of(column.name)
+            counts = np.zeros((2, len(values) + 1), np.int64)
+            for codes_B, rows_B in store.with_rows(column.name, held_B):  # (B, L) of bags
+                counts += [np.bincount(codes.ravel(), minlength=len(values) + 1) for codes in (codes_B, codes_B[rows_B])]
+            train, held = (counts[0] - counts[1])[1:], counts[1, 1:]
+            unseen[column.name] = float(held[train == 0].sum() / max(held.sum(), 1))
+            least = self.data.min_count if o.min_count is None else o.min_count
+            found = fit_categories(column.name, values, train, least, o.top, o.hash_buckets)
+            if column.role == "categorical":
+                return found
+            return BagColumn(found.name, found.vocabulary, found.hash_buckets, *bag_form(column))
+
+        used = [column for column in table.columns if column.role != "ignore"]
+        fitted: list[NumericColumn | CategoryColumn] = []
+        for column in mapped(fit, used):
+            fitted.append(column)
+            progress("encode columns", len(fitted), len(used))
+        encoder = TableEncoder(
+            tuple(column for column in fitted if isinstance(column, NumericColumn)),
+            tuple(column for column in fitted if isinstance(column, CategoryColumn) and not isinstance(column, BagColumn)),
+            table.label,
+            (table.classes[0], table.classes[1]),
+            tuple(column for column in fitted if isinstance(column, BagColumn)),
+        )
+        if self.base:
+            encoder = extended(self.base.encoder, encoder)
+        return encoder, {column.name: unseen[column.name] for column in encoder.vocabularies}
+
+    def _description(self, table: Table, encoder: TableEncoder, split: dict[str, Any], unseen: dict[str, float]) -> list[str]:
+        num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
+        columns, classes, labels_B = table.columns, table.classes, table.labels_B
+        wide = max(len("column"), *(len(column.name) for column in columns))
+        lines = [f"  {self.data.path}: {len(labels_B):,} rows, label {table.label!r}: {classes[1]!r} is 1, {classes[0]!r} is 0"]
+        lines += [f"  {'column':<{wide}}  role            ids  values such as"]
+        for column in columns:
+            samples = ", ".join(text if len(text) <= 24 else text[:21] + "..." for text in column.samples)
+            reason = f"  ({column.reason})" if column.reason else ""
+            lines.append(f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  {samples}{reason}")
+        lines.append(
+            f"  {split['train_rows']:,} rows to train ({split['train_label_rate']:.1%} of them 1), {split['valid_rows']:,} held out "
+            f"({split['valid_label_rate']:.1%}), {sum(num_ids.values()):,} table rows"
+        )
+        lines.append(f"  {table.split.text}")
+        if new := {name: share for name, share in sorted(unseen.items(), key=lambda item: -item[1])[:5] if share >= UNSEEN_TOLD}:
+            shares = ", ".join(f"{name} {share:.1%}" for name, share in new.items())
+            lines.append(f"  held-out values that no training row has: {shares}")
+        for name, (cells, items) in table.left_out.items():
+            lines.append(
+                f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left out; max_items in schema.toml"
+            )
+        lines.append(
+            "  Other roles: --data.numeric, --data.categorical, --data.bags, --data.text, --data.ignore with column names, or --data.schema-file "
+            "with an edited schema.toml of this folder; without a header columns are named 0, 1, ..."
+        )
+        if table.rejected:
+            lines.append(f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which and why")
+        return lines
+
+
+def _ids(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int) -> Iterator[Array]:
+    def block(number: int) -> Array:
+        parts = [column.ids(store.block(column.name, number)) for column in encoder.numeric if column.num_ids]
+        parts += [lookups[column.name].take(store.block(column.name, number)) for column in encoder.categories]
+        return side_by_side(parts, np.int32, min(BLOCK_ROWS, num_rows - number * BLOCK_ROWS))
+
+    return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
+
+
+def _bags(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int, longest: int) -> Iterator[Array]:
+    def block(number: int) -> Array:
+        return one_width([bag_ids(store.block(c.name, number)[:, :longest], lookups[c.name]) for c in encoder.bags], longest)
+
+    return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
+
+
+def _dense(encoder: TableEncoder, store: ColumnStore, num_rows: int) -> Iterator[Array]:
+    def block(number: int) -> Array:
+        raw = {column.name: store.block(column.name, number) for column in encoder.numeric}
+        return encoder.dense(raw, min(BLOCK_ROWS, num_rows - number * BLOCK_ROWS))
+
+    return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
+
+
+def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
+    """The rows' keys in another table's encoding."""
+    before = {c.name: "numeric" for c in encoder.numeric} | {c.name: "categorical" for c in encoder.categories}
+    before |= {c.name: form_text(c.separator, c.max_items) for c in encoder.bags}
+    now = {c.name: form_text(*bag_form(c)) if c.role in ("bag", "text") else c.role for c in table.columns if c.role != "ignore"}
+    for name, form in before.items():
+        if name not in now:
+            raise UserError(f"data.base: the earlier table has a column {name!r} that is used no more; train a new model")
+        if now[name] != form:
+            raise UserError(
+                f"data.base: column {name!r} was {form} and is {now[name]}; a model cannot be carried over, train a new one"
+            )
+    lookups = table.lookups(encoder)
+    num_rows, start = len(table.labels_B), 0
+
+    def blocks() -> Iterator[tuple[Array, Array, Array, Array | None]]:
+        nonlocal start
+        bags = _bags(encoder, lookups, store, num_rows, table.longest_bag) if encoder.bags else itertools.repeat(None)
+        for ids_BF, dense_BN in zip(_ids(encoder, lookups, store, num_rows), _dense(encoder, store, num_rows), strict=True):
+            yield ids_BF, dense_BN, table.labels_B[start : start + len(ids_BF)], next(bags)
+            start += len(ids_BF)
+
+    return row_keys(blocks(), encoder)
+
+
+def open_source(data: DataConfig, seed: int) -> TableSource:
+    """Find the files. Raises UserError for a missing path or an empty file."""
+    if data.path is None:
+        raise UserError(
+            "data.path is not set; recipe ctr needs a CSV, TSV or Parquet file: --data.path clicks.csv --data.label clicked"
+        )
+    files = find_files(data.path, "data.path")
+    held = find_files(data.valid_path, "data.valid_path") if data.valid_path else ()
+    if both := {file.resolve() for file in files} & {file.resolve() for file in held}:
+        raise UserError(
+            f"data.valid_path={data.valid_path}: {min(both)} is among the files of data.path, too; rows cannot be in both parts"
+        )
+    return TableSource(data, seed, files, held)
+
+
+def find_files(path: str, place: str) -> tuple[Path, ...]:
+    """Return the files of a file, a folder (with what is below it) or a pattern such as `logs/day-*.csv.gz`, sorted by name.
+
+    Raises UserError when there are none, and for an empty file.
+    """
+    root = Path(path).expanduser()
+    if root.is_file():
+        files = [root]
+    elif root.is_dir():
+        files = [
+            file
+            for file in root.rglob("*")
+            if file.name.lower().endswith(SUFFIXES) and file.is_file() and file.name[0] not in "._"
+        ]
+        if not files:
+            raise UserError(
+                f"{place}={path}: is a folder without files of rows ({', '.join(SUFFIXES)}); name a file, or one that has some"
+            )
+    else:
+        anchor = Path(root.anchor) if root.anchor else Path()
+        pattern = str(root.relative_to(anchor))
+        files = [file for file in anchor.glob(pattern) if file.is_file()] if any(sign in pattern for sign in "*?[") else []
+        if not files:
+            raise UserError(f"{place}={path}: there is no such file")
+    for file in files:
+        if not file.stat().st_size:
+            raise UserError(f"{place}={file}: is empty; give a file with rows")
+    return tuple(sorted(files))

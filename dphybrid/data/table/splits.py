@@ -1,0 +1,78 @@
+"""Which rows are held out: at random, the latest, whole keys, or those of files given apart."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from dphybrid.config import DataConfig
+from dphybrid.data.batches import Array
+from dphybrid.data.table.fields import is_number
+from dphybrid.util.errors import UserError
+
+_BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """held_B: which rows are held out; text: how they were chosen, for people."""
+
+    held_B: Array
+    text: str
+
+
+def split_rows(
+    data: DataConfig, seed: int, num_rows: int, num_read: int, codes_B: Array | None, values: pl.Series | None
+) -> RowSplit:
+    """Choose the held-out rows. Rows from number `num_read` on came from files given as held out.
+
+    codes_B, values: the split column, as a dictionary's codes (0: no value). Raises UserError when one part would be empty.
+    """
+    if data.valid_path is not None:
+        held_B = np.arange(num_rows) >= num_read
+        text = f"held out: the rows of {data.valid_path}"
+    elif codes_B is None or values is None:
+        held_B = _random(seed, num_rows, data.valid_fraction)
+        text = f"held out: at random by train.seed={seed}"
+    else:
+        held_B, text = _by_value(data, seed, codes_B, values)
+    if not held_B.any() or held_B.all():
+        what = "no row is" if not held_B.any() else "all rows are"
+        raise UserError(
+            f"data.split={data.split}: {what} held out; give more rows, or another data.valid_fraction or data.split_column"
+        )
+    return RowSplit(held_B, text)
+
+
+def _random(seed: int, num_rows: int, fraction: float) -> Array:
+    """Hold out the same share of every block of rows: memory does not grow with a permutation of all of them."""
+    held_B = np.zeros(num_rows, bool)
+    for number, start in enumerate(range(0, num_rows, _BLOCK)):
+        size = min(_BLOCK, num_rows - start)
+        wanted = min(max(1, round(size * fraction)), max(1, size - 1))
+        held_B[start + np.random.default_rng([seed, number]).permutation(size)[:wanted]] = True
+    return held_B
+
+
+def _by_value(data: DataConfig, seed: int, codes_B: Array, values: pl.Series) -> tuple[Array, str]:
+    texts = values.to_list()
+    counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
+    if data.split == "time":
+        numbers = all(is_number(text) for text in texts)
+        order = sorted(range(len(texts)), key=lambda i: (float(texts[i]) if numbers else 0.0, texts[i]), reverse=True)
+    else:
+        by_name = sorted(range(len(texts)), key=lambda i: texts[i])
+        order = [by_name[i] for i in np.random.default_rng(seed).permutation(len(texts))]
+    wanted = data.valid_fraction * len(codes_B)
+    sums = np.cumsum(counts[order])
+    taken = int(np.searchsorted(sums, wanted)) + 1  # whole values, until there is enough
+    if taken > 1 and sums[min(taken, len(sums)) - 1] - wanted > wanted - sums[taken - 2]:
+        taken -= 1
+    chosen = order[:taken]
+    is_held = np.zeros(len(texts) + 1, bool)
+    is_held[1 + np.array(chosen, dtype=np.int64)] = True
+    if data.split == "time":
+        text = f"held out: {data.split_column} from {texts[chosen[-1]]!r} on; earlier rows, and those without a value, train"
+    else:
+        text = f"held out: {len(chosen):,} of {len(texts):,} values of {data.split_column}, none of which trains"
+    return is_held[codes_B], text

@@ -1,0 +1,144 @@
+"""From a device text to leased GPUs: what a run asks for, waits for, and then knows as `cuda:0`, `cuda:1`, ..."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+
+import torch
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings
+from dphybrid.gpus import Gpu, Inventory, Lease, Wanted, acquire, lease_folder, visible
+from dphybrid.gpus.hours import parse_quiet_hours
+from dphybrid.parallel import resolve_devices
+from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
+from dphybrid.util.errors import UserError
+
+REAL_NVML = "pynvml"
+
+
+@dataclass(frozen=True)
+class LeasedDevices:
+    """What a run computes on. text: for `resolve_devices`. lease: None on the CPU and where NVML does not answer."""
+
+    text: str
+    lease: Lease | None = None
+    inventory: Inventory | None = None
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What the record says of the GPUs."""
+        if self.lease is None:
+            return {}
+        return {"dphybrid.gpus": ", ".join(f"{gpu.label} {gpu.name} {gpu.uuid}" for gpu in self.lease.gpus)}
+
+
+def wanted_spec(config: ExperimentConfig, settings: Settings) -> DeviceSpec:
+    """Return the config's devices, or the settings' where it says auto."""
+    return parse_device_spec(settings.devices if config.devices == "auto" else config.devices)
+
+
+def expected_devices(config: ExperimentConfig, settings: Settings) -> str:
+    """Return the device text that a run would get if all it wants were free. Raises UserError for GPUs that are not there."""
+    spec = wanted_spec(config, settings)
+    units = _units(spec, settings, Inventory(settings.nvml))
+    if not units:
+        return resolve_devices(spec.text).text
+    count = spec.count or min(len(units), settings.max_gpus or len(units))
+    return _virtual(spec, count) if settings.nvml != REAL_NVML else resolve_devices(spec.text).text
+
+
+@contextmanager
+def leased_devices(
+    config: ExperimentConfig,
+    settings: Settings,
+    *,
+    run: str,
+    replicas: int = 0,
+    on_wait: Callable[[str], None] | None = None,
+) -> Iterator[LeasedDevices]:
+    """Wait for the GPUs that the config wants and hold them while the block runs.
+
+    run: shown to others. replicas: how many devices a resumed run had, so that `auto` takes as many again and the result keeps its bits;
+    fewer where the machine has fewer. on_wait is told why it waits. Raises UserError, LeaseTimeoutError.
+    """
+    spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
+    units = _units(spec, settings, inventory)
+    if not units:
+        yield LeasedDevices(_without_lease(spec, settings, inventory))
+        return
+    if spec.is_auto and not spec.count and replicas > len(units):
+        print(
+            f"Note: this run had {replicas} devices, here are {len(units)} GPUs; its results will round differently", flush=True
+        )
+    wanted = Wanted(
+        count=spec.count or min(replicas, len(units)),
+        numbers=tuple(sorted({int(name.split(":")[1]) for name in spec.names})),
+        at_most=settings.max_gpus,
+    )
+    hours = parse_quiet_hours(settings.quiet_hours)
+    lease = acquire(
+        wanted,
+        inventory,
+        lease_folder(settings.lease_dir),
+        run=run,
+        policy=settings.gpu_policy,
+        names=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        timeout_s=settings.gpu_wait_s,
+        poll_s=settings.gpu_poll_s,
+        on_wait=on_wait or (lambda reason: print(f"Waiting for GPUs: {reason}", flush=True)),
+        closed=lambda: hours.closed_reason(datetime.now()),
+    )
+    with lease:
+        print(f"Leased: {', '.join(gpu.label for gpu in lease.gpus)}", flush=True)
+        if settings.nvml != REAL_NVML:
+            yield LeasedDevices(_virtual(spec, len(lease.gpus)), lease, inventory)
+            return
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        numbers = _show_to_torch(lease.gpus)
+        try:
+            yield LeasedDevices(_renumbered(spec, wanted.numbers, numbers), lease, inventory)
+        finally:
+            if before is None:
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            else:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _units(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> list[Gpu]:
+    """The units to choose from; none where the CPU was asked for, or torch could not use a GPU."""
+    if "cpu" in spec.names or (settings.nvml == REAL_NVML and not torch.cuda.device_count()):
+        return []
+    return visible(inventory.read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _without_lease(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> str:
+    if settings.nvml == REAL_NVML and "cpu" not in spec.names and torch.cuda.device_count():
+        print(f"Note: GPUs are used without a lease, for {inventory.reason or 'none of them is known to NVML'}", flush=True)
+    return resolve_devices(spec.text).text
+
+
+def _virtual(spec: DeviceSpec, count: int) -> str:
+    count = len(spec.names) or count
+    return f"cpu*{count}" if count > 1 else "cpu"
+
+
+def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
+    """Return torch's numbers of the leased GPUs. CUDA is told of no others, so that nothing can open a context on somebody else's."""
+    if not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
+        return list(range(len(gpus)))
+    known = {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(torch.cuda.device_count())}
+    if missing := [gpu.label for gpu in gpus if gpu.uuid not in known]:
+        raise UserError(f"{', '.join(missing)}: CUDA was started in this process without it; start the run in a new process")
+    return [known[gpu.uuid] for gpu in gpus]
+
+
+def _renumbered(spec: DeviceSpec, wanted: tuple[int, ...], numbers: list[int]) -> str:
+    """The device text in torch's numbers: `cuda:2*2` is `cuda:0,cuda:0` once CUDA sees GPU 2 alone."""
+    if spec.is_auto:
+        return ",".join(f"cuda:{number}" for number in numbers)
+    now = dict(zip(wanted, numbers, strict=True))
+    return ",".join(f"cuda:{now[int(name.split(':')[1])]}" for name in spec.names)

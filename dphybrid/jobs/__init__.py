@@ -1,0 +1,1 @@
+"""The jobs of the package: train, retrain, sweep, predict, load; and the pages of a run."""

@@ -1,0 +1,58 @@
+"""Looks at a model before it is trained: its memory on each device, and what data parallelism changes in it."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings
+from dphybrid.data import batches, prepare
+from dphybrid.parallel import DataParallel, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.parallel.check import Finding, check_module
+from dphybrid.parallel.memory import block_memory, memory_text
+from dphybrid.recipes import build_from_config
+from dphybrid.recipes.registry import import_factory
+from dphybrid.util.errors import UserError
+
+
+def memory_report(config: ExperimentConfig, settings: Settings, batch_size: int) -> str:
+    """Return each data-parallel block's memory for a full batch, device by device. Prepares the data if need be."""
+    devices = resolve_devices(settings.devices if config.devices == "auto" else config.devices)
+    data = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed)
+    model = build_from_config(config, data.info, resolve_devices("cpu"))
+    sizes = split_sizes(batch_size, len(devices))
+    calls: dict[str, Any] = {}
+    for name, block in find_data_parallel(model).items():
+        block.register_forward_pre_hook(lambda _, args, kwargs, name=name: calls.update({name: (args, kwargs)}), with_kwargs=True)
+    model(next(batches(data.dataset("train"), max(sizes), seed=0, epoch=0, shuffle=False)))
+    parts = []
+    for name, block in find_data_parallel(model).items():
+        args, kwargs = calls[name]
+        parts.append(f"Memory of {name or 'the model'} in MiB, batch of {batch_size}:")
+        parts.append(
+            memory_text(block_memory(block.module, args, kwargs, sizes, devices.labels, config.train.optimizer, block.dim))
+        )
+    return "\n".join(parts)
+
+
+def check_target(target: str | None, config: ExperimentConfig, settings: Settings) -> list[tuple[str, list[Finding]]]:
+    """Check `package.module:factory`, or the recipe's model; return the findings by block.
+
+    A factory is called without arguments, or with the recipe's ModelContext when it takes one. Where the model has data-parallel blocks
+    these are checked, otherwise the model as if it were one. Raises UserError when the factory gives no module.
+    """
+    if target is None or inspect.signature(import_factory(target)).parameters:
+        data = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed)
+        if target is not None:
+            config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
+        model = build_from_config(config, data.info, resolve_devices("cpu"))
+    else:
+        made: Any = import_factory(target)()  # type: ignore[call-arg]
+        if not isinstance(made, nn.Module):
+            raise UserError(f"{target}: returned a {type(made).__name__}; return a torch.nn.Module")
+        model = made
+    blocks: dict[str, DataParallel] = find_data_parallel(model)
+    if not blocks:
+        return [("the module as one block", check_module(model))]
+    return [(name or "the model", check_module(block.module)) for name, block in blocks.items()]

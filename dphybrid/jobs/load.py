@@ -1,0 +1,66 @@
+"""Models back from checkpoints, on any devices."""
+
+from pathlib import Path
+
+from torch import nn
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.embedding import find_tables
+from dphybrid.embedding.storage import deferred_rows, unfilled_rows
+from dphybrid.jobs.runs import read_json, read_run
+from dphybrid.parallel import resolve_devices
+from dphybrid.recipes import build_from_config
+from dphybrid.tracking.loader import checkpoint_folder
+from dphybrid.tracking.opening import store_to_read
+from dphybrid.training.checkpoint import load_weights, read_state
+from dphybrid.training.tensor_file import mapped_tensor
+from dphybrid.util.errors import UserError
+
+
+def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: bool = False) -> nn.Module:
+    """Build the model of a checkpoint folder on `devices` and fill it, whatever devices it was trained on.
+
+    mapped: its tables stay in the checkpoint's files, and memory holds only rows that were looked up.
+    Raises UserError when the folder is no checkpoint or does not fit.
+    """
+    state = read_state(Path(folder))
+    config = ExperimentConfig.model_validate(state["config"])
+    with deferred_rows() if mapped else unfilled_rows():
+        model = build_from_config(config, state["info"], resolve_devices(devices))
+    tables = find_tables(model) if mapped else {}
+    load_weights(Path(folder), model, skip=tables)
+    for name, table in tables.items():
+        table.weight = mapped_tensor(Path(folder) / "tables" / f"{name}.safetensors", "weight", table.weight)
+    return model
+
+
+def find_checkpoint(which: str, settings: Settings) -> Path:
+    """Return the checkpoint folder of a run (name, folder or MLflow id: its best one), of `models:/NAME@ALIAS`, or the folder itself.
+
+    Raises UserError when there is none.
+    """
+    if which.startswith("models:/"):
+        return checkpoint_folder(which, store_to_read(settings.mlflow_uri, settings.mlflow_dir))
+    folder = Path(which).expanduser()
+    if (folder / "state.json").is_file():
+        return folder
+    pages = sorted(settings.runs_dir.glob("*/run.json"))
+    named = [page.parent for page in pages if which in (page.parent.name, read_json(page)["run_id"])]
+    if (folder / "run.json").is_file():
+        named = [folder]
+    if not named:
+        there = ", ".join(page.parent.name for page in pages) or "none"
+        raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
+    run = read_run(named[-1])
+    if not (run.folder / "result.json").is_file():
+        raise UserError(f"{which}: run {run.folder.name} has not been trained to a checkpoint yet")
+    return Path(read_json(run.folder / "result.json")["best_checkpoint"])
+
+
+def load_model(which: str, devices: str = "cpu") -> nn.Module:
+    """Return the model of a run (its best checkpoint), a checkpoint folder, or a registered model such as `models:/clicks@champion`.
+
+    devices: where it computes, whatever it was trained on. Raises UserError when there is none.
+    """
+    return model_from_checkpoint(find_checkpoint(which, load_settings()), devices)

@@ -1,0 +1,188 @@
+"""Predictions of a trained click model: new rows pass through the same preprocessing, values it never met are unknown ones.
+
+Files are read, scored and written chunk by chunk; the table stays in the checkpoint's file, of which only looked-up rows are read.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from polars.io.plugins import register_io_source
+
+from dphybrid.config import DataConfig, ExperimentConfig
+from dphybrid.config.sources import build_config
+from dphybrid.data.table.bags import SEPARATOR, is_list_of_items, list_texts
+from dphybrid.data.table.chunks import read_chunks
+from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table.rows import Rows, check_rejected
+from dphybrid.data.table.source import find_files
+from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
+from dphybrid.training.checkpoint import read_state
+from dphybrid.util.errors import UserError
+
+COLUMNS = {"file": pl.String, "line": pl.Int64, "probability": pl.Float32}
+"""What a file of predictions holds: where a row came from, and how probable the positive class is."""
+WRITTEN = (".parquet", ".csv")
+
+
+@dataclass
+class Predicted:
+    """What became of a file's rows. wrong_numbers: values in numeric columns that are no numbers and counted as missing."""
+
+    out: Path
+    num_rows: int = 0
+    num_rejected: int = 0
+    wrong_numbers: int = 0
+
+
+class Predictor:
+    """A trained model of recipe ctr with its preprocessing. classes: the label's two values, the predicted one last."""
+
+    def __init__(self, folder: str | Path, devices: str = "cpu", batch_size: int = 8192) -> None:
+        """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a table."""
+        self.folder = Path(folder)
+        config = ExperimentConfig.model_validate(read_state(self.folder)["config"])
+        if not (self.folder / "encoder").is_dir():
+            raise UserError(
+                f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one of recipe ctr, "
+                "trained by this version or a later one"
+            )
+        self.encoder = TableEncoder.load(self.folder / "encoder")
+        self.classes, self.batch_size = self.encoder.classes, batch_size
+        self._data = config.data
+        self._model = model_from_checkpoint(self.folder, devices, mapped=True).eval()
+
+    def predict(self, rows: pl.DataFrame | Mapping[str, Any]) -> np.ndarray:
+        """Return the probability (B,) float32 of the positive class for rows given by column name; other columns are ignored.
+
+        Texts in `data.missing` and None mean no value; a numeric column's values that are no numbers do, too, with a warning.
+        Raises UserError when a column is missing.
+        """
+        frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(dict(rows), strict=False)
+        self._check_columns(frame.columns, "the rows")
+        columns = {name: _no_value(frame[name], self._data) for name in self.encoder.names}
+        lists = {name for name in self.encoder.names if is_list_of_items(frame[name].dtype)}
+        scores_B, wrong = self._scores(columns, lists)
+        if wrong:
+            warnings.warn(f"{wrong:,} values of numeric columns are no numbers and count as missing", stacklevel=2)
+        return scores_B
+
+    def predict_file(
+        self, path: str | Path, out: str | Path, on_progress: Callable[[str, int, int], None] | None = None, **values: Any
+    ) -> Predicted:
+        """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file, chunk by chunk.
+
+        Rows that cannot be read are left out; OUT.rejected.jsonl then says which and why. values: of the config's data section, where
+        the new files are written otherwise (header, delimiter, max_rejected, ...). Raises UserError for files that do not fit, or
+        when more than data.max_rejected of the rows cannot be read; nothing is left at `out` then.
+        """
+        path, target = str(path), Path(out)
+        if target.suffix.lower() not in WRITTEN:
+            raise UserError(f"--out {out}: give a name that ends in {' or '.join(WRITTEN)}")
+        if not target.absolute().parent.is_dir() or target.is_dir():
+            raise UserError(f"--out {out}: cannot be written there; name a file in a folder that exists")
+        files = find_files(path, "data.path")
+        done, rejected = Predicted(target), []
+        failed: list[BaseException] = []
+        total, before = sum(file.stat().st_size for file in files), 0
+
+        def frames(*_: object) -> Iterator[pl.DataFrame]:
+            nonlocal before
+            try:
+                for file in files:
+                    for chunk in read_chunks(file, self._reading(path, values)):
+                        rejected.extend(chunk.rejected)
+                        yield self._chunk(chunk, done)
+                        if on_progress:
+                            on_progress("predict rows", min(total, before + chunk.bytes_read), total)
+                    before += file.stat().st_size
+                check_rejected(path, rejected, done.num_rows + len(rejected), self._reading(path, values).max_rejected)
+            except BaseException as error:
+                failed.append(error)  # polars would wrap it
+                raise
+
+        partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+        try:
+            lazy = register_io_source(frames, schema=COLUMNS)
+            lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
+            if rejected:
+                lines = "".join(json.dumps(row) + "\n" for row in rejected)
+                target.with_name(f"{target.name}.rejected.jsonl").write_text(lines, encoding="utf-8")
+            partial.rename(target)
+        except (pl.exceptions.PolarsError, OSError) as error:
+            if failed:
+                raise failed[0] from None
+            raise UserError(f"--out {out}: cannot be written: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+        done.num_rejected = len(rejected)
+        return done
+
+    def _reading(self, path: str, values: Mapping[str, Any]) -> DataConfig:
+        """The config that new files are read by: as the training files, and a header is known by the columns' names."""
+        known = {
+            "path": path,
+            "label": None,
+            "numeric": tuple(self.encoder.names),
+            "categorical": (),
+            "bags": (),
+            "text": (),
+            "ignore": (),
+        }
+        data = {**self._data.model_dump(exclude={"valid_path", "split", "split_column"}), **known, **values}
+        return build_config({"recipe": "ctr", "data": data}).data
+
+    def _chunk(self, chunk: Rows, done: Predicted) -> pl.DataFrame:
+        self._check_columns(chunk.names, str(chunk.file))
+        scores_B, wrong = self._scores({name: chunk.column(name) for name in self.encoder.names}, chunk.lists)
+        done.num_rows += len(chunk)
+        done.wrong_numbers += wrong
+        return pl.DataFrame(
+            {"file": pl.repeat(str(chunk.file), len(chunk), eager=True), "line": chunk.lines, "probability": scores_B},
+            schema=COLUMNS,
+        )
+
+    def _check_columns(self, names: list[str], where: str) -> None:
+        if missing := [name for name in self.encoder.names if name not in names]:
+            raise UserError(f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: {', '.join(names)}")
+
+    def _scores(self, columns: dict[str, pl.Series], lists: Set[str]) -> tuple[np.ndarray, int]:
+        """lists: columns that came as lists, with `SEPARATOR` between the items now; they may have been text with another one in training."""
+        for bag in self.encoder.bags:
+            if bag.name in lists and bag.separator is not None:
+                columns[bag.name] = columns[bag.name].str.replace_all(SEPARATOR, bag.separator, literal=True)
+        arrays, wrong = self.encoder.encode(columns)
+        num_rows = len(arrays["ids_BF"])
+        scores = [np.zeros(0, np.float32)]
+        with torch.inference_mode():
+            for start in range(0, num_rows, self.batch_size):
+                rows = slice(start, start + self.batch_size)
+                batch = {name: torch.from_numpy(array[rows]) for name, array in arrays.items()}
+                batch["labels_B"] = torch.zeros(len(batch["ids_BF"]))  # only the loss needs them
+                outputs = self._model(batch)
+                scores.append(torch.sigmoid(outputs["logits"].float()).cpu().numpy())
+        return np.concatenate(scores), wrong
+
+
+def _no_value(series: pl.Series, data: DataConfig) -> pl.Series:
+    if series.dtype.is_numeric() or series.dtype == pl.Boolean:
+        return series
+    text = list_texts(series, "the rows") if is_list_of_items(series.dtype) else series.cast(pl.String).str.strip_chars()
+    return text.set(text.is_in(["", *data.missing]).fill_null(False), None)
+
+
+def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Predictor:
+    """Return the predictor of a run, a checkpoint folder or a registered model such as `models:/clicks@champion`.
+
+    Raises UserError when there is none, or when it is no model of recipe ctr.
+    """
+    from dphybrid.config.settings import load_settings
+
+    return Predictor(find_checkpoint(which, load_settings()), devices, batch_size)

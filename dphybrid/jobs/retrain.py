@@ -1,0 +1,274 @@
+"""Retraining: is there something new, the config that goes on from the champion, and whether the challenger takes its place.
+
+Champion and challenger answer the same held-out rows, none of which either was trained on. The difference gets an interval by the paired
+bootstrap (Efron 1979): both are scored on the same resampled rows, many times over.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings
+from dphybrid.config.sources import apply_overrides
+from dphybrid.data import Prepared, open_prepared, source_digest
+from dphybrid.data.table.extend import old_ids, open_base
+from dphybrid.embedding.storage import unfilled_rows
+from dphybrid.jobs.runs import read_json, read_run, write_json
+from dphybrid.parallel import resolve_devices
+from dphybrid.recipes import build_from_config
+from dphybrid.tracking.loader import checkpoint_folder
+from dphybrid.tracking.opening import embedded_uri
+from dphybrid.tracking.registry import Registry, Version
+from dphybrid.training.checkpoint import load_weights, read_state
+from dphybrid.training.loop import held_out_outputs
+from dphybrid.training.metrics import TASKS, Task
+from dphybrid.training.tensor_file import file_digest
+from dphybrid.training.warm_start import warm_start
+from dphybrid.util.errors import UserError
+
+CHAMPION_TAG = "dphybrid.champion"
+_NETWORK = ("factory", "kind", "dim", "hidden", "layers", "dtype")
+"""Values of the model section that weights cannot be carried across."""
+NUM_RESAMPLES = 300
+TOP_VALUES = 20
+"""Most frequent values of a column whose shares count for drift; the others count together."""
+
+
+class Plan(BaseModel):
+    """What a retraining will do. stop: why there is nothing to do; undecided: run folder of a challenger that was trained and not yet judged.
+
+    config: the experiment with the champion's data and weights filled in. champion: its version, "" for the first model of its name.
+    """
+
+    config: ExperimentConfig
+    model: str
+    champion: str = ""
+    stop: str = ""
+    undecided: str = ""
+
+
+class Decision(BaseModel):
+    """Champion against challenger on the same held-out rows; gain > 0: the challenger is better. low, high: of the 95 % interval."""
+
+    promoted: bool
+    why: str
+    metric: str = ""
+    num_rows: int = 0
+    champion: dict[str, float] = {}
+    challenger: dict[str, float] = {}
+    gain: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+
+def open_registry(settings: Settings) -> Registry:
+    """Return the model registry in force. Raises UserError where nothing is recorded."""
+    if settings.mlflow_uri == "none":
+        raise UserError("retraining needs MLflow's model registry, and tracking is none; unset it, or name a server")
+    return Registry(settings.mlflow_uri or embedded_uri(settings.mlflow_dir))
+
+
+def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "") -> Plan:
+    """Look whether data has arrived since the newest version was made, and from where to go on.
+
+    event: why to retrain even when none has. Raises UserError for a config that cannot be retrained.
+    """
+    model = config.checkpoint.register_as
+    if model is None:
+        raise UserError("checkpoint.register_as is not set; retraining needs the name of the model in MLflow's registry")
+    if config.recipe != "ctr":
+        raise UserError(f"recipe={config.recipe}: only tables (recipe ctr) can grow and be retrained; train others anew")
+    registry = open_registry(settings)
+    newest, champion = registry.newest(model), registry.champion(model)
+    if newest is None or champion is None:
+        return Plan(config=config, model=model)
+    if not newest.decision and newest.number != champion.number and newest.run_tags.get(CHAMPION_TAG) == champion.number:
+        return Plan(config=config, model=model, champion=champion.number, undecided=newest.run_tags["dphybrid.run_folder"])
+    if not event and newest.run_tags.get("dphybrid.source_digest") == source_digest(
+        config.recipe, config.data, config.train.seed
+    ):
+        return Plan(
+            config=config, model=model, champion=champion.number, stop=f"no new data since version {newest.number} was made"
+        )
+    return Plan(config=_from_champion(config, champion, registry, settings), model=model, champion=champion.number)
+
+
+def _kept_checkpoint(champion: Version, registry: Registry, settings: Settings) -> Path:
+    """Return the champion's checkpoint in a folder that lasts: its run's, else a copy of what MLflow has."""
+    copy = settings.data_dir / "champions" / f"{champion.name}-{champion.number}"
+    if (copy / "state.json").is_file():
+        return copy
+    found = checkpoint_folder(champion.uri, registry.uri)
+    step = f"step-{read_state(found)['progress']['step']:06d}"
+    kept = Path(champion.run_tags.get("dphybrid.run_folder", "")) / "checkpoints" / step
+    if (kept / "state.json").is_file() and file_digest(kept / "state.json") == file_digest(found / "state.json"):
+        return kept
+    partial = copy.with_name(f".{copy.name}.{os.getpid()}")
+    shutil.copytree(found, partial)
+    try:
+        partial.rename(copy)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial)
+    return copy
+
+
+def _from_champion(config: ExperimentConfig, champion: Version, registry: Registry, settings: Settings) -> ExperimentConfig:
+    checkpoint = _kept_checkpoint(champion, registry, settings)
+    state = read_state(checkpoint)
+    if not state.get("prepared") or not Path(state["prepared"]).is_dir():
+        raise UserError(
+            f"champion {champion.uri}: its prepared data {state.get('prepared')} is not on this machine; share DPHYBRID_DATA_DIR between the "
+            "workstations, or register a newly trained model under another name"
+        )
+    before, now = state["config"]["model"], config.model_dump(mode="json")["model"]
+    changed = [f"{name}: {before.get(name)} -> {now[name]}" for name in _NETWORK if before.get(name) != now[name]]
+    if changed:
+        raise UserError(
+            f"champion {champion.uri} has another network than the config ({'; '.join(f'model.{text}' for text in changed)}); "
+            "give the same one, or another checkpoint.register_as"
+        )
+    return apply_overrides(config, [f"data.base={state['prepared']}", f"train.warm_start={checkpoint}"])
+
+
+def reason_to_wait(prepared: str, min_new_rows: int, drift_above: float, event: str = "") -> str | None:
+    """Return why the data that has arrived is not worth a training yet, or None.
+
+    min_new_rows: so many rows are. drift_above: so is a drift of a column beyond it, with fewer rows (0: never). event: so is one.
+    """
+    data = open_prepared(Path(prepared))
+    if event or "new_rows" not in data.arrays:
+        return None
+    num_new = len(data.arrays["new_rows"])
+    if num_new >= max(1, min_new_rows):
+        return None
+    text = f"{num_new} new rows, min_new_rows is {max(1, min_new_rows)}"
+    if drift_above <= 0 or not num_new:
+        return text
+    column, value = largest_drift(prepared)
+    if value > drift_above:
+        return None
+    return f"{text}; the largest drift is {value:.3f} in column {column}, drift_above is {drift_above:g}"
+
+
+def largest_drift(prepared: str) -> tuple[str, float]:
+    """Return the column whose values are distributed most differently in the new rows, and its population stability index.
+
+    The index sums (p - q) ln(p / q) over a column's most frequent values; above 0.1 is usually called a shift, above 0.25 a large one.
+    """
+    data = open_prepared(Path(prepared))
+    base = open_base(Path(data.manifest["base"]))
+    to_old = old_ids(base.encoder, open_base(data.path).encoder)
+    before_rows, new_rows = base.prepared.arrays["train_rows"], data.arrays["new_rows"]
+    found = [("", 0.0)]
+    for place, column in enumerate(base.encoder.id_columns):
+        before = np.bincount(_ids_of(base.prepared, place, before_rows), minlength=column["num_ids"])
+        now = np.bincount(to_old[place][_ids_of(data, place, new_rows)], minlength=column["num_ids"])
+        order = np.argsort(-before, kind="stable")
+        p, q = (_shares(counts[order]) for counts in (before, now))
+        found.append((column["name"], float(((q - p) * np.log(q / p)).sum())))
+    return max(found, key=lambda pair: pair[1])
+
+
+def _ids_of(data: Prepared, place: int, rows: np.ndarray) -> np.ndarray:
+    """Return all ids that some rows have in an id column: one a row, or those of their bags."""
+    ids_BF = data.arrays["ids_BF"]
+    if place < ids_BF.shape[1]:
+        return np.asarray(ids_BF[:, place][rows])
+    bags_BL = data.arrays["bags_BFL"][:, place - ids_BF.shape[1]][rows]
+    return np.asarray(bags_BL[bags_BL >= 0])
+
+
+def _shares(counts: np.ndarray) -> np.ndarray:
+    grouped = np.append(counts[:TOP_VALUES], counts[TOP_VALUES:].sum()) + 0.5  # no share is 0
+    return np.asarray(grouped / grouped.sum())
+
+
+def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decision:
+    """Compare the trained challenger of a run folder with the champion it started from; promote it, or keep the champion; write down why.
+
+    Promoted when the whole 95 % interval of the gain lies above `min_gain`. Raises UserError when MLflow does not answer.
+    """
+    run = read_run(run_folder)
+    if (run.folder / "decision.json").is_file():  # made before this process, which goes on where another one died
+        return Decision.model_validate(read_json(run.folder / "decision.json"))
+    registry = open_registry(settings)
+    model = run.config.checkpoint.register_as
+    assert model is not None  # plan_retraining has looked
+    challenger = registry.newest(model)
+    if challenger is None or challenger.run_id != run.page["run_id"]:
+        raise UserError(
+            f"the model of run {run.folder.name} is not registered as {model!r} yet; run `dphybrid sync`, then start the retraining again"
+        )
+    if run.config.train.warm_start is None:
+        decision = Decision(promoted=True, why="the first model of its name has nobody to be compared with")
+    else:
+        decision = compare_on_held_out_rows(run_folder, settings, min_gain)
+    registry.decide(challenger, decision.promoted, decision.why)
+    write_json(run.folder / "decision.json", decision.model_dump())
+    return decision
+
+
+def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: float) -> Decision:
+    """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's held-out rows."""
+    run = read_run(run_folder)
+    config, data = run.config, open_prepared(Path(run.page["prepared"]))
+    devices = resolve_devices(run.page["devices"])
+    task, outputs = TASKS[data.info["task"]], []
+    for name in ("champion", "challenger"):
+        with unfilled_rows():
+            network = build_from_config(config, data.info, devices, settings.table_folder)
+        if name == "champion":
+            assert config.train.warm_start is not None
+            warm_start(Path(config.train.warm_start), network, data)
+        else:
+            load_weights(Path(read_json(run.folder / "result.json")["best_checkpoint"]), network)
+        outputs.append(held_out_outputs(network, data.dataset("valid"), config.train.batch_size))
+        del network  # before the next one needs its memory
+    champion, challenger = (task.compute(output) for output in outputs)
+    gains = bootstrap_gains(outputs[0], outputs[1], task, config.train.seed)
+    low, high = (float(value) for value in np.quantile(gains, [0.025, 0.975]))
+    sign = 1 if task.higher_is_better else -1
+    gain = sign * (challenger[task.metric] - champion[task.metric])
+    num_rows = len(next(iter(outputs[0].values())))
+    promoted = low > min_gain
+    verdict = "better" if promoted else "not surely better" if high > min_gain else "not better"
+    why = (
+        f"{verdict}: held-out {task.metric} {challenger[task.metric]:.5f} against the champion's {champion[task.metric]:.5f} on the same "
+        f"{num_rows:,} rows; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
+        + (f", wanted {min_gain:+g}" if min_gain else "")
+    )
+    return Decision(
+        promoted=promoted,
+        why=why,
+        metric=task.metric,
+        num_rows=num_rows,
+        champion=champion,
+        challenger=challenger,
+        gain=gain,
+        low=low,
+        high=high,
+    )
+
+
+def bootstrap_gains(
+    champion: dict[str, torch.Tensor], challenger: dict[str, torch.Tensor], task: Task, seed: int, resamples: int = NUM_RESAMPLES
+) -> np.ndarray:
+    """Return the challenger's gain in the task's metric on `resamples` resampled sets of the same rows (resamples,)."""
+    num_rows = len(next(iter(champion.values())))
+    random = np.random.default_rng(seed)
+    gains: list[float] = []
+    while len(gains) < resamples:
+        rows = torch.from_numpy(random.integers(0, num_rows, num_rows))
+        try:
+            values = [task.compute({n: v[rows] for n, v in out.items()})[task.metric] for out in (champion, challenger)]
+        except UserError:  # a few rows, drawn all of one label
+            if len(set(champion["labels_B"].tolist())) < 2:
+                raise
+            continue
+        gains.append(values[1] - values[0])
+    return np.array(gains) * (1 if task.higher_is_better else -1)

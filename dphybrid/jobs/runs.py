@@ -1,0 +1,132 @@
+"""Run folders: one a run, with a page that says what the run is, and how to find the one to go on with."""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dphybrid import __version__
+from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config.settings import Settings
+from dphybrid.data import Prepared
+from dphybrid.parallel import Devices
+from dphybrid.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and its page."""
+
+    folder: Path
+    page: dict[str, Any]
+
+    @property
+    def config(self) -> ExperimentConfig:
+        return ExperimentConfig.model_validate(self.page["config"])
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which: str) -> Run:
+    """Return the run to resume: the newest of this recipe ("latest") or the one named (or with that MLflow id).
+
+    Raises UserError when there is none, and when model, tables or data differ from the config's, naming each difference.
+    """
+    runs = sorted(
+        (Run(path.parent, read_json(path)) for path in settings.runs_dir.glob("*/run.json")),
+        key=lambda run: (run.page["created"], run.folder.name),
+    )
+    if which == "latest":
+        runs = [run for run in runs if run.page["config"]["recipe"] == config.recipe]
+    else:
+        runs = [run for run in runs if which in (run.folder.name, run.page["run_id"])]
+    if not runs:
+        there = ", ".join(path.name for path in settings.runs_dir.glob("*") if path.is_dir()) or "none"
+        raise UserError(f"--resume {which}: no such run of recipe {config.recipe} in {settings.runs_dir}; there: {there}")
+    run = runs[-1]
+    fixed = ("recipe", "model.", "table.optimizer", "train.optimizer", "train.seed", "train.batch_size", "data.")
+    before, now = flatten(run.page["config"]), flatten(config.model_dump(mode="json"))
+    changed = [
+        f"{name}: {before.get(name)} -> {now[name]}" for name in now if name.startswith(fixed) and before.get(name) != now[name]
+    ]
+    if run.page["data_digest"] != data.digest and not changed:
+        changed = [f"data digest: {run.page['data_digest']} -> {data.digest} (the file changed)"]
+    if changed:
+        raise UserError(
+            f"--resume: run {run.folder.name} was started with other values ({'; '.join(changed)}); give the same ones, or start a new run"
+        )
+    return run
+
+
+def read_run(run_folder: str | Path) -> Run:
+    """Return a run by its folder. Raises UserError when it is none."""
+    folder = Path(run_folder)
+    if not (folder / "run.json").is_file():
+        raise UserError(f"{folder}: is no run folder (it has no run.json)")
+    return Run(folder, read_json(folder / "run.json"))
+
+
+def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | None:
+    """Return the name of the run that carries a tag value, or None."""
+    for path in settings.runs_dir.glob("*/run.json"):
+        if value is not None and read_json(path)["tags"].get(tag) == value:
+            return path.parent.name
+    return None
+
+
+def environment_tags() -> dict[str, str]:
+    """Return what a result may depend on: versions, machine, commit."""
+    tags = {"version.dphybrid": __version__} | {f"version.{name}": version(name) for name in ("torch", "mlflow", "polars")}
+    tags |= {"version.python": platform.python_version(), "host.name": platform.node(), "host.cpus": str(os.cpu_count())}
+    tags["torch.threads"] = str(torch.get_num_threads())
+    if torch.cuda.is_available():
+        tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        status = subprocess.run(
+            ["git", "-C", here, "status", "--porcelain"], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return tags  # installed without its repository
+    return tags | {"mlflow.source.git.commit": commit, "dphybrid.dirty": str(bool(status.strip())).lower()}
+
+
+def new_run_folder(settings: Settings, config: ExperimentConfig, devices: Devices, name: str | None) -> Path:
+    """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError for an unusable name."""
+    if name is not None and (not name.strip() or Path(name).name != name or name.startswith(".")):
+        raise UserError(f"run name {name!r}: use a plain name without slashes, it also names a folder")
+    base = (
+        name
+        or f"{config.recipe}-{devices.text.replace('*', 'x').replace(':', '').replace(',', '+')}-{time.strftime('%m%d-%H%M%S')}"
+    )
+    settings.runs_dir.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, 1000):
+        folder = settings.runs_dir / (base if attempt == 1 else f"{base}-{attempt}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise UserError(f"run name {base!r}: taken a thousand times in {settings.runs_dir}; give another")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a page of JSON."""
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Read a page of JSON."""
+    return json.loads(path.read_text(encoding="utf-8"))

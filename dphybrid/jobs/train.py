@@ -1,0 +1,337 @@
+"""The main job as five plain functions - prepare, build, train, evaluate, report - that pass paths, and `run_job`, which calls them in turn.
+
+The flow and the command line share them. A run is a folder: `run.json` (what it is), `checkpoints/`, `result.json`, `splits.json`,
+`splits.txt`, `report.json`; its MLflow run holds the same for people to compare.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config.settings import Settings
+from dphybrid.data import Prepared, num_batches, open_prepared, prepare
+from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
+from dphybrid.embedding.storage import unfilled_rows
+from dphybrid.gpus.leasing import expected_devices, leased_devices
+from dphybrid.gpus.politeness import giving_way
+from dphybrid.jobs.report import Report, attached, open_run_tracker, report_run
+from dphybrid.jobs.runs import Run, environment_tags, find_run, new_run_folder, read_json, read_run, write_json
+from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.recipes import build_from_config
+from dphybrid.tracking import Status, Tracker, waiting
+from dphybrid.tracking.system import Averages, system_metrics
+from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, load_checkpoint, load_weights
+from dphybrid.training.clock import StageClock
+from dphybrid.training.display import Display, preparation_progress
+from dphybrid.training.loop import Meter, Session, evaluate, make_dense_optimizer, train
+from dphybrid.training.metrics import TASKS
+from dphybrid.training.split_log import SplitLog, announcement
+from dphybrid.training.warm_start import warm_start
+from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.util.stop import Interrupted, stop_signals
+
+
+def run_job(
+    config: ExperimentConfig,
+    settings: Settings,
+    run_name: str | None = None,
+    resume: str | None = None,
+    tags: dict[str, str] | None = None,
+) -> Report:
+    """Prepare, build, train, evaluate and report in this process. Raises UserError before work starts, Interrupted on request."""
+    prepared = prepare_data(config, settings)
+    replicas = resumed_replicas(config, settings, prepared, resume)
+    with leased_devices(config, settings, run=run_name or resume or config.recipe, replicas=replicas) as devices:
+        folder = build_run(
+            config, settings, prepared, devices.text, run_name=run_name, resume=resume, tags=devices.tags | (tags or {})
+        )
+        with closing_run(folder, settings):
+            with giving_way(devices, settings):
+                train_run(folder, settings)
+            evaluate_run(folder, settings)
+            return report_run(folder, settings)
+
+
+@contextmanager
+def closing_run(folder: str, settings: Settings) -> Iterator[None]:
+    """End the MLflow run as KILLED when the block is interrupted and as FAILED when it fails."""
+    try:
+        yield
+    except BaseException as error:
+        fail_run(folder, settings, "KILLED" if _is_stop(error) else "FAILED")
+        raise
+
+
+def _is_stop(error: BaseException) -> bool:
+    return not isinstance(error, Exception)
+
+
+def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
+    """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input."""
+    check_devices(config, expected_devices(config, settings))
+    with preparation_progress() as progress:
+        prepared = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed, progress)
+    print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)
+    print(prepared.describe(), flush=True)
+    return str(prepared.path)
+
+
+def check_devices(config: ExperimentConfig, devices: str) -> Devices:
+    """Resolve the devices and note it when batches are too small to give each one a row. Raises UserError for devices that are not there."""
+    resolved = resolve_devices(devices)
+    used = len(split_sizes(config.train.batch_size, len(resolved)))
+    if used < len(resolved):
+        print(
+            f"Note: train.batch_size={config.train.batch_size} leaves {len(resolved) - used} of {len(resolved)} devices idle; "
+            f"`dphybrid plan --devices '{resolved.text}' --batch-size {config.train.batch_size}` shows the split",
+            flush=True,
+        )
+    return resolved
+
+
+def resumed_replicas(config: ExperimentConfig, settings: Settings, prepared: str, resume: str | None) -> int:
+    """Return on how many devices the run to resume computed, 0 for a new one. Raises UserError when there is none to resume."""
+    if not resume:
+        return 0
+    previous = find_run(settings, config, open_prepared(Path(prepared)), resume)
+    return len(parse_device_spec(previous.page.get("devices", "auto")).names)
+
+
+def build_run(
+    config: ExperimentConfig,
+    settings: Settings,
+    prepared: str,
+    devices_text: str,
+    *,
+    run_name: str | None = None,
+    resume: str | None = None,
+    tags: dict[str, str] | None = None,
+    links: dict[str, str] | None = None,
+) -> str:
+    """Build the model once on the given devices, create (or reopen) the run folder and its MLflow run; return the folder.
+
+    tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
+    resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when there is none.
+    """
+    data = open_prepared(Path(prepared))
+    devices = resolve_devices(devices_text)
+    with unfilled_rows():  # it is only looked at
+        model = build_from_config(config, data.info, devices, settings.table_folder)
+    sizes = {
+        "size.block_parameters": sum(p.numel() for p in model.parameters()),
+        "size.table_rows": sum(len(t.weight) for t in find_tables(model).values()),
+        "size.table_bytes": sum(t.weight.numel() * t.weight.element_size() for t in find_tables(model).values()),
+    }
+    blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"
+    print(
+        f"Model: {sizes['size.block_parameters']:,} parameters in blocks, {sizes['size.table_rows']:,} table rows "
+        f"({sizes['size.table_bytes'] / 2**20:.1f} MiB) in host memory; data-parallel: {blocks}; devices: {devices.text}",
+        flush=True,
+    )
+    previous = find_run(settings, config, data, resume) if resume else None
+    folder = previous.folder if previous else new_run_folder(settings, config, devices, run_name)
+    tracker = open_run_tracker(settings, must_answer=previous is None)
+    if count := waiting(settings.mlflow_dir / "spool"):
+        print(
+            f"Note: records of {count} earlier {'run' if count == 1 else 'runs'} wait to be sent; `dphybrid sync` does it",
+            flush=True,
+        )
+    attempt = previous.page["attempt"] + 1 if previous else 1
+    all_tags = {
+        **environment_tags(),
+        **(tags or {}),
+        "dphybrid.recipe": config.recipe,
+        "dphybrid.devices": devices.text,
+        "dphybrid.attempt": str(attempt),
+        "dphybrid.run_folder": str(folder),
+        "dphybrid.source_digest": str(data.manifest.get("source_digest", "")),
+    }
+    values: dict[str, Any] = {
+        **flatten(config.model_dump(mode="json")),
+        "devices.replicas": len(devices),
+        "devices.resolved": devices.text,
+        **{f"split.{name}": value for name, value in data.manifest.get("split", {}).items()},
+        **sizes,
+    }
+    params = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
+    try:
+        if previous:
+            run_id = previous.page["run_id"]
+            tracker.resume(run_id, all_tags)
+        else:
+            run_id = tracker.start(folder.name, params, all_tags, _note(config, data))
+        tracker.log_dataset(
+            name=data.path.name,
+            digest=data.digest,
+            source=config.data.path or config.recipe,
+            num_rows=len(data.dataset("train")),
+            columns=list(data.info),
+            context="training",
+        )
+    except BaseException:
+        if previous is None:
+            folder.rmdir()
+        raise
+    finally:
+        tracker.close()
+    page = {
+        "run_id": run_id,
+        "attempt": attempt,
+        "config": config.model_dump(mode="json"),
+        "devices": devices.text,
+        "prepared": prepared,
+        "data_digest": data.digest,
+        "links": links or {},
+        "tags": tags or {},
+        "created": previous.page["created"] if previous else datetime.now(UTC).isoformat(),
+    }
+    write_json(folder / "run.json", page)
+    print(f"Run: {folder.name}" + (f" ({run_id})" if run_id else ", not recorded"), flush=True)
+    return str(folder)
+
+
+def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
+    """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json` holds.
+
+    Raises Interrupted after a checkpoint when asked to stop, UserError when the loss is no number any more.
+    """
+    run = read_run(run_folder)
+    config, data = run.config, open_prepared(Path(run.page["prepared"]))
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    devices = resolve_devices(run.page["devices"])
+    done = complete_checkpoints(run.checkpoints)
+    with unfilled_rows() if done or config.train.warm_start else nullcontext():
+        model = build_from_config(config, data.info, devices, settings.table_folder)
+    tables = find_tables(model)
+    rows: RowOptimizer | None = None
+    if tables:
+        rows = make_row_optimizer(config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay)
+    trained = Trained(model, make_dense_optimizer(model, config.train), rows, Progress())
+    torch.manual_seed(config.train.seed)
+    run.checkpoints.mkdir(exist_ok=True)
+    if done:
+        load_checkpoint(done[-1], trained)
+        print(f"Going on from {done[-1]}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}", flush=True)
+    elif config.train.warm_start:
+        warm_start(Path(config.train.warm_start), model, data)
+        print(f"Starting from the weights of {config.train.warm_start}", flush=True)
+    with _recording(run, settings) as tracker, stop_signals() as stop, Display() as display:
+        session = Session(
+            config=config,
+            trained=trained,
+            train_data=data.dataset("train"),
+            valid_data=data.dataset("valid"),
+            task=TASKS[data.info["task"]],
+            tracker=tracker,
+            clock=StageClock.of(devices.home),
+            splits=SplitLog(model, each=config.train.print_splits == "each"),
+            stop=stop,
+            checkpoints=run.checkpoints,
+            facts={
+                "data_digest": data.digest,
+                "prepared": str(data.path),
+                "devices": devices.text,
+                "recipe": config.recipe,
+                "info": data.info,
+            },
+            dataset=(data.path.name, data.digest),
+            profile_steps=settings.profile_steps,
+            encoder=encoder if (encoder := data.path / "encoder").is_dir() else None,
+        )
+        for line in filter(None, [announcement(devices)]):
+            session.splits.lines.append(line)
+            display.line(line)
+        meter = Meter(session)
+        started = datetime.fromisoformat(run.page["created"]).timestamp()
+        averages = Averages()
+        try:
+            with system_metrics(tracker, started, devices.gpu_uuids, averages):
+                train(session, display, meter)
+        except Interrupted as interruption:
+            interruption.run = run.folder.name
+            raise
+        finally:
+            result = _write_result(run, session, meter, averages.means)
+            tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
+            tracker.log_table("split_shapes.json", session.splits.rows())
+    return result
+
+
+def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, float]) -> dict[str, Any]:
+    progress = session.trained.progress
+    done = complete_checkpoints(run.checkpoints)
+    best = run.checkpoints / f"step-{progress.best_step or 0:06d}"
+    result = {
+        "checkpoint": str(done[-1]) if done else "",
+        "best_checkpoint": str(best if best.exists() else done[-1] if done else ""),
+        "steps": progress.step,
+        "epochs": progress.epoch,
+        "devices": session.facts["devices"],
+        "system": system,
+        "history": progress.history,
+        "best_value": progress.best_value,
+        "step_ms": meter.times.summary(),
+        "steps_timed": meter.times.count,
+        "stages": {name: round(seconds, 6) for name, seconds in sorted(session.clock.totals.items(), key=lambda item: -item[1])},
+        "steps_per_epoch": num_batches(session.train_data, session.config.train.batch_size),
+    }
+    write_json(run.folder / "result.json", result)
+    write_json(run.folder / "splits.json", session.splits.rows())
+    (run.folder / "splits.txt").write_text("\n".join(session.splits.lines) + "\n", encoding="utf-8")
+    return result
+
+
+def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
+    """Evaluate the best checkpoint on the held-out rows, and on test rows where the data has some (`test_...`); log it all as `final/...`."""
+    run = read_run(run_folder)
+    config, data = run.config, open_prepared(Path(run.page["prepared"]))
+    result = read_json(run.folder / "result.json")
+    with unfilled_rows():
+        model = build_from_config(config, data.info, resolve_devices(run.page["devices"]), settings.table_folder)
+    load_weights(Path(result["best_checkpoint"]), model)
+    task, batch_size = TASKS[data.info["task"]], config.train.batch_size
+    metrics = evaluate(model, data.dataset("valid"), batch_size, task)
+    if "test" in data.parts:
+        metrics |= {f"test_{name}": value for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()}
+    write_json(run.folder / "metrics.json", metrics)
+    with _recording(run, settings) as tracker:
+        tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
+    return metrics
+
+
+def fail_run(run_folder: str, settings: Settings, status: Status) -> None:
+    """End the MLflow run of a run folder as FAILED or KILLED."""
+    attached(read_run(run_folder), settings).finish(status)
+
+
+@contextmanager
+def _recording(run: Run, settings: Settings) -> Iterator[Tracker]:
+    tracker = attached(run, settings)
+    try:
+        yield tracker
+    finally:
+        tracker.close()
+
+
+def _note(config: ExperimentConfig, data: Prepared) -> str:
+    return f"`{config.recipe}` on prepared data `{data.path.name}`; the report stands here when the run has ended."
+
+
+__all__ = [
+    "Report",
+    "build_run",
+    "closing_run",
+    "evaluate_run",
+    "fail_run",
+    "prepare_data",
+    "report_run",
+    "resumed_replicas",
+    "run_job",
+    "train_run",
+]

@@ -1,0 +1,236 @@
+"""Which flow runs live on this machine: a file a run, locked by its process, so that the kernel says when it is dead.
+
+A worker that finds the file of a dead run queues the run again, whatever killed it: a `kill -9`, the out-of-memory killer, or the worker's
+own death, of which no server would ever be told.
+"""
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import psutil
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ObjectNotFound
+from prefect.states import AwaitingRetry, Cancelled, Crashed
+
+from dphybrid.config.settings import load_settings
+from dphybrid.gpus import lease_folder
+from dphybrid.orchestration.queueing import UNREACHABLE
+from dphybrid.util.watching import watching
+
+SETTLE_S = 8.0
+"""How long a run must have been in the state that says it lives, or has crashed."""
+SILENT = "no heartbeat: its machine died"
+"""What the automation of `dphybrid.orchestration.setup` writes on a run."""
+STUCK_S = 120.0
+"""How long the start of a process may take."""
+STARTED_BY = "DPHYBRID_STARTED_BY"
+"""Environment variable in which a worker tells a run's process who started it: `PID TOKEN`, what the worker wrote into the run's file, too."""
+MAX_RUNS = 10
+"""A flow run that was begun so often is not queued again: it may be what kills its machine."""
+
+
+def run_file(flow_run_id: str) -> Path:
+    """Return the file of a flow run on this machine."""
+    return lease_folder(load_settings().lease_dir) / f"flow-{flow_run_id}.run"
+
+
+def mark_start(flow_run_id: str) -> str:
+    """Write into the run's file that this worker starts it; return what its process must be told as `STARTED_BY`."""
+    started_by = f"{os.getpid()} {uuid4()}"
+    run_file(flow_run_id).write_text(started_by)
+    return started_by
+
+
+def is_orphan() -> bool:
+    """Has the worker that started this process died? Then this is among the children of another one."""
+    worker = os.environ.get(STARTED_BY, "").partition(" ")[0]
+    return bool(worker) and worker not in {str(ancestor.pid) for ancestor in psutil.Process().parents()}
+
+
+@contextmanager
+def alive_here(flow_run_id: str | None) -> Iterator[None]:
+    """Mark the flow run as living in this process while the block runs. None: not a run of a server.
+
+    A worker may have started the run anew before this process has ended: the file is left for that start then.
+    """
+    if flow_run_id is None:
+        yield
+        return
+    file = run_file(flow_run_id)
+    with _locked(file):
+        try:
+            yield
+        finally:
+            if _start_of(file) in ("", os.environ.get(STARTED_BY, "")):
+                file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold a file locked; wait for another process of the same run, which is about to end. The end of an orphan: the other one has the run."""
+    while True:
+        with file.open("a") as stream:
+            while not _try_lock(stream.fileno()):
+                if is_orphan():
+                    print(
+                        f"{file.stem}: the worker that started this process is dead, and another process has the run", flush=True
+                    )
+                    os._exit(128 + signal.SIGTERM)
+                time.sleep(0.2)
+            try:
+                same = os.path.samestat(file.stat(), os.fstat(stream.fileno()))
+            except FileNotFoundError:  # its last holder removed it
+                same = False
+            if same:
+                yield
+                return
+
+
+def queue_dead_runs() -> list[str]:
+    """Queue the runs again whose process died on this machine; return a line for each. Waits for no server that is away."""
+    lines = []
+    for file in lease_folder(load_settings().lease_dir).glob("flow-*.run"):
+        if _is_locked(file):
+            continue
+        try:
+            with get_client(sync_client=True) as client:
+                line = _queue(client, file)
+        except UNREACHABLE:
+            break
+        if line is not None:
+            file.unlink(missing_ok=True)
+            lines += [line] if line else []
+    return lines
+
+
+def _queue(client: SyncPrefectClient, file: Path) -> str | None:
+    """Return what was done, "" when there is nothing to do, or None to look again later."""
+    flow_run_id, worker = UUID(file.stem.removeprefix("flow-")), _worker_of(file)
+    try:
+        run = client.read_flow_run(flow_run_id)
+    except ObjectNotFound:
+        return ""
+    if run.state is None or run.state.type == StateType.SCHEDULED or _is_locked(file):
+        return None  # it is about to start, perhaps here
+    if run.state.type == StateType.PENDING:
+        if worker is None or Path(f"/proc/{worker}").exists():
+            return None
+        return _again(client, run, "its worker died before it had begun")
+    if datetime.now(UTC) - run.state.timestamp < timedelta(seconds=SETTLE_S):
+        return None  # it has just begun, and is about to lock its file; or its worker is about to say what became of it
+    if run.state.type == StateType.CANCELLING:
+        client.set_flow_run_state(flow_run_id, Cancelled(message="its process is dead"), force=True)
+        return f"flow run {run.name}: cancelled, its process is dead"
+    if run.state.type not in (StateType.RUNNING, StateType.CRASHED) or run.deployment_id is None:
+        return ""
+    if run.run_count >= MAX_RUNS:
+        client.set_flow_run_state(
+            flow_run_id, Crashed(message=f"its process died, and it was begun {run.run_count} times"), force=True
+        )
+        return f"flow run {run.name}: died after {run.run_count} beginnings; not queued again"
+    return _again(client, run, "its process died")
+
+
+def _again(client: SyncPrefectClient, run: FlowRun, why: str) -> str:
+    when = datetime.now(UTC) + timedelta(seconds=1)
+    client.set_flow_run_state(run.id, AwaitingRetry(scheduled_time=when, message=f"{why}; queued again"), force=True)
+    return f"flow run {run.name}: {why}; queued again"
+
+
+def queue_lost_runs(pool: str) -> list[str]:
+    """Queue the runs of a pool again whose machine died, or whose worker before they began, wherever that was; return a line for each."""
+    before = datetime.now(UTC) - timedelta(seconds=STUCK_S)
+    try:
+        with get_client(sync_client=True) as client:
+            runs = client.read_flow_runs(
+                work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+                flow_run_filter=FlowRunFilter(
+                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.CRASHED])),
+                    tags=FlowRunFilterTags(all_=["dphybrid"]),
+                ),
+                sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+            )
+            lines = []
+            for run in runs:
+                assert run.state is not None  # the filter asks for one
+                if run.state.type == StateType.PENDING and run.state.timestamp < before:
+                    lines.append(_again(client, run, "it did not begin"))
+                elif run.state.type == StateType.CRASHED and run.state.message == SILENT and run.run_count < MAX_RUNS:
+                    lines.append(_again(client, run, SILENT))
+            return lines
+    except UNREACHABLE:
+        return []
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _start_of(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _worker_of(file: Path) -> int | None:
+    worker = _start_of(file).partition(" ")[0]
+    return int(worker) if worker.isdigit() else None
+
+
+def _is_locked(file: Path) -> bool:
+    try:
+        handle = os.open(file, os.O_RDONLY)
+    except OSError:
+        return True  # gone meanwhile, or another user's
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def noticing_the_workers_death(flow_run_id: str | None, every_s: float = 0.5) -> Iterator[None]:
+    """While the block runs, end this process in good order (SIGTERM) when the worker that started it dies, or has died before.
+
+    Nobody would supervise it then. None: no worker started it.
+    """
+    if flow_run_id is None:
+        yield
+        return
+    # A worker may die while this process still imports: its parent is another one then, from the first look on.
+    parent, orphaned = os.getppid(), is_orphan()
+
+    def look() -> bool:
+        died = orphaned or os.getppid() != parent
+        if died:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return died
+
+    with watching(look, every_s, "dphybrid-parent-guard"):
+        yield

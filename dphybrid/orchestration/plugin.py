@@ -1,0 +1,73 @@
+"""Lets `prefect deployment run train-hybrid` find the deployment by its bare name, and refuse parameters that cannot work.
+
+Prefect's command asks for FLOW/DEPLOYMENT, and its server checks types and bounds only: not the texts of `overrides`, no rule between fields.
+This start-up hook (entry-point group `prefect.plugins`, switched on in `prefect.toml`) resolves a name without a slash to the one deployment
+of that name, and checks the parameters of dphybrid's deployments before a run is made. The hook is a public interface; the methods it extends
+are not, so without them nothing is changed.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from prefect.plugins import register_hook
+
+PREFECT_PLUGIN_API_REQUIRES = ">=0.1,<1"
+
+
+class AmbiguousDeploymentError(ValueError):
+    """Several flows have a deployment of the name."""
+
+
+@register_hook
+def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signature
+    """Extend the client's look-up by name."""
+    from prefect.client.orchestration import PrefectClient
+
+    by_name = getattr(PrefectClient, "read_deployment_by_name", None)
+    if by_name is None or getattr(by_name, "takes_bare_names", False):
+        return
+
+    async def read_deployment_by_name(self: Any, name: str) -> Any:
+        return await by_name(self, name if "/" in name else await full_name(self, name))
+
+    create = PrefectClient.create_flow_run_from_deployment
+
+    async def create_flow_run_from_deployment(
+        self: Any, deployment_id: Any, *, parameters: dict[str, Any] | None = None, **more: Any
+    ) -> Any:
+        await refuse_wrong_parameters(self, deployment_id, parameters or {})
+        return await create(self, deployment_id, parameters=parameters, **more)
+
+    PrefectClient.create_flow_run_from_deployment = create_flow_run_from_deployment  # type: ignore[method-assign]
+    read_deployment_by_name.takes_bare_names = True  # type: ignore[attr-defined]
+    PrefectClient.read_deployment_by_name = read_deployment_by_name  # type: ignore[method-assign]
+
+
+async def full_name(client: Any, name: str) -> str:
+    """Return FLOW/DEPLOYMENT for a bare deployment name. Raises AmbiguousDeploymentError when several flows have one."""
+    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
+
+    found = await client.read_deployments(deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[name])))
+    flows = sorted([(await client.read_flow(deployment.flow_id)).name for deployment in found])
+    if len(flows) > 1:
+        raise AmbiguousDeploymentError(
+            f"deployment {name!r} exists for several flows; say which: {', '.join(f'{flow}/{name}' for flow in flows)}"
+        )
+    return f"{flows[0]}/{name}" if flows else f"{name}/{name}"
+
+
+async def refuse_wrong_parameters(client: Any, deployment_id: Any, parameters: dict[str, Any]) -> None:
+    """Raise UserError for parameters of a dphybrid deployment that its flow would not take; the command `prefect` ends with its message."""
+    from dphybrid.orchestration.validate import check_values
+    from dphybrid.util.errors import UserError
+
+    deployment = await client.read_deployment(deployment_id)
+    if "dphybrid" not in deployment.tags:
+        return
+    try:
+        check_values({**deployment.parameters, **parameters}, f"deployment {deployment.name}", deployment.entrypoint or "")
+    except UserError as error:
+        if Path(sys.argv[0]).name == "prefect":
+            raise SystemExit(f"Error creating flow run: {error}") from error
+        raise

@@ -1,0 +1,144 @@
+"""`python -m dphybrid.orchestration.setup`: all that a Prefect server needs, made or brought up to date; run it as often as you like.
+
+Pool and queues, the deployments of prefect.yaml (checked first), and the automation that queues runs again whose machine died.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import yaml
+from prefect.automations import Automation
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
+
+from dphybrid.cli.flags import Parser, run_cli
+from dphybrid.config.sources import build_config
+from dphybrid.orchestration.alive import SILENT
+from dphybrid.orchestration.queueing import ENDINGS
+from dphybrid.orchestration.validate import check_prefect_yaml, load_flow
+from dphybrid.orchestration.worker import SHARED_QUEUES
+from dphybrid.util.errors import UserError
+
+AUTOMATION = "dphybrid: notice runs whose machine died"
+SILENT_FOR = timedelta(seconds=200)
+"""Silence after which a run counts as dead; at least three heartbeats, or living runs would be begun twice."""
+_HEARTBEAT = "prefect.flow-run.heartbeat"
+_OVER = [
+    f"prefect.flow-run.{name}"
+    for name in ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut", "Paused", "Suspended", "AwaitingRetry", *ENDINGS)
+]
+
+
+async def make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -> list[str]:
+    """Make the pool and its queues where they are not there; return what there is, by priority."""
+    try:
+        await client.read_work_pool(pool)
+    except ObjectNotFound:
+        await client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
+    there = {queue.name: queue for queue in await client.read_work_queues(work_pool_name=pool)}
+    # Lower numbers come first, and a new queue would get the highest.
+    wanted = [*hosts, *SHARED_QUEUES]
+    for priority, name in enumerate(wanted, start=1):
+        if name not in there:
+            await client.create_work_queue(name, work_pool_name=pool, priority=priority)
+        elif there[name].priority != priority:
+            await client.update_work_queue(there[name].id, priority=priority)
+    return wanted
+
+
+async def fill_in_configs(file: Path) -> None:
+    """Give the deployments their whole config, as the recipe sets it.
+
+    Prefect's form shows a default for each value that is left out, which is the first recipe's, and sends what it shows.
+    """
+    async with get_client() as client:
+        for deployment in yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]:
+            flow = load_flow(deployment["entrypoint"])
+            there = await client.read_deployment_by_name(f"{flow.name}/{deployment['name']}")
+            config = build_config(there.parameters.get("config") or {}).model_dump(mode="json")
+            await client.update_deployment(there.id, DeploymentUpdate(parameters={**there.parameters, "config": config}))
+
+
+async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
+    """Make the automation, or bring the one of its name up to date (a second one would act twice); return which it did."""
+    automation = Automation(
+        name=AUTOMATION,
+        description="A training whose heartbeats stop has lost its machine. Workers queue it again, and one goes on from its checkpoint.",
+        trigger=EventTrigger(
+            posture=Posture.Proactive,
+            after={_HEARTBEAT},
+            expect={_HEARTBEAT, *_OVER},
+            match={"prefect.resource.id": ["prefect.flow-run.*"]},
+            match_related={"prefect.resource.id": ["prefect.tag.dphybrid"]},
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=silent_for,
+        ),
+        actions=[
+            # Not SCHEDULED: Prefect triggers this for runs that ended long ago, too, which cannot become Crashed, but would begin again.
+            ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=SILENT, force=False)
+        ],
+    )
+    try:
+        there = await Automation.aread(name=AUTOMATION)
+    except ValueError:
+        await automation.acreate()
+        return "made"
+    automation.id = there.id
+    await automation.aupdate()
+    return "brought up to date"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Set the server up; return the exit code."""
+    parser = Parser(
+        prog="python -m dphybrid.orchestration.setup", description="Set a Prefect server up for dphybrid, or bring it up to date."
+    )
+    parser.add_argument("--pool", default="gpu", help="work pool (gpu)")
+    parser.add_argument(
+        "--host", action="append", default=[], metavar="NAME", help="a workstation that gets a queue of its own; repeat"
+    )
+    parser.add_argument("--file", type=Path, default=Path("prefect.yaml"), help="deployments (prefect.yaml)")
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        if not PREFECT_API_URL.value():
+            raise UserError("PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api")
+        every_s = PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value()
+        if every_s is None or 3 * every_s > SILENT_FOR.total_seconds():
+            raise UserError(
+                f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set 60, here and for the workers; runs must be heard in time"
+            )
+        for line in check_prefect_yaml(args.file):
+            print(line)
+
+        async def make() -> None:
+            async with get_client() as client:
+                print(f"Queues of pool {args.pool}, by priority: {', '.join(await make_queues(client, args.pool, args.host))}")
+            print(f"Automation {AUTOMATION!r}: {await upsert_automation()}")
+
+        asyncio.run(make())
+        tool = Path(sys.executable).parent / "prefect"
+        deploy = [str(tool), "--no-prompt", "deploy", "--all", "--prefect-file", str(args.file)]
+        done = subprocess.run(deploy, check=False, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"deployments could not be made: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        asyncio.run(fill_in_configs(args.file))
+        print("Deployments: made or brought up to date; try `prefect deployment run train-hybrid`")
+        return 0
+
+    return run_cli(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""What a flow run of a deployment does around its work: it is seen to live, ends when its worker dies, and goes back to the queue when it
+has to stop before its end."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect import runtime
+from prefect.exceptions import TerminationSignal
+
+from dphybrid.config.settings import load_settings
+from dphybrid.orchestration.alive import alive_here, noticing_the_workers_death
+from dphybrid.orchestration.queueing import ServerAwayError, leave
+from dphybrid.util.stop import Interrupted
+
+
+@contextmanager
+def supervised() -> Iterator[None]:
+    """Supervise the flow run at hand while the block runs; nothing is to do for one that no worker started.
+
+    A block that is interrupted - to give way, by SIGTERM, or because its worker died - and is not cancelled is queued again.
+    """
+    flow_run_id = runtime.flow_run.id if runtime.deployment.id else None
+    with alive_here(flow_run_id), noticing_the_workers_death(flow_run_id):
+        try:
+            yield
+        except Interrupted as interruption:
+            asked_to_end = interruption.signal_number == signal.SIGTERM
+            _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end)
+            if asked_to_end:
+                raise TerminationSignal(signal=signal.SIGTERM) from interruption
+            raise
+        except TerminationSignal as ended:  # outside training
+            _leave(flow_run_id, f"stopped by {ended!r}", True)
+            raise
+
+
+def _leave(flow_run_id: str | None, reason: str, later: bool) -> None:
+    if flow_run_id is None:
+        return
+    try:
+        leave(flow_run_id, reason, load_settings().requeue_after_s if later else None)
+    except ServerAwayError as error:
+        # Without a word to Prefect, which would try for long, and then call it crashed: a worker here finds the run dead, and queues it.
+        print(
+            f"{reason}\nPrefect's server is away ({error}); a worker of this machine queues the run again when it is back",
+            flush=True,
+        )
+        os._exit(128 + signal.SIGTERM)

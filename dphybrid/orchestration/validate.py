@@ -1,0 +1,107 @@
+"""Checks what Prefect's server does not: values inside `overrides`, rules between fields, parameters of schedules, cron lines.
+
+`dphybrid validate` runs it on prefect.yaml, the set-up command before it deploys, and the plugin before `prefect deployment run` schedules.
+"""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import yaml
+from prefect import Flow
+from prefect.client.schemas.schedules import CronSchedule
+from pydantic import ValidationError
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.sources import apply_overrides, build_config
+from dphybrid.util.errors import UserError
+
+
+def check_parameters(entrypoint: str, parameters: Mapping[str, Any], where: str, will_run: bool = False) -> None:
+    """Check the parameters of a deployment's flow. will_run: nobody adds to them. Raises UserError that names `where` and each wrong field."""
+    flow = load_flow(entrypoint)
+    try:
+        values = flow.validate_parameters({**_defaults(flow), **parameters})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors())
+        raise UserError(f"{where}: {wrong}") from error
+    except Exception as error:
+        raise UserError(f"{where}: {error}") from error
+    check_values(values, where, entrypoint if will_run else "")
+
+
+def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = "") -> None:
+    """Check config, overrides and grid together, as the flow will read them; with its entrypoint also what that flow cannot do without.
+
+    Raises UserError that names `where` and the field.
+    """
+    given = parameters.get("config")
+    try:
+        config = given if isinstance(given, ExperimentConfig) else build_config(given or {}, {})
+        config = apply_overrides(config, parameters.get("overrides") or [])
+        if entrypoint.startswith("flows.retrain_hybrid") and config.checkpoint.register_as is None:
+            raise UserError("checkpoint.register_as is not set; name the registered model to retrain")
+        for name, field_values in (parameters.get("grid") or {}).items():
+            for value in field_values:
+                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                apply_overrides(config, [f"{name}={text}"])
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def load_flow(entrypoint: str) -> Flow[..., Any]:
+    """Import `module:function`. Raises UserError when there is no such flow."""
+    module, _, name = entrypoint.partition(":")
+    try:
+        found = vars(importlib.import_module(module)).get(name)
+    except ImportError as error:
+        raise UserError(f"entrypoint {entrypoint}: {error}") from error
+    if not isinstance(found, Flow):
+        raise UserError(f"entrypoint {entrypoint}: {module} has no flow {name!r}")
+    return found
+
+
+def _defaults(flow: Flow[..., Any]) -> dict[str, Any]:
+    properties = flow.parameters.properties
+    return {name: facts["default"] for name, facts in properties.items() if "default" in facts}
+
+
+def check_prefect_yaml(file: Path) -> list[str]:
+    """Check all deployments of a prefect.yaml; return a line for each. Raises UserError with every mistake that was found."""
+    try:
+        page = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    lines, mistakes = [], []
+    for deployment in page.get("deployments") or []:
+        name, base = deployment.get("name", "?"), deployment.get("parameters") or {}
+        checks = [(f"{file.name}: deployment {name}", base, False)]
+        for number, schedule in enumerate(deployment.get("schedules") or [], start=1):
+            where = f"{file.name}: deployment {name}, schedule {schedule.get('slug') or number}"
+            checks.append((where, {**base, **(schedule.get("parameters") or {})}, schedule.get("active", True)))
+            mistakes += _schedule_mistakes(schedule, where)
+        for where, parameters, will_run in checks:
+            try:
+                check_parameters(deployment.get("entrypoint", ""), parameters, where, will_run)
+            except UserError as error:
+                mistakes.append(str(error))
+            else:
+                lines.append(f"{where}: in order")
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return lines
+
+
+def _schedule_mistakes(schedule: Mapping[str, Any], where: str) -> list[str]:
+    if "cron" not in schedule:
+        return []
+    if "timezone" not in schedule:
+        return [f"{where}: has no timezone; name one, such as Europe/Berlin"]
+    try:
+        ZoneInfo(schedule["timezone"])
+        CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
+    except (ValueError, OSError, KeyError) as error:
+        return [f"{where}: cron {schedule['cron']!r} with timezone {schedule['timezone']!r}: {error}"]
+    return []

@@ -1,0 +1,175 @@
+"""`python -m dphybrid.orchestration.worker`: Prefect's process worker for a GPU workstation, which can be stopped without losing a training.
+
+SIGTERM (`systemctl stop`, a new release): it takes no more runs and asks those it has to write a checkpoint and go back to the queue; with
+--wait it lets them end. A second SIGTERM asks in any case, a third ends everything at once. Prefect's own worker kills its runs within a
+second and leaves them `Running` for ever. It also queues runs of this machine again whose process died (see `dphybrid.orchestration.alive`).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.workers.process import ProcessWorker
+
+from dphybrid.cli.flags import Parser, run_cli
+from dphybrid.config.settings import load_settings
+from dphybrid.gpus import Inventory, lease_folder, visible
+from dphybrid.orchestration.alive import STARTED_BY, mark_start, queue_dead_runs, queue_lost_runs
+from dphybrid.util.errors import UserError
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
+SHARED_QUEUES = ("urgent", "any", "night")
+"""Queues that every workstation works off, the first ones first; its own, by its name, comes before them."""
+LOOK_EVERY_S = 0.5
+_log = logging.getLogger("prefect.worker.dphybrid")
+
+
+# Prefect warns of a second worker class for process pools, which is what this one is.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+
+    class DrainingWorker(ProcessWorker):
+        """Takes no more runs once `draining`."""
+
+        type = "process"
+        draining = False
+
+        async def get_and_submit_flow_runs(self) -> "list[FlowRun]":
+            if self.draining:
+                return []
+            try:
+                return await super().get_and_submit_flow_runs()
+            except RuntimeError as error:
+                # A run that gave way is due again before its old process has quite ended here: it is taken at the next look.
+                if "already holding" not in str(error):
+                    raise
+                return []
+
+        async def run(self, flow_run: "FlowRun", configuration: Any, task_status: Any = None) -> Any:
+            configuration.env[STARTED_BY] = mark_start(str(flow_run.id))
+            return await super().run(flow_run, configuration, task_status)
+
+        @property
+        def num_running(self) -> int:
+            return int(self.limiter.borrowed_tokens)
+
+
+async def make_queues(pool: str, names: Sequence[str]) -> None:
+    """Make the queues that are not there: a worker that asks for one of those gets no runs from the others either. Raises UserError."""
+    async with get_client() as client:
+        try:
+            there = {queue.name for queue in await client.read_work_queues(work_pool_name=pool)}
+        except ObjectNotFound as error:
+            raise UserError(
+                f"work pool {pool!r} is not on the server; `python -m dphybrid.orchestration.setup` makes it"
+            ) from error
+        for name in names:
+            if name not in there:
+                await client.create_work_queue(name, work_pool_name=pool, priority=1 if name not in SHARED_QUEUES else None)
+
+
+async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
+    """Run the worker until it is told to end and its runs have ended; return the exit code."""
+    requests = 0
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        nonlocal requests
+        requests += 1
+        worker.draining = True
+        if requests == 1 and wait:
+            print(f"Draining: {worker.num_running} runs go on to their end (a second SIGTERM makes them checkpoint)", flush=True)
+        elif requests <= 1 + wait:
+            print(f"Draining: {worker.num_running} runs write a checkpoint and go back to the queue", flush=True)
+            signal_runs(signal.SIGTERM)
+        else:
+            print("Ending everything now", flush=True)
+            signal_runs(signal.SIGKILL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal's end is no reason to stop
+    working = asyncio.create_task(worker.start())
+    try:
+        looks = 0
+        while not working.done():
+            await asyncio.sleep(LOOK_EVERY_S)
+            looks += 1
+            if worker.draining and not worker.num_running:
+                break
+            if looks % 4 == 0 and not worker.draining:
+                lines = await asyncio.to_thread(queue_dead_runs)
+                if looks % 40 == 0:
+                    lines += await asyncio.to_thread(queue_lost_runs, pool)
+                for line in lines:
+                    _log.warning(line)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+    return 0
+
+
+def signal_runs(number: int) -> None:
+    """Send a signal to the process groups of the flow runs of this worker."""
+    for child in psutil.Process().children():
+        try:
+            os.killpg(child.pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue  # ended, or no group of its own
+
+
+def default_limit() -> int:
+    """Return how many runs at once make sense here: one a GPU, and one on the CPU."""
+    return max(1, len(visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the worker; return the exit code."""
+    parser = Parser(
+        prog="python -m dphybrid.orchestration.worker", description="Take training runs from a Prefect work pool, politely."
+    )
+    parser.add_argument("--pool", default="gpu", help="work pool (gpu)")
+    parser.add_argument(
+        "--name", default=socket.gethostname().split(".")[0], help="name of this worker and its own queue (the host's)"
+    )
+    parser.add_argument("--limit", type=int, default=0, metavar="N", help="runs at once (as many as GPUs)")
+    parser.add_argument("--queue", action="append", metavar="NAME", help="queues to work off (its own, urgent, any, night)")
+    parser.add_argument("--wait", action="store_true", help="let runs end at the first SIGTERM")
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        from prefect.settings import PREFECT_API_URL
+
+        if not PREFECT_API_URL.value():
+            raise UserError("PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api")
+        lease_folder(load_settings().lease_dir)  # raises before any run is taken
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")  # so that a finished run can tell it after a long outage
+        queues = args.queue or [args.name, *SHARED_QUEUES]
+        asyncio.run(make_queues(args.pool, queues))
+        worker = DrainingWorker(
+            work_pool_name=args.pool,
+            work_queues=queues,
+            name=args.name,
+            limit=args.limit or default_limit(),
+            create_pool_if_not_found=False,
+        )
+        return asyncio.run(work(worker, args.pool, args.wait))
+
+    return run_cli(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Click-through rate: tables with a label."""

@@ -1,0 +1,155 @@
+"""Click-through models: one host table for all id columns, and in one region a network over its rows, the numbers and the loss.
+
+- wide-deep: Wide & Deep (Cheng et al. 2016): a one-wide column of each row is the wide part, the others feed a deep network;
+- deepfm: DeepFM (Guo et al. 2017): the same, with a factorization machine over all pairs of rows instead of the wide part alone;
+- dlrm: DLRM (Naumov et al. 2019): dot products of all pairs of rows and of a network's view of the numbers feed a second network.
+
+Letters: B samples, F id columns, N numeric columns, G columns of bags, L items of a bag, D width of a row, V fields (rows and numbers), P pairs.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.embedding import HostEmbedding
+from dphybrid.parallel import DataParallel, parts
+from dphybrid.recipes.registry import ModelContext
+from dphybrid.util.errors import UserError
+
+
+def deep_network(inputs: int, hidden: int, layers: int, outputs: int, dropout: float) -> nn.Sequential:
+    """Linear layers with ReLU and dropout between them."""
+    widths = [inputs] + [hidden] * layers
+    steps: list[nn.Module] = []
+    for narrow, wide in itertools.pairwise(widths):
+        steps += [nn.Linear(narrow, wide), nn.ReLU(), nn.Dropout(dropout)]
+    return nn.Sequential(*steps, nn.Linear(widths[-1], outputs))
+
+
+class WideDeep(nn.Module):
+    """(rows_BFD, dense_BN) -> logits_B; column 0 of a row is its wide weight."""
+
+    def __init__(self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.deep = deep_network(num_columns * (dim - 1) + num_dense, hidden, layers, 1, dropout)
+        self.wide = nn.Linear(num_dense, 1) if num_dense else None
+
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
+        deep_B1 = self.deep(torch.cat([rows_BFD[:, :, 1:].flatten(1), dense_BN], dim=1))
+        logits_B = deep_B1.squeeze(1) + rows_BFD[:, :, 0].sum(1)
+        return logits_B if self.wide is None else logits_B + self.wide(dense_BN).squeeze(1)
+
+
+class DeepFM(nn.Module):
+    """(rows_BFD, dense_BN) -> logits_B; a number is a field, too: its value times a row of its own."""
+
+    def __init__(self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.dense_ND = nn.Parameter(torch.randn(num_dense, dim) * 0.01)
+        self.deep = deep_network((num_columns + num_dense) * (dim - 1), hidden, layers, 1, dropout)
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
+        fields_BVD = torch.cat([rows_BFD, dense_BN[:, :, None] * self.dense_ND], dim=1)
+        linear_B, vectors_BVD = fields_BVD[:, :, 0].sum(1), fields_BVD[:, :, 1:]
+        # The sum over pairs is half of (square of the sum - sum of the squares).
+        pairs_B = 0.5 * (vectors_BVD.sum(1).square() - vectors_BVD.square().sum(1)).sum(1)
+        return linear_B + pairs_B + self.deep(vectors_BVD.flatten(1)).squeeze(1) + self.bias
+
+
+class DLRM(nn.Module):
+    """(rows_BFD, dense_BN) -> logits_B."""
+
+    first_P: Tensor
+    second_P: Tensor
+
+    def __init__(self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.bottom = deep_network(num_dense, hidden, 1, dim, 0.0) if num_dense else None
+        num_vectors = num_columns + (num_dense > 0)
+        first_P, second_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        self.register_buffer("first_P", first_P, persistent=False)
+        self.register_buffer("second_P", second_P, persistent=False)
+        inputs = len(first_P) + (dim if num_dense else num_columns * dim)
+        self.top = deep_network(inputs, hidden, layers, 1, dropout)
+
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
+        vectors_BVD, other_BD = rows_BFD, rows_BFD.flatten(1)
+        if self.bottom is not None:
+            other_BD = self.bottom(dense_BN)
+            vectors_BVD = torch.cat([other_BD[:, None], rows_BFD], dim=1)
+        dots_BVV = vectors_BVD @ vectors_BVD.transpose(1, 2)
+        return self.top(torch.cat([other_BD, dots_BVV[:, self.first_P, self.second_P]], dim=1)).squeeze(1)
+
+
+NETWORKS: dict[str, type[nn.Module]] = {"wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
+
+
+class ClickRegion(nn.Module):
+    """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits_B).
+
+    shares_BGL: of G bags of L rows, each row's share in its bag's mean, 0 for padding; the bags' rows are then the last G * L of rows_BFD, and
+    the network sees one pooled row a bag.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(
+        self, rows_BFD: Tensor, dense_BN: Tensor, labels_B: Tensor, shares_BGL: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if shares_BGL is not None:
+            bags, items = shares_BGL.shape[1:]
+            rows_BFD, bag_BND = rows_BFD.split([rows_BFD.shape[1] - bags * items, bags * items], dim=1)
+            pooled_BGD = (bag_BND.unflatten(1, (bags, items)) * shares_BGL.to(bag_BND.dtype)[..., None]).sum(2)
+            rows_BFD = torch.cat([rows_BFD, pooled_BGD], dim=1)
+        logits_B = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
+        loss_B = F.binary_cross_entropy_with_logits(logits_B, labels_B.to(logits_B.dtype), reduction="none")
+        return loss_B, logits_B
+
+
+class ClickModel(nn.Module):
+    """Shifts column-local ids into one table and hands the rows to the region. num_bags: of the last columns, a row's ids are bags."""
+
+    def __init__(self, table: HostEmbedding, num_ids: list[int], region: DataParallel, num_bags: int = 0) -> None:
+        super().__init__()
+        self.table = table
+        self.region = region
+        table.place_on(region.devices.replicas, region.sizes)
+        self.num_ids = num_ids
+        offsets = torch.tensor([0, *itertools.accumulate(num_ids[:-1])], dtype=torch.int64)
+        self._offsets_F, self._offsets_G = offsets.split([len(num_ids) - num_bags, num_bags])
+
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The ids that `forward` will look up, so that their rows can be fetched ahead."""
+        ids_BF = batch["ids_BF"] + self._offsets_F
+        if len(self._offsets_G):
+            bags_BGL = batch["bags_BFL"]
+            # Padding looks up its bag's first item again, of which it takes no share: no row is touched that the bag does not hold.
+            items_BGL = torch.where(bags_BGL < 0, bags_BGL[:, :, :1], bags_BGL) + self._offsets_G[:, None]
+            ids_BF = torch.cat([ids_BF, items_BGL.flatten(1)], dim=1)
+        return {"table": ids_BF}
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows_BFD = parts(self.table.replica_rows(self.table_ids(batch)["table"]))
+        inputs = [batch["dense_BN"], batch["labels_B"]]
+        if len(self._offsets_G):
+            held_BGL = batch["bags_BFL"] >= 0
+            inputs.append(held_BGL / held_BGL.sum(2, keepdim=True))
+        loss_B, logits_B = self.region(rows_BFD, *inputs)
+        return {"loss": loss_B, "weight": torch.ones_like(loss_B), "logits": logits_B}
+
+
+def build_ctr(context: ModelContext) -> ClickModel:
+    o = context.options
+    num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
+    if o.kind != "dlrm" and o.dim < 2:
+        raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
+    network = NETWORKS[o.kind](len(num_ids), o.dim, num_dense, o.hidden, o.layers, o.dropout)
+    std = 0.1 if o.kind == "dlrm" else 0.01  # products of tiny rows would be next to nothing for long
+    table = context.table(sum(num_ids), o.dim, name="table", std=std)
+    region = DataParallel(ClickRegion(network), context.devices)
+    return ClickModel(table, num_ids, region, int(context.info.get("num_bags", 0)))

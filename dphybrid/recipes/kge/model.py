@@ -1,0 +1,154 @@
+"""Knowledge-graph embeddings: which entity completes (head, relation, ?) and (?, relation, tail).
+
+DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016) and RotatE (Sun et al. 2019), each trained as by Lacroix et al. 2018: a relation has
+a row for each direction, and the answer competes in a softmax; here against negatives that the whole batch shares.
+Letters: B triples, 2 directions (tail asked, head asked), K other entities, D width of a row, M known answers, V entities.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.embedding import HostEmbedding
+from dphybrid.parallel import DataParallel
+from dphybrid.recipes.registry import ModelContext
+from dphybrid.util.errors import UserError
+
+DISTANCES = 2**24
+"""Differences of single numbers that RotatE computes at a time when it ranks."""
+TIE = 1e-6
+"""Scores closer than this share are equal: their sums were taken in another order, perhaps."""
+PRODUCTS = 2**23
+"""Scores that the others compute at a time when they rank."""
+
+
+def distmult(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
+    """The query of DistMult; its dot product with an entity is the score."""
+    return entity_BD * relation_BD
+
+
+def complex_product(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
+    """The query of ComplEx: rows are complex numbers, real parts first. Its dot product with t is Re(h r conj(t))."""
+    (a, b), (c, d) = entity_BD.chunk(2, -1), relation_BD.chunk(2, -1)
+    return torch.cat([a * c - b * d, a * d + b * c], -1)
+
+
+def rotation(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
+    """The query of RotatE: each complex number turned by the relation's angle."""
+    size = moduli(relation_BD).clamp(min=1e-12)
+    return complex_product(entity_BD, relation_BD / torch.cat([size, size], -1))
+
+
+def moduli(rows: Tensor) -> Tensor:
+    """Return the moduli (..., D / 2) of rows (..., D) of complex numbers, with a gradient of zero at zero."""
+    real, imaginary = rows.chunk(2, -1)
+    return (real.square() + imaginary.square()).clamp(min=1e-24).sqrt()
+
+
+QUERIES = {"distmult": distmult, "complex": complex_product, "rotate": rotation}
+
+
+class TripleRegion(nn.Module):
+    """Relations, scores and loss.
+
+    (heads_BD, relations_B, tails_BD, others_KD, excluded_B2K, num_entities) -> loss_B, scores_B2 of the answers, and over the others that are not
+    excluded: logsumexp_B2, above_B2 and equal_B2, how many score more than the answer and how many the same.
+    """
+
+    def __init__(self, kind: str, dim: int, num_relations: int, penalty: float) -> None:
+        super().__init__()
+        self.kind, self.num_relations, self.penalty = kind, num_relations, penalty
+        self.relations = nn.Embedding(2 * num_relations, dim)
+
+    def scores(self, query_QD: Tensor, others_KD: Tensor) -> Tensor:
+        """Return the scores (..., Q, K) of entities (..., K, D) for queries (..., Q, D)."""
+        if self.kind == "rotate":
+            return -moduli(query_QD.unsqueeze(-2) - others_KD.unsqueeze(-3)).sum(-1)
+        return query_QD @ others_KD.transpose(-1, -2)
+
+    def forward(
+        self,
+        heads_BD: Tensor,
+        relations_B: Tensor,
+        tails_BD: Tensor,
+        excluded_B2K: Tensor,
+        *,
+        others_KD: Tensor,
+        num_entities: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        relations_B2D = self.relations(torch.stack([relations_B, relations_B + self.num_relations], 1))
+        query_B2D = QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
+        answers_B2D = torch.stack([tails_BD, heads_BD], 1)
+        scores_B2 = self.scores(query_B2D.flatten(0, 1).unsqueeze(1), answers_B2D.flatten(0, 1).unsqueeze(1)).view(-1, 2)
+        others_B2K = self.scores(query_B2D, others_KD).masked_fill(excluded_B2K, -math.inf)
+        logsumexp_B2 = others_B2K.logsumexp(-1)
+        # K others stand for all entities but the answer.
+        weight = math.log(max(1, num_entities - 1) / len(others_KD))
+        loss_B = (torch.logaddexp(scores_B2, logsumexp_B2 + weight) - scores_B2).sum(1)
+        if self.penalty and self.training:
+            rows_BD = moduli(heads_BD) ** 3 + moduli(tails_BD) ** 3 + (moduli(relations_B2D) ** 3).sum(1)
+            loss_B = loss_B + self.penalty * rows_BD.sum(1)
+        above_B2, equal_B2 = torch.zeros_like(scores_B2), torch.zeros_like(scores_B2)
+        if not self.training:
+            lead_B2K = others_B2K - scores_B2.unsqueeze(2)
+            close_B21 = (TIE * (1 + scores_B2.abs())).unsqueeze(2)
+            above_B2, equal_B2 = (lead_B2K > close_B21).sum(2), (lead_B2K.abs() <= close_B21).sum(2)
+        return loss_B, scores_B2, logsumexp_B2, above_B2, equal_B2
+
+
+class TripleModel(nn.Module):
+    """Trains against shared negatives; in evaluation ranks each answer among all entities, known other answers left out ("filtered")."""
+
+    def __init__(self, entities: HostEmbedding, region: DataParallel, kind: str) -> None:
+        super().__init__()
+        self.entities = entities
+        self.region = region
+        self.kind = kind
+
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The ids that `forward` will look up in training, so that their rows can be fetched ahead."""
+        others = [batch["negatives_K"]] if "negatives_K" in batch else []
+        return {"entities": torch.cat([batch["heads_B"], batch["tails_B"], *others])}
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        count = len(batch["heads_B"])
+        rows_ND = self.entities(self.table_ids(batch)["entities"])
+        triple = (rows_ND[:count], batch["relations_B"], rows_ND[count : 2 * count])
+        if "negatives_K" not in batch:
+            return self._rank(batch, triple)
+        answers_B2 = torch.stack([batch["tails_B"], batch["heads_B"]], 1)
+        excluded_B2K = answers_B2.unsqueeze(2) == batch["negatives_K"]
+        loss_B = self.region(*triple, excluded_B2K, others_KD=rows_ND[2 * count :], num_entities=self.entities.num_rows)[0]
+        return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0)}
+
+    def _rank(self, batch: dict[str, Tensor], triple: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return ranks_B2 from 1 on; equal scores share the mean of their ranks."""
+        num_entities, known_B2M = self.entities.num_rows, batch["known_B2M"]
+        per_entity = 2 * len(known_B2M) * (self.entities.dim if self.kind == "rotate" else 1)
+        step = max(1, (DISTANCES if self.kind == "rotate" else PRODUCTS) // per_entity)
+        total_B2, ranks_B2, scores_B2 = None, torch.ones(()), torch.zeros(())
+        for start in range(0, num_entities, step):
+            ids_K = torch.arange(start, min(start + step, num_entities))
+            place_B2M = (known_B2M - start).where((known_B2M >= start) & (known_B2M <= ids_K[-1]), len(ids_K))
+            excluded_B2K = torch.zeros(*known_B2M.shape[:2], len(ids_K) + 1, dtype=torch.bool)
+            excluded_B2K = excluded_B2K.scatter_(2, place_B2M, True)[:, :, : len(ids_K)]
+            _, scores_B2, part_B2, above_B2, equal_B2 = self.region(
+                *triple, excluded_B2K, others_KD=self.entities(ids_K), num_entities=num_entities
+            )
+            total_B2 = part_B2 if total_B2 is None else torch.logaddexp(total_B2, part_B2)
+            ranks_B2 = ranks_B2.to(above_B2.device) + above_B2 + equal_B2 / 2
+        assert total_B2 is not None
+        loss_B = (torch.logaddexp(scores_B2, total_B2) - scores_B2).sum(1)
+        return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0), "ranks_B2": ranks_B2}
+
+
+def build_kge(context: ModelContext) -> TripleModel:
+    o, info = context.options, context.info
+    if o.kind not in QUERIES:
+        raise UserError(f"model.kind={o.kind}: recipe kge has {', '.join(QUERIES)}")
+    if o.kind != "distmult" and o.dim % 2:
+        raise UserError(f"model.dim={o.dim}: {o.kind} reads a row as complex numbers; give an even number")
+    region = TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty)
+    entities = context.table(int(info["num_entities"]), o.dim, name="entities")
+    return TripleModel(entities, DataParallel(region, context.devices, whole=("others_KD",)), o.kind)

@@ -1,0 +1,226 @@
+"""Text as word numbers: lower case, words and punctuation, whole documents held out.
+
+Letters: B samples, T tokens of a sample.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dphybrid.config import DataConfig
+from dphybrid.data.batches import Array, Dataset
+from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.util.errors import UserError
+
+UNKNOWN, END = "<unk>", "<end>"
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
+IGNORED = -100
+"""Target where a sample has no next word; torch's loss functions leave it out."""
+
+PASSAGE = 12
+MAX_REPEATED = 0.2
+"""Documents of which a larger share of passages stands elsewhere are held out last."""
+MAX_HELD = 2.0
+"""Documents that would make the held-out part larger than this many times what was asked for are held out last."""
+
+_TOKEN = re.compile(r"<unk>|\w+|[^\w\s]")
+
+
+class WindowDataset(Dataset):
+    """Windows of T tokens without overlap; the target of a token is the next one. Each epoch but the first starts at another token."""
+
+    def __init__(self, tokens: Array, window: int, offset: int = 0) -> None:
+        self.tokens, self.window, self.offset = tokens, window, offset
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // self.window)
+
+    def at_epoch(self, seed: int, epoch: int) -> "WindowDataset":
+        offset = int(np.random.default_rng([seed, epoch, 1]).integers(0, len(self.tokens))) if epoch else 0
+        return WindowDataset(self.tokens, self.window, offset)
+
+    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+        count = len(self.tokens)
+        step_BT = index_B[:, None] * self.window + np.arange(self.window)
+        place_BT = (self.offset + step_BT) % count
+        ids_BT = self.tokens[place_BT].astype(np.int64)
+        targets_BT = np.where(step_BT < count - 1, self.tokens[(place_BT + 1) % count], IGNORED).astype(np.int64)
+        return {"ids_BT": torch.from_numpy(ids_BT), "targets_BT": torch.from_numpy(targets_BT)}
+
+
+def tokenize(text: str) -> list[str]:
+    """Return words and punctuation marks in lower case."""
+    return _TOKEN.findall(text.lower())
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Documents by name: topics of the Python reference, files of a folder, or paragraphs of one file."""
+
+    data: DataConfig
+    seed: int
+    files: tuple[Path, ...]
+    root: Path | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        d = self.data
+        names = [file.relative_to(self.root).as_posix() for file in self.files] if self.root and self.root.is_dir() else []
+        return {"min_count": d.min_count, "window": d.window, "valid_fraction": d.valid_fraction, "files": names}
+
+    def digests(self, progress: Progress) -> list[bytes]:
+        if self.files:
+            return source_digests(self.files, progress)
+        return ["\0".join(f"{name}\0{text}" for name, text in self._documents()).encode()]
+
+    def _documents(self) -> Iterator[tuple[str, str]]:
+        if not self.files:
+            yield from sorted(_python_reference().items())
+        elif len(self.files) > 1 and self.root:
+            for file in self.files:
+                yield file.relative_to(self.root).as_posix(), _read(file)
+        else:
+            text = _read(self.files[0])
+            paragraphs = re.split(r"\n\s*\n", text) if re.search(r"\n\s*\n", text) else text.splitlines()
+            for number, paragraph in enumerate(paragraphs, start=1):
+                yield f"paragraph {number}", paragraph
+
+    def read(self, progress: Progress, scratch: Path) -> Content:
+        documents: list[tuple[str, list[str]]] = []
+        for done, (name, text) in enumerate(self._documents()):
+            progress("read documents", done, max(len(self.files), done + 1))
+            if words := tokenize(text):
+                documents.append((name, words))
+        where = str(self.root) if self.root else "the Python reference"
+        if len(documents) < 2:
+            raise UserError(
+                f"data.path={where}: found {len(documents)} documents with words; two are needed, one of them held out"
+            )
+        progress("look for repeated passages", 0, 1)
+        held, doubtful = held_out([words for _, words in documents], self.data.valid_fraction, self.seed)
+        train = [document for i, document in enumerate(documents) if i not in held]
+        valid = [document for i, document in enumerate(documents) if i in held]
+        counts = Counter(word for _, words in train for word in words)
+        kept = sorted(
+            (word for word, count in counts.items() if count >= self.data.min_count and word != UNKNOWN),
+            key=lambda w: (-counts[w], w),
+        )
+        vocabulary = {word: number for number, word in enumerate([UNKNOWN, END, *kept])}
+        train_tokens, valid_tokens = (_encode(part, vocabulary) for part in (train, valid))
+        for part, tokens in (("training", train_tokens), ("held-out", valid_tokens)):
+            if len(tokens) <= self.data.window:
+                raise UserError(
+                    f"data.path={where}: the {part} part has {len(tokens)} tokens, fewer than data.window={self.data.window} asks for; "
+                    "give more text, a smaller data.window, or another data.valid_fraction"
+                )
+        unknown = float((valid_tokens == 0).mean())
+        lines = [
+            f"  text from {where}: {len(documents):,} documents, {len(vocabulary):,} words "
+            f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {UNKNOWN})",
+            f"  {len(train_tokens):,} tokens to train; held out: {len(valid)} whole documents, {len(valid_tokens):,} tokens, "
+            f"{unknown:.1%} of them {UNKNOWN}",
+        ]
+        if doubtful:
+            lines.append(
+                f"  {doubtful} held-out documents repeat passages of others, so the held-out figures flatter; too little text stands alone"
+            )
+        info = {"task": "language-model", "num_words": len(vocabulary), "window": self.data.window}
+        extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
+        return Content("text", {"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra)
+
+
+def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[set[int], int]:
+    """Return the numbers of the documents to hold out, about `fraction` of all words, and how many of them repeat passages of others.
+
+    At random by seed among those that stand alone and are not far too large. Only when these come to less than half of what is wanted,
+    the smallest one that stands alone or, last, documents that would have been read in training, because large parts of them stand in
+    other documents too (the least repeated one first). One document always stays for training.
+    """
+    sizes = [len(words) for words in documents]
+    wanted = fraction * sum(sizes)
+    shares = repeated_shares(documents)
+    order = [int(number) for number in np.random.default_rng(seed).permutation(len(documents))]
+    alone = [number for number in order if shares[number] <= MAX_REPEATED]
+    repeated = sorted((number for number in order if shares[number] > MAX_REPEATED), key=lambda number: shares[number])
+    held: set[int] = set()
+    taken = 0
+
+    def take(candidates: list[int], limit: float) -> None:
+        nonlocal taken
+        for number in candidates:
+            if taken < wanted and taken + sizes[number] <= limit and len(held) < len(documents) - 1:
+                held.add(number)
+                taken += sizes[number]
+
+    take(alone, MAX_HELD * wanted)
+    if not held and alone:
+        take([min(alone, key=lambda number: sizes[number])], sum(sizes) / 2)
+    if taken < wanted / 2:
+        take(repeated, MAX_HELD * wanted)
+    if not held:
+        take([min(order, key=lambda number: sizes[number])], sum(sizes))
+    return held, sum(shares[number] > MAX_REPEATED for number in held)
+
+
+def repeated_shares(documents: list[list[str]]) -> list[float]:
+    """Return for each document the share of its passages of `PASSAGE` words that stand in another document too."""
+    numbers: dict[str, int] = {}
+    passages: list[Array] = []
+    for words in documents:
+        ids = np.array([numbers.setdefault(word, len(numbers) + 1) for word in words], dtype=np.uint64)
+        hashes = np.zeros(max(0, len(ids) - PASSAGE + 1), dtype=np.uint64)
+        for place in range(PASSAGE):  # a polynomial hash; unsigned numbers wrap around
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + len(hashes)]
+        passages.append(np.unique(hashes))
+    found, counts = np.unique(np.concatenate(passages), return_counts=True)
+    shared = found[counts > 1]
+    return [float(np.isin(own, shared).mean()) if len(own) else 0.0 for own in passages]
+
+
+def _encode(documents: list[tuple[str, list[str]]], vocabulary: dict[str, int]) -> Array:
+    numbers = [number for _, words in documents for number in (*(vocabulary.get(word, 0) for word in words), 1)]
+    return np.array(numbers, dtype=np.int32)
+
+
+def _python_reference() -> dict[str, str]:
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "this Python comes without pydoc_data, the default text; install your system's full Python, or give text with data.path"
+        ) from error
+    return topics
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"data.path: {file} is no UTF-8 text (byte {error.start}); convert it, or leave it out of the folder"
+        ) from error
+
+
+def open_source(data: DataConfig, seed: int) -> TextSource:
+    """Find the files. Raises UserError for a missing path, an empty file, a folder without text."""
+    if data.path is None:
+        return TextSource(data, seed, (), None)
+    root = Path(data.path).expanduser()
+    if not root.exists():
+        raise UserError(f"data.path={data.path}: there is no such file or folder; give a text file or a folder of them")
+    if root.is_file():
+        files = [root]
+    else:
+        files = sorted(file for file in root.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file())
+        if not files:
+            raise UserError(f"data.path={data.path}: the folder holds no text files ({', '.join(TEXT_SUFFIXES)})")
+    if not any(file.stat().st_size for file in files):
+        raise UserError(f"data.path={data.path}: is empty; give a file with text")
+    return TextSource(data, seed, tuple(files), root)

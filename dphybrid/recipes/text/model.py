@@ -1,0 +1,134 @@
+"""Word-level language model: the words' table in host memory, network and loss in one data-parallel region.
+
+Letters: B samples, T tokens of a sample, D width of a row, H width of the network, V words.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.embedding import HostEmbedding
+from dphybrid.parallel import DataParallel, parts
+from dphybrid.recipes.registry import ModelContext
+from dphybrid.util.errors import UserError
+
+IGNORED = -100
+"""Target of a place that has no next word."""
+
+
+class Recurrent(nn.Module):
+    """LSTM or GRU over rows_BTD, from a zero state: samples are independent, so any split gives the same result."""
+
+    def __init__(self, kind: str, dim: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        network = {"lstm": nn.LSTM, "gru": nn.GRU}[kind]
+        self.network = network(dim, hidden, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+
+    def forward(self, rows_BTD: Tensor) -> Tensor:
+        self.network.flatten_parameters()  # replicas hold views of one broadcast buffer; cuDNN wants them in one piece again
+        hidden_BTH, _ = self.network(rows_BTD)
+        return hidden_BTH
+
+
+class CausalTransformer(nn.Module):
+    """Pre-norm transformer encoder with a causal mask and sinusoidal positions (Vaswani et al. 2017)."""
+
+    def __init__(self, dim: int, hidden: int, layers: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.enter = nn.Linear(dim, hidden)
+        layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True)
+        self.network = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(hidden), enable_nested_tensor=False)
+
+    def forward(self, rows_BTD: Tensor) -> Tensor:
+        hidden_BTH = self.enter(rows_BTD)
+        steps, hidden = hidden_BTH.shape[1:]
+        hidden_BTH = hidden_BTH + positions(steps, hidden).to(hidden_BTH)
+        mask_TT = torch.ones(steps, steps, dtype=torch.bool, device=rows_BTD.device).triu(1)
+        return self.network(hidden_BTH, mask=mask_TT)
+
+
+def positions(steps: int, hidden: int) -> Tensor:
+    """Return sinusoidal positions (steps, hidden)."""
+    half = (hidden + 1) // 2
+    rate_H = torch.exp(torch.arange(half) * (-torch.log(torch.tensor(10000.0)) / half))
+    angle_TH = torch.arange(steps)[:, None] * rate_H
+    return torch.cat([angle_TH.sin(), angle_TH.cos()], dim=1)[:, :hidden]
+
+
+class FullSoftmax(nn.Module):
+    """(hidden_BTH, targets_BT) -> loss_BT, 0 where there is no target."""
+
+    def __init__(self, hidden: int, num_words: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(hidden, num_words)
+
+    def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(hidden_BTH).transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none")
+
+
+class AdaptiveSoftmax(nn.Module):
+    """The same by an adaptive softmax (Grave et al. 2017): words stand in the order of their frequency, and clusters of rare ones are
+    reached through narrow layers, so that cost hardly grows with the vocabulary. Its losses are exact, of a softmax in two steps."""
+
+    def __init__(self, hidden: int, num_words: int) -> None:
+        super().__init__()
+        cutoffs = sorted({cut for cut in (num_words // 20, num_words // 5) if 0 < cut < num_words})
+        if not cutoffs:
+            raise UserError(f"model.output=adaptive: {num_words} words are too few for it; use full")
+        if hidden < 16:
+            raise UserError(
+                f"model.output=adaptive: the rarest words get a layer of a 16th of model.hidden={hidden}; use 16 or more"
+            )
+        self.layer = nn.AdaptiveLogSoftmaxWithLoss(hidden, num_words, cutoffs)
+
+    def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
+        known_BT = targets_BT != IGNORED
+        score_BT = self.layer(hidden_BTH.flatten(0, 1), targets_BT.clamp(min=0).flatten()).output.view_as(targets_BT)
+        return torch.where(known_BT, -score_BT, 0.0)
+
+
+class LanguageRegion(nn.Module):
+    """Network, output layer and loss: (rows_BTD, targets_BT) -> (loss_B, weight_B), so only two numbers a sample leave a device."""
+
+    def __init__(self, network: nn.Module, output: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.network = network
+        self.output = output
+
+    def forward(self, rows_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_BTH = self.dropout(self.network(self.dropout(rows_BTD)))
+        loss_BT = self.output(hidden_BTH, targets_BT)
+        return loss_BT.sum(1), (targets_BT != IGNORED).sum(1).to(loss_BT.dtype)
+
+
+class TextModel(nn.Module):
+    """Looks words up on the CPU and hands the rows to the region."""
+
+    def __init__(self, words: HostEmbedding, region: DataParallel) -> None:
+        super().__init__()
+        self.words = words
+        self.region = region
+        words.place_on(region.devices.replicas, region.sizes)
+
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The ids that `forward` will look up, so that their rows can be fetched ahead."""
+        return {"words": batch["ids_BT"]}
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows_BTD = parts(self.words.replica_rows(batch["ids_BT"]))
+        loss_B, weight_B = self.region(rows_BTD, batch["targets_BT"])
+        return {"loss": loss_B, "weight": weight_B}
+
+
+def build_text(context: ModelContext) -> TextModel:
+    o, num_words = context.options, int(context.info["num_words"])
+    network: nn.Module
+    if o.kind == "transformer":
+        network = CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
+    else:
+        network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
+    output = AdaptiveSoftmax(o.hidden, num_words) if o.output == "adaptive" else FullSoftmax(o.hidden, num_words)
+    region = LanguageRegion(network, output, o.dropout)
+    words = context.table(num_words, o.dim, name="words")
+    return TextModel(words, DataParallel(region, context.devices))

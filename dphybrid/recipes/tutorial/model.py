@@ -1,0 +1,102 @@
+"""The tutorials' models: toy, blocks, hybrid and convnet. Each is a plain module; `Supervised` adds the loss of a task.
+
+Letters: B samples, I inputs, O outputs, C classes or channels.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.embedding import HostEmbedding
+from dphybrid.parallel import DataParallel, Devices
+from dphybrid.recipes.registry import ModelContext
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Supervised(nn.Module):
+    """A module `network(input) -> output` with its loss outside: the batch's `input_key` goes in, `target_key` is compared."""
+
+    def __init__(
+        self, network: nn.Module, input_key: str, target_key: str, loss: Loss, output_key: str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.input_key, self.target_key, self.output_key = input_key, target_key, output_key
+        self.loss = loss
+        self.dtype = dtype
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        input_B = batch[self.input_key]
+        if input_B.is_floating_point():
+            input_B = input_B.to(self.dtype)
+        output_BO = self.network(input_B)
+        loss_B = self.loss(output_BO, batch[self.target_key].to(output_BO.device))
+        return {"loss": loss_B, "weight": torch.ones_like(loss_B), self.output_key: output_BO}
+
+
+def squared_error(output_BO: Tensor, target_BO: Tensor) -> Tensor:
+    """Mean squared error of each sample, (B,)."""
+    return (output_BO - target_BO.to(output_BO.dtype)).square().mean(1)
+
+
+def class_error(output_BC: Tensor, labels_B: Tensor) -> Tensor:
+    """Cross-entropy of each sample, (B,)."""
+    return F.cross_entropy(output_BC, labels_B, reduction="none")
+
+
+class Blocks(nn.Module):
+    """Three linear layers of which only the middle one is data-parallel; the outer two run on the first device."""
+
+    def __init__(self, inputs: int, width: int, outputs: int, devices: Devices) -> None:
+        super().__init__()
+        self.block1 = nn.Linear(inputs, width).to(devices.home)
+        self.block2 = DataParallel(nn.Linear(width, width), devices)
+        self.block3 = nn.Linear(width, outputs).to(devices.home)
+        self.home = devices.home
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        return self.block3(self.block2(self.block1(x_BI.to(self.home))))
+
+
+class Hybrid(nn.Module):
+    """A table in host memory, a linear layer on the devices."""
+
+    def __init__(self, table: HostEmbedding, region: DataParallel) -> None:
+        super().__init__()
+        self.table = table
+        self.region = region
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        return self.region(self.table(ids_B))
+
+
+def build_toy(context: ModelContext) -> Supervised:
+    """Linear(5, 2), all of it data-parallel."""
+    network = DataParallel(nn.Linear(context.info["num_inputs"], context.info["num_outputs"]), context.devices)
+    return Supervised(network, "x_BI", "y_BO", squared_error, "prediction", context.dtype)
+
+
+def build_blocks(context: ModelContext) -> Supervised:
+    """Linear(10, 20) -> DataParallel(Linear(20, 20)) -> Linear(20, 20)."""
+    network = Blocks(context.info["num_inputs"], context.options.hidden, context.info["num_outputs"], context.devices)
+    return Supervised(network, "x_BI", "y_BO", squared_error, "prediction", context.dtype)
+
+
+def build_hybrid(context: ModelContext) -> Supervised:
+    """Embedding(1000, 10) on the CPU -> Linear(10, 10) on the devices."""
+    o, info = context.options, context.info
+    table = context.table(info["num_ids"], o.dim, name="table")
+    network = Hybrid(table, DataParallel(nn.Linear(o.dim, info["num_outputs"]), context.devices))
+    return Supervised(network, "ids_B", "y_BO", squared_error, "prediction", context.dtype)
+
+
+def build_convnet(context: ModelContext) -> Supervised:
+    """Conv2d(3, 64, 3, padding=1) -> ReLU -> Linear(64 * 32 * 32, 10), cross-entropy."""
+    hidden = context.options.hidden
+    network = nn.Sequential(
+        nn.Conv2d(3, hidden, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(hidden * 32 * 32, context.info["num_classes"])
+    )
+    return Supervised(DataParallel(network, context.devices), "x_BCHW", "labels_B", class_error, "logits", context.dtype)

@@ -1,0 +1,60 @@
+"""The device grammar as text: `auto`, `auto*2`, `cpu`, `cpu*8`, `cuda:0`, `cuda:0,cuda:1`, `cuda:0,1`, `cuda:0*4`.
+
+Pure Python, so that a config can be checked where torch is not installed; `dphybrid.parallel.resolve_devices` gives the text its hardware.
+"""
+
+import re
+from dataclasses import dataclass
+
+from dphybrid.util.errors import UserError
+
+_ITEM = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d+))?(?:\*(?P<count>\d+))?")
+_HELP = "use auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1 or cuda:0*4 (four virtual devices on one GPU)"
+MAX_DEVICES = 64
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A parsed device text.
+
+    names: one device name a replica (`("cpu",) * 8` for `cpu*8`), empty for `auto`. count: the 2 of `auto*2`, else 0.
+    virtual: replicas share hardware, as in `cpu*8`, `cuda:0*4` or `cuda:0,cuda:0`.
+    """
+
+    text: str
+    names: tuple[str, ...]
+    virtual: bool
+    count: int = 0
+
+    @property
+    def is_auto(self) -> bool:
+        return not self.names
+
+
+def parse_device_spec(text: str) -> DeviceSpec:
+    """Read a device text. Raises UserError that names the part it could not read."""
+    cleaned = text.replace(" ", "").lower()
+    if cleaned == "auto":
+        return DeviceSpec("auto", (), False)
+    if match := re.fullmatch(r"auto\*(\d+)", cleaned):
+        if not 1 <= int(match[1]) <= MAX_DEVICES:
+            raise UserError(f"devices={text!r}: {match[1]} devices; use 1 to {MAX_DEVICES}")
+        return DeviceSpec(cleaned, (), False, int(match[1]))
+    names: list[str] = []
+    for item in cleaned.split(","):
+        if item.isdigit() and names and names[-1].startswith("cuda"):
+            item = f"cuda:{item}"
+        match = _ITEM.fullmatch(item)
+        if match is None:
+            raise UserError(f"devices={text!r}: cannot read {item!r}; {_HELP}")
+        kind, index, count = match["kind"], match["index"], int(match["count"] or 1)
+        if kind == "cpu" and index not in (None, "0"):
+            raise UserError(f"devices={text!r}: there is one cpu, so {item!r} names nothing; {_HELP}")
+        if not 1 <= count <= MAX_DEVICES:
+            raise UserError(f"devices={text!r}: {count} devices in {item!r}; use 1 to {MAX_DEVICES}")
+        names += [kind if kind == "cpu" else f"cuda:{int(index or 0)}"] * count
+    if len({name.split(":")[0] for name in names}) > 1:
+        raise UserError(f"devices={text!r}: cpu and cuda cannot share one split; name one kind")
+    if len(names) > MAX_DEVICES:
+        raise UserError(f"devices={text!r}: {len(names)} devices; use 1 to {MAX_DEVICES}")
+    return DeviceSpec(cleaned, tuple(names), len(set(names)) < len(names))
