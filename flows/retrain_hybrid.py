@@ -22,8 +22,9 @@ from dphybrid.jobs.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retr
 from dphybrid.jobs.runs import find_tagged_run, read_run
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.queueing import ended, too_late
+from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, trained
 from dphybrid.orchestration.supervised import supervised
-from flows.train_hybrid import FLOW_RUN_TAG, prepare, trained
+from dphybrid.util.stop import StopRequest
 
 
 @task(name="plan", cache_policy=NO_CACHE)
@@ -57,11 +58,13 @@ def retrain_hybrid(
     """
     if late := too_late(skip_if_late_min):
         return late
-    with supervised():
-        return _retrained(apply_overrides(config, overrides), min_new_rows, drift_above, min_gain, event)
+    with supervised() as stop:
+        return _retrained(apply_overrides(config, overrides), stop, min_new_rows, drift_above, min_gain, event)
 
 
-def _retrained(config: ExperimentConfig, min_new_rows: int, drift_above: float, min_gain: float, event: str) -> State:
+def _retrained(
+    config: ExperimentConfig, stop: StopRequest, min_new_rows: int, drift_above: float, min_gain: float, event: str
+) -> State:
     settings = load_settings()
     if before := find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id):  # this very flow run began before
         run = read_run(settings.runs_dir / before)
@@ -77,7 +80,8 @@ def _retrained(config: ExperimentConfig, min_new_rows: int, drift_above: float, 
         return _decided(planned, compare(planned.undecided, min_gain))
     if planned.champion and not before and (wait := reason_to_wait(prepare(planned.config), min_new_rows, drift_above, event)):
         return ended("NotEnoughNew", wait)
-    report = trained(planned.config, tags={CHAMPION_TAG: planned.champion} if planned.champion else {})
+    tags = {CHAMPION_TAG: planned.champion} if planned.champion else {}
+    report = trained(planned.config, stop, tags=tags)
     return _decided(planned, compare(str(settings.runs_dir / report.run_name), min_gain))
 
 

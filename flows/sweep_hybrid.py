@@ -36,24 +36,24 @@ from dphybrid.orchestration.supervised import supervised
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, current_request, request_stop
+from dphybrid.util.stop import StopRequest
 
 
 def _worth_another_try(_task: Any, _run: Any, state: State) -> bool:
     error = state.result(raise_on_failure=False)
-    return not (isinstance(error, CellFailed) and error.final) and not current_request().pending
+    return not (isinstance(error, CellFailed) and error.final)
 
 
 @task(
     name="cell", cache_policy=NO_CACHE, task_run_name="{cell.name}", retry_condition_fn=_worth_another_try, retry_delay_seconds=1
 )
-def train_cell(cell: Cell, sweep: str, tags: dict[str, str]) -> Report:
+def train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) -> Report:
     """Train one cell in a process of its own."""
     settings = load_settings()
     context = TaskRunContext.get()
     if context and context.task_run.run_count > 1:
         print(f"{cell.name}: once more", flush=True)
-    return run_cell(cell, settings.data_dir / "sweeps" / sweep, settings, sweep, tags)
+    return run_cell(cell, settings.data_dir / "sweeps" / sweep, settings, sweep, tags, stop)
 
 
 @flow(name="sweep-hybrid", log_prints=True)
@@ -74,42 +74,42 @@ def sweep_hybrid(
     """
     if late := too_late(skip_if_late_min):
         return late
-    with supervised():
-        return _swept(grid, apply_overrides(config, overrides), sweep or _own_name(), at_once, retries)
+    with supervised() as stop:
+        return _swept(grid, apply_overrides(config, overrides), stop, sweep or _own_name(), at_once, retries)
 
 
-def _swept(grid: dict[str, list[Any]], config: ExperimentConfig, sweep: str, at_once: int, retries: int) -> State:
+def _swept(
+    grid: dict[str, list[Any]], config: ExperimentConfig, stop: StopRequest, sweep: str, at_once: int, retries: int
+) -> State:
     settings = load_settings()
     cells = make_grid(config, grid, sweep, settings)
     folder = settings.data_dir / "sweeps" / sweep
     folder.mkdir(parents=True, exist_ok=True)
     workers = at_once or cells_at_once(cells, settings)
     print(f"Sweep {sweep}: {len(cells.cells)} runs, {workers} at once; logs in {folder}", flush=True)
-    current_request().clear()
     tags = {"prefect.flow_run_id": str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=workers)
     reports: dict[str, Report | str] = {}
-    with watched_flow_run(runtime.flow_run.id), runner, _passing_on_the_end():
+    with watched_flow_run(runtime.flow_run.id, stop), runner, _passing_on_the_end(stop):
         futures = [
-            runner.submit(train_cell.with_options(retries=retries), {"cell": cell, "sweep": sweep, "tags": tags})
+            runner.submit(train_cell.with_options(retries=retries), {"cell": cell, "sweep": sweep, "tags": tags, "stop": stop})
             for cell in cells.cells
         ]
         for cell, future in zip(cells.cells, futures, strict=True):
             future.wait()
             result = future.state.result(raise_on_failure=False)
             reports[cell.name] = result if isinstance(result, Report) else str(result)
-    if current_request().pending:
-        raise Interrupted(f"stopped by {current_request().reason}; cells go on when the sweep does")
+    stop.obey("with cells left; they go on when it does")
     return _reported(sweep, cells, reports, folder, settings)
 
 
 @contextmanager
-def _passing_on_the_end() -> Iterator[None]:
+def _passing_on_the_end(stop: StopRequest) -> Iterator[None]:
     """Tell the cells' processes when this one has to end; they write checkpoints meanwhile."""
     try:
         yield
     except (TerminationSignal, KeyboardInterrupt):
-        request_stop("the sweep was ended", signal.SIGTERM)
+        stop.ask("the end of the sweep", signal.SIGTERM)
         raise
 
 

@@ -15,6 +15,7 @@ from dphybrid.gpus.hours import parse_quiet_hours
 from dphybrid.parallel import resolve_devices
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
 from dphybrid.util.errors import UserError
+from dphybrid.util.stop import StopRequest
 
 REAL_NVML = "pynvml"
 
@@ -58,11 +59,13 @@ def leased_devices(
     run: str,
     replicas: int = 0,
     on_wait: Callable[[str], None] | None = None,
+    stop: StopRequest | None = None,
 ) -> Iterator[LeasedDevices]:
     """Wait for the GPUs that the config wants and hold them while the block runs.
 
     run: shown to others. replicas: how many devices a resumed run had, so that `auto` takes as many again and the result keeps its bits;
-    fewer where the machine has fewer. on_wait is told why it waits. Raises UserError, LeaseTimeoutError.
+    fewer where the machine has fewer. on_wait is told why it waits. stop: ends the waiting, too. Raises UserError,
+    LeaseTimeoutError, Interrupted.
     """
     spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
     units = _units(spec, settings, inventory)
@@ -90,6 +93,7 @@ def leased_devices(
         poll_s=settings.gpu_poll_s,
         on_wait=on_wait or (lambda reason: print(f"Waiting for GPUs: {reason}", flush=True)),
         closed=lambda: hours.closed_reason(datetime.now()),
+        on_look=stop.obey if stop else lambda: None,
     )
     with lease:
         print(f"Leased: {', '.join(gpu.label for gpu in lease.gpus)}", flush=True)

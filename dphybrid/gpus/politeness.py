@@ -12,7 +12,7 @@ from dphybrid.gpus import Gpu, asked_by
 from dphybrid.gpus.hours import parse_quiet_hours
 from dphybrid.gpus.inventory import GIB, describe_process, foreign_processes
 from dphybrid.gpus.leasing import LeasedDevices
-from dphybrid.util.stop import Interrupted, request_stop
+from dphybrid.util.stop import Interrupted, StopRequest
 from dphybrid.util.watching import watching
 
 SQUEEZE_SHARE = 0.02
@@ -20,8 +20,8 @@ SQUEEZE_SHARE = 0.02
 
 
 @contextmanager
-def giving_way(devices: LeasedDevices, settings: Settings) -> Iterator[None]:
-    """While the block runs, ask the training of this process to stop, and to be queued again, when `reason_to_yield` finds a reason.
+def giving_way(devices: LeasedDevices, settings: Settings, stop: StopRequest) -> Iterator[None]:
+    """While the block runs, ask its run to stop, and to be queued again, when `reason_to_yield` finds a reason.
 
     Twice in a row: processes that only look at a GPU come and go.
     """
@@ -36,7 +36,7 @@ def giving_way(devices: LeasedDevices, settings: Settings) -> Iterator[None]:
         before = reason
         if not (reason and last):
             return False
-        request_stop(reason, requeue=True)
+        stop.ask(reason, requeue=True)
         return True
 
     with watching(look, settings.gpu_poll_s, "dphybrid-giving-way"):
@@ -79,10 +79,10 @@ def _crowded(gpu: Gpu, settings: Settings) -> str | None:
 def go_on_later(interruption: Interrupted, settings: Settings, before: Callable[[], None] = lambda: None) -> NoReturn:
     """Go on with an interrupted run in a new process image, after a pause: with nothing left on the GPUs meanwhile.
 
-    before: what to end first. The same command is run again with `--resume RUN`.
+    before: what to end first. The same command is run again, with `--resume RUN` once the run had begun.
     """
     print(f"{interruption}\nGiving way; asks for GPUs again in {settings.requeue_after_s:.0f} s (Ctrl-C ends it)", flush=True)
     before()
     code = "import sys, time, os; time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
-    again = [sys.executable, *sys.orig_argv[1:], "--resume", interruption.run or "latest"]
+    again = [sys.executable, *sys.orig_argv[1:], *(["--resume", interruption.run] if interruption.run else [])]
     os.execv(sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), *again])

@@ -61,11 +61,13 @@ def acquire(
     poll_s: float = 1.0,
     on_wait: Callable[[str], None] = lambda reason: None,
     closed: Callable[[], str | None] = lambda: None,
+    on_look: Callable[[], None] = lambda: None,
 ) -> Lease:
     """Wait until the GPUs are free by `policy` and leased to no one, and lease them.
 
     folder: of `lease_folder`. run: shown to others. names: CUDA_VISIBLE_DEVICES. timeout_s counts from the call; 0 still allows for the
     policy's window. on_wait is told why, when the reason changes. closed: why nothing may start now (outside quiet hours), or None.
+    on_look is called before each look, and ends the waiting by raising.
     Raises UserError for GPUs that are not there, LeaseTimeoutError with the reasons.
     """
     deadline = time.monotonic() + max(timeout_s, 2 * policy.window_s + 2 * poll_s)
@@ -73,6 +75,7 @@ def acquire(
 
     def wait(why: str) -> None:
         nonlocal told
+        on_look()
         if time.monotonic() >= deadline:
             raise LeaseTimeoutError(
                 f"{_text(wanted)} did not come free within {timeout_s:.0f} s: {why or 'another run was faster'}; "

@@ -22,7 +22,7 @@ from dphybrid.jobs.runs import read_json
 from dphybrid.jobs.train import Report
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import current_request
+from dphybrid.util.stop import StopRequest
 
 SWEEP_TAG = "dphybrid.jobs.sweep"
 MAX_CELLS = 256
@@ -97,15 +97,15 @@ def cells_at_once(grid: Grid, settings: Settings) -> int:
     return max(1, min(len(grid.cells), len(units) // least))
 
 
-def run_cell(cell: Cell, folder: Path, settings: Settings, sweep: str, tags: Mapping[str, str]) -> Report:
+def run_cell(cell: Cell, folder: Path, settings: Settings, sweep: str, tags: Mapping[str, str], stop: StopRequest) -> Report:
     """Run a cell in a process of its own, or go on with it, or only read what it came to; its output goes to `folder`/NAME.log.
 
-    Raises CellFailed with the end of its output. A stop request of this process is handed on to the cell's, which writes a checkpoint.
+    stop: is handed on to the cell's process, which writes a checkpoint. Raises CellFailed with the end of its output.
     """
     report = folder / f"{cell.name}.json"
     if not report.is_file():
-        if current_request().pending:
-            raise CellFailed(f"{cell.name}: not run, {current_request().reason}", final=True)
+        if stop.pending:
+            raise CellFailed(f"{cell.name}: not run, {stop.reason}", final=True)
         page, log = folder / f"{cell.name}.config.json", folder / f"{cell.name}.log"
         page.write_text(cell.config.model_dump_json(indent=1), encoding="utf-8")
         argv = [sys.executable, "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
@@ -115,18 +115,19 @@ def run_cell(cell: Cell, folder: Path, settings: Settings, sweep: str, tags: Map
         argv += ["--resume", cell.name] if known else ["--run-name", cell.name]
         with log.open("ab") as stream:
             child = subprocess.Popen(argv, stdout=stream, stderr=stream)
-            _wait(child)
+            _wait(child, stop)
         if child.returncode:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise CellFailed(
-                f"{cell.name} ended with {child.returncode}: {' | '.join(lines[-3:])} ({log})", child.returncode == 2
+                f"{cell.name} ended with {child.returncode}: {' | '.join(lines[-3:])} ({log})",
+                final=child.returncode == 2 or stop.pending,
             )
     return Report.model_validate(read_json(report))
 
 
-def _wait(child: "subprocess.Popen[bytes]") -> None:
-    """Wait for a process; end it in good order when this one is asked to stop."""
-    while child.poll() is None and not current_request().pending:
+def _wait(child: "subprocess.Popen[bytes]", stop: StopRequest) -> None:
+    """Wait for a process; end it in good order when the sweep is asked to stop."""
+    while child.poll() is None and not stop.pending:
         time.sleep(0.2)
     if child.poll() is None:
         child.terminate()

@@ -5,7 +5,7 @@ The flow and the command line share them. A run is a folder: `run.json` (what it
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from dphybrid.training.metrics import TASKS
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.device_spec import parse_device_spec
-from dphybrid.util.stop import Interrupted, stop_signals
+from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 
 def run_job(
@@ -42,27 +42,39 @@ def run_job(
     run_name: str | None = None,
     resume: str | None = None,
     tags: dict[str, str] | None = None,
+    stop: StopRequest | None = None,
 ) -> Report:
-    """Prepare, build, train, evaluate and report in this process. Raises UserError before work starts, Interrupted on request."""
-    prepared = prepare_data(config, settings)
-    replicas = resumed_replicas(config, settings, prepared, resume)
-    with leased_devices(config, settings, run=run_name or resume or config.recipe, replicas=replicas) as devices:
-        folder = build_run(
-            config, settings, prepared, devices.text, run_name=run_name, resume=resume, tags=devices.tags | (tags or {})
-        )
+    """Prepare, build, train, evaluate and report in this process.
+
+    stop: by which others can ask the run to stop; signals do in any case. Raises UserError before work starts, Interrupted on
+    request.
+    """
+    stop = stop or StopRequest()
+    with stop_signals(stop, at_once=True), ExitStack() as held:
+        prepared = prepare_data(config, settings)
+        stop.obey("before it was built")
+        replicas = resumed_replicas(config, settings, prepared, resume)
+        run = run_name or resume or config.recipe
+        devices = held.enter_context(leased_devices(config, settings, run=run, replicas=replicas, stop=stop))
+        with giving_way(devices, settings, stop), stop_signals(stop):
+            folder = build_run(
+                config, settings, prepared, devices.text, run_name=run_name, resume=resume, tags=devices.tags | (tags or {})
+            )
+            with closing_run(folder, settings):
+                train_run(folder, settings, stop)
         with closing_run(folder, settings):
-            with giving_way(devices, settings):
-                train_run(folder, settings)
             evaluate_run(folder, settings)
             return report_run(folder, settings)
 
 
 @contextmanager
 def closing_run(folder: str, settings: Settings) -> Iterator[None]:
-    """End the MLflow run as KILLED when the block is interrupted and as FAILED when it fails."""
+    """End the MLflow run as KILLED when the block is interrupted, which is told the run's name, and as FAILED when it fails."""
     try:
         yield
     except BaseException as error:
+        if isinstance(error, Interrupted):
+            error.run = Path(folder).name
         fail_run(folder, settings, "KILLED" if _is_stop(error) else "FAILED")
         raise
 
@@ -195,11 +207,13 @@ def build_run(
     return str(folder)
 
 
-def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
+def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> dict[str, Any]:
     """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json` holds.
 
-    Raises Interrupted after a checkpoint when asked to stop, UserError when the loss is no number any more.
+    Raises Interrupted when `stop` was asked: as soon as the model is built and its checkpoint loaded, or after a checkpoint.
+    Raises UserError when the loss is no number any more.
     """
+    stop.obey("before it was trained; it goes on with --resume")
     run = read_run(run_folder)
     config, data = run.config, open_prepared(Path(run.page["prepared"]))
     if settings.threads:
@@ -221,7 +235,8 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
     elif config.train.warm_start:
         warm_start(Path(config.train.warm_start), model, data)
         print(f"Starting from the weights of {config.train.warm_start}", flush=True)
-    with _recording(run, settings) as tracker, stop_signals() as stop, Display() as display:
+    stop.obey(f"after step {trained.progress.step}; it goes on with --resume")
+    with _recording(run, settings) as tracker, Display() as display:
         session = Session(
             config=config,
             trained=trained,
@@ -253,13 +268,11 @@ def train_run(run_folder: str, settings: Settings) -> dict[str, Any]:
         try:
             with system_metrics(tracker, started, devices.gpu_uuids, averages):
                 train(session, display, meter)
-        except Interrupted as interruption:
-            interruption.run = run.folder.name
-            raise
         finally:
             result = _write_result(run, session, meter, averages.means)
             tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
             tracker.log_table("split_shapes.json", session.splits.rows())
+    stop.obey("after its last step; it goes on with --resume")
     return result
 
 

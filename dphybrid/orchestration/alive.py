@@ -32,6 +32,7 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import lease_folder
 from dphybrid.orchestration.queueing import UNREACHABLE
+from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
 
 SETTLE_S = 8.0
@@ -215,8 +216,8 @@ def _is_locked(file: Path) -> bool:
 
 
 @contextmanager
-def noticing_the_workers_death(flow_run_id: str | None, every_s: float = 0.5) -> Iterator[None]:
-    """While the block runs, end this process in good order (SIGTERM) when the worker that started it dies, or has died before.
+def noticing_the_workers_death(flow_run_id: str | None, stop: StopRequest, every_s: float = 0.5) -> Iterator[None]:
+    """While the block runs, end its run in good order (as SIGTERM does) when the worker that started it dies, or has died before.
 
     Nobody would supervise it then. None: no worker started it.
     """
@@ -229,6 +230,7 @@ def noticing_the_workers_death(flow_run_id: str | None, every_s: float = 0.5) ->
     def look() -> bool:
         died = orphaned or os.getppid() != parent
         if died:
+            stop.ask("the death of its worker", signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
         return died
 

@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
 
 from dphybrid.orchestration.queueing import UNREACHABLE
-from dphybrid.util.stop import request_stop
+from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
 
 ASK_EVERY_S = 15.0
@@ -18,8 +18,8 @@ _ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}
 
 
 @contextmanager
-def watched_flow_run(flow_run_id: str | None, every_s: float = ASK_EVERY_S) -> Iterator[None]:
-    """While the block runs, ask training to stop once the flow run is cancelled or was given up. None: nothing to watch."""
+def watched_flow_run(flow_run_id: str | None, stop: StopRequest, every_s: float = ASK_EVERY_S) -> Iterator[None]:
+    """While the block runs, ask its run to stop once the flow run is cancelled or was given up. None: nothing to watch."""
     if flow_run_id is None:
         yield
         return
@@ -34,10 +34,10 @@ def watched_flow_run(flow_run_id: str | None, every_s: float = ASK_EVERY_S) -> I
         except UNREACHABLE:
             return False
         if run.state is not None and run.state.type in _ENDED:
-            request_stop(f"Prefect (flow run {run.state.name})")
+            stop.ask(f"Prefect (flow run {run.state.name})")
             return True
         if begun and (run.run_count > begun or (run.state and run.state.type in _GIVEN_AWAY)):
-            request_stop("Prefect (the flow run was thought dead, and begun again elsewhere)")
+            stop.ask("Prefect (the flow run was thought dead, and begun again elsewhere)")
             return True
         return False
 

@@ -12,26 +12,28 @@ from prefect.exceptions import TerminationSignal
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.alive import alive_here, noticing_the_workers_death
 from dphybrid.orchestration.queueing import ServerAwayError, leave
-from dphybrid.util.stop import Interrupted
+from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 
 @contextmanager
-def supervised() -> Iterator[None]:
-    """Supervise the flow run at hand while the block runs; nothing is to do for one that no worker started.
+def supervised() -> Iterator[StopRequest]:
+    """Supervise the flow run at hand while the block runs; yields the request to stop it, which its signals and its worker's death make.
 
     A block that is interrupted - to give way, by SIGTERM, or because its worker died - and is not cancelled is queued again.
     """
     flow_run_id = runtime.flow_run.id if runtime.deployment.id else None
-    with alive_here(flow_run_id), noticing_the_workers_death(flow_run_id):
+    stop = StopRequest()
+    with alive_here(flow_run_id), noticing_the_workers_death(flow_run_id, stop):
         try:
-            yield
+            with stop_signals(stop, at_once=True):
+                yield stop
         except Interrupted as interruption:
             asked_to_end = interruption.signal_number == signal.SIGTERM
             _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end)
             if asked_to_end:
                 raise TerminationSignal(signal=signal.SIGTERM) from interruption
             raise
-        except TerminationSignal as ended:  # outside training
+        except TerminationSignal as ended:  # before or after these handlers
             _leave(flow_run_id, f"stopped by {ended!r}", True)
             raise
 

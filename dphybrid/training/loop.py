@@ -23,7 +23,7 @@ from dphybrid.training.profiling import profiled_steps
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, StopRequest
+from dphybrid.util.stop import StopRequest
 
 EVALUATED = ("loss", "weight", "logits", "labels_B", "ranks_B2")
 """What metrics are computed from, of batches and outputs."""
@@ -102,11 +102,7 @@ def train(session: Session, display: Display, meter: "Meter") -> None:
                 if session.stop.pending:
                     meter.settle()
                     path = checkpoint(session)
-                    raise Interrupted(
-                        f"stopped by {session.stop.reason} after step {progress.step}; {path} goes on with --resume",
-                        session.stop.signal_number,
-                        session.stop.requeue,
-                    )
+                    raise session.stop.interruption(f"after step {progress.step}; {path} goes on with --resume")
                 meter.times.begin()
             display.line(end_of_epoch(session, meter))
             checkpoint(session)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 _NAMES = {
     signal.SIGINT: "Ctrl-C",
@@ -14,10 +15,10 @@ _NAMES = {
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training stopped on request, after its checkpoint was written.
+    """A run stopped on request; what it had reached is in its newest checkpoint.
 
-    reason: who asked, for people. signal_number: the signal that asked, or None. requeue: it stopped to give way, and wants to go on
-    later. run: name of the run to go on with.
+    reason: who asked, for people. signal_number: the signal that asked, or None. requeue: it stopped to give way, and wants to
+    go on later. run: name of the run to go on with; None when it stopped before it had one.
     """
 
     def __init__(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
@@ -28,62 +29,77 @@ class Interrupted(KeyboardInterrupt):
         self.run: str | None = None
 
 
+class _Asked(NamedTuple):
+    reason: str
+    signal_number: int | None
+    requeue: bool
+
+
 class StopRequest:
-    """One process-wide wish to stop; the loop asks `pending` between steps."""
+    """The wish that one run should stop; made before the run, and given to all who may ask and to all who can obey.
+
+    The loop looks at `pending` between steps; what comes before and after the loop calls `obey` where it can end.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
-        self.reason = ""
-        self.signal_number: int | None = None
-        self.requeue = False
+        self._asked: _Asked | None = None  # replaced as a whole: signal handlers and threads need no lock
 
     @property
     def pending(self) -> bool:
-        return self._event.is_set()
+        """Has somebody asked?"""
+        return self._asked is not None
 
-    def set(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
-        if not self._event.is_set():
-            self.reason, self.signal_number, self.requeue = reason, signal_number, requeue
-            self._event.set()
+    @property
+    def reason(self) -> str:
+        """Who asked, for people; "" while nobody has."""
+        return self._asked.reason if self._asked else ""
 
-    def clear(self) -> None:
-        self.reason, self.signal_number, self.requeue = "", None, False
-        self._event.clear()
+    def ask(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
+        """Ask the run to stop. May be called from any thread. requeue: to go on later.
 
+        The first reason stays, but a signal ends also what was only to give way.
+        """
+        before = self._asked
+        if before is None or (before.signal_number is None and signal_number is not None):
+            self._asked = _Asked(reason, signal_number, requeue)
 
-_request = StopRequest()
+    def interruption(self, reached: str = "") -> Interrupted:
+        """Return the exception for the request at hand. reached: how far the run came, such as "after step 7"."""
+        assert self._asked is not None
+        reason, signal_number, requeue = self._asked
+        return Interrupted(f"stopped by {reason}{' ' + reached if reached else ''}", signal_number, requeue)
 
-
-def request_stop(reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
-    """Ask the training of this process to stop after its current step. May be called from any thread. requeue: to go on later."""
-    _request.set(reason, signal_number, requeue)
-
-
-def current_request() -> StopRequest:
-    """Return the request that the loop watches."""
-    return _request
+    def obey(self, reached: str = "") -> None:
+        """Raise Interrupted when somebody has asked."""
+        if self._asked is not None:
+            raise self.interruption(reached)
 
 
 @contextmanager
-def stop_signals() -> Iterator[StopRequest]:
+def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
     """Turn SIGINT, SIGTERM and SIGHUP into a stop request while the block runs; a second one interrupts at once.
 
-    Outside the main thread Python allows no signal handlers, so there only `request_stop` works.
+    at_once: the first one raises Interrupted, too, for blocks that lose nothing by it. Outside the main thread Python allows no
+    signal handlers; there nothing is changed.
     """
-    _request.clear()
     if threading.current_thread() is not threading.main_thread():
-        yield _request
+        yield
         return
+    signalled = False
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if _request.pending:
+        nonlocal signalled
+        stop.ask(_NAMES[signal.Signals(number)], number)
+        if at_once:
+            raise stop.interruption()
+        if signalled:
             raise KeyboardInterrupt
-        request_stop(_NAMES[signal.Signals(number)], number)
+        signalled = True
 
     # What the caller ignores (SIGHUP under nohup) stays ignored.
-    before = {number: signal.signal(number, handle) for number in _NAMES if signal.getsignal(number) is not signal.SIG_IGN}
+    before = {n: signal.signal(n, handle) for n in _NAMES if signal.getsignal(n) is not signal.SIG_IGN}
     try:
-        yield _request
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -21,7 +21,7 @@ from dphybrid.training.checkpoint import complete_checkpoints, load_weights, rea
 from dphybrid.training.loop import learning_rate_factor
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, request_stop
+from dphybrid.util.stop import Interrupted, StopRequest
 from tests.conftest import SHARED
 from tests.waiting import patience
 
@@ -56,8 +56,8 @@ def small_text(tmp_path: Path) -> str:
     return f"data.path={file}"
 
 
-def train(*overrides: str, resume: str | None = None, name: str | None = None) -> Report:
-    return run_job(load_config(None, list(overrides)), load_settings(), run_name=name, resume=resume)
+def train(*overrides: str, resume: str | None = None, name: str | None = None, stop: StopRequest | None = None) -> Report:
+    return run_job(load_config(None, list(overrides)), load_settings(), run_name=name, resume=resume, stop=stop)
 
 
 def tensors(report: Report) -> dict[str, torch.Tensor]:
@@ -145,16 +145,16 @@ def test_stopped_and_resumed_equals_undisturbed(
     options = [small_text, *SMALL_TEXT, "model.dropout=0.3", "train.epochs=3", f"table.optimizer={optimizer}", "table.lr=0.01"]
     whole = train(*options, name="whole")
 
-    after_step = SplitLog.after_step
+    after_step, stop = SplitLog.after_step, StopRequest()
 
     def stop_at_seven(self: SplitLog, step: int) -> list[str]:
         if step == 7:
-            request_stop("a test")
+            stop.ask("a test")
         return after_step(self, step)
 
     monkeypatch.setattr(SplitLog, "after_step", stop_at_seven)
     with pytest.raises(Interrupted, match="step-000007"):
-        train(*options, name="broken")
+        train(*options, name="broken", stop=stop)
     monkeypatch.setattr(SplitLog, "after_step", after_step)
     assert read_state(data_dir / "runs/broken/checkpoints/step-000007")["progress"]["step"] == 7
     resumed = train(*options, resume="broken")

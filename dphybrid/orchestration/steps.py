@@ -1,0 +1,136 @@
+"""What the flows share: the steps of the main job as Prefect tasks, and `trained`, which calls them in turn.
+
+Tasks pass paths; the work is in `dphybrid.jobs.train`.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+from prefect import runtime, task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import PrefectException
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import load_settings
+from dphybrid.gpus.leasing import leased_devices
+from dphybrid.gpus.politeness import giving_way
+from dphybrid.jobs import train as job
+from dphybrid.jobs.runs import find_tagged_run
+from dphybrid.orchestration.guard import watched_flow_run
+from dphybrid.orchestration.queueing import shown_waiting
+from dphybrid.util.stop import StopRequest, stop_signals
+
+FLOW_RUN_TAG = "prefect.flow_run_id"
+
+
+@task(name="prepare", cache_policy=NO_CACHE)
+def prepare(config: ExperimentConfig) -> str:
+    """Make the prepared data; return its folder."""
+    return job.prepare_data(config, load_settings())
+
+
+@task(name="build", cache_policy=NO_CACHE)
+def build(
+    config: ExperimentConfig,
+    prepared: str,
+    devices: str,
+    run_name: str | None,
+    resume: str | None,
+    tags: dict[str, str],
+    links: dict[str, str],
+) -> str:
+    """Check the model and open its MLflow run; return the run folder."""
+    return job.build_run(config, load_settings(), prepared, devices, run_name=run_name, resume=resume, tags=tags, links=links)
+
+
+@task(name="train", cache_policy=NO_CACHE)
+def train(run_folder: str, stop: StopRequest) -> dict[str, Any]:
+    """Train to the end; return where the checkpoints are."""
+    return job.train_run(run_folder, load_settings(), stop)
+
+
+@task(name="evaluate", cache_policy=NO_CACHE)
+def evaluate(run_folder: str) -> dict[str, float]:
+    """Evaluate the best checkpoint on the held-out rows."""
+    return job.evaluate_run(run_folder, load_settings())
+
+
+@task(name="report", cache_policy=NO_CACHE)
+def report(run_folder: str) -> job.Report:
+    """Write the report and the flow run's artifacts."""
+    done = job.report_run(run_folder, load_settings())
+    try:
+        _publish(done)
+    except (httpx.HTTPError, PrefectException) as error:
+        print(f"Prefect's artifacts could not be written ({error}); the report is in {run_folder}")
+    return done
+
+
+def _publish(done: job.Report) -> None:
+    create_link_artifact(done.run_url, link_text=f"MLflow run {done.run_name}", key="mlflow-run")
+    create_table_artifact(
+        [{"metric": name, "value": value} for name, value in done.metrics.items()], key="metrics", description="Held-out metrics"
+    )
+    if done.splits:
+        create_table_artifact(done.splits, key="splits", description="What each replica got of a batch")
+    create_markdown_artifact(f"```\n{done.text.strip()}\n```", key="result", description=done.run_name)
+
+
+def trained(
+    config: ExperimentConfig,
+    stop: StopRequest,
+    *,
+    run_name: str | None = None,
+    resume: str | None = None,
+    tags: dict[str, str] | None = None,
+) -> job.Report:
+    """Train in the flow run at hand, from where it stood if it began before: it gave way, or its worker died.
+
+    Args:
+        config: the experiment.
+        stop: asked by signals, by Prefect's cancelling and by those who want the GPUs.
+        run_name: name of the run (default: the flow run's).
+        resume: "latest", or a run's name.
+        tags: more tags for the MLflow run.
+
+    Raises Interrupted when it has to stop before the end.
+    """
+    settings, flow_run_id = load_settings(), runtime.flow_run.id
+    resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
+    with watched_flow_run(flow_run_id, stop), ExitStack() as held:
+        prepared = prepare(config)
+        stop.obey("before it was built")
+        replicas = job.resumed_replicas(config, settings, prepared, resume)
+        with shown_waiting(flow_run_id) as tell:
+            name = run_name or runtime.flow_run.name or config.recipe
+            leased = leased_devices(config, settings, run=name, replicas=replicas, on_wait=tell, stop=stop)
+            devices = held.enter_context(leased)
+        all_tags = _tags() | devices.tags | (tags or {})
+        with giving_way(devices, settings, stop), stop_signals(stop):
+            folder = build(config, prepared, devices.text, run_name, resume, all_tags, _links())
+            with job.closing_run(folder, settings):
+                train(folder, stop)
+        with job.closing_run(folder, settings):
+            evaluate(folder)
+            stop.obey("after its evaluation")
+            return report(folder)
+
+
+def _tags() -> dict[str, str]:
+    run, deployment = runtime.flow_run, runtime.deployment
+    found = {
+        FLOW_RUN_TAG: run.id,
+        "prefect.flow_run_name": run.name,
+        "prefect.deployment_id": deployment.id,
+        "prefect.deployment_name": deployment.name,
+        "mlflow.source.name": "train-hybrid",
+    }
+    return {name: str(value) for name, value in found.items() if value}
+
+
+def _links() -> dict[str, str]:
+    # An embedded server is gone when the run has ended, so its address would lead nowhere.
+    address = runtime.flow_run.ui_url if runtime.deployment.id else None
+    return {f"Prefect flow run {runtime.flow_run.name}": address} if address else {}

@@ -1,0 +1,165 @@
+"""A request to stop that comes before training begins is kept: the run ends when its model is built, or its checkpoint loaded."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import StateType
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import load_settings
+from dphybrid.gpus import ask_for, find_holder, leasing, politeness
+from dphybrid.jobs import train as job
+from dphybrid.orchestration import guard
+from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from tests.fake_nvml import gpu, write_state
+from tests.test_gpus import stranger  # noqa: F401 - a fixture
+from tests.test_politeness import machine  # noqa: F401 - a fixture
+
+CONFIG = ExperimentConfig(recipe="hybrid", devices="auto*1").model_dump()
+FIRST_GPU = gpu(0)["uuid"]
+
+
+def run(epochs: int, stop: StopRequest, resume: str | None = None) -> job.Report:
+    config = ExperimentConfig.model_validate(CONFIG | {"train": CONFIG["train"] | {"epochs": epochs}})
+    return job.run_job(config, load_settings(), run_name="run", resume=resume, stop=stop)
+
+
+class Asker:
+    """Somebody who asks the run to stop once `now` is called, and waits until it has been heard."""
+
+    def __init__(self, ask: Callable[[], None], stop: StopRequest) -> None:
+        self.ask, self.stop = ask, stop
+
+    def now(self) -> None:
+        self.ask()
+        deadline = time.monotonic() + 10
+        while not self.stop.pending:
+            assert time.monotonic() < deadline, "nobody heard it"
+            time.sleep(0.01)
+
+
+@contextmanager
+def asker(who: str, stop: StopRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asker]:
+    asked: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        around: Any = nullcontext()
+        ask: Callable[[], Any] = lambda: asked.append(True)  # noqa: E731
+        if who == "devices --ask":
+            lease_gpu = next(unit for unit in politeness_inventory() if unit.uuid == FIRST_GPU)
+            ask = lambda: ask_for(folder / "leases", lease_gpu)  # noqa: E731
+        elif who == "SIGTERM":
+            ask = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+        elif who == "end of hours":
+            night, noon = (datetime.fromisoformat(f"2026-11-24 {clock}") for clock in ("23:00", "12:00"))
+            monkeypatch.setenv("DPHYBRID_QUIET_HOURS", "20:00-08:00")
+            patch.setattr(leasing, "datetime", SimpleNamespace(now=lambda: night))
+            patch.setattr(politeness, "datetime", SimpleNamespace(now=lambda: noon if asked else night))
+        else:
+            patch.setattr(guard, "get_client", lambda **_: nullcontext(Server(asked)))
+            around = guard.watched_flow_run(str(uuid4()), stop, every_s=0.01)
+        with around:
+            yield Asker(ask, stop)
+
+
+def politeness_inventory() -> list[Any]:
+    return leasing.Inventory(load_settings().nvml).read()
+
+
+class Server:
+    """Prefect's, which says that the flow run is cancelled once it was."""
+
+    def __init__(self, cancelled: list[bool]) -> None:
+        self.cancelled = cancelled
+
+    def read_flow_run(self, _id: object) -> Any:
+        kind = StateType.CANCELLING if self.cancelled else StateType.RUNNING
+        return SimpleNamespace(state=SimpleNamespace(type=kind, name=kind.value), run_count=1)
+
+
+WHO = ["devices --ask", "SIGTERM", "end of hours", "Prefect's cancel"]
+
+
+@pytest.mark.parametrize("when", ["build_from_config", "load_checkpoint"])
+@pytest.mark.parametrize("who", WHO)
+def test_a_request_before_the_first_step_ends_the_run(
+    who: str,
+    when: str,
+    machine: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    checkpoints = tmp_path / "data" / "runs" / "run" / "checkpoints"
+    loading = when == "load_checkpoint"
+    if loading:
+        run(1, StopRequest())
+    before = sorted(checkpoints.glob("*"))
+    stop = StopRequest()
+    with asker(who, stop, tmp_path, monkeypatch) as somebody:
+        done = getattr(job, when)
+
+        def ask_meanwhile(*args: Any, **more: Any) -> Any:
+            result = done(*args, **more)
+            somebody.now()
+            return result
+
+        monkeypatch.setattr(job, when, ask_meanwhile)
+        with pytest.raises(Interrupted, match="stopped by ") as caught:
+            run(3, stop, "run" if loading else None)
+    assert caught.value.run == "run"
+    assert caught.value.requeue == (who in ("devices --ask", "end of hours"))
+    assert caught.value.signal_number == (signal.SIGTERM if who == "SIGTERM" else None)
+    assert sorted(checkpoints.glob("*")) == before
+    assert find_holder(tmp_path / "leases", FIRST_GPU) is None
+    monkeypatch.setattr(job, when, done)
+    monkeypatch.delenv("DPHYBRID_QUIET_HOURS", raising=False)
+    assert run(3, StopRequest(), "run").run_name == "run"
+
+
+def test_a_request_ends_the_preparation_and_the_waiting_for_gpus(
+    machine: Path,  # noqa: F811
+    stranger: int,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    stop, prepare = StopRequest(), job.prepare_data
+    monkeypatch.setattr(job, "prepare_data", lambda *args: (prepare(*args), stop.ask("a test"))[0])
+    with pytest.raises(Interrupted, match="a test before it was built") as caught:
+        run(1, stop)
+    assert caught.value.run is None
+    monkeypatch.setattr(job, "prepare_data", lambda *args: (prepare(*args), os.kill(os.getpid(), signal.SIGINT))[0])
+    with pytest.raises(Interrupted, match="Ctrl-C") as caught:  # at once
+        run(1, StopRequest())
+    monkeypatch.setattr(job, "prepare_data", prepare)
+    write_state(machine, [gpu(0, processes=[[stranger, 38]])])
+    stop, told = StopRequest(), []
+
+    def waits(reason: str) -> None:
+        told.append(reason)
+        stop.ask("a test")
+
+    config = ExperimentConfig.model_validate(CONFIG)
+    with pytest.raises(Interrupted), leasing.leased_devices(config, load_settings(), run="run", on_wait=waits, stop=stop):
+        pass
+    assert len(told) == 1
+
+
+def test_a_second_signal_interrupts_at_once_and_a_signal_ends_what_only_gives_way() -> None:
+    stop = StopRequest()
+    stop.ask("its owner", requeue=True)
+    with stop_signals(stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted) as caught:
+        stop.obey()
+    assert (caught.value.signal_number, caught.value.requeue) == (signal.SIGTERM, False)
