@@ -25,7 +25,7 @@ from dphybrid.gpus import (
     try_lease,
     visible,
 )
-from dphybrid.gpus.hours import parse_quiet_hours
+from dphybrid.gpus.hours import parse_training_hours
 from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state
@@ -201,7 +201,7 @@ def test_a_gpu_must_be_free_over_the_whole_window(machine: Path, fake: Inventory
 
 
 def test_nothing_starts_outside_the_hours_and_no_ticket_is_held_then(fake: Inventory, folder: Path) -> None:
-    answers = iter(["quiet hours begin at 20:00", "quiet hours begin at 20:00"])
+    answers = iter(["training hours begin at 20:00", "training hours begin at 20:00"])
     seen: list[list[Path]] = []
 
     def closed() -> str | None:
@@ -211,12 +211,12 @@ def test_nothing_starts_outside_the_hours_and_no_ticket_is_held_then(fake: Inven
     told: list[str] = []
     with acquire(Wanted(), fake, folder, run="a", policy=AT_ONCE, timeout_s=5, poll_s=0.01, on_wait=told.append, closed=closed):
         pass
-    assert told == ["quiet hours begin at 20:00"]
+    assert told == ["training hours begin at 20:00"]
     assert seen[:2] == [[], []]
 
 
-def test_quiet_hours_go_past_midnight_and_know_weekends() -> None:
-    hours = parse_quiet_hours("mon-fri 19:00-07:30, sat, sun")
+def test_training_hours_go_past_midnight_and_know_weekends() -> None:
+    hours = parse_training_hours("mon-fri 19:00-07:30, sat, sun")
     for moment, allowed in (
         ("2026-11-20 18:59", False),
         ("2026-11-20 19:00", True),
@@ -225,11 +225,11 @@ def test_quiet_hours_go_past_midnight_and_know_weekends() -> None:
     ):
         assert hours.open_at(datetime.fromisoformat(moment)) is allowed, moment
     assert hours.open_at(datetime.fromisoformat("2026-11-24 07:29"))  # Tuesday morning belongs to Monday's span
-    assert hours.closed_reason(datetime.fromisoformat("2026-11-24 08:00")) == "quiet hours begin at 19:00"
-    assert parse_quiet_hours("").open_at(datetime.fromisoformat("2026-11-24 08:00"))
+    assert hours.closed_reason(datetime.fromisoformat("2026-11-24 08:00")) == "training hours begin at 19:00"
+    assert parse_training_hours("").open_at(datetime.fromisoformat("2026-11-24 08:00"))
     for wrong in ("8-20", "25:00-08:00", "foo 20:00-08:00", "20:00"):
-        with pytest.raises(UserError, match="quiet hours"):
-            parse_quiet_hours(wrong)
+        with pytest.raises(UserError, match="training hours"):
+            parse_training_hours(wrong)
 
 
 def test_devices_shows_a_table_and_asks_a_run_to_give_way(machine: Path, folder: Path, fake: Inventory, stranger: int) -> None:

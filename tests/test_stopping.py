@@ -60,7 +60,7 @@ def asker(who: str, stop: StopRequest, folder: Path, monkeypatch: pytest.MonkeyP
             ask = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
         elif who == "end of hours":
             night, noon = (datetime.fromisoformat(f"2026-11-24 {clock}") for clock in ("23:00", "12:00"))
-            monkeypatch.setenv("DPHYBRID_QUIET_HOURS", "20:00-08:00")
+            monkeypatch.setenv("DPHYBRID_TRAINING_HOURS", "20:00-08:00")
             patch.setattr(leasing, "datetime", SimpleNamespace(now=lambda: night))
             patch.setattr(politeness, "datetime", SimpleNamespace(now=lambda: noon if asked else night))
         else:
@@ -121,7 +121,7 @@ def test_a_request_before_the_first_step_ends_the_run(
     assert sorted(checkpoints.glob("*")) == before
     assert find_holder(tmp_path / "leases", FIRST_GPU) is None
     monkeypatch.setattr(job, when, done)
-    monkeypatch.delenv("DPHYBRID_QUIET_HOURS", raising=False)
+    monkeypatch.delenv("DPHYBRID_TRAINING_HOURS", raising=False)
     assert run(3, StopRequest(), "run").run_name == "run"
 
 

@@ -190,7 +190,7 @@ def sync(args: argparse.Namespace) -> int:
     def tell(run_id: str, records: int) -> None:
         print(f"{run_id}: sending {records:,} records", flush=True)
 
-    done = sync(settings.mlflow_dir, uri, settings.experiment, settings.upload_limit_mb * 2**20, wait_s=args.wait, on_run=tell)
+    done = sync(settings.mlflow_dir, uri, settings.experiment, settings.upload_limit_mib * 2**20, wait_s=args.wait, on_run=tell)
     print(done.text())
     return 1 if done.waiting else 0
 

@@ -1,59 +1,35 @@
 """`dphybrid doctor`: does this machine have what the project needs? Each line says what was found and, when it is wrong, the remedy."""
 
-import base64
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from email.utils import parsedate_to_datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from dphybrid.config.settings import Settings
 from dphybrid.gpus import Inventory, lease_folder, visible
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
+from dphybrid.util.servers import ask, same_clock
 
 PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
-MAX_SKEW_S = 5.0
-"""Seconds by which a server's clock may differ: schedules, leases and heartbeats compare times of several machines."""
-ANSWER_S = 5.0
 _NETWORK_DISKS = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "beegfs", "9p", "fuse.sshfs")
-
-# Runs in another process: the library itself never imports Prefect, and a broken set of versions fails at import.
-_ASK_PREFECT = """
-import json, prefect.server.api.server
-from prefect.settings import get_current_settings
-s = get_current_settings()
-auth = s.api.auth_string
-print(json.dumps({
-    "url": s.api.url, "auth": auth.get_secret_value() if auth else None, "retries": s.client.max_retries,
-    "heartbeat_s": s.flows.heartbeat_frequency, "plugins": s.plugins.enabled,
-}))
-"""
 
 
 def run_checks(settings: Settings) -> int:
     """Print one line a check; return 0 when all passed, else 1."""
-    prefect, facts = _prefect()
+    prefect, with_server = _prefect()
     checks: list[Callable[[], tuple[bool, str]]] = [
         _torch,
         lambda: _gpus(settings),
         lambda: _leases(settings),
         lambda: _threads(settings),
-        lambda: prefect,
-        _sqlalchemy,
-        lambda: _prefect_server(facts),
-        lambda: _prefect_settings(facts),
+        *(lambda result=result: result for result in prefect),
         lambda: _mlflow_server(settings),
         lambda: _folder(settings),
-        lambda: _shared(settings, facts),
+        lambda: _shared(settings, with_server),
         _secrets,
     ]
     passed = True
@@ -109,56 +85,16 @@ def _threads(settings: Settings) -> tuple[bool, str]:
     return True, f"threads: {threads} for each of up to {runs} runs at once, {cores} cores"
 
 
-def _prefect() -> tuple[tuple[bool, str], dict[str, Any]]:
-    found = subprocess.run([sys.executable, "-c", _ASK_PREFECT], capture_output=True, text=True, check=False)
+def _prefect() -> tuple[list[tuple[bool, str]], bool]:
+    """Return the checks of Prefect's half, and whether a server is set."""
+    # By name and in another process: nothing here may need Prefect, and a broken set of versions fails at import.
+    command = [sys.executable, "-m", "dphybrid.orchestration.doctor"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode == 0:
-        text = f"prefect {version('prefect')} with fastapi {version('fastapi')}: the server can start"
-        return (True, text), json.loads(found.stdout.strip().splitlines()[-1])
+        page = json.loads(found.stdout.strip().splitlines()[-1])
+        return [(good, text) for good, text in page["checks"]], page["with_server"]
     last = found.stderr.strip().splitlines()[-1:] or ["no message"]
-    return (False, f"prefect.server.api.server cannot be imported: {last[0]}; remedy: {PINS}"), {}
-
-
-def _sqlalchemy() -> tuple[bool, str]:
-    try:
-        found = version("sqlalchemy")
-    except PackageNotFoundError:
-        return False, f"sqlalchemy is not installed; remedy: {PINS}"
-    if tuple(int(part) for part in found.split(".")[:2]) >= (2, 1):
-        return False, f"sqlalchemy {found}: with 2.1 Prefect 3.8 creates no scheduled runs; remedy: {PINS}"
-    return True, f"sqlalchemy {found}: schedules work"
-
-
-def _prefect_server(facts: dict[str, Any]) -> tuple[bool, str]:
-    url = facts.get("url")
-    if not url:
-        return True, "Prefect server: none is set (PREFECT_API_URL); flows start a temporary one, workers need a real one"
-    answer, seconds = _ask(f"{url}/admin/version", facts.get("auth"))
-    if isinstance(answer, str):
-        return False, f"Prefect server {url}: {answer}; remedy: correct PREFECT_API_URL or PREFECT_API_AUTH_STRING, or start it"
-    there = json.loads(answer.read())
-    if there != version("prefect"):
-        return (
-            False,
-            f"Prefect server {url} is {there}, here is {version('prefect')}; remedy: install the same version everywhere",
-        )
-    return _clock(f"Prefect server {url}: the same version", answer, seconds)
-
-
-def _prefect_settings(facts: dict[str, Any]) -> tuple[bool, str]:
-    if not facts.get("url"):
-        return True, "Prefect settings for workers: not looked at without a server"
-    wanted = {
-        "PREFECT_CLIENT_MAX_RETRIES=9": facts["retries"] >= 9,
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY=60": facts["heartbeat_s"] is not None and facts["heartbeat_s"] <= 60,
-        "PREFECT_PLUGINS_ENABLED=true": facts["plugins"],
-    }
-    missing = [name for name, good in wanted.items() if not good]
-    if missing:
-        return (
-            False,
-            f"Prefect settings: set {', '.join(missing)} (infra/make-env writes them, and prefect.toml has them in this folder)",
-        )
-    return True, "Prefect settings: outages are waited for, heartbeats are sent, bare deployment names work"
+    return [(False, f"Prefect's server cannot be imported: {last[0]}; remedy: {PINS}")], False
 
 
 def _mlflow_server(settings: Settings) -> tuple[bool, str]:
@@ -166,35 +102,12 @@ def _mlflow_server(settings: Settings) -> tuple[bool, str]:
     if not url or not url.startswith("http"):
         return True, "MLflow server: none is set (MLFLOW_TRACKING_URI)"
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
-    answer, seconds = _ask(
+    answer, now = ask(
         f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1", f"{user}:{password}" if user else None
     )
     if isinstance(answer, str):
         return False, f"MLflow server {url}: {answer}; remedy: correct MLFLOW_TRACKING_URI, _USERNAME or _PASSWORD, or start it"
-    return _clock(f"MLflow server {url}: answers", answer, seconds)
-
-
-def _ask(url: str, auth: str | None) -> tuple[Any, float]:
-    """Return (the answer, or what is wrong; the time when it came)."""
-    headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
-    try:
-        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=ANSWER_S)
-    except urllib.error.HTTPError as error:
-        return "refuses user and password" if error.code == 401 else f"answers {error.code}", time.time()
-    except (OSError, ValueError) as error:
-        return f"does not answer ({error})", time.time()
-    return answer, time.time()
-
-
-def _clock(text: str, answer: Any, now: float) -> tuple[bool, str]:
-    there = answer.headers.get("Date")
-    skew_s = now - parsedate_to_datetime(there).timestamp() if there else 0.0
-    if abs(skew_s) > MAX_SKEW_S:
-        return (
-            False,
-            f"{text}, but its clock is {abs(skew_s):.0f} s {'behind' if skew_s > 0 else 'ahead'}; remedy: run an NTP client on both",
-        )
-    return True, f"{text}, clocks agree"
+    return same_clock(f"MLflow server {url}: answers", answer, now)
 
 
 def _folder(settings: Settings) -> tuple[bool, str]:
@@ -207,8 +120,8 @@ def _folder(settings: Settings) -> tuple[bool, str]:
     )
 
 
-def _shared(settings: Settings, facts: dict[str, Any]) -> tuple[bool, str]:
-    if not facts.get("url"):
+def _shared(settings: Settings, with_server: bool) -> tuple[bool, str]:
+    if not with_server:
         return True, "checkpoints: of this machine alone"
     place, kind, found = _existing(settings.data_dir), "unknown", ""
     for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():

@@ -1,17 +1,22 @@
 """Where experiments run: folders, devices, threads, servers. Read from DPHYBRID_* variables and a `.env` file; never part of a result."""
 
 import os
+import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dphybrid.gpus.hours import parse_quiet_hours
+from dphybrid.gpus.hours import parse_training_hours
 from dphybrid.gpus.inventory import Policy
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
+
+RENAMED = {"DPHYBRID_QUIET_HOURS": "DPHYBRID_TRAINING_HOURS", "DPHYBRID_UPLOAD_LIMIT_MB": "DPHYBRID_UPLOAD_LIMIT_MIB"}
+"""Variables of former versions, which go on working: old name -> name."""
 
 
 class Settings(BaseSettings):
@@ -32,7 +37,7 @@ class Settings(BaseSettings):
     the memory: slower, but exact all the same."""
     tracking_uri: str | None = None
     """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir; none: nothing is recorded."""
-    upload_limit_mb: int = Field(default=900, ge=1)
+    upload_limit_mib: int = Field(default=900, ge=1)
     """Files of a checkpoint above this many MiB are not uploaded to an MLflow server but recorded by path and digest."""
     profile: str | None = None
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
@@ -57,7 +62,7 @@ class Settings(BaseSettings):
     yield_to_others: Literal["never", "ask", "always"] = "ask"
     """When training gives its GPUs back to others: never; ask: when someone types `dphybrid devices --ask N`, or memory runs out; always: also
     when another process appears on them."""
-    quiet_hours: str = ""
+    training_hours: str = ""
     """When training may use GPUs, in this machine's time: `20:00-08:00`, `mon-fri 19:00-07:30, sat, sun`; empty: always."""
     requeue_after_s: float = Field(default=60.0, ge=0)
     """Seconds after which a run that gave its GPUs back asks for them again."""
@@ -90,10 +95,10 @@ class Settings(BaseSettings):
         first, _, last = self.profile.partition("-")
         return range(int(first), int(last or first) + 1)
 
-    @field_validator("quiet_hours")
+    @field_validator("training_hours")
     @classmethod
     def _hours(cls, value: str) -> str:
-        parse_quiet_hours(value)
+        parse_training_hours(value)
         return value
 
     @property
@@ -124,8 +129,18 @@ class Settings(BaseSettings):
         return self.data_dir / "mlflow"
 
 
+def _take_over_old_names() -> None:
+    given = {**dotenv_values(".env"), **os.environ}
+    for old, new in RENAMED.items():
+        value = given.get(old)
+        if value is not None and new not in given:
+            os.environ[new] = value  # told once: it is there from now on, also for the processes this one starts
+            print(f"Note: {old} is called {new} now; the old name goes on working", file=sys.stderr, flush=True)
+
+
 def load_settings() -> Settings:
-    """Read the settings. Raises UserError that names the variable."""
+    """Read the settings; tell which variables go by another name now. Raises UserError that names the variable."""
+    _take_over_old_names()
     try:
         settings = Settings()
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Quiet hours: when training may use the GPUs of a workstation, as text: `20:00-08:00`, `mon-fri 19:00-07:30, sat, sun`.
+"""Training hours: when training may use the GPUs of a workstation, as text: `20:00-08:00`, `mon-fri 19:00-07:30, sat, sun`.
 
 An item is days, hours, or both; a span that ends before it begins goes on past midnight and belongs to the day it begins on. Pure Python.
 """
@@ -16,7 +16,7 @@ _DAY = 24 * 60
 
 
 @dataclass(frozen=True)
-class QuietHours:
+class TrainingHours:
     """Spans of a week in minutes since Monday 00:00, (begin, length). No spans: always."""
 
     spans: tuple[tuple[int, int], ...] = ()
@@ -37,26 +37,26 @@ class QuietHours:
         if self.open_at(moment):
             return None
         begin = self.next_begin(moment)
-        return f"quiet hours begin at {begin:%H:%M}" + ("" if begin.date() == moment.date() else f" on {begin:%Y-%m-%d}")
+        return f"training hours begin at {begin:%H:%M}" + ("" if begin.date() == moment.date() else f" on {begin:%Y-%m-%d}")
 
 
-def parse_quiet_hours(text: str) -> QuietHours:
-    """Read quiet hours. Raises UserError that names the part it could not read."""
+def parse_training_hours(text: str) -> TrainingHours:
+    """Read training hours. Raises UserError that names the part it could not read."""
     spans: list[tuple[int, int]] = []
     for item in filter(None, (part.strip() for part in text.lower().split(","))):
         match = _ITEM.fullmatch(item)
         days = [match["first"] or "mon", match["last"] or match["first"] or "sun"] if match else []
         if match is None or not set(days) <= set(_DAYS):
-            raise UserError(f"quiet hours {text!r}: cannot read {item!r}; {_HELP}")
+            raise UserError(f"training hours {text!r}: cannot read {item!r}; {_HELP}")
         begin, end = (_minutes(match[name] or "0:00", text) for name in ("begin", "end"))
         first, last = (_DAYS.index(day) for day in days)
         length = (end - begin) % _DAY or _DAY
         spans += [((first + offset) % 7 * _DAY + begin, length) for offset in range((last - first) % 7 + 1)]
-    return QuietHours(tuple(spans))
+    return TrainingHours(tuple(spans))
 
 
 def _minutes(clock: str, text: str) -> int:
     hours, minutes = (int(part) for part in clock.split(":"))
     if hours > 24 or minutes > 59 or hours * 60 + minutes > _DAY:
-        raise UserError(f"quiet hours {text!r}: {clock} is no time of day; {_HELP}")
+        raise UserError(f"training hours {text!r}: {clock} is no time of day; {_HELP}")
     return hours * 60 + minutes

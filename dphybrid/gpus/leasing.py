@@ -11,7 +11,7 @@ import torch
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus import Gpu, Inventory, Lease, Wanted, acquire, lease_folder, visible
-from dphybrid.gpus.hours import parse_quiet_hours
+from dphybrid.gpus.hours import parse_training_hours
 from dphybrid.parallel import resolve_devices
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
 from dphybrid.util.errors import UserError
@@ -81,7 +81,7 @@ def leased_devices(
         numbers=tuple(sorted({int(name.split(":")[1]) for name in spec.names})),
         at_most=settings.max_gpus,
     )
-    hours = parse_quiet_hours(settings.quiet_hours)
+    hours = parse_training_hours(settings.training_hours)
     lease = acquire(
         wanted,
         inventory,

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from dphybrid.config.settings import Settings
 from dphybrid.gpus import Gpu, asked_by
-from dphybrid.gpus.hours import parse_quiet_hours
+from dphybrid.gpus.hours import parse_training_hours
 from dphybrid.gpus.inventory import GIB, describe_process, foreign_processes
 from dphybrid.gpus.leasing import LeasedDevices
 from dphybrid.util.stop import Interrupted, StopRequest
@@ -46,13 +46,13 @@ def giving_way(devices: LeasedDevices, settings: Settings, stop: StopRequest) ->
 def reason_to_yield(devices: LeasedDevices, settings: Settings, now: datetime) -> str | None:
     """Return why the GPUs should be given back at this moment, or None.
 
-    The end of quiet hours counts whatever `yield_to_others` says. ask: a request, or memory that runs out beside another process.
+    The end of training hours counts whatever `yield_to_others` says. ask: a request, or memory that runs out beside another process.
     always: any other process, too.
     """
     if devices.lease is None or devices.inventory is None:
         return None
-    if closed := parse_quiet_hours(settings.quiet_hours).closed_reason(now):
-        return f"the end of quiet hours ({closed})"
+    if closed := parse_training_hours(settings.training_hours).closed_reason(now):
+        return f"the end of training hours ({closed})"
     if settings.yield_to_others == "never":
         return None
     if asked := asked_by(devices.lease):

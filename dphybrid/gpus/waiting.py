@@ -66,7 +66,7 @@ def acquire(
     """Wait until the GPUs are free by `policy` and leased to no one, and lease them.
 
     folder: of `lease_folder`. run: shown to others. names: CUDA_VISIBLE_DEVICES. timeout_s counts from the call; 0 still allows for the
-    policy's window. on_wait is told why, when the reason changes. closed: why nothing may start now (outside quiet hours), or None.
+    policy's window. on_wait is told why, when the reason changes. closed: why nothing may start now (outside training hours), or None.
     on_look is called before each look, and ends the waiting by raising.
     Raises UserError for GPUs that are not there, LeaseTimeoutError with the reasons.
     """

@@ -45,7 +45,7 @@ def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
         settings.mlflow_uri,
         settings.experiment,
         settings.mlflow_dir,
-        upload_limit=settings.upload_limit_mb * 2**20,
+        upload_limit=settings.upload_limit_mib * 2**20,
         must_answer=must_answer,
     )
 

@@ -1,4 +1,4 @@
-"""Prefect flows: thin combinations of the parts in `dphybrid`, and the only code that imports prefect."""
+"""Prefect around the jobs: worker, set-up, checks, the states of flow runs. With `flows/` the only code that imports prefect."""
 
 import os
 

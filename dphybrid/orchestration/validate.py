@@ -18,6 +18,9 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.sources import apply_overrides, build_config
 from dphybrid.util.errors import UserError
 
+_MOVED = ("flows.train_hybrid", "flows.retrain_hybrid", "flows.sweep_hybrid")
+"""Where former versions had the flows: a folder `flows/` of the user's own could stand before them."""
+
 
 def check_parameters(entrypoint: str, parameters: Mapping[str, Any], where: str, will_run: bool = False) -> None:
     """Check the parameters of a deployment's flow. will_run: nobody adds to them. Raises UserError that names `where` and each wrong field."""
@@ -41,7 +44,7 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
     try:
         config = given if isinstance(given, ExperimentConfig) else build_config(given or {}, {})
         config = apply_overrides(config, parameters.get("overrides") or [])
-        if entrypoint.startswith("flows.retrain_hybrid") and config.checkpoint.register_as is None:
+        if entrypoint.endswith("retrain_hybrid:retrain_hybrid") and config.checkpoint.register_as is None:
             raise UserError("checkpoint.register_as is not set; name the registered model to retrain")
         for name, field_values in (parameters.get("grid") or {}).items():
             for value in field_values:
@@ -54,6 +57,8 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
 def load_flow(entrypoint: str) -> Flow[..., Any]:
     """Import `module:function`. Raises UserError when there is no such flow."""
     module, _, name = entrypoint.partition(":")
+    if module in _MOVED:
+        raise UserError(f"entrypoint {entrypoint}: the flow is installed as dphybrid.{module}; write dphybrid.{entrypoint}")
     try:
         found = vars(importlib.import_module(module)).get(name)
     except ImportError as error:

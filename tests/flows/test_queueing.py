@@ -63,8 +63,9 @@ def test_the_kernel_says_which_runs_are_dead(tmp_path: Path, data_dir: Path, mon
 _RUN = """
 import os, signal, sys, time
 from dphybrid.orchestration.alive import noticing_the_workers_death
+from dphybrid.util.stop import StopRequest
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-with noticing_the_workers_death("x", every_s=0.1):
+with noticing_the_workers_death("x", StopRequest(), every_s=0.1):
     time.sleep(float(sys.argv[1]))
 os._exit(0)
 """
@@ -133,6 +134,7 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
         ('"auto*1", "auto*2"]', '"auto*1", "gpu2"]', "sweep-hybrid: .*gpu2"),
         ("active: false # set", "active: true # set", "retrain-hybrid, schedule nightly: checkpoint.register_as is not set"),
         ("flows.train_hybrid:train_hybrid", "flows.train_hybrid:train_hybird", "no flow 'train_hybird'"),
+        ("dphybrid.flows.train_hybrid:", "flows.train_hybrid:", "write dphybrid.flows.train_hybrid:train_hybrid"),
     ):
         assert before in text
         (tmp_path / "prefect.yaml").write_text(text.replace(before, after))

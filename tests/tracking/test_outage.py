@@ -162,7 +162,7 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
 
     server = new_server(SQLITE)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    monkeypatch.setenv("DPHYBRID_UPLOAD_LIMIT_MB", "1")
+    monkeypatch.setenv("DPHYBRID_UPLOAD_LIMIT_MIB", "1")
     config = load_config(None, ["recipe=hybrid", "model.dim=400", "train.epochs=1", "checkpoint.register_as=wide"])
     report = run_job(config, load_settings())
     client = MlflowClient(server.uri)

@@ -1,0 +1,80 @@
+"""The flows as an installed package, which no other folder of the name `flows` can stand before."""
+
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.flows.servers import environment
+
+IMPORT = """
+import pathlib, sys
+import dphybrid.flows.train_hybrid, dphybrid.flows.retrain_hybrid, dphybrid.flows.sweep_hybrid
+from dphybrid.orchestration.validate import check_prefect_yaml
+from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
+assert "flows" not in sys.modules
+import flows
+print(dphybrid.flows.__file__, flows.__file__, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value())
+print(*check_prefect_yaml(pathlib.Path(sys.argv[1])), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    int(version("setuptools").split(".")[0]) < 77, reason="setuptools 77 builds the wheel; the extra `test` has it"
+)
+def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path: Path) -> None:
+    source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
+    for name in ("dphybrid", "flows"):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True)
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"dphybrid", "bin"}
+    (elsewhere / "flows").mkdir(parents=True)
+    (elsewhere / "flows" / "__init__.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT, str(REPOSITORY / "prefect.yaml")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=elsewhere,
+        env=environment(tmp_path, PYTHONPATH=str(site)),
+    )
+    assert done.returncode == 0, done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert first.split() == [str(site / "dphybrid/flows/__init__.py"), str(elsewhere / "flows/__init__.py"), "120"]
+    assert all(line.endswith(": in order") for line in lines)
+
+
+def test_flow_files_import_nothing_from_each_other() -> None:
+    from tests.test_boundaries import imported_names
+
+    for file in (REPOSITORY / "flows").glob("*.py"):
+        assert "flows" not in imported_names(file), file
+
+
+def test_the_doctor_tells_a_broken_prefect(tmp_path: Path) -> None:
+    (tmp_path / "fastapi").mkdir()
+    (tmp_path / "fastapi" / "__init__.py").write_text("raise TypeError('Body() got an unexpected keyword argument')")
+    done = subprocess.run(
+        [sys.executable, "-m", "dphybrid", "doctor"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment(tmp_path, PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "BAD  Prefect's server cannot be imported: TypeError: Body() got" in done.stdout
+    assert "pip install 'prefect>=" in done.stdout
+    assert "ok   MLflow server" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
