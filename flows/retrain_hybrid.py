@@ -69,7 +69,7 @@ def _retrained(
     if before := find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id):  # this very flow run began before
         run = read_run(settings.runs_dir / before)
         name = run.config.checkpoint.register_as or ""
-        planned = Plan(config=run.config, model=name, champion=run.page["tags"].get(CHAMPION_TAG, ""))
+        planned = Plan(config=run.config, model=name, champion=run.page.tags.get(CHAMPION_TAG, ""))
         if (run.folder / "report.json").is_file():
             planned = planned.model_copy(update={"undecided": str(run.folder)})
     else:

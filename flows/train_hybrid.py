@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert isinstance(done, Report)  # only a scheduled run can be skipped
         print(done.text)
         if report_path:
-            report_path.write_text(done.model_dump_json(indent=1), encoding="utf-8")
+            done.write(report_path)
         return 0
 
     return run_cli(run)

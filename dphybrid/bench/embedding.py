@@ -5,7 +5,6 @@ take turns, warm-up left out: a busy moment of the machine hits them alike.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from dphybrid.embedding.lookup import short, sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
 from dphybrid.embedding.pipeline import RowPipeline
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.util.files import write_json
 
 Step = Callable[[], object]
 
@@ -335,7 +335,7 @@ def main() -> None:
     results = run(tuple(options.threads), options.rounds, options.scale)
     print(table_text(results))
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        write_json(options.json, results)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from dphybrid.cli.flags import config_from_args, tags_from_args
 from dphybrid.config.settings import load_settings
 from dphybrid.config.sources import load_config, overrides_from_args
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import write_json
 
 
 def train(args: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def train(args: argparse.Namespace) -> int:
         raise
     print(report.text)
     if report_path:
-        report_path.write_text(report.model_dump_json(indent=1), encoding="utf-8")
+        report.write(report_path)
     return 0
 
 
@@ -88,7 +88,7 @@ def bench(args: argparse.Namespace) -> int:
         result = rows_bench.run(rounds=args.repeats or 15)
         print(rows_bench.table_text(result))
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_json(args.out, result)
     return 0
 
 

@@ -8,12 +8,13 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.embedding import find_tables
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
-from dphybrid.jobs.runs import read_json, read_run
+from dphybrid.jobs.pages import ResultPage
+from dphybrid.jobs.runs import Run, all_runs, read_run
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import build_from_config
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
-from dphybrid.training.checkpoint import load_weights, read_state
+from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.training.tensor_file import mapped_tensor
 from dphybrid.util.errors import UserError
 
@@ -24,10 +25,10 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     mapped: its tables stay in the checkpoint's files, and memory holds only rows that were looked up.
     Raises UserError when the folder is no checkpoint or does not fit.
     """
-    state = read_state(Path(folder))
-    config = ExperimentConfig.model_validate(state["config"])
+    state = verify_checkpoint(Path(folder))
+    config = ExperimentConfig.model_validate(state.config)
     with deferred_rows() if mapped else unfilled_rows():
-        model = build_from_config(config, state["info"], resolve_devices(devices))
+        model = build_from_config(config, state.info, resolve_devices(devices))
     tables = find_tables(model) if mapped else {}
     load_weights(Path(folder), model, skip=tables)
     for name, table in tables.items():
@@ -45,17 +46,18 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
     folder = Path(which).expanduser()
     if (folder / "state.json").is_file():
         return folder
-    pages = sorted(settings.runs_dir.glob("*/run.json"))
-    named = [page.parent for page in pages if which in (page.parent.name, read_json(page)["run_id"])]
-    if (folder / "run.json").is_file():
-        named = [folder]
-    if not named:
-        there = ", ".join(page.parent.name for page in pages) or "none"
-        raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
-    run = read_run(named[-1])
+    run = read_run(folder) if (folder / "run.json").is_file() else _named_run(which, settings)
     if not (run.folder / "result.json").is_file():
         raise UserError(f"{which}: run {run.folder.name} has not been trained to a checkpoint yet")
-    return Path(read_json(run.folder / "result.json")["best_checkpoint"])
+    return Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
+
+
+def _named_run(which: str, settings: Settings) -> Run:
+    runs = all_runs(settings, which)
+    if named := [run for run in runs if which in (run.folder.name, run.page.run_id)]:
+        return named[-1]
+    there = ", ".join(run.folder.name for run in runs) or "none"
+    raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
 
 
 def load_model(which: str, devices: str = "cpu") -> nn.Module:

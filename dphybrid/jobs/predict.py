@@ -4,7 +4,6 @@ Files are read, scored and written chunk by chunk; the table stays in the checkp
 """
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from dphybrid.data.table.source import find_files
 from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import sync, temporary, write_text
 
 COLUMNS = {"file": pl.String, "line": pl.Int64, "probability": pl.Float32}
 """What a file of predictions holds: where a row came from, and how probable the positive class is."""
@@ -48,7 +48,7 @@ class Predictor:
     def __init__(self, folder: str | Path, devices: str = "cpu", batch_size: int = 8192) -> None:
         """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a table."""
         self.folder = Path(folder)
-        config = ExperimentConfig.model_validate(read_state(self.folder)["config"])
+        config = ExperimentConfig.model_validate(read_state(self.folder).config)
         if not (self.folder / "encoder").is_dir():
             raise UserError(
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one of recipe ctr, "
@@ -108,13 +108,14 @@ class Predictor:
                 failed.append(error)  # polars would wrap it
                 raise
 
-        partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+        partial = temporary(target)
         try:
             lazy = register_io_source(frames, schema=COLUMNS)
             lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
             if rejected:
                 lines = "".join(json.dumps(row) + "\n" for row in rejected)
-                target.with_name(f"{target.name}.rejected.jsonl").write_text(lines, encoding="utf-8")
+                write_text(target.with_name(f"{target.name}.rejected.jsonl"), lines)
+            sync(partial)
             partial.rename(target)
         except (pl.exceptions.PolarsError, OSError) as error:
             if failed:

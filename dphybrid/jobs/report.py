@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from dphybrid.config import ExperimentConfig, flatten, given_values
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, open_prepared
-from dphybrid.jobs.runs import Run, read_json, read_run
+from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, SplitsPage
+from dphybrid.jobs.runs import Run, read_run
 from dphybrid.parallel import resolve_devices
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.balance import balance_warnings
@@ -16,27 +15,8 @@ from dphybrid.training.checkpoint import read_state
 from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.retention import checkpoint_uid
 
-
-class Report(BaseModel):
-    """What a run came to; `--report FILE` writes it as JSON."""
-
-    run_name: str
-    devices: str
-    run_id: str
-    run_url: str
-    tracking_uri: str
-    ui_command: str
-    metrics: dict[str, float]
-    best_checkpoint: str
-    latest_checkpoint: str
-    registered_as: str
-    splits: list[dict[str, Any]]
-    split_lines: list[str]
-    stages: dict[str, float]
-    step_ms: dict[str, float]
-    warnings: list[str]
-    digests: dict[str, str]
-    text: str
+Table = list[dict[str, Any]]
+"""Splits as MLflow, figures and pages show them."""
 
 
 def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
@@ -53,46 +33,48 @@ def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
 def attached(run: Run, settings: Settings) -> Tracker:
     """Return a tracker that goes on recording a run; its server need not answer now."""
     tracker = open_run_tracker(settings, must_answer=False)
-    tracker.attach(run.page["run_id"])
+    tracker.attach(run.page.run_id)
     return tracker
 
 
 def report_run(run_folder: str, settings: Settings) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
     run = read_run(run_folder)
-    result, metrics, splits = (read_json(run.folder / f"{name}.json") for name in ("result", "metrics", "splits"))
-    data = open_prepared(Path(run.page["prepared"]))
+    result, splits = ResultPage.read(run.folder / "result.json"), SplitsPage.read(run.folder / "splits.json")
+    metrics = MetricsPage.read(run.folder / "metrics.json").metrics
+    data = open_prepared(Path(run.page.prepared))
     tracker = attached(run, settings)
-    warnings = balance_warnings(splits, len(resolve_devices(result["devices"])), result["system"], result["stages"])
+    table = [row.table_row() for row in splits.rows]
+    warnings = balance_warnings(table, len(resolve_devices(result.devices)), result.system, result.stages)
     name = run.config.checkpoint.register_as or ""
     report = Report(
         run_name=run.folder.name,
-        devices=result["devices"],
-        run_id=run.page["run_id"],
+        devices=result.devices,
+        run_id=run.page.run_id,
         run_url=tracker.run_url,
         tracking_uri=tracker.tracking_uri,
         ui_command=tracker.ui_command,
         metrics=metrics,
-        best_checkpoint=result["best_checkpoint"],
-        latest_checkpoint=result["checkpoint"],
+        best_checkpoint=result.best_checkpoint,
+        latest_checkpoint=result.checkpoint,
         registered_as=name,
-        splits=splits,
-        split_lines=(run.folder / "splits.txt").read_text(encoding="utf-8").splitlines(),
-        stages=result["stages"],
-        step_ms=result["step_ms"],
+        splits=splits.rows,
+        split_lines=splits.lines,
+        stages=result.stages,
+        step_ms=result.step_ms,
         warnings=warnings,
-        digests={"data": run.page["data_digest"], **read_state(Path(result["best_checkpoint"]))["sha256"]},
+        digests={"data": run.page.data_digest, **read_state(Path(result.best_checkpoint)).sha256},
         text="",
     )
-    report.text = _closing_words(report)
-    (run.folder / "report.json").write_text(report.model_dump_json(indent=1), encoding="utf-8")
+    report = report.model_copy(update={"text": _closing_words(report)})
+    report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, splits, run.config))
-    _log_figures(tracker, result, splits)
+    _log_figures(tracker, result, table)
     tracker.log_file(run.folder / "report.json", "")
     tracker.log_text("config.json", run.config.model_dump_json(indent=1))
-    tracker.set_description(_page(report, run, data))
+    tracker.set_description(_page(report, table, run, data))
     if name:
-        tracker.register(name, checkpoint_uid(Path(result["best_checkpoint"])), "challenger")
+        tracker.register(name, checkpoint_uid(Path(result.best_checkpoint)), "challenger")
     tracker.finish("FINISHED")
     return report
 
@@ -112,41 +94,40 @@ def _closing_words(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _summary(result: dict[str, Any], splits: list[dict[str, Any]], config: ExperimentConfig) -> dict[str, float]:
-    total = sum(result["stages"].values())
-    summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result["stages"].items()}
-    if count := result["steps_timed"]:
-        in_step = {stage: seconds for stage, seconds in result["stages"].items() if stage not in NOT_A_STEP}
+def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -> dict[str, float]:
+    total = sum(result.stages.values())
+    summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result.stages.items()}
+    if count := result.steps_timed:
+        in_step = {stage: seconds for stage, seconds in result.stages.items() if stage not in NOT_A_STEP}
         summary |= {f"timing_mean/{stage}_ms": 1e3 * seconds / count for stage, seconds in in_step.items()}
-    if splits:
-        rows = [row["rows"] for row in splits if row["where"].startswith("split 1 /")]
+    if rows := [row.rows for row in splits.rows if row.number == 1]:
         summary |= {"split/replicas_used": len(rows), "split/rows_max": max(rows), "split/rows_min": min(rows)}
-    step_ms = result["step_ms"]
-    summary |= {f"summary/step_ms_{name}": value for name, value in step_ms.items() if name != "steps"}
-    if step_ms:
-        summary["summary/samples_per_s_median"] = 1e3 * config.train.batch_size / step_ms["p50"]
+    summary |= {f"summary/step_ms_{name}": value for name, value in result.step_ms.items() if name != "steps"}
+    if result.step_ms:
+        summary["summary/samples_per_s_median"] = 1e3 * config.train.batch_size / result.step_ms["p50"]
     return summary | {"summary/train_s": total}
 
 
-def _log_figures(tracker: Tracker, result: dict[str, Any], splits: list[dict[str, Any]]) -> None:
+def _log_figures(tracker: Tracker, result: ResultPage, table: Table) -> None:
     from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
 
-    if splits:
-        tracker.log_figure("figures/rows_per_replica.png", rows_per_replica_figure(splits))
-    tracker.log_figure("figures/where_time_goes.png", stage_figure(result["stages"]))
-    history = result["history"]
+    if table:
+        tracker.log_figure("figures/rows_per_replica.png", rows_per_replica_figure(table))
+    tracker.log_figure("figures/where_time_goes.png", stage_figure(result.stages))
+    history = result.history
     if len(history) > 1:
         curves = {name: [(row["step"], row[name]) for row in history] for name in history[0] if name != "step"}
         tracker.log_figure("figures/learning_curves.png", curves_figure(curves, "step"))
 
 
-def _page(report: Report, run: Run, data: Prepared) -> str:
+def _page(report: Report, table: Table, run: Run, data: Prepared) -> str:
     from dphybrid.tracking.report import run_report_markdown
 
     facts = {
+        "splits": table,
         "given": flatten(given_values(run.config)),
         "data_name": data.path.name,
         "data_source": run.config.data.path or f"built in, recipe {run.config.recipe}",
         "data_lines": data.describe().splitlines(),
     }
-    return run_report_markdown(report.model_dump() | facts, run.config.model_dump(mode="json"), run.page["links"])
+    return run_report_markdown(report.model_dump() | facts, run.config.model_dump(mode="json"), run.page.links)

@@ -4,13 +4,12 @@ Champion and challenger answer the same held-out rows, none of which either was 
 bootstrap (Efron 1979): both are scored on the same resampled rows, many times over.
 """
 
-import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -18,7 +17,8 @@ from dphybrid.config.sources import apply_overrides
 from dphybrid.data import Prepared, open_prepared, source_digest
 from dphybrid.data.table.extend import old_ids, open_base
 from dphybrid.embedding.storage import unfilled_rows
-from dphybrid.jobs.runs import read_json, read_run, write_json
+from dphybrid.jobs.pages import ResultPage
+from dphybrid.jobs.runs import read_run
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import build_from_config
 from dphybrid.tracking.loader import checkpoint_folder
@@ -27,9 +27,12 @@ from dphybrid.tracking.registry import Registry, Version
 from dphybrid.training.checkpoint import load_weights, read_state
 from dphybrid.training.loop import held_out_outputs
 from dphybrid.training.metrics import TASKS, Task
-from dphybrid.training.tensor_file import file_digest
 from dphybrid.training.warm_start import warm_start
+from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import clear_leftovers, making
+from dphybrid.util.locks import locked
+from dphybrid.util.pages import Page
 
 CHAMPION_TAG = "dphybrid.champion"
 _NETWORK = ("factory", "kind", "dim", "hidden", "layers", "dtype")
@@ -52,15 +55,15 @@ class Plan(BaseModel):
     undecided: str = ""
 
 
-class Decision(BaseModel):
+class Decision(Page):
     """Champion against challenger on the same held-out rows; gain > 0: the challenger is better. low, high: of the 95 % interval."""
 
     promoted: bool
     why: str
     metric: str = ""
     num_rows: int = 0
-    champion: dict[str, float] = {}
-    challenger: dict[str, float] = {}
+    champion: dict[str, float] = Field(default_factory=dict)
+    challenger: dict[str, float] = Field(default_factory=dict)
     gain: float = 0.0
     low: float = 0.0
     high: float = 0.0
@@ -104,35 +107,35 @@ def _kept_checkpoint(champion: Version, registry: Registry, settings: Settings) 
     if (copy / "state.json").is_file():
         return copy
     found = checkpoint_folder(champion.uri, registry.uri)
-    step = f"step-{read_state(found)['progress']['step']:06d}"
+    step = f"step-{read_state(found).progress.step:06d}"
     kept = Path(champion.run_tags.get("dphybrid.run_folder", "")) / "checkpoints" / step
     if (kept / "state.json").is_file() and file_digest(kept / "state.json") == file_digest(found / "state.json"):
         return kept
-    partial = copy.with_name(f".{copy.name}.{os.getpid()}")
-    shutil.copytree(found, partial)
-    try:
-        partial.rename(copy)
-    except OSError:  # another process was faster
-        shutil.rmtree(partial)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with locked(copy.with_name(f".{copy.name}.lock")):
+        if not (copy / "state.json").is_file():  # else another process was faster
+            clear_leftovers(copy.parent, copy.name)
+            with making(copy) as partial:
+                shutil.copytree(found, partial, dirs_exist_ok=True)
     return copy
 
 
 def _from_champion(config: ExperimentConfig, champion: Version, registry: Registry, settings: Settings) -> ExperimentConfig:
     checkpoint = _kept_checkpoint(champion, registry, settings)
     state = read_state(checkpoint)
-    if not state.get("prepared") or not Path(state["prepared"]).is_dir():
+    if not state.prepared or not Path(state.prepared).is_dir():
         raise UserError(
-            f"champion {champion.uri}: its prepared data {state.get('prepared')} is not on this machine; share DPHYBRID_DATA_DIR between the "
+            f"champion {champion.uri}: its prepared data {state.prepared or None} is not on this machine; share DPHYBRID_DATA_DIR between the "
             "workstations, or register a newly trained model under another name"
         )
-    before, now = state["config"]["model"], config.model_dump(mode="json")["model"]
+    before, now = state.config["model"], config.model_dump(mode="json")["model"]
     changed = [f"{name}: {before.get(name)} -> {now[name]}" for name in _NETWORK if before.get(name) != now[name]]
     if changed:
         raise UserError(
             f"champion {champion.uri} has another network than the config ({'; '.join(f'model.{text}' for text in changed)}); "
             "give the same one, or another checkpoint.register_as"
         )
-    return apply_overrides(config, [f"data.base={state['prepared']}", f"train.warm_start={checkpoint}"])
+    return apply_overrides(config, [f"data.base={state.prepared}", f"train.warm_start={checkpoint}"])
 
 
 def reason_to_wait(prepared: str, min_new_rows: int, drift_above: float, event: str = "") -> str | None:
@@ -195,12 +198,12 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
     """
     run = read_run(run_folder)
     if (run.folder / "decision.json").is_file():  # made before this process, which goes on where another one died
-        return Decision.model_validate(read_json(run.folder / "decision.json"))
+        return Decision.read(run.folder / "decision.json")
     registry = open_registry(settings)
     model = run.config.checkpoint.register_as
     assert model is not None  # plan_retraining has looked
     challenger = registry.newest(model)
-    if challenger is None or challenger.run_id != run.page["run_id"]:
+    if challenger is None or challenger.run_id != run.page.run_id:
         raise UserError(
             f"the model of run {run.folder.name} is not registered as {model!r} yet; run `dphybrid sync`, then start the retraining again"
         )
@@ -209,15 +212,15 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
     else:
         decision = compare_on_held_out_rows(run_folder, settings, min_gain)
     registry.decide(challenger, decision.promoted, decision.why)
-    write_json(run.folder / "decision.json", decision.model_dump())
+    decision.write(run.folder / "decision.json")
     return decision
 
 
 def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: float) -> Decision:
     """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's held-out rows."""
     run = read_run(run_folder)
-    config, data = run.config, open_prepared(Path(run.page["prepared"]))
-    devices = resolve_devices(run.page["devices"])
+    config, data = run.config, open_prepared(Path(run.page.prepared))
+    devices = resolve_devices(run.page.devices)
     task, outputs = TASKS[data.info["task"]], []
     for name in ("champion", "challenger"):
         with unfilled_rows():
@@ -226,7 +229,7 @@ def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: floa
             assert config.train.warm_start is not None
             warm_start(Path(config.train.warm_start), network, data)
         else:
-            load_weights(Path(read_json(run.folder / "result.json")["best_checkpoint"]), network)
+            load_weights(Path(ResultPage.read(run.folder / "result.json").best_checkpoint), network)
         outputs.append(held_out_outputs(network, data.dataset("valid"), config.train.batch_size))
         del network  # before the next one needs its memory
     champion, challenger = (task.compute(output) for output in outputs)

@@ -1,14 +1,15 @@
 """Run folders: one a run, with a page that says what the run is, and how to find the one to go on with."""
 
-import json
 import os
 import platform
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,8 +17,13 @@ from dphybrid import __version__
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
+from dphybrid.jobs.pages import RunPage
 from dphybrid.parallel import Devices
 from dphybrid.util.errors import UserError
+from dphybrid.util.locks import FileLock, is_held
+
+LOCK = ".lock"
+_RUNNING = "run {} is running in another process; wait for its end, or stop it first"
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,11 @@ class Run:
     """A run folder and its page."""
 
     folder: Path
-    page: dict[str, Any]
+    page: RunPage
 
     @property
     def config(self) -> ExperimentConfig:
-        return ExperimentConfig.model_validate(self.page["config"])
+        return ExperimentConfig.model_validate(self.page.config)
 
     @property
     def checkpoints(self) -> Path:
@@ -41,25 +47,24 @@ def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which
 
     Raises UserError when there is none, and when model, tables or data differ from the config's, naming each difference.
     """
-    runs = sorted(
-        (Run(path.parent, read_json(path)) for path in settings.runs_dir.glob("*/run.json")),
-        key=lambda run: (run.page["created"], run.folder.name),
-    )
+    runs = all_runs(settings, which)
     if which == "latest":
-        runs = [run for run in runs if run.page["config"]["recipe"] == config.recipe]
+        runs = [run for run in runs if run.page.recipe == config.recipe]
     else:
-        runs = [run for run in runs if which in (run.folder.name, run.page["run_id"])]
+        runs = [run for run in runs if which in (run.folder.name, run.page.run_id)]
     if not runs:
         there = ", ".join(path.name for path in settings.runs_dir.glob("*") if path.is_dir()) or "none"
         raise UserError(f"--resume {which}: no such run of recipe {config.recipe} in {settings.runs_dir}; there: {there}")
     run = runs[-1]
+    if is_held(run.folder / LOCK):
+        raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
     fixed = ("recipe", "model.", "table.optimizer", "train.optimizer", "train.seed", "train.batch_size", "data.")
-    before, now = flatten(run.page["config"]), flatten(config.model_dump(mode="json"))
+    before, now = flatten(run.page.config), flatten(config.model_dump(mode="json"))
     changed = [
         f"{name}: {before.get(name)} -> {now[name]}" for name in now if name.startswith(fixed) and before.get(name) != now[name]
     ]
-    if run.page["data_digest"] != data.digest and not changed:
-        changed = [f"data digest: {run.page['data_digest']} -> {data.digest} (the file changed)"]
+    if run.page.data_digest != data.digest and not changed:
+        changed = [f"data digest: {run.page.data_digest} -> {data.digest} (the file changed)"]
     if changed:
         raise UserError(
             f"--resume: run {run.folder.name} was started with other values ({'; '.join(changed)}); give the same ones, or start a new run"
@@ -72,15 +77,41 @@ def read_run(run_folder: str | Path) -> Run:
     folder = Path(run_folder)
     if not (folder / "run.json").is_file():
         raise UserError(f"{folder}: is no run folder (it has no run.json)")
-    return Run(folder, read_json(folder / "run.json"))
+    return Run(folder, RunPage.read(folder / "run.json"))
+
+
+def all_runs(settings: Settings, wanted: str = "") -> list[Run]:
+    """Return the runs of the data folder, oldest first; one whose page cannot be read is named and left out: it is no matter of the others.
+
+    Raises UserError when that is the one of the name `wanted`.
+    """
+    runs = []
+    for path in settings.runs_dir.glob("*/run.json"):
+        try:
+            runs.append(read_run(path.parent))
+        except UserError as error:
+            if path.parent.name == wanted:
+                raise
+            print(f"Note: left out a run: {error}", file=sys.stderr, flush=True)
+    return sorted(runs, key=lambda run: (run.page.created, run.folder.name))
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[None]:
+    """Be the one that runs the run of this folder; the kernel ends this with the process. Raises UserError when somebody else is."""
+    lock = FileLock(folder / LOCK)
+    if not lock.acquire():
+        raise UserError(_RUNNING.format(folder.name))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | None:
     """Return the name of the run that carries a tag value, or None."""
-    for path in settings.runs_dir.glob("*/run.json"):
-        if value is not None and read_json(path)["tags"].get(tag) == value:
-            return path.parent.name
-    return None
+    found = [run for run in all_runs(settings) if run.page.tags.get(tag) == value] if value is not None else []
+    return found[0].folder.name if found else None
 
 
 def environment_tags() -> dict[str, str]:
@@ -120,13 +151,3 @@ def new_run_folder(settings: Settings, config: ExperimentConfig, devices: Device
             continue
         return folder
     raise UserError(f"run name {base!r}: taken a thousand times in {settings.runs_dir}; give another")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a page of JSON."""
-    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
-
-
-def read_json(path: Path) -> Any:
-    """Read a page of JSON."""
-    return json.loads(path.read_text(encoding="utf-8"))

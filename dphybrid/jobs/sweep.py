@@ -1,7 +1,6 @@
 """A grid of runs: its cells, each checked before any starts, and running one in a process of its own, which leases its own GPUs."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -18,10 +17,10 @@ from dphybrid.config.settings import Settings
 from dphybrid.config.sources import apply_overrides
 from dphybrid.gpus import Inventory, visible
 from dphybrid.gpus.leasing import expected_devices
-from dphybrid.jobs.runs import read_json
 from dphybrid.jobs.train import Report
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import write_json, write_text
 from dphybrid.util.stop import StopRequest
 
 SWEEP_TAG = "dphybrid.jobs.sweep"
@@ -107,7 +106,7 @@ def run_cell(cell: Cell, folder: Path, settings: Settings, sweep: str, tags: Map
         if stop.pending:
             raise CellFailed(f"{cell.name}: not run, {stop.reason}", final=True)
         page, log = folder / f"{cell.name}.config.json", folder / f"{cell.name}.log"
-        page.write_text(cell.config.model_dump_json(indent=1), encoding="utf-8")
+        write_text(page, cell.config.model_dump_json(indent=1))
         argv = [sys.executable, "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
         for name, value in {**tags, SWEEP_TAG: sweep}.items():
             argv += ["--tag", f"{name}={value}"]
@@ -122,7 +121,7 @@ def run_cell(cell: Cell, folder: Path, settings: Settings, sweep: str, tags: Map
                 f"{cell.name} ended with {child.returncode}: {' | '.join(lines[-3:])} ({log})",
                 final=child.returncode == 2 or stop.pending,
             )
-    return Report.model_validate(read_json(report))
+    return Report.read(report)
 
 
 def _wait(child: "subprocess.Popen[bytes]", stop: StopRequest) -> None:
@@ -151,5 +150,5 @@ def sweep_rows(grid: Grid, reports: Mapping[str, Report | str]) -> list[dict[str
 def write_sweep(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """Write the rows as JSON; return the file."""
     file = folder / "sweep.json"
-    file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    write_json(file, rows)
     return file

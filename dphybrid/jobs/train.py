@@ -19,20 +19,30 @@ from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.gpus.leasing import expected_devices, leased_devices
 from dphybrid.gpus.politeness import giving_way
-from dphybrid.jobs.report import Report, attached, open_run_tracker, report_run
-from dphybrid.jobs.runs import Run, environment_tags, find_run, new_run_folder, read_json, read_run, write_json
+from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
+from dphybrid.jobs.report import attached, open_run_tracker, report_run
+from dphybrid.jobs.runs import Run, environment_tags, find_run, new_run_folder, read_run, running
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.recipes import build_from_config
 from dphybrid.tracking import Status, Tracker, waiting
 from dphybrid.tracking.system import Averages, system_metrics
-from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, load_checkpoint, load_weights
+from dphybrid.training.checkpoint import (
+    Progress,
+    Trained,
+    complete_checkpoints,
+    load_checkpoint,
+    load_weights,
+    newest_whole_checkpoint,
+    verify_checkpoint,
+)
 from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display, preparation_progress
-from dphybrid.training.loop import Meter, Session, evaluate, make_dense_optimizer, train
+from dphybrid.training.loop import Meter, Session, evaluate, keep_checkpoints, make_dense_optimizer, train
 from dphybrid.training.metrics import TASKS
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.util.files import clear_leftovers, disk_errors_told, write_text
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 
@@ -69,14 +79,18 @@ def run_job(
 
 @contextmanager
 def closing_run(folder: str, settings: Settings) -> Iterator[None]:
-    """End the MLflow run as KILLED when the block is interrupted, which is told the run's name, and as FAILED when it fails."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Interrupted):
-            error.run = Path(folder).name
-        fail_run(folder, settings, "KILLED" if _is_stop(error) else "FAILED")
-        raise
+    """End the MLflow run as KILLED when the block is interrupted, which is told the run's name, and as FAILED when it fails.
+
+    Nobody else runs it meanwhile. Raises UserError when somebody does, or when the disk takes no more.
+    """
+    with running(Path(folder)), disk_errors_told("then go on with --resume"):
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Interrupted):
+                error.run = Path(folder).name
+            fail_run(folder, settings, "KILLED" if _is_stop(error) else "FAILED")
+            raise
 
 
 def _is_stop(error: BaseException) -> bool:
@@ -111,9 +125,10 @@ def resumed_replicas(config: ExperimentConfig, settings: Settings, prepared: str
     if not resume:
         return 0
     previous = find_run(settings, config, open_prepared(Path(prepared)), resume)
-    return len(parse_device_spec(previous.page.get("devices", "auto")).names)
+    return len(parse_device_spec(previous.page.devices).names)
 
 
+@disk_errors_told()
 def build_run(
     config: ExperimentConfig,
     settings: Settings,
@@ -153,7 +168,7 @@ def build_run(
             f"Note: records of {count} earlier {'run' if count == 1 else 'runs'} wait to be sent; `dphybrid sync` does it",
             flush=True,
         )
-    attempt = previous.page["attempt"] + 1 if previous else 1
+    attempt = previous.page.attempt + 1 if previous else 1
     all_tags = {
         **environment_tags(),
         **(tags or {}),
@@ -173,7 +188,7 @@ def build_run(
     params = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
     try:
         if previous:
-            run_id = previous.page["run_id"]
+            run_id = previous.page.run_id
             tracker.resume(run_id, all_tags)
         else:
             run_id = tracker.start(folder.name, params, all_tags, _note(config, data))
@@ -191,23 +206,23 @@ def build_run(
         raise
     finally:
         tracker.close()
-    page = {
-        "run_id": run_id,
-        "attempt": attempt,
-        "config": config.model_dump(mode="json"),
-        "devices": devices.text,
-        "prepared": prepared,
-        "data_digest": data.digest,
-        "links": links or {},
-        "tags": tags or {},
-        "created": previous.page["created"] if previous else datetime.now(UTC).isoformat(),
-    }
-    write_json(folder / "run.json", page)
+    page = RunPage(
+        run_id=run_id,
+        attempt=attempt,
+        config=config.model_dump(mode="json"),
+        devices=devices.text,
+        prepared=prepared,
+        data_digest=data.digest,
+        links=links or {},
+        tags=tags or {},
+        created=previous.page.created if previous else datetime.now(UTC).isoformat(),
+    )
+    page.write(folder / "run.json")
     print(f"Run: {folder.name}" + (f" ({run_id})" if run_id else ", not recorded"), flush=True)
     return str(folder)
 
 
-def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> dict[str, Any]:
+def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultPage:
     """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json` holds.
 
     Raises Interrupted when `stop` was asked: as soon as the model is built and its checkpoint loaded, or after a checkpoint.
@@ -215,11 +230,14 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> dict[st
     """
     stop.obey("before it was trained; it goes on with --resume")
     run = read_run(run_folder)
-    config, data = run.config, open_prepared(Path(run.page["prepared"]))
+    config, data = run.config, open_prepared(Path(run.page.prepared))
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    devices = resolve_devices(run.page["devices"])
-    done = complete_checkpoints(run.checkpoints)
+    devices = resolve_devices(run.page.devices)
+    run.checkpoints.mkdir(exist_ok=True)
+    clear_leftovers(run.folder)
+    clear_leftovers(run.checkpoints)
+    done = newest_whole_checkpoint(run.checkpoints)
     with unfilled_rows() if done or config.train.warm_start else nullcontext():
         model = build_from_config(config, data.info, devices, settings.table_folder)
     tables = find_tables(model)
@@ -228,10 +246,10 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> dict[st
         rows = make_row_optimizer(config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay)
     trained = Trained(model, make_dense_optimizer(model, config.train), rows, Progress())
     torch.manual_seed(config.train.seed)
-    run.checkpoints.mkdir(exist_ok=True)
+    record: dict[str, Any] = {}
     if done:
-        load_checkpoint(done[-1], trained)
-        print(f"Going on from {done[-1]}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}", flush=True)
+        record = load_checkpoint(done, trained).record
+        print(f"Going on from {done}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}", flush=True)
     elif config.train.warm_start:
         warm_start(Path(config.train.warm_start), model, data)
         print(f"Starting from the weights of {config.train.warm_start}", flush=True)
@@ -259,11 +277,18 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> dict[st
             profile_steps=settings.profile_steps,
             encoder=encoder if (encoder := data.path / "encoder").is_dir() else None,
         )
-        for line in filter(None, [announcement(devices)]):
-            session.splits.lines.append(line)
-            display.line(line)
         meter = Meter(session)
-        started = datetime.fromisoformat(run.page["created"]).timestamp()
+        if record:
+            session.splits.restore(record["splits"])
+            session.clock.restore(record["clock"])
+            meter.restore(record["meter"])
+        for line in filter(None, [announcement(devices)]):
+            if not record:
+                session.splits.note([line])
+            display.line(line)
+        if done:
+            keep_checkpoints(session)  # the process before may have ended in between
+        started = datetime.fromisoformat(run.page.created).timestamp()
         averages = Averages()
         try:
             with system_metrics(tracker, started, devices.gpu_uuids, averages):
@@ -271,48 +296,50 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> dict[st
         finally:
             result = _write_result(run, session, meter, averages.means)
             tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
-            tracker.log_table("split_shapes.json", session.splits.rows())
+            tracker.log_table("split_shapes.json", [row.table_row() for row in session.splits.rows()])
     stop.obey("after its last step; it goes on with --resume")
     return result
 
 
-def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, float]) -> dict[str, Any]:
+def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, float]) -> ResultPage:
     progress = session.trained.progress
     done = complete_checkpoints(run.checkpoints)
     best = run.checkpoints / f"step-{progress.best_step or 0:06d}"
-    result = {
-        "checkpoint": str(done[-1]) if done else "",
-        "best_checkpoint": str(best if best.exists() else done[-1] if done else ""),
-        "steps": progress.step,
-        "epochs": progress.epoch,
-        "devices": session.facts["devices"],
-        "system": system,
-        "history": progress.history,
-        "best_value": progress.best_value,
-        "step_ms": meter.times.summary(),
-        "steps_timed": meter.times.count,
-        "stages": {name: round(seconds, 6) for name, seconds in sorted(session.clock.totals.items(), key=lambda item: -item[1])},
-        "steps_per_epoch": num_batches(session.train_data, session.config.train.batch_size),
-    }
-    write_json(run.folder / "result.json", result)
-    write_json(run.folder / "splits.json", session.splits.rows())
-    (run.folder / "splits.txt").write_text("\n".join(session.splits.lines) + "\n", encoding="utf-8")
+    stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
+    result = ResultPage(
+        checkpoint=str(done[-1]) if done else "",
+        best_checkpoint=str(best if best.exists() else done[-1] if done else ""),
+        steps=progress.step,
+        epochs=progress.epoch,
+        devices=session.facts["devices"],
+        system=system,
+        history=progress.history,
+        best_value=progress.best_value,
+        step_ms=meter.times.summary(),
+        steps_timed=meter.times.count,
+        stages={name: round(seconds, 6) for name, seconds in stages},
+        steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
+    )
+    write_text(run.folder / "splits.txt", "\n".join(session.splits.lines) + "\n")
+    SplitsPage(rows=session.splits.rows(), lines=session.splits.lines).write(run.folder / "splits.json")
+    result.write(run.folder / "result.json")
     return result
 
 
 def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     """Evaluate the best checkpoint on the held-out rows, and on test rows where the data has some (`test_...`); log it all as `final/...`."""
     run = read_run(run_folder)
-    config, data = run.config, open_prepared(Path(run.page["prepared"]))
-    result = read_json(run.folder / "result.json")
+    config, data = run.config, open_prepared(Path(run.page.prepared))
+    result = ResultPage.read(run.folder / "result.json")
     with unfilled_rows():
-        model = build_from_config(config, data.info, resolve_devices(run.page["devices"]), settings.table_folder)
-    load_weights(Path(result["best_checkpoint"]), model)
+        model = build_from_config(config, data.info, resolve_devices(run.page.devices), settings.table_folder)
+    verify_checkpoint(Path(result.best_checkpoint))
+    load_weights(Path(result.best_checkpoint), model)
     task, batch_size = TASKS[data.info["task"]], config.train.batch_size
     metrics = evaluate(model, data.dataset("valid"), batch_size, task)
     if "test" in data.parts:
         metrics |= {f"test_{name}": value for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()}
-    write_json(run.folder / "metrics.json", metrics)
+    MetricsPage(metrics=metrics).write(run.folder / "metrics.json")
     with _recording(run, settings) as tracker:
         tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
     return metrics

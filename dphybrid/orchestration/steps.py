@@ -48,7 +48,7 @@ def build(
 @task(name="train", cache_policy=NO_CACHE)
 def train(run_folder: str, stop: StopRequest) -> dict[str, Any]:
     """Train to the end; return where the checkpoints are."""
-    return job.train_run(run_folder, load_settings(), stop)
+    return job.train_run(run_folder, load_settings(), stop).model_dump()
 
 
 @task(name="evaluate", cache_policy=NO_CACHE)
@@ -74,7 +74,9 @@ def _publish(done: job.Report) -> None:
         [{"metric": name, "value": value} for name, value in done.metrics.items()], key="metrics", description="Held-out metrics"
     )
     if done.splits:
-        create_table_artifact(done.splits, key="splits", description="What each replica got of a batch")
+        create_table_artifact(
+            [row.table_row() for row in done.splits], key="splits", description="What each replica got of a batch"
+        )
     create_markdown_artifact(f"```\n{done.text.strip()}\n```", key="result", description=done.run_name)
 
 

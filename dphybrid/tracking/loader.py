@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dphybrid.tracking.checkpoint_models import LEFT_OUT
-from dphybrid.training.tensor_file import file_digest
+from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 
 
@@ -25,8 +25,7 @@ class LoadedCheckpoint:
     @property
     def config(self) -> dict[str, Any]:
         """The experiment's values."""
-        config: dict[str, Any] = self.state["config"]
-        return config
+        return self.state.config
 
     def tensors(self) -> dict[str, Any]:
         """Read the dense blocks' tensors by name."""

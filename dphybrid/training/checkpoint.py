@@ -5,22 +5,36 @@
 renamed: a folder with its final name is complete. The keys carry no `module.`, so 1, 8 or virtual devices read each other's files.
 """
 
-import json
-import os
+import re
 import shutil
+import sys
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
-from dphybrid.training.tensor_file import file_digest, read_into, read_tensors, tensor_shapes, write_tensors
+from dphybrid.training.finite import check_finite
+from dphybrid.training.tensor_file import read_into, read_tensors, tensor_shapes, tensors_digest, write_tensors
+from dphybrid.util.digests import copy_files, verify_files
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import making
+from dphybrid.util.pages import Page
 
 FORMAT = 1
+STEP = re.compile(r"step-\d+")
+"""Name of a checkpoint's folder."""
+
+
+class Generators(BaseModel):
+    """States of torch's random generators in hex."""
+
+    torch: str
+    cuda: list[str] = []
 
 
 @dataclass
@@ -43,6 +57,26 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
 
 
+class CheckpointState(Page):
+    """`state.json` of a checkpoint: all of it but its tensors. sha256: of each file by its name in the folder.
+
+    record: what the run's record is told from (splits, the window of metrics, seconds by stage), so that it goes on without a gap.
+    """
+
+    format: int = FORMAT
+    progress: Progress
+    config: dict[str, Any]
+    data_digest: str = ""
+    prepared: str = ""
+    devices: str = ""
+    recipe: str = ""
+    info: dict[str, Any] = Field(default_factory=dict)
+    optimizer: dict[str, Any]
+    generators: Generators
+    sha256: dict[str, str]
+    record: dict[str, Any] = Field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Trained:
     """The four things that training changes."""
@@ -54,76 +88,103 @@ class Trained:
 
 
 def save_checkpoint(
-    folder: Path, trained: Trained, config: Mapping[str, Any], facts: Mapping[str, Any], encoder: Path | None = None
+    folder: Path,
+    trained: Trained,
+    config: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    encoder: Path | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a checkpoint under `folder` and return its path.
+    """Write a checkpoint under `folder` and return its path. The same step again replaces the page alone where the tensors are the same.
 
     config: the experiment's values. facts: what else belongs into state.json (digests of data, devices). encoder: folder of what
-    turns new rows into the model's input; a copy of it makes the checkpoint ready to predict.
+    turns new rows into the model's input; a copy of it makes the checkpoint ready to predict. record: goes on at a resume.
+    Raises UserError, and writes nothing, when a weight or a state is no number any more.
     """
-    step = trained.progress.step
-    final = folder / f"step-{step:06d}"
-    partial = folder / f".{final.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        (partial / "tables").mkdir(parents=True)
-        digests: dict[str, str] = {}
-        tables = find_tables(trained.model)
-        for name, tensors in _table_tensors(trained).items():
-            digests[f"tables/{name}.safetensors"] = write_tensors(partial / "tables" / f"{name}.safetensors", tensors)
-        digests["blocks.safetensors"] = write_tensors(partial / "blocks.safetensors", dense_state(trained.model, set(tables)))
-        if encoder is not None:
-            shutil.copytree(encoder, partial / "encoder")
-            digests |= {f"encoder/{file.name}": file_digest(file) for file in sorted((partial / "encoder").iterdir())}
-        optimizer_page: dict[str, Any] = {}
-        if trained.dense is not None:
-            tensors, optimizer_page = _flatten_optimizer(trained.dense.state_dict())
-            digests["blocks_optimizer.safetensors"] = write_tensors(partial / "blocks_optimizer.safetensors", tensors)
-        page = {
-            "format": FORMAT,
-            "progress": asdict(trained.progress),
-            "config": dict(config),
+    check_finite(trained.model, trained.dense, trained.rows, trained.progress.step)
+    final = folder / f"step-{trained.progress.step:06d}"
+    optimizer_page: dict[str, Any] = {}
+    files = {f"tables/{name}.safetensors": tensors for name, tensors in _table_tensors(trained).items()}
+    files["blocks.safetensors"] = dense_state(trained.model, set(find_tables(trained.model)))
+    if trained.dense is not None:
+        files["blocks_optimizer.safetensors"], optimizer_page = _flatten_optimizer(trained.dense.state_dict())
+
+    def page(sums: dict[str, str]) -> CheckpointState:
+        return CheckpointState(
+            progress=trained.progress,
+            config=dict(config),
+            optimizer=optimizer_page,
+            generators=_generator_states(),
+            sha256=sums,
+            record=dict(record or {}),
             **facts,
-            "optimizer": optimizer_page,
-            "generators": _generator_states(),
-            "sha256": digests,
-        }
-        with (partial / "state.json").open("w", encoding="utf-8") as file:
-            json.dump(page, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if final.exists():  # the same step again, after a resume: the same bits, perhaps with metrics now
-            old = folder / f".{final.name}.old-{os.getpid()}"
-            final.rename(old)
-            partial.rename(final)
-            shutil.rmtree(old)
-        else:
-            partial.rename(final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _sync_folder(folder)
+        )
+
+    if (final / "state.json").is_file():  # after a resume, say: the same bits, perhaps with metrics now
+        before = read_state(final).sha256
+        if all(before.get(name) == tensors_digest(tensors) for name, tensors in files.items()):
+            page(before).write(final / "state.json")
+            return final
+    with making(final) as partial:
+        (partial / "tables").mkdir()
+        sums = {name: write_tensors(partial / name, tensors) for name, tensors in files.items()}
+        if encoder is not None:
+            sums |= {f"encoder/{name}": digest for name, digest in copy_files(encoder, partial / "encoder").items()}
+        page(sums).write(partial / "state.json")
     return final
 
 
-def load_checkpoint(path: Path, trained: Trained) -> dict[str, Any]:
-    """Fill model, optimizers and progress from a checkpoint; return its state page.
+def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
+    """Fill model, optimizers and progress from a checkpoint that was verified; return its state page.
 
-    Raises UserError that names every missing, unexpected or differently shaped entry, and any damaged file.
+    Raises UserError that names every missing, unexpected or differently shaped entry.
     """
     page = read_state(path)
-    for name, digest in page["sha256"].items():
-        if not (path / name).is_file() or file_digest(path / name) != digest:
-            raise UserError(f"{path / name}: missing or damaged (its sha256 differs from state.json); use another checkpoint")
     load_weights(path, trained.model)
     if trained.dense is not None:
         tensors = read_tensors(path / "blocks_optimizer.safetensors")
-        trained.dense.load_state_dict(_unflatten_optimizer(tensors, page["optimizer"]))
+        trained.dense.load_state_dict(_unflatten_optimizer(tensors, page.optimizer))
     if trained.rows is not None:
         _load_row_states(path, trained.rows, find_tables(trained.model))
-    for key, value in page["progress"].items():
-        setattr(trained.progress, key, value)
-    _restore_generators(page["generators"])
+    for entry in fields(Progress):
+        setattr(trained.progress, entry.name, getattr(page.progress, entry.name))
+    _restore_generators(page.generators)
     return page
+
+
+def verify_checkpoint(path: Path, known: bool = True) -> CheckpointState:
+    """Check every file of a checkpoint against its page, which is returned. Raises UserError that names the first damaged one.
+
+    known: files that were whole when they were read before, and have not been touched since, are not read again.
+    """
+    page = read_state(path)
+    verify_files(path, page.sha256, "use another checkpoint", known)
+    return page
+
+
+def newest_whole_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint whose files are whole, all of them read, or None where there is none at all.
+
+    Later ones that are damaged are named and put aside (`step-N.damaged`, until there is a new checkpoint of that step or a later
+    one). Raises UserError when every one is damaged.
+    """
+    there, damaged = complete_checkpoints(folder), []
+    for path in reversed(there):
+        try:
+            verify_checkpoint(path, known=False)
+        except UserError as error:
+            damaged.append((path, error))
+            continue
+        for other, why in damaged:
+            print(f"Note: left out a damaged checkpoint: {why}", file=sys.stderr, flush=True)
+            aside = other.with_name(f"{other.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            other.rename(aside)
+        return path
+    if damaged:
+        reasons = "; ".join(str(error) for _, error in damaged)
+        raise UserError(f"{folder}: no checkpoint is whole ({reasons}); start a new run")
+    return None
 
 
 def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> None:
@@ -162,18 +223,23 @@ def dense_state(model: nn.Module, tables: set[str]) -> dict[str, Tensor]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / "state.json").is_file())
+    """Return the complete checkpoints, oldest first: by number, as names of seven digits sort before those of six."""
+    there = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and (path / "state.json").is_file()]
+    return sorted(there, key=step_of)
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Return the JSON page of a checkpoint. Raises UserError when there is none or of another format."""
-    try:
-        page = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is no checkpoint ({error}); name a step-... folder") from error
-    if page.get("format") != FORMAT:
-        raise UserError(f"{path}: has checkpoint format {page.get('format')}, this version reads {FORMAT}")
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def read_state(path: Path) -> CheckpointState:
+    """Return the page of a checkpoint. Raises UserError when there is none, or when it is damaged or of another format."""
+    if not (path / "state.json").is_file():
+        raise UserError(f"{path}: is no checkpoint (it has no state.json); name a step-... folder")
+    page = CheckpointState.read(path / "state.json")
+    if page.format != FORMAT:
+        raise UserError(f"{path}: has checkpoint format {page.format}, this version reads {FORMAT}")
     return page
 
 
@@ -221,24 +287,16 @@ def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> di
     return {"state": state, "param_groups": page["groups"]}
 
 
-def _generator_states() -> dict[str, Any]:
+def _generator_states() -> Generators:
     cuda = [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state().numpy().tobytes().hex(), "cuda": cuda}
+    return Generators(torch=torch.get_rng_state().numpy().tobytes().hex(), cuda=cuda)
 
 
-def _restore_generators(states: dict[str, Any]) -> None:
+def _restore_generators(states: Generators) -> None:
     def as_tensor(text: str) -> Tensor:
         return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
-    torch.set_rng_state(as_tensor(states["torch"]))
+    torch.set_rng_state(as_tensor(states.torch))
     if torch.cuda.is_available():
-        for index, text in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        for index, text in enumerate(states.cuda[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(as_tensor(text), index)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -57,6 +57,14 @@ class StageClock:
         self._read_marks()
         return dict(self._totals)
 
+    def state(self) -> dict[str, dict[str, float]]:
+        """Return what `restore` takes, fit for JSON: all seconds, and those at the last call of `window`."""
+        return {"totals": self.totals, "window": self._window}
+
+    def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on from an earlier process's seconds; on a clock that has not run yet."""
+        self._totals, self._window = dict(state["totals"]), dict(state["window"])
+
     def _switch(self, following: str | None) -> None:
         """End the stage on top of the stack and begin `following`."""
         if self._new_event is not None:

@@ -98,14 +98,14 @@ def train(session: Session, display: Display, meter: "Meter") -> None:
                 every = session.config.checkpoint.every_steps
                 if every and progress.step % every == 0 and progress.batch < steps_per_epoch:
                     meter.settle()
-                    checkpoint(session)
+                    checkpoint(session, meter)
                 if session.stop.pending:
                     meter.settle()
-                    path = checkpoint(session)
+                    path = checkpoint(session, meter)
                     raise session.stop.interruption(f"after step {progress.step}; {path} goes on with --resume")
                 meter.times.begin()
             display.line(end_of_epoch(session, meter))
-            checkpoint(session)
+            checkpoint(session, meter)
     if _stale(session) and progress.epoch < config.epochs:
         display.line(f"stopped early: no better {session.task.metric} for {progress.stale_epochs} epochs")
 
@@ -128,10 +128,9 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
                 f"{did_not_fit}\nand that in {trained.progress.micro_batches} parts already; lower train.batch_size or the model's sizes"
             )
         trained.progress.micro_batches = PARTS
-        session.splits.lines.append(
-            f"{did_not_fit}\ngoing on with each batch in {PARTS} parts, their gradients summed: the same steps"
-        )
-        print(session.splits.lines[-1], flush=True)
+        told = f"{did_not_fit}\ngoing on with each batch in {PARTS} parts, their gradients summed: the same steps"
+        session.splits.note([told])
+        print(told, flush=True)
         session.tracker.set_tags({"dphybrid.out_of_memory": did_not_fit, "dphybrid.micro_batches": str(PARTS)})
         gc.collect()
         torch.cuda.empty_cache()
@@ -218,19 +217,26 @@ def end_of_epoch(session: Session, meter: "Meter") -> str:
     return f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, held out: {shown}{mark}"
 
 
-def checkpoint(session: Session) -> Path:
+def checkpoint(session: Session, meter: "Meter") -> Path:
     """Write a checkpoint of this moment and remove the ones no longer kept."""
     with session.clock.stage("checkpoint"):
         trained = session.trained
+        record = {"splits": session.splits.state(), "clock": session.clock.state(), "meter": meter.state()}
         path = save_checkpoint(
-            session.checkpoints, trained, session.config.model_dump(mode="json"), session.facts, session.encoder
+            session.checkpoints, trained, session.config.model_dump(mode="json"), session.facts, session.encoder, record
         )
-        config, progress = session.config.checkpoint, trained.progress
+    keep_checkpoints(session)
+    return path
+
+
+def keep_checkpoints(session: Session) -> None:
+    """Remove the checkpoints that are no longer kept, and tell the record which ones are."""
+    with session.clock.stage("checkpoint"):
+        config, progress = session.config.checkpoint, session.trained.progress
         kept = prune_checkpoints(session.checkpoints, config, best_steps(progress, session.task, config.keep_best))
     with session.clock.stage("log"):
         cards = checkpoint_cards(kept, session.config.recipe, progress.best_step)
         session.tracker.log_checkpoints(cards, session.dataset)
-    return path
 
 
 class Meter:
@@ -265,6 +271,15 @@ class Meter:
         progress = self._session.trained.progress
         progress.epoch_loss += loss
         progress.epoch_weight += weight
+
+    def state(self) -> dict[str, float]:
+        """Return what `restore` takes, fit for JSON; after `settle`."""
+        return {"loss": self._loss, "weight": self._weight, "steps": self._steps, "timed": self.times.count}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on within the window of metrics in which a checkpoint was made."""
+        self._loss, self._weight = state["loss"], state["weight"]
+        self._steps, self.times.count = int(state["steps"]), int(state["timed"])
 
     def log(self) -> str:
         """Log the metrics since the last call and return them as a line."""

@@ -1,15 +1,15 @@
 """Which checkpoints a run keeps: the newest, the best, and each n-th step; on disk and in its record alike."""
 
-import hashlib
 import math
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from dphybrid.config import CheckpointConfig
 from dphybrid.tracking import CheckpointCard
-from dphybrid.training.checkpoint import Progress, complete_checkpoints, read_state
+from dphybrid.training.checkpoint import Progress, complete_checkpoints, read_state, step_of
 from dphybrid.training.metrics import Task
+from dphybrid.util.digests import file_digest
+from dphybrid.util.files import remove_folder
 
 
 def best_steps(progress: Progress, task: Task, count: int) -> list[int]:
@@ -24,35 +24,34 @@ def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int
     """Remove the checkpoints that are neither new, nor of the steps `best`, nor of each n-th step; return what is left, oldest first."""
     there = complete_checkpoints(folder)
     kept = []
+    for aside in folder.glob("step-*.damaged"):
+        if there and step_of(aside.with_suffix("")) <= step_of(there[-1]):
+            remove_folder(aside)
     for place, path in enumerate(there):
         step = step_of(path)
         nth = config.keep_every > 0 and step % config.keep_every == 0
         if place >= len(there) - config.keep_last or step in best or nth:
             kept.append(path)
         else:
-            shutil.rmtree(path)
+            remove_folder(path)
+            path.with_name(f".{path.name}.verified").unlink(missing_ok=True)
     return kept
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -> list[CheckpointCard]:
     """Return what the record should say of the kept checkpoints (oldest first)."""
     cards = []
     for path in kept:
-        progress = read_state(path)["progress"]
+        progress = read_state(path).progress
         roles = [role for role, match in (("best", step_of(path) == best_step), ("latest", path == kept[-1])) if match]
         cards.append(
             CheckpointCard(
                 uid=checkpoint_uid(path),
                 name=f"{recipe}-{path.name}",
-                step=progress["step"],
+                step=progress.step,
                 folder=path,
                 role="+".join(roles) or "kept",
-                metrics={f"checkpoint/{name}": value for name, value in progress["metrics"].items()},
+                metrics={f"checkpoint/{name}": value for name, value in progress.metrics.items()},
             )
         )
     return cards
@@ -60,4 +59,4 @@ def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -
 
 def checkpoint_uid(path: Path) -> str:
     """Return a name that differs when the checkpoint's content does."""
-    return f"{path.name}-{hashlib.sha256((path / 'state.json').read_bytes()).hexdigest()[:12]}"
+    return f"{path.name}-{file_digest(path / 'state.json')[:12]}"

@@ -1,10 +1,15 @@
 """What each batch was split into, as the plain lines of the data-parallel tutorials and as table rows."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from pydantic import BaseModel
 from torch import nn
 
 from dphybrid.parallel import Devices, Split, find_data_parallel
+
+MAX_LINES = 2000
+"""Lines that are kept for the record; all are printed."""
 
 
 def announcement(devices: Devices) -> str | None:
@@ -12,24 +17,44 @@ def announcement(devices: Devices) -> str | None:
     return f"Let's use {len(devices)} {devices.noun}!" if len(devices) > 1 else None
 
 
-@dataclass
-class Seen:
-    """A split of one block and the steps it happened in."""
+class SplitRow(BaseModel):
+    """What one replica got of a split. Splits are told apart by the rows a replica, not by what else varies, such as a length.
 
+    number: of the split, in the order of their first steps. first_shape, latest_shape: "input size -> output size".
+    """
+
+    number: int
+    replica: int
     block: str
-    split: Split
+    device: str
+    rows: int
+    batch_rows: int
+    first_shape: str
+    latest_shape: str
     first_step: int
     last_step: int
-    steps: int = 1
+    steps: int
+
+    def table_row(self) -> dict[str, Any]:
+        """Return the row for MLflow, which needs one column that tells rows apart: `where`. Nothing reads it back."""
+        return {
+            "where": f"split {self.number} / replica {self.replica} / {self.block}",
+            "split": self.first_shape,
+            **self.model_dump(include={"block", "batch_rows", "rows", "device", "first_step", "last_step", "steps"}),
+            "latest": self.latest_shape,
+        }
 
 
 class SplitLog:
-    """Collects the splits of training steps. `each`: every step gives lines; otherwise only a split not seen before."""
+    """Collects the splits of training steps. `each`: every step gives lines; otherwise only a split not seen before.
+
+    lines: what was printed, up to `MAX_LINES`.
+    """
 
     def __init__(self, model: nn.Module, each: bool) -> None:
         self._blocks = find_data_parallel(model)
         self._each = each
-        self._seen: dict[tuple[object, ...], Seen] = {}
+        self._seen: dict[tuple[object, ...], list[SplitRow]] = {}
         self.lines: list[str] = []
 
     def after_step(self, step: int) -> list[str]:
@@ -39,35 +64,66 @@ class SplitLog:
             split = block.last_split
             if split is None:
                 continue
-            key = (name, split.input_sizes, split.output_sizes)
+            key = (name or "model", *_rows(split), *split.devices)
             if self._each or key not in self._seen:
                 fresh += split.lines()
-            if key in self._seen:
-                self._seen[key].last_step = step
-                self._seen[key].steps += 1
-            else:
-                self._seen[key] = Seen(name or "model", split, step, step)
-        self.lines += fresh
+            seen = self._seen.setdefault(key, [])
+            if not seen:
+                seen += _new_rows(len(self._seen), name or "model", split, step)
+            for row, shape in zip(seen, _shapes(split), strict=True):
+                row.latest_shape, row.last_step = shape, step
+                row.steps += 1
+        self.note(fresh)
         return fresh
 
-    def rows(self) -> list[dict[str, object]]:
-        """Return one row for each (block, split, replica): where (block, split and replica, as MLflow needs one column that tells rows apart), split,
-        block, batch_rows, rows, device, first and last step, steps.
-        """
-        return [
-            {
-                "where": f"split {number} / replica {replica} / {seen.block}",
-                "split": f"{list(inputs)} -> {list(outputs)}",
-                "block": seen.block,
-                "batch_rows": sum(size[0] for size in seen.split.input_sizes if size),
-                "rows": inputs[0] if inputs else 0,
-                "device": device,
-                "first_step": seen.first_step,
-                "last_step": seen.last_step,
-                "steps": seen.steps,
-            }
-            for number, seen in enumerate(self._seen.values(), start=1)
-            for replica, (inputs, outputs, device) in enumerate(
-                zip(seen.split.input_sizes, seen.split.output_sizes, seen.split.devices, strict=True)
-            )
-        ]
+    def note(self, lines: Sequence[str]) -> None:
+        """Keep lines for the record."""
+        self.lines += lines[: max(0, MAX_LINES - len(self.lines))]
+
+    def rows(self) -> list[SplitRow]:
+        """Return a row for each replica of each split."""
+        return [row for rows in self._seen.values() for row in rows]
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` takes, fit for JSON."""
+        return {"rows": [row.model_dump() for row in self.rows()], "lines": self.lines}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint kept."""
+        self.lines = list(state["lines"])
+        self._seen = {}
+        by_split: dict[int, list[SplitRow]] = {}
+        for values in state["rows"]:
+            row = SplitRow.model_validate(values)
+            by_split.setdefault(row.number, []).append(row)
+        for rows in by_split.values():
+            self._seen[(rows[0].block, *(row.rows for row in rows), *(row.device for row in rows))] = rows
+
+
+def _rows(split: Split) -> list[int]:
+    return [size[0] if size else 0 for size in split.input_sizes]
+
+
+def _shapes(split: Split) -> list[str]:
+    sizes = zip(split.input_sizes, split.output_sizes, strict=True)
+    return [f"{list(inputs)} -> {list(outputs)}" for inputs, outputs in sizes]
+
+
+def _new_rows(number: int, block: str, split: Split, step: int) -> list[SplitRow]:
+    replicas = zip(_rows(split), _shapes(split), split.devices, strict=True)
+    return [
+        SplitRow(
+            number=number,
+            replica=replica,
+            block=block,
+            device=device,
+            rows=rows,
+            batch_rows=sum(_rows(split)),
+            first_shape=shape,
+            latest_shape=shape,
+            first_step=step,
+            last_step=step,
+            steps=0,
+        )
+        for replica, (rows, shape, device) in enumerate(replicas)
+    ]

@@ -6,7 +6,6 @@ it is not used for writing because it first makes a second copy of every tensor 
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import naming
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -27,7 +27,24 @@ _SLICE_BYTES = 16 * 2**20
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write named tensors, any device; fsync; return the file's sha256 in hex."""
+    """Write named tensors, any device; return the file's sha256 in hex. Whoever asks for it has the disk keep the file."""
+    digest = hashlib.sha256()
+    with naming(path), path.open("wb") as file:
+        for piece in _pieces(tensors):
+            digest.update(piece)
+            file.write(piece)
+    return digest.hexdigest()
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the sha256 that the file of these tensors would have."""
+    digest = hashlib.sha256()
+    for piece in _pieces(tensors):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     tensors = dict(sorted(tensors.items()))  # the same tensors give the same file, however they came to be
     header: dict[str, object] = {}
     offset = 0
@@ -37,18 +54,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         offset += size
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for part in (len(head).to_bytes(8, "little"), head):
-            digest.update(part)
-            file.write(part)
-        for tensor in tensors.values():
-            for piece in _byte_slices(tensor):
-                digest.update(piece)
-                file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+    yield len(head).to_bytes(8, "little")
+    yield head
+    for tensor in tensors.values():
+        yield from _byte_slices(tensor)
 
 
 def _byte_slices(tensor: Tensor) -> Iterator[memoryview]:
@@ -108,20 +117,13 @@ def mapped_tensor(path: Path, name: str, like: Tensor) -> Tensor:
 
     Raises UserError when shape or type differ from those of `like`.
     """
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(size))[name]
+    entries, data = _header(path)
+    entry = entries[name]
     if tuple(entry["shape"]) != tuple(like.shape) or entry["dtype"] != _NAMES[like.dtype]:
         raise UserError(
             f"{path}: {name} is {entry['dtype']} {tuple(entry['shape'])}, the model's table is {_NAMES[like.dtype]} {tuple(like.shape)}; "
             "was it trained on other data?"
         )
-    start = 8 + size + entry["data_offsets"][0]
+    start = data + entry["data_offsets"][0]
     raw = np.memmap(path, np.uint8, "c", start, (entry["data_offsets"][1] - entry["data_offsets"][0],))
     return torch.from_numpy(raw).view(like.dtype).view(like.shape)
-
-
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a file in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

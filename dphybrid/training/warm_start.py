@@ -25,7 +25,7 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
         load_weights(checkpoint, model)
         return
     earlier = open_base(Path(base))
-    trained_on = read_state(checkpoint)["data_digest"]
+    trained_on = read_state(checkpoint).data_digest
     if trained_on != earlier.prepared.digest:
         raise UserError(
             f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, data.base is {earlier.prepared.path.name}"

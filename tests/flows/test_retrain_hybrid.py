@@ -16,10 +16,11 @@ from dphybrid.data import open_prepared
 from dphybrid.data.table.extend import open_base
 from dphybrid.jobs.load import model_from_checkpoint
 from dphybrid.jobs.retrain import bootstrap_gains, largest_drift, open_registry
-from dphybrid.jobs.runs import read_json, read_run
+from dphybrid.jobs.runs import read_run
 from dphybrid.training.metrics import TASKS
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import read_json
 from flows.retrain_hybrid import retrain_hybrid
 
 
@@ -86,9 +87,9 @@ def test_three_days_of_data(tmp_path: Path, data_dir: Path, prefect_server: None
     decision = read_json(run.folder / "decision.json")
     assert decision["low"] > 0
     assert decision["challenger"]["auc"] > decision["champion"]["auc"]
-    data = open_prepared(Path(run.page["prepared"]))
+    data = open_prepared(Path(run.page.prepared))
     assert not set(data.arrays["valid_rows"]) & set(data.arrays["train_rows"])
-    assert largest_drift(run.page["prepared"])[0] == "site"
+    assert largest_drift(run.page.prepared)[0] == "site"
     assert retrain().startswith("NothingNew")
 
     write_day(days, 3, range(60), noise=True)
@@ -123,7 +124,7 @@ def test_a_grown_model_answers_as_the_champion_did(tmp_path: Path, data_dir: Pat
     run = read_run(sorted((data_dir / "runs").iterdir())[-1])
     checkpoint = Path(run.config.train.warm_start or "")
     champion = model_from_checkpoint(checkpoint)
-    data = open_prepared(Path(run.page["prepared"]))
+    data = open_prepared(Path(run.page.prepared))
     now, before = open_base(data.path), open_base(Path(data.manifest["base"]))
     assert sum(data.info["num_ids"]) == sum(before.prepared.info["num_ids"]) + 20
     # The same rows, encoded by each one's own encoder from the texts.

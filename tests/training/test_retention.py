@@ -8,9 +8,9 @@ from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.config.sources import load_config
 from dphybrid.jobs.train import run_job
-from dphybrid.training.checkpoint import Progress
+from dphybrid.training.checkpoint import Progress, complete_checkpoints, step_of
 from dphybrid.training.metrics import TASKS
-from dphybrid.training.retention import best_steps, prune_checkpoints, step_of
+from dphybrid.training.retention import best_steps, prune_checkpoints
 
 
 def make(folder: Path, steps: list[int]) -> None:
@@ -25,6 +25,14 @@ def test_newest_best_and_each_nth_stay(tmp_path: Path) -> None:
     kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2, keep_every=30), best=[20])
     assert [step_of(path) for path in kept] == [20, 30, 60, 70]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06d}" for step in (20, 30, 60, 70)]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps_beyond_six_digits(tmp_path: Path) -> None:
+    make(tmp_path, [999_990, 999_995, 1_000_000, 1_000_005])
+    (tmp_path / "step-1000007.damaged").mkdir()
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [999_990, 999_995, 1_000_000, 1_000_005]
+    kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2), best=[999_995])
+    assert [step_of(path) for path in kept] == [999_995, 1_000_000, 1_000_005]
 
 
 def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:
@@ -48,7 +56,7 @@ def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
     ]
     report = run_job(load_config(None, overrides), load_settings())
     folder = Path(report.best_checkpoint).parent
-    on_disk = {step_of(path) for path in folder.iterdir()}
+    on_disk = {step_of(path) for path in complete_checkpoints(folder)}
     assert {100, 200, 300, 400} < on_disk
     assert 50 not in on_disk
     client = MlflowClient(report.tracking_uri)

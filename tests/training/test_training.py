@@ -156,7 +156,7 @@ def test_stopped_and_resumed_equals_undisturbed(
     with pytest.raises(Interrupted, match="step-000007"):
         train(*options, name="broken", stop=stop)
     monkeypatch.setattr(SplitLog, "after_step", after_step)
-    assert read_state(data_dir / "runs/broken/checkpoints/step-000007")["progress"]["step"] == 7
+    assert read_state(data_dir / "runs/broken/checkpoints/step-000007").progress.step == 7
     resumed = train(*options, resume="broken")
     assert resumed.run_name == "broken"
     changed = {name for name in whole.digests if whole.digests[name] != resumed.digests[name]}
@@ -216,7 +216,7 @@ def test_your_own_model_trains(data_dir: Path, tmp_path: Path, monkeypatch: pyte
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     report = train("recipe=toy", "model.factory=mine:build", "devices=cpu*4")
-    assert report.splits[0]["device"] == "cpu[0]"
+    assert report.splits[0].device == "cpu[0]"
     for factory, words in (
         ("mine:wrong", "returned a int"),
         ("mine:absent", "has no function 'absent'"),
@@ -266,8 +266,8 @@ def test_an_interrupted_command_checkpoints_and_goes_on(number: int, code: int, 
     page = json.loads((data_dir / "runs/long/run.json").read_text())
     client = MlflowClient(f"sqlite:///{data_dir}/mlflow/mlflow.db")
     assert client.get_run(page["run_id"]).info.status == "KILLED"
-    step = read_state(complete_checkpoints(folder)[-1])["progress"]["step"]
+    step = read_state(complete_checkpoints(folder)[-1]).progress.step
     epochs = step // 5 + 2
     report = train(small_text, *SMALL_TEXT, "train.patience=0", f"train.epochs={epochs}", resume="long")
-    assert read_state(Path(report.latest_checkpoint))["progress"]["step"] > step
+    assert read_state(Path(report.latest_checkpoint)).progress.step > step
     assert client.get_run(page["run_id"]).info.status == "FINISHED"

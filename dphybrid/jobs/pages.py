@@ -1,0 +1,83 @@
+"""The pages of a run folder: what the run is, what its training came to, its metrics, its splits, its report."""
+
+from typing import Any
+
+from pydantic import Field
+
+from dphybrid.training.split_log import SplitRow
+from dphybrid.util.pages import Page
+
+
+class RunPage(Page):
+    """`run.json`: what a run is. config: the experiment's values. created: ISO time. links: name -> address, for its page in MLflow."""
+
+    run_id: str
+    attempt: int
+    config: dict[str, Any]
+    devices: str = "auto"
+    prepared: str
+    data_digest: str
+    links: dict[str, str] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict)
+    created: str
+
+    @property
+    def recipe(self) -> str:
+        return str(self.config["recipe"])
+
+
+class ResultPage(Page):
+    """`result.json`: what training came to. checkpoint: the latest one. step_ms: of the steps with a full batch, whose number is
+    steps_timed. stages: seconds."""
+
+    checkpoint: str
+    best_checkpoint: str
+    steps: int
+    epochs: int
+    devices: str
+    system: dict[str, float]
+    history: list[dict[str, float]]
+    best_value: float | None
+    step_ms: dict[str, float]
+    steps_timed: int
+    stages: dict[str, float]
+    steps_per_epoch: int
+
+
+class MetricsPage(Page):
+    """`metrics.json`: the best checkpoint's metrics."""
+
+    metrics: dict[str, float]
+
+    @classmethod
+    def upgraded(cls, values: Any) -> Any:
+        return {"metrics": values}
+
+
+class SplitsPage(Page):
+    """`splits.json`: what each replica got. lines: as they were printed."""
+
+    rows: list[SplitRow]
+    lines: list[str]
+
+
+class Report(Page):
+    """What a run came to; `--report FILE` writes it as JSON."""
+
+    run_name: str
+    devices: str
+    run_id: str
+    run_url: str
+    tracking_uri: str
+    ui_command: str
+    metrics: dict[str, float]
+    best_checkpoint: str
+    latest_checkpoint: str
+    registered_as: str
+    splits: list[SplitRow]
+    split_lines: list[str]
+    stages: dict[str, float]
+    step_ms: dict[str, float]
+    warnings: list[str]
+    digests: dict[str, str]
+    text: str

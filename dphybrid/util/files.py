@@ -1,0 +1,168 @@
+"""Files that a crash cannot tear: written beside under a temporary name, fsynced, renamed, and then the folder is fsynced.
+
+A reader sees the old content or the new one. What a killed process leaves has a hidden name that `clear_leftovers` knows.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dphybrid.util.errors import UserError
+
+_REMEDIES = {
+    errno.ENOSPC: "make room on its disk",
+    errno.EDQUOT: "make room within your quota",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EROFS: "its disk is read-only: make it writable, or name another folder in DPHYBRID_DATA_DIR",
+    errno.EIO: "its disk fails: look at the system's log",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "the system has too many open files: end what holds them",
+}
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|removed|replaced)-\d+-[0-9a-f]+")
+
+
+def temporary(path: Path, kind: str = "partial") -> Path:
+    """Return a hidden name beside `path` that no other process or thread uses."""
+    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{threading.get_ident():x}")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a stream whose content becomes the file `path` when the block ends; nothing changes when the block fails."""
+    partial = temporary(path)
+    try:
+        with naming(path):
+            with partial.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(path)
+            sync(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file at once and for good."""
+    with replacing(path) as stream:
+        stream.write(content)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file at once and for good."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a page of JSON at once and for good."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def read_json(path: Path) -> Any:
+    """Read a page of JSON. Raises UserError when it is not there, or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error})") from error
+
+
+@contextmanager
+def making(final: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `final`, complete and fsynced, when the block ends; nothing is left when the block fails.
+
+    A folder `final` that is there already is replaced; a crash between the two renames leaves it to `clear_leftovers`, which brings it back.
+    """
+    partial, before = temporary(final), temporary(final, "replaced")
+    try:
+        with naming(final):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            yield partial
+            sync_tree(partial)
+            if final.exists():
+                final.rename(before)
+            try:
+                partial.rename(final)
+            except OSError:
+                if before.exists():
+                    before.rename(final)
+                raise
+            sync(final.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder: its name goes first, so that a crash leaves no half of it under that name."""
+    with naming(folder):
+        gone = temporary(folder, "removed")
+        folder.rename(gone)
+        sync(gone.parent)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what killed processes left in `folder` beside the files and folders (or the one called `name`); bring back a folder that
+    was about to be replaced. Whoever calls this holds the lock of what is written there.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or name not in (None, match["name"]):
+            continue
+        with naming(path):
+            if match["kind"] == "replaced" and not path.with_name(match["name"]).exists():
+                path.rename(path.with_name(match["name"]))
+                sync(folder)
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file's bytes, or a folder's entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Have the disk keep a folder and everything in it."""
+    for path in sorted(folder.rglob("*")):
+        sync(path)
+    sync(folder)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give errors of the system that name no file the name `path`: a write to a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def disk_errors_told(remedy: str = "") -> Iterator[None]:
+    """Turn errors of the disk (full, read-only, failing, out of handles) into UserError with the file and a remedy; may decorate."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        what = f"{error.filename or 'a file'}: {error.strerror}; {_REMEDIES[error.errno]}"
+        raise UserError(f"{what}{remedy and f', {remedy}'}") from error

@@ -1,0 +1,78 @@
+"""Locks of the kernel (flock): they end with their process, however that ends.
+
+The filelock package is not used: it empties the file that it locks, where a holder keeps its page here, and has no shared lock, with which
+one looks whether a lock is held without taking it.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class FileLock:
+    """An exclusive lock on a file, which is made when it is not there and left as it is otherwise.
+
+    temporary: the file goes when the lock is released. handle: of the locked file, to write a page into; None while not held.
+    """
+
+    def __init__(self, path: Path, temporary: bool = False) -> None:
+        self.path, self._temporary = path, temporary
+        self.handle: int | None = None
+
+    def acquire(self, wait: bool = False) -> bool:
+        """Take the lock; return False when another process or thread holds it and `wait` is not set. Never follows a symbolic link."""
+        while self.handle is None:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file_at(self.path, handle):  # else its last holder removed it: a newer one may be held by someone else
+                    self.handle, handle = handle, -1
+            except BlockingIOError:
+                return False
+            finally:
+                if handle >= 0:
+                    os.close(handle)
+        return True
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self.handle is not None:
+            if self._temporary:
+                self.path.unlink(missing_ok=True)
+            os.close(self.handle)
+            self.handle = None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait for the lock on the temporary file `path` and hold it during the block."""
+    lock = FileLock(path, temporary=True)
+    lock.acquire(wait=True)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_held(path: Path) -> bool:
+    """Return whether some process or thread holds the lock on `path` now."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def _is_file_at(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False

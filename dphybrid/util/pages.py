@@ -1,0 +1,51 @@
+"""Pages: JSON files with a version and a sum over their values, written at once, so that a later reader sees whole ones or says what is wrong."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dphybrid.util.digests import value_digest
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import read_json, write_json
+
+_SUM = "page_sha256"
+
+
+class Page(BaseModel):
+    """What a subclass declares, as a file. version: 0 for files that were written before pages had one."""
+
+    VERSION: ClassVar[int] = 1
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    version: int = VERSION
+
+    @classmethod
+    def upgraded(cls, values: Any) -> Any:
+        """Return the values of a file without a version as this version has them."""
+        return values
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a page. Raises UserError when it is not there, damaged, or of a later version."""
+        values = read_json(path)
+        if isinstance(values, dict) and (_SUM in values or values.get("version", 0)):
+            if values.pop(_SUM, None) != value_digest(values):
+                raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
+        else:
+            values = cls.upgraded(values)
+            values = {**values, "version": 0} if isinstance(values, dict) else values
+        try:
+            page = cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the page"
+            raise UserError(f"{path}: is no {cls.__name__}: {place}: {first['msg']}") from error
+        if page.version > cls.VERSION:
+            raise UserError(f"{path}: has version {page.version}, this dphybrid reads up to {cls.VERSION}; update dphybrid")
+        return page
+
+    def write(self, path: Path) -> None:
+        """Write the page at once and for good."""
+        values = self.model_dump(mode="json")
+        write_json(path, {**values, _SUM: value_digest(values)})

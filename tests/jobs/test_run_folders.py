@@ -1,0 +1,46 @@
+"""Run folders beside each other: a damaged neighbour is left out, a running run is not run twice."""
+
+from pathlib import Path
+
+import pytest
+
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.load import find_checkpoint
+from dphybrid.jobs.runs import find_tagged_run, running
+from dphybrid.jobs.train import run_job
+from dphybrid.util.errors import UserError
+
+TOY = ["recipe=toy", "devices=cpu", "train.print_splits=new"]
+
+
+@pytest.fixture(autouse=True)
+def _no_record(monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+
+
+@pytest.mark.parametrize("text", ["", '{"run_id": "x", "con', "[]", "{}", "\x00" * 900])
+def test_a_damaged_neighbour_is_named_and_left_out(text: str, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_job(load_config(None, TOY), load_settings(), run_name="good", tags={"who": "me"})
+    (data_dir / "runs/bad").mkdir()
+    (data_dir / "runs/bad/run.json").write_text(text)
+    assert find_tagged_run(load_settings(), "who", "me") == "good"
+    report = run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="latest")
+    assert report.run_name == "good"
+    assert "left out a run" in (told := capsys.readouterr().err)
+    assert str(data_dir / "runs/bad/run.json") in told
+    assert find_checkpoint("good", load_settings()) == Path(report.best_checkpoint)
+    with pytest.raises(UserError, match=r"bad/run\.json"):
+        run_job(load_config(None, TOY), load_settings(), resume="bad")
+
+
+def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:
+    run_job(load_config(None, TOY), load_settings(), run_name="mine")
+    before = (data_dir / "runs/mine/run.json").read_bytes()
+    with (
+        running(data_dir / "runs/mine"),
+        pytest.raises(UserError, match="run mine is running in another process; wait for its end"),
+    ):
+        run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="mine")
+    assert (data_dir / "runs/mine/run.json").read_bytes() == before
+    assert run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="mine").run_name == "mine"

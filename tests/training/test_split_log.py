@@ -1,0 +1,46 @@
+"""The record of splits: by rows a replica, whatever else varies."""
+
+import torch
+from torch import nn
+
+from dphybrid.parallel import DataParallel, resolve_devices
+from dphybrid.training.split_log import SplitLog
+
+
+class Summed(nn.Module):
+    def forward(self, x_BL: torch.Tensor) -> torch.Tensor:
+        return x_BL.sum(1)
+
+
+def test_four_hundred_lengths_are_one_split_with_its_first_and_latest_shape() -> None:
+    block = DataParallel(Summed(), resolve_devices("cpu*2"))
+    log = SplitLog(block, each=False)
+    printed = []
+    for step in range(1, 401):
+        block(torch.ones(8, step))
+        printed += log.after_step(step)
+    block(torch.ones(5, 7))
+    short = log.after_step(401)
+    assert len(printed) == 3
+    assert short[-1] == "Outside: input size torch.Size([5, 7]) output_size torch.Size([5])"
+    assert len(log.rows()) == 4
+    first = log.rows()[0]
+    assert (first.first_shape, first.latest_shape) == ("[4, 1] -> [4]", "[4, 400] -> [4]")
+    assert (first.first_step, first.last_step, first.steps, first.batch_rows) == (1, 400, 400, 8)
+    assert [row.rows for row in log.rows()] == [4, 4, 3, 2]
+    assert [row.number for row in log.rows()] == [1, 1, 2, 2]
+    assert first.table_row()["where"] == "split 1 / replica 0 / model"
+
+
+def test_a_restored_log_goes_on_as_if_nothing_had_been() -> None:
+    block = DataParallel(Summed(), resolve_devices("cpu*2"))
+    whole, before, after = SplitLog(block, each=False), SplitLog(block, each=False), SplitLog(block, each=False)
+    for step, rows in enumerate([8, 8, 5, 8, 3], start=1):
+        block(torch.ones(rows, 2))
+        whole.after_step(step)
+        if step == 3:
+            before.after_step(step)
+            after.restore(before.state())
+        (before if step < 3 else after).after_step(step) if step != 3 else None
+    assert after.rows() == whole.rows()
+    assert after.lines == whole.lines

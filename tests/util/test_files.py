@@ -1,0 +1,176 @@
+"""Files are there whole or not at all, locks end with their process, pages tell their damage."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dphybrid.util import files
+from dphybrid.util.digests import note_verified, verify_files
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import clear_leftovers, disk_errors_told, making, read_json, remove_folder, write_json, write_text
+from dphybrid.util.locks import FileLock, is_held
+from dphybrid.util.pages import Page
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "page.json"
+    write_json(file, {"a": "ä"})
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UserError, match=r"page\.json: No space left on device; make room"), disk_errors_told():
+        write_json(file, {"a": 2})
+    assert read_json(file) == {"a": "ä"}
+    assert names(tmp_path) == ["page.json"]
+
+
+def test_every_write_is_synced_before_its_name_and_the_folder_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def noted_sync(handle: int) -> None:
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).name.partition('.partial')[0]}")
+        fsync(handle)
+
+    def noted_replace(path: Path, target: Path) -> Path:
+        done.append(f"rename {target.name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    write_text(tmp_path / "page", "x")
+    assert done == ["sync .page", "rename page", f"sync {tmp_path.name}"]
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+
+    def fail() -> None:
+        with making(final) as partial:
+            (partial / "x").write_text("half")
+            (partial / "y").unlink()
+
+    with pytest.raises(FileNotFoundError):
+        fail()
+    assert names(tmp_path) == []
+    for text in ("one", "two"):
+        with making(final) as partial:
+            (partial / "x").write_text(text)
+        assert names(tmp_path) == ["final"]
+        assert (final / "x").read_text() == text
+    remove_folder(final)
+    assert names(tmp_path) == []
+
+
+def test_leftovers_go_and_a_folder_that_was_to_be_replaced_comes_back(tmp_path: Path) -> None:
+    for name in (".a.partial-1-2f", ".b.removed-1-2f", ".c.replaced-1-2f", ".d.replaced-1-2f", "d", ".e.verified"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text(name)
+    clear_leftovers(tmp_path, "a")
+    assert ".a.partial-1-2f" not in names(tmp_path)
+    clear_leftovers(tmp_path)
+    assert names(tmp_path) == [".e.verified", "c", "d"]
+    assert (tmp_path / "c" / "x").read_text() == ".c.replaced-1-2f"
+    assert (tmp_path / "d" / "x").read_text() == "d"
+
+
+def test_a_lock_ends_with_its_process_and_leaves_the_holders_page(tmp_path: Path) -> None:
+    file = tmp_path / "lock"
+    file.write_text("page")
+    code = (
+        "import sys, time; from pathlib import Path; from dphybrid.util.locks import FileLock;"
+        f"lock = FileLock(Path({str(file)!r})); print(lock.acquire(), flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "True\n"
+        lock = FileLock(file)
+        assert not lock.acquire()
+        assert is_held(file)
+        child.send_signal(signal.SIGKILL)
+        child.wait(60)
+    assert not is_held(file)
+    assert lock.acquire()
+    assert not FileLock(file).acquire()  # nor may another thread of this process
+    lock.release()
+    assert file.read_text() == "page"
+
+
+def test_a_lock_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic link"):
+        FileLock(tmp_path / "lock").acquire()
+
+
+class Example(Page):
+    name: str
+    values: dict[str, float]
+
+
+def test_a_page_tells_any_damage(tmp_path: Path) -> None:
+    file = tmp_path / "example.json"
+    Example(name="x", values={"a": 0.1, "b": float("nan")}).write(file)
+    assert Example.read(file).values["a"] == 0.1
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 4
+        file.write_bytes(damaged)
+        with suppress(UserError):  # told; else it was harmless
+            read = Example.read(file)
+            assert (read.name, read.values["a"], read.version) == ("x", 0.1, 1), bytes(damaged)
+    for length in range(len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(UserError, match="example"):
+            Example.read(file)
+
+
+def test_pages_of_other_versions(tmp_path: Path) -> None:
+    file = tmp_path / "example.json"
+    write_json(file, {"name": "x", "values": {}})
+    assert Example.read(file).version == 0
+    Example(name="x", values={}, version=2).write(file)
+    with pytest.raises(UserError, match="has version 2.*update dphybrid"):
+        Example.read(file)
+    write_json(file, {"name": "x"})
+    with pytest.raises(UserError, match="is no Example: values: Field required"):
+        Example.read(file)
+
+
+def test_whole_files_are_read_once_and_touched_ones_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "x").write_text("one")
+    sums = {"x": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"}
+    read: list[str] = []
+    digest = files.Path.open
+
+    def noted(path: Path, *args: object, **kwargs: object) -> object:
+        if path.name == "x":
+            read.append(path.name)
+        return digest(path, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", noted)
+    for known, count in ((True, 1), (True, 1), (False, 2)):
+        verify_files(folder, sums, "", known)
+        assert len(read) == count
+    note_verified(folder, sums)
+    (folder / "x").write_text("two")
+    with pytest.raises(UserError, match=r"x: is damaged \(its sha256 differs\); do this"):
+        verify_files(folder, sums, "do this")
+    (folder / "x").unlink()
+    with pytest.raises(UserError, match="x: is missing"):
+        verify_files(folder, sums, "do this")
