@@ -192,7 +192,7 @@ def sync(args: argparse.Namespace) -> int:
 
     done = sync(settings.mlflow_dir, uri, settings.experiment, settings.upload_limit_mib * 2**20, wait_s=args.wait, on_run=tell)
     print(done.text())
-    return 1 if done.waiting else 0
+    return 0 if done.whole else 1
 
 
 def compare(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.gpus import Inventory, lease_folder, visible
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
+from dphybrid.util.masking import masked
 from dphybrid.util.servers import ask, same_clock
 
 PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
@@ -36,10 +37,9 @@ def run_checks(settings: Settings) -> int:
     for check in checks:
         good, text = check()
         passed &= good
-        print(f"{'ok  ' if good else 'BAD '} {text}", flush=True)
-    print(
-        f"     tracking: {settings.mlflow_uri or 'embedded, in ' + str(settings.mlflow_dir)}; experiment {settings.experiment!r}"
-    )
+        print(masked(f"{'ok  ' if good else 'BAD '} {text}"), flush=True)
+    where = settings.mlflow_uri or f"embedded, in {settings.mlflow_dir}"
+    print(masked(f"     tracking: {where}; experiment {settings.experiment!r}"))
     return 0 if passed else 1
 
 

@@ -62,7 +62,10 @@ class SplitsPage(Page):
 
 
 class Report(Page):
-    """What a run came to; `--report FILE` writes it as JSON."""
+    """What a run came to; `--report FILE` writes it as JSON.
+
+    registered_as: "" where the registry did not take it; not_registered says why then.
+    """
 
     run_name: str
     devices: str
@@ -74,6 +77,7 @@ class Report(Page):
     best_checkpoint: str
     latest_checkpoint: str
     registered_as: str
+    not_registered: str = ""
     splits: list[SplitRow]
     split_lines: list[str]
     stages: dict[str, float]

@@ -46,7 +46,9 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     tracker = attached(run, settings)
     table = [row.table_row() for row in splits.rows]
     warnings = balance_warnings(table, len(resolve_devices(result.devices)), result.system, result.stages)
-    name = run.config.checkpoint.register_as or ""
+    name, not_registered = run.config.checkpoint.register_as or "", ""
+    if name:
+        not_registered = tracker.register(name, checkpoint_uid(Path(result.best_checkpoint)), "challenger")
     report = Report(
         run_name=run.folder.name,
         devices=result.devices,
@@ -57,7 +59,8 @@ def report_run(run_folder: str, settings: Settings) -> Report:
         metrics=metrics,
         best_checkpoint=result.best_checkpoint,
         latest_checkpoint=result.checkpoint,
-        registered_as=name,
+        registered_as="" if not_registered else name,
+        not_registered=f"{name}: {not_registered}" if not_registered else "",
         splits=splits.rows,
         split_lines=splits.lines,
         stages=result.stages,
@@ -73,8 +76,6 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     tracker.log_file(run.folder / "report.json", "")
     tracker.log_text("config.json", run.config.model_dump_json(indent=1))
     tracker.set_description(_page(report, table, run, data))
-    if name:
-        tracker.register(name, checkpoint_uid(Path(result.best_checkpoint)), "challenger")
     tracker.finish("FINISHED")
     return report
 
@@ -88,6 +89,7 @@ def _closing_words(report: Report) -> str:
         f"Best:        {report.best_checkpoint}",
     ]
     lines += [f"Registered:  models:/{report.registered_as}@challenger"] if report.registered_as else []
+    lines += [f"NOT registered as {report.not_registered}"] if report.not_registered else []
     lines += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
     lines += [f"             {report.run_url}"] if report.run_url not in ("", report.ui_command) else []
     lines += [f"Note:        {warning}" for warning in report.warnings]

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+Detail = Literal["brief", "full"]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 @dataclass(frozen=True)
 class CheckpointCard:
-    """A checkpoint as a tracker records it. uid: differs when its content does; role: best, latest, best+latest or kept."""
+    """A checkpoint as a tracker records it.
+
+    uid: differs when its content does; role: best, latest, best+latest or kept; metrics: of the evaluation before it, as they were logged.
+    """
 
     uid: str
     name: str
@@ -76,8 +80,12 @@ class Tracker:
         dataset: name and digest of the data they were made from.
         """
 
-    def register(self, name: str, uid: str, alias: str) -> None:
-        """Make the recorded checkpoint `uid` a new version of the registered model `name`, with an alias that points to it."""
+    def register(self, name: str, uid: str, alias: str) -> str:
+        """Make the recorded checkpoint `uid` a new version of the registered model `name`, with an alias that points to it.
+
+        Waits for the server's answer, half a minute at most. Return why it is not registered (yet), "" when it is.
+        """
+        return "nothing is recorded"
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set short facts to filter and group runs by."""

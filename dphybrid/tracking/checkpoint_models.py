@@ -16,6 +16,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient
 
 from dphybrid.tracking.journal import Record
+from dphybrid.tracking.names import safe_name
 
 CHECKPOINT_TYPE = "dphybrid-checkpoint"
 UID_TAG, ROLE_TAG, STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
@@ -32,7 +33,7 @@ class CheckpointModels:
     def reconcile(self, record: Record) -> None:
         """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never removed.
 
-        kept: {uid, name, step, folder, role, metrics, params} each. A folder that is gone by now is left out.
+        kept: {uid, name, step, folder, role, metrics (name -> value, step, time), params} each. A folder that is gone by now is left out.
         """
         there = self._logged()
         wanted = {card["uid"]: card for card in record["kept"]}
@@ -48,11 +49,16 @@ class CheckpointModels:
 
     def register(self, record: Record) -> None:
         """Make the checkpoint `uid` a new version of the registered model `name`; `alias` points to it from now on."""
-        model = self._logged()[record["uid"]]
+        model = self._logged().get(record["uid"])
+        if model is None:
+            raise KeyError(f"checkpoint {record['uid']} is not on record")
         name = record["name"]
-        with contextlib.suppress(MlflowException):  # it exists
+        try:
             self._client.create_registered_model(name, tags={"dphybrid.recipe": record.get("recipe", "")})
-        versions = self._client.search_model_versions(f"name = '{name}'")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = versions_of(self._client, name)
         version = next((v for v in versions if v.source == model.artifact_location), None)
         if version is None:
             version = self._client.create_model_version(
@@ -106,8 +112,8 @@ class CheckpointModels:
         self._client.log_outputs(self._run_id, [LoggedModelOutput(model.model_id, step=card["step"])])
         named = {"dataset_name": dataset[0], "dataset_digest": dataset[1][:36]} if dataset else {}
         points = [
-            Metric(key, value, card["t"], card["step"], model_id=model.model_id, run_id=self._run_id, **named)
-            for key, value in card["metrics"].items()
+            Metric(safe_name(key), value, time_ms, step, model_id=model.model_id, run_id=self._run_id, **named)
+            for key, (value, step, time_ms) in card["metrics"].items()
         ]
         if points:
             self._client.log_batch(self._run_id, metrics=points)
@@ -159,6 +165,20 @@ class CheckpointModels:
         with contextlib.suppress(OSError):  # the folder may never have been made
             get_artifact_repository(model.artifact_location, tracking_uri=self._uri).delete_artifacts()
         self._client.delete_logged_model(model.model_id)
+
+
+def versions_of(client: MlflowClient, name: str) -> list[Any]:
+    """Return the versions of a registered model, whatever quotes its name has: MLflow's filters know no escapes."""
+    quote = '"' if "'" in name else "'"
+    sign = "=" if quote not in name else "LIKE"
+    found: list[Any] = []
+    token = None
+    while True:
+        page = client.search_model_versions(f"name {sign} {quote}{name.replace(quote, '_')}{quote}", page_token=token)
+        found += [version for version in page if version.name == name]
+        token = page.token
+        if not token:
+            return found
 
 
 def _linked(source: str, target: str) -> bool:

@@ -6,7 +6,6 @@ The client with an explicit run id is used, never the fluent functions, whose ac
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -16,11 +15,14 @@ from typing import Any
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.base import CheckpointCard, Status, Tracker
+from dphybrid.tracking.base import CheckpointCard, Detail, Status, Tracker
+from dphybrid.tracking.delivery import deliver
 from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.mlflow_writer import MlflowWriter
+from dphybrid.tracking.names import is_detail
 from dphybrid.tracking.sender import Sender
 from dphybrid.util.errors import UserError
+from dphybrid.util.masking import masked
 
 _log = logging.getLogger(__name__)
 
@@ -33,12 +35,14 @@ class MlflowTracker(Tracker):
     """Records one run at `tracking_uri` in `experiment`.
 
     store: folder for the artifacts of a database and for records on their way. upload_limit: bytes above which a file of a
-    checkpoint is not uploaded but recorded by path and digest.
+    checkpoint is not uploaded but recorded by path and digest. detail: brief keeps the finer metrics for a table, full sends all.
     """
 
-    def __init__(self, tracking_uri: str, experiment: str, store: Path, upload_limit: int) -> None:
-        self.tracking_uri = tracking_uri
+    def __init__(self, tracking_uri: str, experiment: str, store: Path, upload_limit: int, detail: Detail = "full") -> None:
+        self._uri = tracking_uri
+        self.tracking_uri = masked(tracking_uri)
         self.run_id = ""
+        self._brief = detail == "brief"
         self._experiment, self._store, self._upload_limit = experiment, store, upload_limit
         self._experiment_id = ""
         self._journal: Journal | None = None
@@ -46,25 +50,25 @@ class MlflowTracker(Tracker):
 
     @property
     def run_url(self) -> str:
-        base = self.tracking_uri if self.tracking_uri.startswith("http") else "http://127.0.0.1:5000"
+        base = self.tracking_uri if self._uri.startswith("http") else "http://127.0.0.1:5000"
         return f"{base.rstrip('/')}/#/experiments/{self._experiment_id}/runs/{self.run_id}?workflowType=machine_learning"
 
     @property
     def ui_command(self) -> str:
-        if self.tracking_uri.startswith("http"):
+        if self._uri.startswith("http"):
             return self.run_url
         return f"mlflow server --backend-store-uri {self.tracking_uri} --port 5000"
 
     def start(self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str) -> str:
-        client = MlflowClient(tracking_uri=self.tracking_uri, registry_uri=self.tracking_uri)
-        self._experiment_id = find_experiment(client, self.tracking_uri, self._experiment, self._store)
+        client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
+        self._experiment_id = find_experiment(client, self._uri, self._experiment, self._store)
         own = {"mlflow.source.name": "dphybrid", "mlflow.source.type": "JOB", "mlflow.note.content": description}
         own["mlflow.user"] = os.environ.get("USER", "")
         run = client.create_run(self._experiment_id, run_name=run_name, tags=own)
         run_id = str(run.info.run_id)
-        Journal(self._spool, run_id).set_destination(tracking_uri=self.tracking_uri, experiment_id=self._experiment_id)
+        Journal(self._spool, run_id).set_destination(tracking_uri=self._uri, experiment_id=self._experiment_id)
         self.attach(run_id)
-        self._append({"op": "params", "values": dict(params)})
+        self._append({"op": "params", "values": {name: masked(value) for name, value in params.items()}})
         self.set_tags(tags)
         return run_id
 
@@ -82,69 +86,80 @@ class MlflowTracker(Tracker):
     def _spool(self) -> Path:
         return self._store / "spool"
 
-    def _append(self, record: dict[str, Any]) -> None:
-        self._open_journal().append(record)
+    def _append(self, record: dict[str, Any], *, sync: bool = False) -> int:
+        return self._open_journal().append(record, sync=sync)
 
     def _open_journal(self) -> Journal:
         if self._journal is None:
             raise RuntimeError("no run: call start(), resume() or attach() first")
         if self._sender is None:
-            self._sender = Sender(self._journal, *writer_of(self._journal, self.tracking_uri, self._upload_limit))
+            self._sender = Sender(self._journal, *writer_of(self._journal, self._uri, self._upload_limit))
         return self._journal
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         journal = self._open_journal()
         try:
-            journal.append_metrics(_floats(metrics), step)
+            journal.append_metrics(_floats(metrics), step, [name for name in metrics if self._brief and is_detail(name)])
         except OSError as error:  # a full disk costs the curves some points, not the training its end
+            journal.count_unkept()
             _log.warning("metrics of step %d could not be kept: %s", step, error)
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
         # At step 0, MLflow's charts draw a bar for each run; at any other one they draw a dot on an axis of steps.
-        self._append({"op": "metrics", "step": 0, "values": _floats(metrics)})
+        values = _floats(metrics)
+        fine = {name: value for name, value in values.items() if self._brief and is_detail(name)}
+        rest = {name: value for name, value in values.items() if name not in fine}
+        self._append({"op": "metrics", "step": 0, "values": rest, "details": fine})
 
     def log_text(self, name: str, text: str) -> None:
-        self._log_content("file", name, text.encode())
+        self._log_content("file", name, masked(text).encode())
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
             columns = list(rows[0])
             table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
-            self._log_content("table", name, json.dumps(table).encode())
+            self._log_content("table", name, masked(json.dumps(table)).encode())
 
     def log_figure(self, name: str, png: bytes) -> None:
         self._log_content("file", name, png)
 
     def _log_content(self, op: str, name: str, content: bytes) -> None:
-        path = self._open_journal().keep_content(name, content)
+        path, crc = self._open_journal().keep_content(name, content)
         folder = str(Path(name).parent)
-        self._append({"op": op, "path": str(path), "folder": "" if folder == "." else folder})
+        self._append({"op": op, "path": str(path), "folder": "" if folder == "." else folder, "crc": crc})
 
     def log_file(self, path: Path, folder: str) -> None:
         self._append({"op": "file", "path": str(path.absolute()), "folder": folder})
 
     def log_dataset(self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str) -> None:
-        values = {"name": name, "digest": digest, "source": source, "num_rows": num_rows, "columns": list(columns)}
+        values = {"name": name, "digest": digest, "source": masked(source), "num_rows": num_rows, "columns": list(columns)}
         self._append({"op": "dataset", **values, "context": context})
 
     def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
-        now_ms = int(time.time() * 1000)
-        cards = [
-            {
-                **asdict(card),
+        journal = self._open_journal()
+        cards = []
+        for card in kept:
+            found = {name: journal.point(name, value, card.step) for name, value in card.metrics.items()}
+            values = asdict(card) | {
                 "folder": str(card.folder.absolute()),
                 "params": {"step": str(card.step), "folder": str(card.folder.absolute())},
-                "t": now_ms,
+                # The very points of the run's curves: MLflow shows them on the model, too, and none twice on the run.
+                "metrics": {name: point for name, point in found.items() if point is not None},
             }
-            for card in kept
-        ]
-        self._append({"op": "checkpoints", "kept": cards, "dataset": list(dataset) if dataset else None})
+            cards.append(values)
+        # A run goes on from here after a loss of power, so what was recorded before must last as the checkpoint does.
+        self._append({"op": "checkpoints", "kept": cards, "dataset": list(dataset) if dataset else None}, sync=True)
 
-    def register(self, name: str, uid: str, alias: str) -> None:
-        self._append({"op": "register", "name": name, "uid": uid, "alias": alias})
+    def register(self, name: str, uid: str, alias: str) -> str:
+        number = self._append({"op": "register", "name": name, "uid": uid, "alias": alias}, sync=True)
+        assert self._sender is not None
+        arrived = self._sender.drain(FINISH_WAIT_S)
+        if number in self._sender.refused:
+            return self._sender.refused[number]
+        return "" if arrived else f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is back"
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._append({"op": "tags", "values": dict(tags)})
+        self._append({"op": "tags", "values": {name: masked(str(value)) for name, value in tags.items()}})
 
     def set_description(self, markdown: str) -> None:
         self.set_tags({"mlflow.note.content": markdown})
@@ -160,14 +175,17 @@ class MlflowTracker(Tracker):
 
     def finish(self, status: Status) -> None:
         journal = self._open_journal()
-        self._append({"op": "status", "status": status})
-        if self._sender is not None and self._sender.close(FINISH_WAIT_S):
-            journal.clear()
-        else:
+        self._append({"op": "status", "status": status}, sync=True)
+        assert self._sender is not None
+        arrived, losses = deliver(journal, self._sender, FINISH_WAIT_S)
+        if not arrived:
+            count = len(journal.pending(1_000_000))
             print(
-                f"MLflow at {self.tracking_uri} does not take records now; they are kept. `dphybrid sync` sends them when it is back.",
+                f"MLflow at {self.tracking_uri} does not take records now; {count:,} are kept. `dphybrid sync` sends them when it is back.",
                 flush=True,
             )
+        if losses:
+            print(f"Not everything was recorded: {masked(losses.text())}", flush=True)
         self._sender = None
 
 

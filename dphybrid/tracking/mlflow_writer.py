@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from dphybrid.tracking.names import safe_name
 from dphybrid.tracking.sender import Refused
 
 _MAX_METRICS, _MAX_PAIRS, _MAX_PARAM, _MAX_TAG = 1000, 100, 6000, 8000
+LOSSES_TAG = "dphybrid.lost_records"
+_LOSSES_LINE = "> **Not everything was recorded:**"
 _FOR_GOOD = {
     "BAD_REQUEST",
     "INVALID_PARAMETER_VALUE",
@@ -42,11 +45,14 @@ class MlflowWriter:
             "checkpoints": self._models.reconcile,
             "register": self._models.register,
             "status": self._status,
+            "losses": self._losses,
         }
+        self._known = False
 
     def write(self, records: list[Record]) -> None:
-        """Write records of one kind. Raises Refused when the server will never take them, another error when it may later."""
+        """Write records of one kind. Raises Refused when the server does not take them, another error when it may later."""
         try:
+            self._look_for_the_run()
             if records[0]["op"] == "metrics":
                 self._metrics(records)
                 return
@@ -54,8 +60,23 @@ class MlflowWriter:
                 self._verbs[record["op"]](record)
         except MlflowException as error:
             if error.error_code in _FOR_GOOD:
-                raise Refused(str(error)) from error
+                # A bad request is also what a database says when another run wrote the same row in the same moment.
+                raise Refused(str(error), again=error.error_code == "BAD_REQUEST") from error
             raise
+
+    def _look_for_the_run(self) -> None:
+        """Raise RuntimeError where the run is not: the records wait then, as another store may be the right one."""
+        if self._known:
+            return
+        try:
+            stage = self._client.get_run(self._run_id).info.lifecycle_stage
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                raise RuntimeError(f"run {self._run_id} is not at the tracking server") from error
+            raise
+        if stage != "active":
+            raise RuntimeError(f"run {self._run_id} was deleted at the tracking server; `mlflow runs restore` brings it back")
+        self._known = True
 
     def _metrics(self, records: list[Record]) -> None:
         points = [
@@ -78,8 +99,14 @@ class MlflowWriter:
 
     def _file(self, record: Record) -> None:
         path = Path(record["path"])
-        if path.exists():  # it is gone when this record was written once before
+        if path.exists():
+            if "crc" in record and zlib.crc32(path.read_bytes()) != record["crc"]:
+                raise Refused(f"{path}: is damaged, its checksum differs")
             self._client.log_artifact(self._run_id, str(path), record["folder"] or None)
+        else:  # it is gone when this record was written once before
+            there = self._client.list_artifacts(self._run_id, record["folder"] or None)
+            if path.name not in (item.path.rpartition("/")[2] for item in there):
+                raise Refused(f"{path}: is gone")
         if self._contents in path.parents:
             shutil.rmtree(path.parent, ignore_errors=True)
 
@@ -108,3 +135,11 @@ class MlflowWriter:
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             self._client.set_terminated(self._run_id, record["status"], end_time=record["t"])
+
+    def _losses(self, record: Record) -> None:
+        """Say on the run's page what its record lacks."""
+        self._client.set_tag(self._run_id, LOSSES_TAG, record["text"][:_MAX_TAG])
+        note = self._client.get_run(self._run_id).data.tags.get("mlflow.note.content", "")
+        lines = [line for line in note.splitlines() if not line.startswith(_LOSSES_LINE)]
+        text = "\n".join([f"{_LOSSES_LINE} {record['text']}", "", *lines]) if record["text"] else "\n".join(lines)
+        self._client.set_tag(self._run_id, "mlflow.note.content", text[:_MAX_TAG])

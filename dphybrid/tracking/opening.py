@@ -7,20 +7,28 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from dphybrid.tracking.base import Tracker
+from dphybrid.tracking.base import Detail, Tracker
 from dphybrid.util.errors import UserError
+from dphybrid.util.masking import without_credentials
 
 REACH_SECONDS = 10
 """How long to wait for a server's first answer before saying that it is not there."""
 
 
 def open_tracker(
-    tracking_uri: str | None, experiment: str, store: Path, *, upload_limit: int = 900 * 2**20, must_answer: bool = True
+    tracking_uri: str | None,
+    experiment: str,
+    store: Path,
+    *,
+    upload_limit: int = 900 * 2**20,
+    must_answer: bool = True,
+    detail: Detail = "full",
 ) -> Tracker:
     """Return a tracker for `experiment`.
 
     tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`; "none": a tracker that records nothing.
     upload_limit: bytes above which a file of a checkpoint is recorded by path and digest. must_answer: look whether the server is there.
+    detail: brief sends about 20 metrics and puts the finer ones into a table among the artifacts; full sends all as metrics.
     Raises UserError when a server does not answer, and for the file stores that MLflow gave up.
     """
     if tracking_uri == "none":
@@ -38,7 +46,7 @@ def open_tracker(
     uri = tracking_uri or embedded_uri(store)
     if uri.startswith("sqlite"):
         make_database(uri, store)
-    return MlflowTracker(uri, experiment, store, upload_limit)
+    return MlflowTracker(uri, experiment, store, upload_limit, detail)
 
 
 def store_to_read(tracking_uri: str | None, store: Path) -> str:
@@ -73,16 +81,18 @@ def make_database(uri: str, store: Path) -> None:
 def _check(uri: str) -> None:
     if uri.startswith(("http://", "https://")):
         try:
-            with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=REACH_SECONDS):
+            address, _ = without_credentials(uri)  # that it is there, it tells to everybody
+            with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=REACH_SECONDS):
                 return
         except urllib.error.HTTPError:
             return  # a server that answers with an error is there; MLflow's client tells what it wants
         except (OSError, ValueError) as error:
             raise UserError(
-                f"MLflow server {uri}: does not answer ({error}); start it, correct MLFLOW_TRACKING_URI, unset it for the "
-                "embedded store, or record nothing with --tracking none"
+                f"MLflow server {uri}: does not answer ({error}); "
+                "start it, correct MLFLOW_TRACKING_URI, unset it for the embedded store, or record nothing with --tracking none"
             ) from error
     if uri.startswith("file:") or "://" not in uri:
         raise UserError(
-            f"MLFLOW_TRACKING_URI={uri!r}: MLflow no longer writes file stores; use sqlite:////absolute/path/mlflow.db or a server's http address"
+            f"MLFLOW_TRACKING_URI={uri!r}: MLflow no longer writes file stores; "
+            "use sqlite:////absolute/path/mlflow.db or a server's http address"
         )

@@ -8,6 +8,7 @@ from typing import Any
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from dphybrid.tracking.checkpoint_models import versions_of
 from dphybrid.util.errors import UserError
 
 CHAMPION, CHALLENGER = "champion", "challenger"
@@ -47,7 +48,7 @@ class Registry:
     def newest(self, name: str) -> Version | None:
         """Return the version made last, or None."""
         try:
-            versions = self._client.search_model_versions(f"name = '{name}'")
+            versions = versions_of(self._client, name)
         except MlflowException as error:
             raise self._away(error) from error
         return self.version(name, str(max(int(v.version) for v in versions))) if versions else None

@@ -15,6 +15,7 @@ def run_report_markdown(report: Mapping[str, Any], config: Mapping[str, Any], li
     where = f"batch {config['train']['batch_size']}, seed {config['train']['seed']}"
     parts.append(f"**{config['recipe']}** on `{report['devices']}`, {where}: {held_out}")
     parts += [f"> **Note:** {warning}" for warning in report["warnings"]]
+    parts += [f"> **Not registered as** {report['not_registered']}"] if report["not_registered"] else []
     lines = "\n".join(f"- {line.strip()}" for line in report["data_lines"][:30])
     parts.append(
         f"### Data\n\n`{report['data_name']}` from `{report['data_source']}`, digest `{report['digests']['data'][:16]}`\n\n{lines}"

@@ -7,17 +7,34 @@ import threading
 import time
 from collections.abc import Callable
 
-from dphybrid.tracking.journal import Journal, Record
+from dphybrid.tracking.journal import Journal, Mark, Record
+from dphybrid.util.masking import masked
 
 SEND_EVERY_S = 2.0
 HEARTBEAT_EVERY_S = 60.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
+_REFUSED_RETRY_S = (0.1, 0.3, 0.9, 2.7)
+"""Waits between the tries of a record whose refusal may be another matter in a moment."""
 _AT_ONCE = 200
+_WRONG = (
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+)
 _log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """The server understood and said no, and would say no again."""
+    """The server understood and said no. `again`: it may be another matter in a moment, as when two runs wrote the same thing at once."""
+
+    def __init__(self, text: str, again: bool = False) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 class Sender:
@@ -35,6 +52,8 @@ class Sender:
         self._asked = self._answered = 0
         self.trouble: str = ""
         """What the latest attempt to send failed with, or nothing."""
+        self.refused: dict[int, str] = {}
+        """Numbers of records that the server did not take, with its reason."""
         # In the caller's context, so that what is told here stands in the log of the caller's flow run.
         work = contextvars.copy_context().run
         self._thread = threading.Thread(target=work, args=(self._work,), name="dphybrid-tracking", daemon=True)
@@ -102,16 +121,34 @@ class Sender:
                 self._journal.acknowledge(group[-1][0])
 
     def _send(self, records: list[Record]) -> None:
-        try:
-            self._write(records)
-        except Refused as refusal:
-            if len(records) > 1:  # one of them spoils the others
+        for wait_s in (*_REFUSED_RETRY_S, None):
+            try:
+                self._write(records)
+                return
+            except Refused as refusal:
+                if len(records) > 1:  # one of them spoils the others
+                    for record in records:
+                        self._send([record])
+                    return
+                if wait_s is None or not refusal.again:
+                    self._set_aside(records[0], str(refusal))
+                    return
+            except _WRONG as error:
+                if type(error).__module__ != "builtins":  # of the client's libraries: something on the way to the server
+                    raise
+                # With this record, not with the server: it must not hold up those behind it.
+                if len(records) == 1:
+                    self._set_aside(records[0], f"{type(error).__name__}: {error}")
+                    return
                 for record in records:
                     self._send([record])
                 return
-            _tell("the tracking server refused a record: %s", _short(refusal))
-            with contextlib.suppress(OSError):
-                self._journal.refuse(records[0], str(refusal))
+            time.sleep(wait_s)
+
+    def _set_aside(self, record: Record, reason: str) -> None:
+        _tell("the tracking server refused a record: %s", _short(reason))
+        self.refused[record["n"]] = _short(reason)
+        self._journal.refuse(record, reason)
 
 
 def _tell(message: str, *values: str) -> None:
@@ -119,9 +156,9 @@ def _tell(message: str, *values: str) -> None:
         _log.warning(message, *values)
 
 
-def _groups(found: list[tuple[int, Record]]) -> list[list[tuple[int, Record]]]:
+def _groups(found: list[tuple[Mark, Record]]) -> list[list[tuple[Mark, Record]]]:
     """Put neighbouring records of metrics together."""
-    groups: list[list[tuple[int, Record]]] = []
+    groups: list[list[tuple[Mark, Record]]] = []
     for item in found:
         if groups and item[1]["op"] == "metrics" == groups[-1][-1][1]["op"]:
             groups[-1].append(item)
@@ -130,6 +167,6 @@ def _groups(found: list[tuple[int, Record]]) -> list[list[tuple[int, Record]]]:
     return groups
 
 
-def _short(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def _short(error: Exception | str) -> str:
+    text = masked(" ".join(str(error).split()))
     return text if len(text) < 200 else f"{text[:200]}..."

@@ -6,35 +6,50 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.journal import Journal, journals
+from dphybrid.tracking.delivery import deliver
+from dphybrid.tracking.journal import Journal, Record, journals, set_aside
 from dphybrid.tracking.mlflow_tracker import HEARTBEAT_TAG, PID_TAG, writer_of
 from dphybrid.tracking.sender import Sender
+from dphybrid.util.masking import masked
 
 SILENT_S = 600.0
 """A run of another machine without a sign of life for so long counts as dead."""
 
+_MAY_COME_LATE = ("metrics", "params", "file", "table", "dataset", "register")
+"""Kinds of records that say nothing which a later one has changed."""
+
+Writing = Callable[[list[Record]], None]
+
 
 @dataclass
 class Synced:
-    """What `sync` came to, as run ids. waiting: run id -> why its records are still here."""
+    """What `sync` came to, as run ids. waiting: run id -> why its records are still here; lost: run id -> what never arrived of it."""
 
     completed: list[str] = field(default_factory=list)
     busy: list[str] = field(default_factory=list)
     waiting: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing waits and nothing is lost."""
+        return not self.waiting and not self.lost
 
     def text(self) -> str:
         """Return it for people."""
-        lines = [f"{run_id}: everything sent" for run_id in self.completed]
+        lines = [f"{run_id}: everything sent" for run_id in self.completed if run_id not in self.lost]
         lines += [f"{run_id}: still running, and sending by itself" for run_id in self.busy]
         lines += [f"{run_id}: kept ({why})" for run_id, why in self.waiting.items()]
+        lines += [f"{run_id}: not everything was recorded: {what}" for run_id, what in self.lost.items()]
         lines += [f"{run_id}: its process is gone; ended as KILLED" for run_id in self.ended]
-        return "\n".join(lines) or "Nothing to do: every record has arrived, and no run is left open."
+        return masked("\n".join(lines)) or "Nothing to do: every record has arrived, and no run is left open."
 
 
 def sync(
@@ -53,7 +68,10 @@ def sync(
     """
     done = Synced()
     for journal in journals(store / "spool"):
-        _send(journal, tracking_uri, upload_limit, wait_s, done, on_run)
+        _guarded(_send, journal, tracking_uri, upload_limit, done, wait_s, on_run)
+    for journal in set_aside(store / "spool"):
+        if journal.run_id not in (*done.busy, *done.waiting):
+            _guarded(_try_again, journal, tracking_uri, upload_limit, done)
     try:
         _end_orphans(store / "spool", tracking_uri, experiment, silent_s, done)
     except (MlflowException, OSError) as error:
@@ -61,22 +79,55 @@ def sync(
     return done
 
 
-def _send(
-    journal: Journal, tracking_uri: str, upload_limit: int, wait_s: float, done: Synced, on_run: Callable[[str, int], None]
+def _guarded(
+    function: Callable[..., None], journal: Journal, tracking_uri: str, upload_limit: int, done: Synced, *values: Any
 ) -> None:
-    if not journal.hold():
-        done.busy.append(journal.run_id)
-        return
-    found = journal.pending(1_000_000)
-    on_run(journal.run_id, len(found))
-    uri = journal.destination().get("tracking_uri", tracking_uri)
-    write, _ = writer_of(journal, uri, upload_limit)
+    """Call `function` for a journal that nobody else sends. One that cannot be read holds up none of the others."""
+    try:
+        if not journal.hold():
+            done.busy.append(journal.run_id)
+            return
+        try:
+            uri = journal.destination().get("tracking_uri", tracking_uri)
+            function(journal, writer_of(journal, uri, upload_limit)[0], done, *values)
+        finally:
+            journal.release()
+    except (OSError, ValueError) as error:
+        done.waiting[journal.run_id] = f"{type(error).__name__}: {error}"
+
+
+def _send(journal: Journal, write: Writing, done: Synced, wait_s: float, on_run: Callable[[str, int], None]) -> None:
+    on_run(journal.run_id, len(journal.pending(1_000_000)))
     sender = Sender(journal, write, beat=lambda: None)
-    if sender.close(wait_s):
-        journal.clear()
-        done.completed.append(journal.run_id)
-    else:
+    arrived, losses = deliver(journal, sender, wait_s)
+    if not arrived:
         done.waiting[journal.run_id] = sender.trouble or f"not finished within {wait_s:.0f} s"
+        return
+    done.completed.append(journal.run_id)
+    if losses:
+        done.lost[journal.run_id] = losses.text()
+
+
+def _try_again(journal: Journal, write: Writing, done: Synced) -> None:
+    """Offer the server once more what it refused, where that may come late: a permission was given, or a name freed."""
+    taken = []
+    for record in journal.refused():
+        if record["op"] in _MAY_COME_LATE:
+            try:
+                write([record])
+            except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: the record stays where it is
+                done.lost[journal.run_id] = f"still refused: {str(error).splitlines()[0][:200]}; {journal.aside}"
+            else:
+                taken.append(record)
+    if taken:
+        journal.take_back(taken)
+        losses = journal.account()
+        write([{"op": "losses", "text": masked(losses.text())}])
+        done.completed.append(journal.run_id)
+        if losses:
+            done.lost[journal.run_id] = losses.text()
+        else:
+            done.lost.pop(journal.run_id, None)
 
 
 def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: float, done: Synced) -> None:

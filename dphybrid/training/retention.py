@@ -51,7 +51,7 @@ def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -
                 step=progress.step,
                 folder=path,
                 role="+".join(roles) or "kept",
-                metrics={f"checkpoint/{name}": value for name, value in progress.metrics.items()},
+                metrics={f"valid/{name}": value for name, value in progress.metrics.items()},
             )
         )
     return cards

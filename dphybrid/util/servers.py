@@ -7,6 +7,8 @@ import urllib.request
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from dphybrid.util.masking import without_credentials
+
 MAX_SKEW_S = 5.0
 """Seconds by which a server's clock may differ: schedules, leases and heartbeats compare times of several machines."""
 ANSWER_S = 5.0
@@ -14,6 +16,8 @@ ANSWER_S = 5.0
 
 def ask(url: str, auth: str | None) -> tuple[Any, float]:
     """Ask for `url`, with `auth` as USER:PASSWORD; return (the answer, or what is wrong, as text; the time when it came)."""
+    url, own = without_credentials(url)
+    auth = auth or own
     headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
     try:
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=ANSWER_S)

@@ -118,7 +118,7 @@ def test_checkpoints_are_models_that_load_back(finished: tuple[Report, MlflowCli
     models = client.search_logged_models([run.info.experiment_id], filter_string=f"source_run_id='{report.run_id}'")
     best = next(model for model in models if "best" in model.tags["dphybrid.role"])
     assert str(best.status) == "READY"
-    assert {metric.key for metric in best.metrics} == {"checkpoint/mse"}
+    assert {metric.key for metric in best.metrics} == {"valid/mse"}
     monkeypatch.setenv("MLFLOW_TRACKING_URI", report.tracking_uri)
     loaded = mlflow.pyfunc.load_model(f"models:/{best.model_id}").unwrap_python_model
     assert loaded is not None

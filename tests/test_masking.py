@@ -1,0 +1,32 @@
+"""Addresses without their secrets."""
+
+import pytest
+
+from dphybrid.util.masking import masked
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://bob:s3cret@db:5432/mlflow", "postgresql://***@db:5432/mlflow"),
+        ("postgresql+psycopg2://bob:s3@cr@et@db/mlflow", "postgresql+psycopg2://***@db/mlflow"),
+        ("mysql://bob:s3c/r?et@db/mlflow", "mysql://***@db/mlflow"),
+        ("mysql://bob:123/45@db/mlflow", "mysql://***@db/mlflow"),
+        ("https://token@host/path", "https://***@host/path"),
+        (
+            "at 'http://u:p@h:5000': away, and postgresql://a:b@c/d too",
+            "at 'http://***@h:5000': away, and postgresql://***@c/d too",
+        ),
+        (
+            "postgresql://db/mlflow?user=bob&password=s3cret&sslmode=require",
+            "postgresql://db/mlflow?user=bob&password=***&sslmode=require",
+        ),
+        ("http://h/p?api_key=abc;x=1", "http://h/p?api_key=***;x=1"),
+        ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
+        ("http://127.0.0.1:5000/#/experiments/1/runs/a?workflowType=machine_learning", None),
+        ("http://127.0.0.1:5000/models/clicks@champion", None),
+        ("models:/clicks@champion and bob@example.com", None),
+    ],
+)
+def test_user_and_password_are_not_shown(text: str, shown: str | None) -> None:
+    assert masked(text) == (text if shown is None else shown)

@@ -1,0 +1,179 @@
+"""What was not recorded is told where people look, and what was refused is offered again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from dphybrid.cli.main import main
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import run_job
+from dphybrid.tracking import CheckpointCard, Tracker, open_tracker
+from dphybrid.tracking.journal import Journal
+from dphybrid.tracking.opening import make_database
+from dphybrid.tracking.registry import Registry
+
+ROUNDS = os.environ.get("DPHYBRID_ROUNDS", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_runs_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.tracking.together", str(tmp_path), ROUNDS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {}, done.stderr
+
+
+def card(folder: Path, step: int = 1) -> CheckpointCard:
+    path = folder / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text('{"sha256": {}}')
+    return CheckpointCard(f"uid-{step}", path.name, step, path, "best", {"valid/auc": 0.5})
+
+
+def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
+    names = ["bob's", 'a "good" one', """bob's "best" one""", """bob-s "best" one""", "100%_sure", "naïve größe"]
+    for number in (1, 2):
+        tracker = open_tracker(None, "names", tmp_path)
+        tracker.start("run", {}, {}, "")
+        tracker.log_checkpoints([card(tmp_path / str(number))], None)
+        assert [tracker.register(name, "uid-1", "challenger") for name in names] == [""] * len(names)
+        tracker.finish("FINISHED")
+    registry = Registry(tracker.tracking_uri)
+    for name in names:
+        newest, champion = registry.newest(name), registry.champion(name)
+        assert newest is not None
+        assert champion is not None
+        assert (newest.number, champion.number) == ("2", "1")
+
+
+def test_a_registration_that_fails_is_told_and_not_reported_as_done(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MlflowException("no more versions", error_code=INVALID_PARAMETER_VALUE)
+
+    monkeypatch.setattr(MlflowClient, "create_model_version", refuse)
+    config = load_config(None, ["recipe=toy", "checkpoint.register_as=clicks"])
+    report = run_job(config, load_settings())
+    assert report.registered_as == ""
+    assert report.not_registered == "clicks: no more versions"
+    assert "NOT registered as clicks: no more versions" in report.text
+    assert "Registered:" not in report.text
+    client = MlflowClient(report.tracking_uri)
+    note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
+    assert "**Not registered as** clicks: no more versions" in note
+    assert "models:/clicks@challenger" not in note
+    assert "Not everything was recorded: 1 record refused by the server" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(data_dir))
+    assert main(["sync"]) == 0  # the registry takes it now
+    assert f"{report.run_id}: everything sent" in capsys.readouterr().out
+    assert client.get_model_version_by_alias("clicks", "challenger").run_id == report.run_id
+    assert "Not everything" not in client.get_run(report.run_id).data.tags["mlflow.note.content"]
+    assert main(["sync"]) == 0
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+def test_nothing_counts_as_registered_where_nothing_is_recorded() -> None:
+    assert Tracker().register("clicks", "uid", "challenger") == "nothing is recorded"
+
+
+def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = load_settings().mlflow_dir
+    runs = []
+    for name in ("damaged", "good", "unreadable"):
+        tracker = open_tracker(None, "dphybrid", store)
+        runs.append(tracker.start(name, {}, {}, name))
+        tracker.close()
+        journal = Journal(store / "spool", runs[-1])
+        for step in range(5):
+            journal.append_metrics({"train/loss": 1.0 / (step + 1)}, step)
+        journal.append({"op": "status", "status": "FINISHED"})
+        journal.release()
+    damaged = store / "spool" / f"{runs[0]}.jsonl"
+    damaged.write_bytes(damaged.read_bytes().replace(b'"step":3', b'"step":4'))
+    unreadable = store / "spool" / f"{runs[2]}.lock"
+    unreadable.unlink()
+    unreadable.mkdir()
+    assert main(["sync", "--wait", "20"]) == 1
+    out = capsys.readouterr().out
+    assert f"{runs[0]}: not everything was recorded: 1 record damaged or missing on the way" in out
+    assert f"{runs[0]}: everything sent" not in out
+    assert f"{runs[1]}: everything sent" in out
+    assert f"{runs[2]}: kept (IsADirectoryError" in out
+    client = MlflowClient(tracker.tracking_uri)
+    assert [p.step for p in client.get_metric_history(runs[0], "train/loss")] == [0, 1, 2, 4]
+    run = client.get_run(runs[0])
+    assert run.data.tags["dphybrid.lost_records"].startswith("1 record damaged")
+    assert run.data.tags["mlflow.note.content"].startswith("> **Not everything was recorded:** 1 record damaged")
+    assert client.get_run(runs[1]).data.tags["mlflow.note.content"] == "good"
+    unreadable.rmdir()
+    assert main(["sync"]) == 0
+    assert f"{runs[2]}: everything sent" in capsys.readouterr().out
+
+
+def test_records_whose_destination_is_unknown_are_kept_or_arrive(
+    data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, runs = load_settings().mlflow_dir, {}
+    for damage in ("flipped", "gone", "another's"):
+        tracker = open_tracker(None, "dphybrid", store)
+        runs[damage] = tracker.start(damage, {}, {}, "")
+        tracker.close()
+        journal = Journal(store / "spool", runs[damage])
+        journal.append_metrics({"train/loss": 1.0}, 7)
+        journal.release()
+        page = store / "spool" / f"{runs[damage]}.json"
+        if damage == "flipped":
+            page.write_bytes(page.read_bytes().replace(b"sqlite", b"sqlitf"))
+        elif damage == "gone":
+            page.unlink()
+        else:
+            other = f"sqlite:///{data_dir}/other.db"
+            make_database(other, data_dir)
+            journal.set_destination(tracking_uri=other, experiment_id="1")
+    assert main(["sync", "--wait", "5"]) == 1
+    out = capsys.readouterr().out
+    client = MlflowClient(tracker.tracking_uri)
+    assert f"{runs['flipped']}: not everything was recorded: damaged: {runs['flipped']}.json" in out
+    assert f"{runs['gone']}: everything sent" in out
+    assert f"{runs[damage]}: kept (run {runs[damage]} is not at the tracking server)" in out
+    for name in ("flipped", "gone"):
+        assert [point.step for point in client.get_metric_history(runs[name], "train/loss")] == [7]
+    assert len(Journal(store / "spool", runs[damage]).pending(10)) == 1
+
+
+def test_an_early_checkpoint_that_is_gone_when_it_is_sent_costs_no_point(tmp_path: Path) -> None:
+    import shutil
+
+    tracker = open_tracker(None, "early", tmp_path)
+    run_id = tracker.start("run", {}, {}, "")
+    tracker.close()
+    journal = Journal(tmp_path / "spool", run_id)
+    assert journal.hold()  # nothing is sent meanwhile
+    tracker = open_tracker(None, "early", tmp_path)
+    tracker.attach(run_id)
+    for step in (1, 2):
+        tracker.log_metrics({"valid/auc": 0.5 if step == 1 else 0.6}, step)
+        kept = card(tmp_path / "checkpoints", step)
+        tracker.log_checkpoints(
+            [CheckpointCard(kept.uid, kept.name, step, kept.folder, "latest", {"valid/auc": 0.5 + (step - 1) / 10})], None
+        )
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000001")
+    journal.release()
+    assert tracker.flush(30)
+    tracker.finish("FINISHED")
+    client = MlflowClient(tracker.tracking_uri)
+    assert [(p.step, p.value) for p in client.get_metric_history(run_id, "valid/auc")] == [(1, 0.5), (2, 0.6)]
+    (model,) = client.search_logged_models([client.get_run(run_id).info.experiment_id])
+    assert [(metric.key, metric.step, metric.value) for metric in model.metrics] == [("valid/auc", 2, 0.6)]

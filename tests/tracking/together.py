@@ -1,0 +1,103 @@
+"""Eight runs at once on one SQLite store: `python -m tests.tracking.together FOLDER ROUNDS` prints what is missing or double, as JSON."""
+
+import json
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+
+from mlflow.tracking import MlflowClient
+
+from dphybrid.tracking import CheckpointCard, open_tracker
+from dphybrid.tracking.opening import embedded_uri
+
+RUNS, STEPS = 8, 40
+
+
+def run(store: Path, number: int, seed: int) -> None:
+    chance = random.Random(seed)
+    tracker = open_tracker(None, "together", store)
+    tracker.start(f"run-{number}", {f"param.{i}": str(i) for i in range(20)}, {"number": str(number)}, "note")
+    tracker.log_dataset("data", "digest-of-all", "here", 100, ["a", "b"], "training")
+    folder = store / f"checkpoints-{number}"
+    for step in range(1, STEPS + 1):
+        tracker.log_metrics({"train/loss": 1 / step, "valid/auc": step / STEPS}, step)
+        if step % 20 == 0:
+            path = folder / f"step-{step:06d}"
+            path.mkdir(parents=True)
+            (path / "state.json").write_text(json.dumps({"sha256": {}, "number": number}))
+            card = CheckpointCard(f"{number}-{step}", path.name, step, path, "latest", {"valid/auc": step / STEPS})
+            tracker.log_checkpoints([card], ("data", "digest-of-all"))
+        if chance.random() < 0.1:
+            tracker.flush(chance.random())
+    tracker.log_text("note.txt", "words")
+    assert tracker.register("it's all", f"{number}-{STEPS}", "challenger") == ""
+    tracker.finish("FINISHED")
+
+
+def one_round(store: Path, seed: int) -> list[str]:
+    """Run eight processes, which share nothing but the store; return what is wrong."""
+    children = []
+    for number in range(RUNS):
+        if child := os.fork():
+            children.append(child)
+            continue
+        code = 1
+        try:
+            run(store, number, seed * RUNS + number)
+            code = 0
+        except BaseException:  # noqa: BLE001 - a forked process must end here
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return [f"process {child} ended with {status}" for child in children if (status := os.waitpid(child, 0)[1])]
+
+
+def look(store: Path) -> list[str]:
+    """Return what is missing or double of the runs in a store."""
+    client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))
+    wrong = [f"left: {path.name}" for path in (store / "spool").iterdir() if path.suffix not in (".json", ".lock")]
+    (experiment,) = [e for e in client.search_experiments() if e.name == "together"]
+    runs = client.search_runs([experiment.experiment_id])
+    wrong += [f"{len(runs)} runs"] if len(runs) != RUNS else []
+    for found in runs:
+        run_id, told = found.info.run_id, found.info.run_name
+        for key in ("train/loss", "valid/auc"):
+            steps = [point.step for point in client.get_metric_history(run_id, key)]
+            if sorted(steps) != list(range(1, STEPS + 1)):
+                wrong.append(f"{told}: {key} at {steps}")
+        models = client.search_logged_models([experiment.experiment_id], filter_string=f"source_run_id = '{run_id}'")
+        facts = {
+            "status": found.info.status == "FINISHED",
+            "params": len(found.data.params) == 20,
+            "inputs": len(found.inputs.dataset_inputs) == 1,
+            "artifacts": [item.path for item in client.list_artifacts(run_id)] == ["note.txt"],
+            "model": [[(m.key, m.step) for m in model.metrics] for model in models] == [[("valid/auc", STEPS)]],
+            "losses": "dphybrid.lost_records" not in found.data.tags,
+        }
+        wrong += [f"{told}: {name}" for name, good in facts.items() if not good]
+    versions = client.search_model_versions('name = "it\'s all"')
+    if sorted(version.run_id for version in versions) != sorted(found.info.run_id for found in runs):
+        wrong.append(f"{len(versions)} versions")
+    return wrong
+
+
+def main(folder: Path, rounds: int) -> None:
+    wrong = {}
+    for number in range(rounds):
+        store = folder / str(number)
+        ended = one_round(store, number)
+        if child := os.fork():  # so that no connection is inherited by the next round's processes
+            os.waitpid(child, 0)
+        else:
+            (store / "wrong").write_text(json.dumps(ended + look(store)))
+            os._exit(0)
+        if found := json.loads((store / "wrong").read_text()):
+            wrong[number] = found
+        print(f"round {number}: {found or 'good'}", file=sys.stderr, flush=True)
+    print(json.dumps(wrong))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
