@@ -2,6 +2,6 @@
 
 from dphybrid.data.batches import Dataset, batches, num_batches
 from dphybrid.data.prepare import prepare, source_digest
-from dphybrid.data.store import Prepared, open_prepared
+from dphybrid.data.store import Prepared, open_prepared, verify_prepared
 
-__all__ = ["Dataset", "Prepared", "batches", "num_batches", "open_prepared", "prepare", "source_digest"]
+__all__ = ["Dataset", "Prepared", "batches", "num_batches", "open_prepared", "prepare", "source_digest", "verify_prepared"]

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from dphybrid.config import DataConfig
-from dphybrid.data.store import ENCODER_VERSION, Content, Prepared, Progress, Source, build_once, combined_digest
+from dphybrid.data.store import ENCODER_VERSION, Content, Prepared, Progress, Source, build_once
+from dphybrid.util.digests import combined_digest
 from dphybrid.util.errors import UserError
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)

@@ -4,11 +4,12 @@ Built under a temporary name and renamed when complete; a lock of the kernel let
 ends with its process, so that whoever comes next clears away what a killed one left.
 """
 
-import fcntl
 import hashlib
+import io
+import itertools
 import json
-import os
 import shutil
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,19 +19,68 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from pydantic import BaseModel, Field
 
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
+from dphybrid.util.digests import file_digest, note_verified, verify_files
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import clear_leftovers, making, naming, sync
+from dphybrid.util.locks import locked
+from dphybrid.util.pages import Page
 
 ENCODER_VERSION = 5
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
 PIECE_BYTES = 2**24
-"""Bytes of a source file that are digested at a time."""
+"""Bytes of a file that are digested at a time."""
+
+_ANEW = "delete the folder and run the preparation again"
 
 Progress = Callable[[str, int, int], None]
 """Told about long work: what is being done, how much of it is done, how much there is."""
+
+
+class ArrayFacts(BaseModel):
+    """An array's file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    sha256: str = ""
+
+
+class Manifest(Page):
+    """`manifest.json`: what a prepared folder holds.
+
+    info: facts that models need. description: lines for people. rejected: rows left out. base: the prepared folder that was extended.
+    split: how the validation split was chosen. files: sha256 of the other files by name. facts: what else the source tells.
+    """
+
+    digest: str
+    encoder_version: int
+    kind: str
+    arrays: dict[str, ArrayFacts]
+    batch_arrays: tuple[str, ...] = ()
+    info: dict[str, Any]
+    description: list[str]
+    rejected: int
+    source_digest: str = ""
+    base: str | None = None
+    split: dict[str, Any] = Field(default_factory=dict)
+    files: dict[str, str] = Field(default_factory=dict)
+    facts: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def upgraded(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {**values, "facts": {name: value for name, value in values.items() if name not in cls.model_fields}}
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """The sha256 of every file by its name in the folder."""
+        return {f"{name}.npy": facts.sha256 for name, facts in self.arrays.items() if facts.sha256} | self.files
 
 
 @dataclass(frozen=True)
@@ -38,47 +88,44 @@ class Prepared:
     """A prepared folder. reused: it was there before this call."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     reused: bool = True
 
     @property
     def digest(self) -> str:
         """Hex digest of source bytes, schema and encoder."""
-        return str(self.manifest["digest"])
+        return self.manifest.digest
 
     @property
     def info(self) -> dict[str, Any]:
         """Facts that models need: task, num_words, num_ids, num_dense, ..."""
-        info: dict[str, Any] = self.manifest["info"]
-        return info
+        return self.manifest.info
 
     def describe(self) -> str:
         """Return what a person wants to know of the data, in lines."""
-        return "\n".join(self.manifest["description"])
+        return "\n".join(self.manifest.description)
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
-        return {name: np.load(self.path / f"{name}.npy", mmap_mode="r") for name in self.manifest["arrays"]}
+        return {name: np.load(self.path / f"{name}.npy", mmap_mode="r") for name in self.manifest.arrays}
 
     @property
     def parts(self) -> list[str]:
         """What the rows are divided into: train, valid, and test where the source comes with one."""
-        return [
-            part for part in ("train", "valid", "test") if any(name.startswith(f"{part}_") for name in self.manifest["arrays"])
-        ]
+        return [part for part in ("train", "valid", "test") if any(name.startswith(f"{part}_") for name in self.manifest.arrays)]
 
     def dataset(self, part: str) -> Dataset:
         """Return one of the parts."""
-        if self.manifest["kind"] == "text":
+        if self.manifest.kind == "text":
             from dphybrid.recipes.text.data import WindowDataset
 
             return WindowDataset(self.arrays[f"{part}_tokens"], self.info["window"])
-        if self.manifest["kind"] == "triples":
+        if self.manifest.kind == "triples":
             from dphybrid.recipes.kge.data import part_of
 
             return part_of(part, self.arrays, self.info)
         rows = self.arrays[f"{part}_rows"]
-        return ArrayDataset({name: self.arrays[name] for name in self.manifest["batch_arrays"]}, rows)
+        return ArrayDataset({name: self.arrays[name] for name in self.manifest.batch_arrays}, rows)
 
 
 @dataclass(frozen=True)
@@ -130,20 +177,39 @@ class Source(Protocol):
 
 
 def open_prepared(path: Path) -> Prepared:
-    """Open a prepared folder. Raises UserError when it is none, or when arrays are missing or not as long as they were written."""
+    """Open a prepared folder. Raises UserError when it is none, or when an array is missing, not as long as it was written, or another."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        sizes = {name: int(facts["bytes"]) for name, facts in manifest["arrays"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{path}: is no complete prepared data ({error}); delete the folder and run the preparation again"
-        ) from error
-    for name, size in sizes.items():
+        manifest = Manifest.read(path / "manifest.json")
+    except UserError as error:
+        raise UserError(f"{path}: is no complete prepared data ({error}); {_ANEW}") from error
+    for name, facts in manifest.arrays.items():
         file = path / f"{name}.npy"
         found = file.stat().st_size if file.is_file() else 0
-        if found != size:
-            raise UserError(f"{file}: has {found:,} bytes of {size:,}; delete the folder {path} and run the preparation again")
+        if found != facts.bytes:
+            raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {_ANEW}")
+        if _header_of(file) != (facts.shape, facts.dtype):
+            raise UserError(f"{file}: is damaged (its header is not that of a {facts.shape} array of {facts.dtype}); {_ANEW}")
     return Prepared(path, manifest)
+
+
+def verify_prepared(path: Path, known: bool = False) -> Prepared:
+    """Open a prepared folder and check every byte of it against its manifest. Raises UserError that names the first damaged file.
+
+    known: files that were whole when they were written or read before, and have not been touched since, are not read again.
+    """
+    prepared = open_prepared(path)
+    verify_files(path, prepared.manifest.sums, _ANEW, known)
+    return prepared
+
+
+def _header_of(file: Path) -> tuple[tuple[int, ...], str] | None:
+    try:
+        with file.open("rb") as stream:
+            np.lib.format.read_magic(stream)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    except (OSError, ValueError, TypeError, SyntaxError, tokenize.TokenError):
+        return None
+    return shape, str(dtype)
 
 
 def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Content]) -> Prepared:
@@ -156,19 +222,15 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
         return open_prepared(final)
     with _told(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock(folder / f".{final.name}.lock"):
+        with locked(folder / f".{final.name}.lock"):
+            clear_leftovers(folder, final.name)  # of a killed process: whoever holds the lock is the only one alive
             if final.exists():  # another process was faster
                 return open_prepared(final)
-            partial = folder / f".{final.name}.partial"
-            shutil.rmtree(partial, ignore_errors=True)  # of a killed process: whoever holds the lock is the only one alive
-            try:
-                (partial / "scratch").mkdir(parents=True)
-                content = make(partial / "scratch")
-                manifest = _write(partial, content, digest)
-                partial.rename(final)
-                _sync(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+            with making(final) as partial:
+                scratch = partial / "scratch"
+                scratch.mkdir()
+                manifest = _write(partial, make(scratch), digest)
+            note_verified(final, manifest.sums)
     return Prepared(final, manifest, reused=False)
 
 
@@ -182,80 +244,63 @@ def _told(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _write(partial: Path, content: Content, digest: str) -> dict[str, Any]:
+def _write(partial: Path, content: Content, digest: str) -> Manifest:
     with ThreadPoolExecutor(1) as beside:
         others = beside.submit(content.save, partial)
-        found = mapped(lambda name: _save(partial / f"{name}.npy", content.arrays[name]), content.arrays)
-        sums = dict(zip(content.arrays, found, strict=True))
+        sums = mapped(lambda name: _save(partial / f"{name}.npy", content.arrays[name]), content.arrays)
+        arrays = {
+            name: ArrayFacts(
+                shape=array.shape, dtype=str(array.dtype), bytes=(partial / f"{name}.npy").stat().st_size, sha256=found
+            )
+            for (name, array), found in zip(content.arrays.items(), sums, strict=True)
+        }
         others.result()
-    shutil.rmtree(partial / "scratch")  # needs no sync, large as it is
-    for file in partial.rglob("*"):
-        _sync(file)
+    shutil.rmtree(partial / "scratch")
     num_rejected = 0
-    with (partial / "rejected.jsonl").open("w", encoding="utf-8") as lines:
+    with naming(partial), (partial / "rejected.jsonl").open("w", encoding="utf-8") as lines:
         for row in content.rejected:
             lines.write(json.dumps(row) + "\n")
             num_rejected += 1
-    _sync(partial / "rejected.jsonl")
-    manifest = {
-        "digest": digest,
-        "encoder_version": ENCODER_VERSION,
-        "kind": content.kind,
-        "arrays": {
-            name: {
-                "shape": list(a.shape),
-                "dtype": str(a.dtype),
-                "bytes": (partial / f"{name}.npy").stat().st_size,
-                "sha256": sums[name],
-            }
-            for name, a in content.arrays.items()
-        },
-        "batch_arrays": list(content.batch_arrays),
-        "info": content.info,
-        "description": content.description,
-        "rejected": num_rejected,
-        **(content.extra or {}),
-    }
-    (partial / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
-    _sync(partial / "manifest.json")
-    _sync(partial)
+    facts = dict(content.extra or {})
+    there = [file for file in sorted(partial.rglob("*")) if file.is_file()]
+    manifest = Manifest(
+        digest=digest,
+        encoder_version=ENCODER_VERSION,
+        kind=content.kind,
+        arrays=arrays,
+        batch_arrays=content.batch_arrays,
+        info=content.info,
+        description=content.description,
+        rejected=num_rejected,
+        source_digest=facts.pop("source_digest", ""),
+        base=facts.pop("base", None),
+        split=facts.pop("split", {}),
+        files={str(file.relative_to(partial)): file_digest(file) for file in there if file.suffix != ".npy"},
+        facts=facts,
+    )
+    manifest.write(partial / "manifest.json")
     return manifest
 
 
 def _save(file: Path, array: Array | Streamed) -> str:
-    """Write an array and return the file's sha256."""
-    if isinstance(array, Streamed):
-        digest = _save_blocks(file, array)
-    else:
-        np.save(file, array)
-        digest = _file_digest(file)
-    _sync(file)
-    return digest
-
-
-def _save_blocks(file: Path, array: Streamed) -> str:
     """Write an array as numpy's format has it; return the file's sha256."""
-    total = hashlib.sha256()
-    with file.open("wb") as stream:
-        np.lib.format.write_array_header_1_0(
-            stream, {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
-        )
-        stream.flush()
-        total.update(file.read_bytes())
-        for block in array.blocks():
-            data = np.ascontiguousarray(block, array.dtype).data
-            total.update(data)
-            stream.write(data)
+    total, head = hashlib.sha256(), io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        head, {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+    )
+    with naming(file), file.open("wb") as stream:
+        for piece in itertools.chain([head.getbuffer()], _pieces(array)):
+            total.update(piece)
+            stream.write(piece)
+    sync(file)  # beside the other arrays, not after them all
     return total.hexdigest()
 
 
-def combined_digest(parts: Iterable[bytes]) -> str:
-    """Return the sha256 of parts in hex; their borders count."""
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(len(part).to_bytes(8, "little"))
-        total.update(part)
-    return total.hexdigest()
+def _pieces(array: Array | Streamed) -> Iterator[memoryview]:
+    for block in array.blocks() if isinstance(array, Streamed) else [array]:
+        data = np.ascontiguousarray(block, array.dtype).reshape(-1).view(np.uint8).data
+        for start in range(0, len(data), PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES]
 
 
 def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
@@ -272,37 +317,3 @@ def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
         progress("digest files", done, len(pieces))
         totals[file].update(found)
     return [total.digest() for total in totals.values()]
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)  # a folder's entries need it as much as a file's bytes
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def _lock(file: Path) -> Iterator[None]:
-    while True:
-        with file.open("w") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            if not _is_open_file(file, stream.fileno()):  # its last holder removed it: a newer one may be held by someone else
-                continue
-            try:
-                yield
-            finally:
-                file.unlink(missing_ok=True)
-            return
-
-
-def _is_open_file(file: Path, handle: int) -> bool:
-    try:
-        return os.path.samestat(file.stat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False

@@ -164,7 +164,8 @@ def largest_drift(prepared: str) -> tuple[str, float]:
     The index sums (p - q) ln(p / q) over a column's most frequent values; above 0.1 is usually called a shift, above 0.25 a large one.
     """
     data = open_prepared(Path(prepared))
-    base = open_base(Path(data.manifest["base"]))
+    assert data.manifest.base is not None  # only extended data has new rows
+    base = open_base(Path(data.manifest.base))
     to_old = old_ids(base.encoder, open_base(data.path).encoder)
     before_rows, new_rows = base.prepared.arrays["train_rows"], data.arrays["new_rows"]
     found = [("", 0.0)]

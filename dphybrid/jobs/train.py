@@ -14,7 +14,7 @@ import torch
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
-from dphybrid.data import Prepared, num_batches, open_prepared, prepare
+from dphybrid.data import Prepared, num_batches, open_prepared, prepare, verify_prepared
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.gpus.leasing import expected_devices, leased_devices
@@ -176,13 +176,13 @@ def build_run(
         "dphybrid.devices": devices.text,
         "dphybrid.attempt": str(attempt),
         "dphybrid.run_folder": str(folder),
-        "dphybrid.source_digest": str(data.manifest.get("source_digest", "")),
+        "dphybrid.source_digest": data.manifest.source_digest,
     }
     values: dict[str, Any] = {
         **flatten(config.model_dump(mode="json")),
         "devices.replicas": len(devices),
         "devices.resolved": devices.text,
-        **{f"split.{name}": value for name, value in data.manifest.get("split", {}).items()},
+        **{f"split.{name}": value for name, value in data.manifest.split.items()},
         **sizes,
     }
     params = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
@@ -230,7 +230,7 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
     """
     stop.obey("before it was trained; it goes on with --resume")
     run = read_run(run_folder)
-    config, data = run.config, open_prepared(Path(run.page.prepared))
+    config, data = run.config, verify_prepared(Path(run.page.prepared), known=True)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     devices = resolve_devices(run.page.devices)
@@ -276,6 +276,7 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
             dataset=(data.path.name, data.digest),
             profile_steps=settings.profile_steps,
             encoder=encoder if (encoder := data.path / "encoder").is_dir() else None,
+            encoder_sums=data.manifest.files,
         )
         meter = Meter(session)
         if record:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,12 +94,14 @@ def save_checkpoint(
     config: Mapping[str, Any],
     facts: Mapping[str, Any],
     encoder: Path | None = None,
+    encoder_sums: Mapping[str, str] = MappingProxyType({}),
     record: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint under `folder` and return its path. The same step again replaces the page alone where the tensors are the same.
 
     config: the experiment's values. facts: what else belongs into state.json (digests of data, devices). encoder: folder of what
-    turns new rows into the model's input; a copy of it makes the checkpoint ready to predict. record: goes on at a resume.
+    turns new rows into the model's input; a copy of it makes the checkpoint ready to predict; encoder_sums:
+    the sha256 that its files must have, by `encoder/NAME`. record: goes on at a resume.
     Raises UserError, and writes nothing, when a weight or a state is no number any more.
     """
     check_finite(trained.model, trained.dense, trained.rows, trained.progress.step)
@@ -129,7 +132,11 @@ def save_checkpoint(
         (partial / "tables").mkdir()
         sums = {name: write_tensors(partial / name, tensors) for name, tensors in files.items()}
         if encoder is not None:
-            sums |= {f"encoder/{name}": digest for name, digest in copy_files(encoder, partial / "encoder").items()}
+            copied = {f"encoder/{name}": digest for name, digest in copy_files(encoder, partial / "encoder").items()}
+            for name, digest in copied.items():
+                if encoder_sums.get(name, digest) != digest:
+                    raise UserError(f"{encoder.parent / name}: is damaged (its sha256 differs); no checkpoint is made with it")
+            sums |= copied
         page(sums).write(partial / "state.json")
     return final
 

@@ -3,7 +3,7 @@
 import gc
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Session:
     """Everything one training run works with.
 
     facts: what else goes into each checkpoint's page. dataset: name and digest of the data. profile_steps: steps to record in detail.
-    encoder: folder that goes into each checkpoint, so that it can predict.
+    encoder: folder that goes into each checkpoint, so that it can predict; encoder_sums: sha256 of its files, by `encoder/NAME`.
     """
 
     config: ExperimentConfig
@@ -51,6 +51,7 @@ class Session:
     dataset: tuple[str, str]
     profile_steps: range = range(0)
     encoder: Path | None = None
+    encoder_sums: Mapping[str, str] = field(default_factory=dict)
 
 
 def train(session: Session, display: Display, meter: "Meter") -> None:
@@ -223,7 +224,13 @@ def checkpoint(session: Session, meter: "Meter") -> Path:
         trained = session.trained
         record = {"splits": session.splits.state(), "clock": session.clock.state(), "meter": meter.state()}
         path = save_checkpoint(
-            session.checkpoints, trained, session.config.model_dump(mode="json"), session.facts, session.encoder, record
+            session.checkpoints,
+            trained,
+            session.config.model_dump(mode="json"),
+            session.facts,
+            session.encoder,
+            session.encoder_sums,
+            record,
         )
     keep_checkpoints(session)
     return path

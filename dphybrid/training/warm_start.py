@@ -20,7 +20,7 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
     values copies of the row that stood for them there, the unknown one's or a hash bucket's. Optimizers start anew.
     Raises UserError when model and checkpoint do not fit.
     """
-    base = data.manifest.get("base")
+    base = data.manifest.base
     if base is None:
         load_weights(checkpoint, model)
         return

@@ -124,8 +124,8 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
     bags_BL = prepared.arrays["bags_BFL"][:, 0]
     assert bags_BL[[0, 1, 6, 3]].tolist() == [[2, 3, 4], [2, 3, -1], [2, 1, -1], [0, -1, -1]]  # rare: seen once; no value
     assert bags_BL[8:].tolist() == [[2, 1, 2], [1, -1, -1]]
-    assert prepared.manifest["unseen"] == {"tags": 0.25}
-    assert prepared.manifest["left_out_items"] == {"tags": [3, 5]}
+    assert prepared.manifest.facts["unseen"] == {"tags": 0.25}
+    assert prepared.manifest.facts["left_out_items"] == {"tags": [3, 5]}
     assert (
         "tags: 3 cells hold more items than are looked up, 5 items are left out; max_items in schema.toml" in prepared.describe()
     )

@@ -46,7 +46,7 @@ def write(folder: Path, name: str, body: list[str], header: str = HEADER) -> Pat
 
 
 def same(one: Prepared, other: Prepared) -> bool:
-    return bool(one.manifest["arrays"] == other.manifest["arrays"])
+    return bool(one.manifest.arrays == other.manifest.arrays)
 
 
 def test_a_folder_a_pattern_and_packed_files_come_to_the_same_as_one_file(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_partitions_of_a_parquet_folder_are_columns(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         frame.filter(pl.col("word") == word).drop("word").write_parquet(folder / "0.parquet")
     prepared = ctr(tmp_path, str(tmp_path / "lake"))
-    assert {c["name"]: c["role"] for c in prepared.manifest["columns"]}["word"] == "categorical"
+    assert {c["name"]: c["role"] for c in prepared.manifest.facts["columns"]}["word"] == "categorical"
     assert sorted(vocabulary(prepared, "word")) == list("abcde")
     assert len(prepared.arrays["labels_B"]) == NUM_ROWS
 
@@ -173,7 +173,7 @@ def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
     train, held = ({users[i] for i in prepared.arrays[f"{part}_rows"]} for part in ("train", "valid"))
     assert train.isdisjoint(held)
     assert len(held) == 2
-    assert prepared.manifest["unseen"]["user_id"] == 1.0
+    assert prepared.manifest.facts["unseen"]["user_id"] == 1.0
     assert "held out: 2 of 12 values of user_id, none of which trains" in prepared.describe()
     assert "values that no training row has: user_id 100.0%" in prepared.describe()
 
@@ -183,7 +183,7 @@ def test_files_given_as_held_out(tmp_path: Path) -> None:
     prepared = ctr(tmp_path, str(write(tmp_path, "x.csv", lines())), valid_path=str(held))
     assert prepared.arrays["train_rows"].tolist() == list(range(NUM_ROWS))
     assert prepared.arrays["valid_rows"].tolist() == list(range(NUM_ROWS, NUM_ROWS + 30))
-    split = prepared.manifest["split"]
+    split = prepared.manifest.split
     assert (split["train_rows"], split["valid_rows"]) == (NUM_ROWS, 30)
     assert split["valid_label_rate"] == pytest.approx(1 / 3, abs=0.04)
 
@@ -270,7 +270,7 @@ def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> No
     }
     assert {row["file"] for row in rejected} == {str(file)}
     assert len(prepared.arrays["labels_B"]) == NUM_ROWS - len(odd)
-    assert prepared.manifest["rejected"] == len(odd)
+    assert prepared.manifest.rejected == len(odd)
     with pytest.raises(UserError, match=r"7 of 240 rows cannot be read.*the first is line 5"):
         ctr(tmp_path, str(file), numeric=("n",))
 

@@ -38,7 +38,7 @@ def test_the_second_call_reuses_the_first_ones_work(recipe: str, tmp_path: Path)
     assert (first.reused, second.reused) == (False, True)
     assert first.manifest == second.manifest == open_prepared(first.path).manifest
     assert prepare(recipe, DataConfig(), tmp_path, 1).path != first.path
-    assert [path.name for path in tmp_path.glob(".*")] == []
+    assert [path.name for path in tmp_path.glob(".*") if path.suffix != ".verified"] == []
 
 
 def test_the_same_bytes_give_the_same_digest_wherever_they_lie(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_the_same_bytes_give_the_same_digest_wherever_they_lie(tmp_path: Path) -
         (tmp_path / name).mkdir()
     one, two = ctr(tmp_path / "one", CLICKS), ctr(tmp_path / "two", CLICKS)
     assert one.digest == two.digest
-    assert one.manifest["arrays"] == two.manifest["arrays"]
+    assert one.manifest.arrays == two.manifest.arrays
     assert ctr(tmp_path / "one", CLICKS + "\n30,a,x,yes").digest != one.digest
 
 
@@ -71,7 +71,7 @@ def test_click_columns_are_encoded_from_the_training_part(tmp_path: Path) -> Non
         ("city", "categorical"),
         ("job", "categorical"),
     ]
-    assert (prepared.manifest["classes"], prepared.info["num_dense"]) == (["no", "yes"], 1)
+    assert (prepared.manifest.facts["classes"], prepared.info["num_dense"]) == (["no", "yes"], 1)
     arrays = prepared.arrays
     train, valid = arrays["train_rows"], arrays["valid_rows"]
     assert (len(train), len(valid), len(np.intersect1d(train, valid))) == (160, 40, 0)
@@ -96,14 +96,14 @@ def test_rare_categories_and_missing_numbers(tmp_path: Path) -> None:
 
 def test_roles_can_be_overridden_and_padded_codes_are_categories(tmp_path: Path) -> None:
     text = "code,zip,n,clicked\n" + "\n".join(f"{i % 7},{i % 9:03d},{i},{i % 2}" for i in range(100))
-    roles = {c["name"]: c["role"] for c in ctr(tmp_path, text, categorical=("code",), ignore=("n",)).manifest["columns"]}
+    roles = {c["name"]: c["role"] for c in ctr(tmp_path, text, categorical=("code",), ignore=("n",)).manifest.facts["columns"]}
     assert roles == {"code": "categorical", "zip": "categorical", "n": "ignore"}
 
 
 def test_a_headerless_file_names_columns_by_position(tmp_path: Path) -> None:
     text = CLICKS.partition("\n")[2]
     prepared = ctr(tmp_path, text, label="3")
-    assert [c["name"] for c in prepared.manifest["columns"]] == ["0", "1", "2"]
+    assert [c["name"] for c in prepared.manifest.facts["columns"]] == ["0", "1", "2"]
 
 
 def test_tsv_parquet_and_csv_come_to_the_same(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_tsv_parquet_and_csv_come_to_the_same(tmp_path: Path) -> None:
     for name in ("clicks.parquet", "clicks.tsv"):
         config = DataConfig(path=str(tmp_path / name), label="clicked", valid_fraction=0.2)
         other = prepare("ctr", config, tmp_path / "prepared", 0)
-        assert other.manifest["arrays"] == base.manifest["arrays"], name
+        assert other.manifest.arrays == base.manifest.arrays, name
 
 
 def test_rows_that_do_not_fit_are_kept_apart_with_line_and_reason(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store_module, "_sync", interrupt)
+    monkeypatch.setattr(store_module, "sync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         prepare("toy", DataConfig(), tmp_path / "prepared", 0)
     assert leftovers(tmp_path) == []
@@ -226,8 +226,8 @@ def test_whole_documents_are_held_out_and_words_come_from_the_training_part(tmp_
     for number in range(10):
         (folder / f"{number}.txt").write_text(f"common words and only{number} only{number} here. " * 20)
     prepared = prepare("text", DataConfig(path=str(folder), window=8, min_count=1), tmp_path / "prepared", 0)
-    (held,) = prepared.manifest["held_out"]
-    words = prepared.manifest["vocabulary"]
+    (held,) = prepared.manifest.facts["held_out"]
+    words = prepared.manifest.facts["vocabulary"]
     assert f"only{held.removesuffix('.txt')}" not in words
     assert sum(word.startswith("only") for word in words) == 9
 
@@ -248,10 +248,10 @@ def test_words_and_punctuation_are_tokens() -> None:
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets are not here")
 def test_real_files_are_read(tmp_path: Path) -> None:
     adult = prepare("ctr", DataConfig(path=str(SHARED / "data/adult/adult.data"), label="14"), tmp_path, 0)
-    assert len(adult.manifest["columns"]) == 14
-    assert adult.manifest["classes"] == ["<=50K", ">50K"]
+    assert len(adult.manifest.facts["columns"]) == 14
+    assert adult.manifest.facts["classes"] == ["<=50K", ">50K"]
     assert adult.info["num_dense"] == 6
     criteo = prepare("ctr", DataConfig(path=str(SHARED / "data/criteo/criteo_sample.csv"), label="label"), tmp_path, 0)
-    assert [c["role"] for c in criteo.manifest["columns"]] == ["numeric"] * 13 + ["categorical"] * 26
+    assert [c["role"] for c in criteo.manifest.facts["columns"]] == ["numeric"] * 13 + ["categorical"] * 26
     wiki = prepare("text", DataConfig(path=str(SHARED / "data/wikitext2/valid.txt")), tmp_path, 0)
     assert wiki.info["num_words"] > 7000

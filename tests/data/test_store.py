@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dphybrid.config import DataConfig
-from dphybrid.data import open_prepared, prepare
+from dphybrid.data import open_prepared, prepare, verify_prepared
 from dphybrid.data.store import Content, build_once
 from dphybrid.util.errors import UserError
 
@@ -22,6 +22,9 @@ def small(_: Path) -> Content:
     return Content(
         "arrays", {"x_B": np.arange(3), "train_rows": np.arange(2), "valid_rows": np.array([2])}, {}, ["  x"], ("x_B",)
     )
+
+
+BUILT = [".x-000000000000.verified", "x-000000000000"]
 
 
 def names(folder: Path) -> list[str]:
@@ -62,14 +65,14 @@ def test_threads_that_fail_one_after_the_other_never_build_at_once(tmp_path: Pat
         thread.join(60)
     assert most == 1
     assert sorted(map(str, reused)) == ["False"] + ["None"] * 5 + ["True"] * 6
-    assert names(tmp_path) == ["x-" + "0" * 12]
+    assert names(tmp_path) == BUILT
 
 
 def test_what_a_killed_preparation_left_is_cleared_away(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from dphybrid.data import store;"
         "from tests.data.test_store import small;"
-        "store._file_digest = lambda file: (print('writing\\n', end='', flush=True), time.sleep(60));"
+        "store.sync = lambda file: (print('writing\\n', end='', flush=True), time.sleep(60));"
         f"store.build_once(Path({str(tmp_path)!r}), 'x', '0' * 64, small)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -80,7 +83,7 @@ def test_what_a_killed_preparation_left_is_cleared_away(tmp_path: Path) -> None:
     child.stdout.close()
     assert any("partial" in name for name in names(tmp_path))
     assert not build_once(tmp_path, "x", "0" * 64, small).reused
-    assert names(tmp_path) == ["x-" + "0" * 12]
+    assert names(tmp_path) == BUILT
 
 
 def test_a_damaged_folder_is_told_and_not_used(tmp_path: Path) -> None:
@@ -99,6 +102,35 @@ def test_a_damaged_folder_is_told_and_not_used(tmp_path: Path) -> None:
         open_prepared(tmp_path / "nowhere")
 
 
+def test_any_damage_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("n,a,y\n" + "\n".join(f"{i * i},v{i % 9},{i % 2}" for i in range(60)))
+    path = prepare("ctr", DataConfig(path=str(file), label="y", min_count=1), tmp_path / "prepared", 0).path
+    verify_prepared(path)
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    assert {"manifest.json", "encoder.json", "vocabularies.parquet", "schema.toml"} < {file.name for file in files}
+    for file in files:
+        whole = file.read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 20)):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1
+            file.write_bytes(damaged)
+            with pytest.raises(UserError, match=file.name):
+                verify_prepared(path, known=True)
+        file.unlink()
+        with pytest.raises(UserError, match=file.name):
+            verify_prepared(path, known=True)
+        file.write_bytes(whole)
+    verify_prepared(path)
+
+
+def test_an_array_with_another_header_is_told_at_once(tmp_path: Path) -> None:
+    path = build_once(tmp_path, "x", "0" * 64, small).path
+    np.save(path / "x_B.npy", np.arange(3).astype(np.float64))
+    with pytest.raises(UserError, match=r"x_B\.npy: is damaged \(its header .*int64.* delete the folder"):
+        open_prepared(path)
+
+
 def test_a_full_disk_and_a_file_in_the_way_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be written there.*DPHYBRID_DATA_DIR"):
@@ -107,7 +139,7 @@ def test_a_full_disk_and_a_file_in_the_way_are_told(tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr(np.lib.format, "write_array_header_1_0", full)
     with pytest.raises(UserError, match="No space left.*make room"):
         prepare("toy", DataConfig(), tmp_path / "prepared", 0)
     assert names(tmp_path / "prepared") == []

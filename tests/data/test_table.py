@@ -57,7 +57,7 @@ def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
     prepared = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]})
     assert "categorical" in prepared.describe()
     assert "'inf' is no number; data.missing can name it" in prepared.describe()
-    roles = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, missing=("inf",)).manifest["columns"]
+    roles = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, missing=("inf",)).manifest.facts["columns"]
     assert [column["role"] for column in roles] == ["numeric"]
     with pytest.raises(UserError, match=r"line 9: .*column 'n' holds 'inf'.*data\.missing.*data\.categorical"):
         table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, numeric=("n",))
@@ -84,7 +84,7 @@ def test_which_label_is_one_does_not_depend_on_the_order_of_rows(
         (tmp_path / str(number)).mkdir()
         labels = [order[i % 2] for i in range(20)]
         prepared = table(tmp_path / str(number), {"n": [i * i for i in range(20)], "y": labels})
-        assert prepared.manifest["classes"] == classes
+        assert prepared.manifest.facts["classes"] == classes
         assert prepared.arrays["labels_B"].tolist() == [float(label == classes[1]) for label in labels]
         assert f"{classes[1]!r} is 1, {classes[0]!r} is 0" in prepared.describe()
 
@@ -136,7 +136,7 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
         "none": [None] * 40,
     }
     prepared = parquet(tmp_path, columns)
-    roles = {column["name"]: column["role"] for column in prepared.manifest["columns"]}
+    roles = {column["name"]: column["role"] for column in prepared.manifest.facts["columns"]}
     assert roles == {
         "real": "numeric",
         "word": "categorical",

@@ -28,7 +28,7 @@ def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
     train, valid = data.arrays["train_triples"], data.arrays["valid_triples"]
     assert (len(train), len(valid)) == (45, 5)
     assert len(np.unique(np.concatenate([train, valid]), axis=0)) == 50
-    names = data.manifest["entities"]
+    names = data.manifest.facts["entities"]
     assert {(names[h], names[t]) for h, _, t in np.concatenate([train, valid])} == {(f"a{i}", f"b{i % 7}") for i in range(50)}
 
 
@@ -39,8 +39,8 @@ def test_other_separators_line_ends_and_marks_read_the_same(text: str, tmp_path:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     one, two = from_file(tmp_path / "one", LINES), from_file(tmp_path / "two", text)
-    assert one.manifest["arrays"] == two.manifest["arrays"]
-    assert one.manifest["entities"] == two.manifest["entities"]
+    assert one.manifest.arrays == two.manifest.arrays
+    assert one.manifest.facts["entities"] == two.manifest.facts["entities"]
 
 
 def test_known_answers_are_those_of_all_parts(tmp_path: Path) -> None:

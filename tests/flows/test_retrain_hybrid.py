@@ -125,7 +125,7 @@ def test_a_grown_model_answers_as_the_champion_did(tmp_path: Path, data_dir: Pat
     checkpoint = Path(run.config.train.warm_start or "")
     champion = model_from_checkpoint(checkpoint)
     data = open_prepared(Path(run.page.prepared))
-    now, before = open_base(data.path), open_base(Path(data.manifest["base"]))
+    now, before = open_base(data.path), open_base(Path(data.manifest.base))
     assert sum(data.info["num_ids"]) == sum(before.prepared.info["num_ids"]) + 20
     # The same rows, encoded by each one's own encoder from the texts.
     from dphybrid.parallel import resolve_devices
