@@ -1,8 +1,13 @@
 """Blocks on several devices, real or virtual: splits that are exact and on record. Needs torch alone."""
 
+from dphybrid.parallel.applying import current_replica, parallel_apply
+from dphybrid.parallel.comparison import SplitDifference, compare_split
 from dphybrid.parallel.data_parallel import DataParallel, LossInside, data_parallel, find_data_parallel
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.primitives import Parts, Whole, current_replica, gather, parallel_apply, parts, replicate, scatter
+from dphybrid.parallel.gathering import gather
+from dphybrid.parallel.nests import Parts, Whole, parts
+from dphybrid.parallel.replication import replicate
+from dphybrid.parallel.scattering import scatter, scatter_kwargs
 from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes, splits_table
 
 __all__ = [
@@ -11,8 +16,10 @@ __all__ = [
     "LossInside",
     "Parts",
     "Split",
+    "SplitDifference",
     "SplitPlan",
     "Whole",
+    "compare_split",
     "current_replica",
     "data_parallel",
     "find_data_parallel",
@@ -22,6 +29,7 @@ __all__ = [
     "replicate",
     "resolve_devices",
     "scatter",
+    "scatter_kwargs",
     "split_plan",
     "split_sizes",
     "splits_table",

@@ -154,8 +154,120 @@ def _source(part: nn.Module) -> Iterator[Words]:
                     f"forward writes self.{name}: lost on every replica but the first, and there too unless it is a buffer changed in place",
                     "return the value instead, or keep it outside the block",
                 )
+        if isinstance(node, ast.If | ast.IfExp | ast.While) and (drawn := _drawn(node.test)):
+            yield (
+                False,
+                place,
+                f"decides by chance ({drawn[0]}): each replica by itself, so that results depend on the number of devices",
+                "decide outside of the block and pass the decision in",
+            )
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef):
+            own = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+            tests = [node.test] if isinstance(node, ast.If | ast.While) else []
+            if drawn := [name for child in own if child not in tests for name in _drawn(child)]:
+                yield (
+                    False,
+                    place,
+                    f"draws from a generator that all share ({', '.join(drawn)}): what each sample gets depends on the number of devices",
+                    "draw outside of the block, a row a sample, and pass it in; or live with it, as with dropout",
+                )
+        if isinstance(node, ast.Call) and (axis := _over_the_batch(node)):
+            yield (
+                False,
+                place,
+                f"{axis}: if that is the batch, each replica computes over its own rows alone, which cannot be made right",
+                "compute it outside of the block; train.check_split compares the first batch with itself unsplit",
+            )
         if isinstance(node, ast.Call) and (device := _fixed_device(node)):
             yield True, place, f"names the device {device}", "use the device of an input, x.device"
+
+
+_TORCH_DRAWS = frozenset(
+    [
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "randint",
+        "randint_like",
+        "randperm",
+        "normal",
+        "bernoulli",
+        "multinomial",
+        "poisson",
+    ]
+)
+_TENSOR_DRAWS = frozenset(
+    [
+        "bernoulli",
+        "bernoulli_",
+        "multinomial",
+        "uniform_",
+        "normal_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+    ]
+)
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _drawn(expression: ast.expr) -> list[str]:
+    """Return the names of the calls in an expression that draw random numbers."""
+    found = []
+    for node in ast.walk(expression):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, root = _dotted(node.func), _dotted(node.func).split(".")[0]
+        is_library = root in ("random", "np", "numpy") and ("random." in name)
+        if is_library or (root == "torch" and node.func.attr in _TORCH_DRAWS):
+            found.append(name)
+        elif root != "torch" and node.func.attr in _TENSOR_DRAWS:
+            found.append(f".{node.func.attr}")
+    return found
+
+
+_REDUCTIONS = frozenset(
+    [
+        "softmax",
+        "log_softmax",
+        "logsumexp",
+        "mean",
+        "std",
+        "var",
+        "norm",
+        "cumsum",
+        "argsort",
+        "sort",
+        "argmax",
+        "argmin",
+        "amax",
+        "amin",
+        "median",
+    ]
+)
+
+
+def _over_the_batch(call: ast.Call) -> str | None:
+    """Return what a call reduces or normalises when it does so over dim 0 of something that is no attribute of the module."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in _REDUCTIONS:
+        return None
+    name = _dotted(call.func)
+    is_function = name.split(".")[0] in ("torch", "F", "nn")
+    if name.startswith("self.") or (is_function and call.args and _dotted(call.args[0]).startswith("self.")):
+        return None
+    given = call.args[1:2] if is_function else call.args[:1]
+    for value in (*given, *(keyword.value for keyword in call.keywords if keyword.arg in ("dim", "axis"))):
+        if isinstance(value, ast.Constant) and value.value == 0 and value.value is not False:
+            return f"{call.func.attr} over dim 0"
+    return None
 
 
 def _own_attributes(target: ast.expr) -> Iterator[str]:

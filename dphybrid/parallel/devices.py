@@ -47,8 +47,8 @@ class Devices:
         return tuple(f"{device}[{index}]" for index, device in enumerate(self.replicas))
 
 
-def resolve_devices(spec: "str | Devices | Sequence[int] | None") -> Devices:
-    """Return the devices that a text, a list of CUDA indices, or None (auto) names.
+def resolve_devices(spec: "str | Devices | Sequence[int | str | torch.device] | None") -> Devices:
+    """Return the devices that a text, a list (of CUDA indices, device texts or torch devices), or None (auto) names. -1 is the CPU.
 
     Raises UserError for texts that cannot be read and for GPUs that are not there.
     """
@@ -57,8 +57,14 @@ def resolve_devices(spec: "str | Devices | Sequence[int] | None") -> Devices:
     if spec is None or isinstance(spec, str):
         parsed = parse_device_spec("auto" if spec is None else spec)
     else:
-        parsed = parse_device_spec(",".join(f"cuda:{index}" for index in spec))
+        parsed = parse_device_spec(",".join(_name(item) for item in spec))
     return _with_hardware(parsed)
+
+
+def _name(item: int | str | torch.device) -> str:
+    if isinstance(item, int):
+        return "cpu" if item == -1 else f"cuda:{item}"
+    return str(item)
 
 
 def _with_hardware(parsed: DeviceSpec) -> Devices:

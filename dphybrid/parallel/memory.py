@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dphybrid.parallel.primitives import map_tensors
+from dphybrid.parallel.nests import map_tensors
 
 OPTIMIZER_STATES = {"sgd": 0, "adam": 2, "adamw": 2}
 """Numbers an optimizer keeps for each parameter."""

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dphybrid.parallel import DataParallel, resolve_devices, split_sizes
-from dphybrid.parallel.primitives import gather, replicate, scatter
+from dphybrid.parallel import DataParallel, gather, replicate, resolve_devices, scatter, split_sizes
 from tests.parallel.zoo import SHAPES, mlp_batchnorm, spectral_norm
 
 torch_replicate = importlib.import_module("torch.nn.parallel.replicate")
@@ -207,7 +206,7 @@ def test_scatter_and_gather_equal_torchs_on_nests() -> None:
     nest = ({"a": x, "b": [x + 1, None]}, (x * 2, "text", 3))
     for count in (1, 2, 3, 8):
         sizes = split_sizes(10, count)
-        ours = scatter(nest, resolve_devices(f"cpu*{count}"), sizes)
+        ours = scatter(nest, resolve_devices(f"cpu*{count}"), sizes=sizes)
         theirs = upstream_scatter(nest, list(range(len(sizes))))
         assert repr(ours) == repr([*theirs])
         assert torch.equal(gather([part[0]["a"] for part in ours], "cpu"), upstream_gather([part[0]["a"] for part in theirs], 0))

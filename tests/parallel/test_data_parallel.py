@@ -11,12 +11,15 @@ from dphybrid.parallel import (
     Whole,
     current_replica,
     data_parallel,
+    gather,
+    parallel_apply,
+    replicate,
     resolve_devices,
+    scatter,
     split_plan,
     split_sizes,
     splits_table,
 )
-from dphybrid.parallel.primitives import gather, parallel_apply, replicate, scatter
 from tests.conftest import SHARED
 
 REFERENCE = SHARED / "reference" / "split_shapes.json"
@@ -215,7 +218,7 @@ def test_unused_parameters_get_zero_gradients_as_upstream() -> None:
 def test_the_primitives_make_a_data_parallel_call() -> None:
     module, x = make("mlp"), torch.randn(10, 5, dtype=torch.float64)
     devices = resolve_devices("cpu*4")
-    parts = scatter((x,), devices, split_sizes(10, 4))
+    parts = scatter((x,), devices)
     replicas = replicate(module, devices)
     for mode in ("inline", "serial", "threads"):
         outputs = parallel_apply(replicas, parts, [{}] * 4, devices, mode=mode)  # type: ignore[arg-type]

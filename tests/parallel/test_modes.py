@@ -12,7 +12,7 @@ from dphybrid.parallel import DataParallel, LossInside, resolve_devices, split_s
 from dphybrid.parallel.check import check_module
 from dphybrid.parallel.memory import activation_bytes, block_memory, memory_text
 from dphybrid.parallel.placement import PlacementError
-from dphybrid.parallel.primitives import differing_replicas, replicate
+from dphybrid.parallel.replication import differing_replicas, replicate
 from tests.parallel import zoo
 
 
@@ -30,8 +30,8 @@ def test_random_streams() -> None:
             assert torch.equal(torch.rand(1), after)
             assert torch.equal(first[:30], first[30:]) == (kind == "same")
             assert torch.equal(results.setdefault(kind, first), first), "the mode changes nothing"
-    with pytest.raises(ValueError, match="randomness='same' needs mode inline or serial"):
-        DataParallel(nn.Dropout(0.5), "cpu*2", randomness="same", mode="threads")
+    with pytest.raises(ValueError, match="randomness='shared' needs mode inline or serial"):
+        DataParallel(nn.Dropout(0.5), "cpu*2", randomness="shared", mode="threads")
 
 
 class Unregistered(nn.Module):

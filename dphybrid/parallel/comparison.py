@@ -1,0 +1,187 @@
+"""The first batch unsplit against split: which module computes across the batch, and so cannot be right on several devices."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
+from dphybrid.parallel.nests import Whole, batch_rows, map_tensors, tensors_of
+from dphybrid.parallel.probing import own_random_state
+from dphybrid.parallel.replication import throwaway
+from dphybrid.parallel.scattering import split
+from dphybrid.parallel.splits import split_sizes
+
+_Event = tuple[str, str, list[Tensor]]
+"""Who is to blame when these tensors differ, what they are, and they themselves."""
+
+
+@dataclass(frozen=True)
+class SplitDifference:
+    """Where a block first differs from itself unsplit.
+
+    block, module: dotted names, of the block in the model and of the module in the block. what: its output, or what it gives to a module within.
+    largest: absolute difference, infinite where sizes differ. sizes: rows of each share.
+    """
+
+    block: str
+    module: str
+    what: str
+    largest: float
+    sizes: tuple[int, ...]
+
+    def text(self) -> str:
+        """Return the finding as a sentence with its remedy."""
+        name = ".".join(part for part in (self.block, self.module) if part) or "the model"
+        return (
+            f"{name}: {self.what} differs by {self.largest:.3g} between the batch as a whole and in shares of {','.join(map(str, self.sizes))} rows: "
+            "it computes across the batch, or draws at random; compute that outside of the data-parallel block"
+        )
+
+
+@torch.no_grad()
+def compare_split(model: nn.Module, *args: Any, rtol: float = 1e-3, atol: float = 1e-4, **kwargs: Any) -> list[SplitDifference]:
+    """Call `model` on one batch in eval mode and compare each data-parallel block in it, unsplit against split; return what differs.
+
+    model: a `DataParallel` or a module with some inside; its parameters, buffers, modes and all generators are left as they were. Each block is
+    computed as often as it has shares and once more, on copies of its parameters, on its first device, without gradients: the memory of a whole
+    batch's forward there. rtol, atol: tolerances of float32 as in `torch.testing.assert_close`; a float64 block is held to 1e-9.
+    A block with one device is compared in two shares. Empty when nothing differs or nothing is split.
+    """
+    calls: dict[str, tuple[Any, Any]] = {}
+    blocks = find_data_parallel(model)
+    with own_random_state(torch.device("cpu")), _evaluating(model), ExitStack() as hooks:
+        for name, block in blocks.items():
+
+            def keep(_: nn.Module, given: Any, named: Any, name: str = name) -> None:
+                calls.setdefault(name, (given, named))
+
+            hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        model(*args, **kwargs)
+    found = []
+    for name, (given, named) in calls.items():
+        with _evaluating(model):
+            difference = compare_block(blocks[name], given, named, name=name, rtol=rtol, atol=atol)
+        if difference is not None:
+            found.append(difference)
+    return found
+
+
+def compare_block(
+    block: DataParallel, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str = "", rtol: float = 1e-3, atol: float = 1e-4
+) -> SplitDifference | None:
+    """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs, or None."""
+    kwargs = {key: Whole(value) if key in block.whole else value for key, value in kwargs.items()}
+    args, kwargs = _joined_parts((args, kwargs), block)
+    rows = batch_rows(args, kwargs, block.dim)
+    if rows is None or rows < 2:
+        return None
+    sizes = block.sizes(rows) if len(block.devices) > 1 else split_sizes(rows, 2)
+    home = block.devices.home
+    with torch.no_grad(), own_random_state(home):
+        whole = _events(throwaway(block.module, home), *map_tensors(lambda t: t.to(home, copy=True), (args, kwargs)))
+        shares = []
+        places = [home] * len(sizes)
+        for share_args, share_kwargs in zip(
+            split(args, places, sizes, block.dim), split(kwargs, places, sizes, block.dim), strict=True
+        ):
+            shares.append(_events(throwaway(block.module, home), share_args, share_kwargs))
+    for index, (module, what, tensors) in enumerate(whole):
+        parts = [share[index] if index < len(share) else ("", "", []) for share in shares]
+        same_calls = all(part[:2] == (module, what) and len(part[2]) == len(tensors) for part in parts)
+        largest = (
+            max(
+                (_difference(tensor, [part[2][k] for part in parts], block.dim, rtol, atol) for k, tensor in enumerate(tensors)),
+                default=0.0,
+            )
+            if same_calls
+            else float("inf")
+        )
+        if largest > 0:
+            return SplitDifference(name, module, what, largest, tuple(sizes))
+    return None
+
+
+def _events(module: nn.Module, args: Any, kwargs: Any) -> list[_Event]:
+    """Run the module; return what went into and came out of each of its parts, in the order in which it happened."""
+    names = {id(part): name for name, part in module.named_modules()}
+    stack: list[str] = [""]
+    events: list[_Event] = []
+
+    def copies(value: Any) -> list[Tensor]:
+        return [tensor.detach().clone() for _, tensor in tensors_of(value)]
+
+    def enter(part: nn.Module, given: Any, named: Any) -> None:
+        name = names.get(id(part), "")
+        if part is not module:  # what a part gets, the part around it has computed
+            events.append((stack[-1], f"what it gives to {name}", copies((given, named))))
+        stack.append(name)
+
+    def leave(part: nn.Module, given: Any, named: Any, output: Any) -> None:
+        events.append((stack.pop(), "its output", copies(output)))
+
+    with ExitStack() as hooks:
+        for part in module.modules():
+            # A replica shares its hooks with the original: these belong to this copy alone.
+            part._forward_pre_hooks, part._forward_hooks = part._forward_pre_hooks.copy(), part._forward_hooks.copy()
+            part._forward_pre_hooks_with_kwargs = part._forward_pre_hooks_with_kwargs.copy()
+            part._forward_hooks_with_kwargs = part._forward_hooks_with_kwargs.copy()
+            hooks.callback(part.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(part.register_forward_hook(leave, with_kwargs=True).remove)
+        module(*args, **kwargs)
+    return events
+
+
+def _difference(whole: Tensor, parts: Sequence[Tensor], dim: int, rtol: float, atol: float) -> float:
+    """Return the largest absolute difference beyond the tolerances, 0 for none.
+
+    Inside of a block the batch may be on any dim, or flattened: the shares are joined where their sizes add up to the whole's, and a tensor that
+    is the same in all shares, such as a mask, is compared as it is.
+    """
+    if whole.is_nested or whole.layout is not torch.strided:
+        return 0.0
+    if whole.is_floating_point() and whole.dtype == torch.float64:
+        rtol, atol = min(rtol, 1e-9), min(atol, 1e-9)
+    candidates = []
+    if all(part.shape == whole.shape for part in parts):
+        candidates.append([(whole, part) for part in parts])
+    rank = whole.dim()
+    if all(part.dim() == rank for part in parts):
+        for axis in dict.fromkeys([dim % rank, *range(rank)] if rank and -rank <= dim < rank else range(rank)):
+            rests = [[*part.shape[:axis], *part.shape[axis + 1 :]] for part in (whole, *parts)]
+            if all(rest == rests[0] for rest in rests) and sum(part.shape[axis] for part in parts) == whole.shape[axis]:
+                candidates.append([(whole, torch.cat(list(parts), axis))])
+    found = [max(_distance(a, b, rtol, atol) for a, b in pairs) for pairs in candidates]
+    return min(found, default=float("inf"))
+
+
+def _distance(one: Tensor, two: Tensor, rtol: float, atol: float) -> float:
+    if not one.numel() or torch.allclose(one.to(two.dtype), two, rtol=rtol, atol=atol, equal_nan=True):
+        return 0.0
+    apart = (one.to(torch.complex128 if one.is_complex() else torch.float64) - two).abs()
+    largest = float(apart[apart.isfinite()].max()) if bool(apart.isfinite().any()) else 0.0
+    return largest or float("inf")
+
+
+def _joined_parts(value: Any, block: DataParallel) -> Any:
+    from dphybrid.parallel.nests import Parts, is_nest, items_of, rebuild
+
+    if isinstance(value, Parts):
+        return torch.cat([part.detach().to(block.devices.home) for part in value.tensors], block.dim)
+    if is_nest(value):
+        return rebuild(value, [_joined_parts(item, block) for item in items_of(value)])
+    return value
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Any:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,240 @@
+"""Nests of values (tuples, lists, dicts, dataclasses): what they are made of, how many rows they hold, and what in them cannot be split."""
+
+import copy
+import dataclasses
+import functools
+import types
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from dphybrid.util.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Marks a value (tensor, or a nest of them) that every replica gets unsplit, such as a (T, T) attention mask."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Marks a value that is split already: one tensor a used replica, each on its replica's device and with the sizes of the batch's split."""
+
+    tensors: Sequence[Tensor]
+
+
+def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
+    """Return what a region takes for a value that is split already, such as the rows of `HostEmbedding.replica_rows`."""
+    return tensors[0] if len(tensors) == 1 else Parts(tensors)
+
+
+def is_nest(value: Any) -> bool:
+    """Is it a container whose items are known?"""
+    if isinstance(value, tuple | list | dict | UserDict):
+        return not isinstance(value, PackedSequence)
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | Whole | Parts)
+
+
+def names_of(value: Any) -> Sequence[Any]:
+    """Return the keys, places or attributes of a nest's items."""
+    if isinstance(value, dict | UserDict):
+        return list(value)
+    if isinstance(value, tuple | list):
+        return range(len(value))
+    # All attributes of a dataclass, also those that its __post_init__ set beside the fields.
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    held = [name for name in slots if not name.startswith("__") and hasattr(value, name)]
+    return [*held, *getattr(value, "__dict__", {})]
+
+
+def items_of(value: Any) -> list[Any]:
+    """Return a nest's items, in the order of `names_of`."""
+    if isinstance(value, dict | UserDict):
+        return list(value.values())
+    if isinstance(value, tuple | list):
+        return list(value)
+    return [getattr(value, name) for name in names_of(value)]
+
+
+def rebuild(like: Any, items: list[Any]) -> Any:
+    """Return a nest like `like` with other items. No constructor runs: a `__post_init__` would compute from a share what it did for the batch."""
+    if type(like) is dict:
+        return dict(zip(like, items, strict=True))
+    if isinstance(like, tuple):
+        return like._make(items) if hasattr(like, "_make") else type(like)(items)
+    if type(like) is list:
+        return items
+    new = copy.copy(like)
+    if isinstance(like, list):
+        new[:] = items
+    elif isinstance(like, dict | UserDict):
+        for name, item in zip(like, items, strict=True):
+            new[name] = item
+    else:
+        for name, item in zip(names_of(like), items, strict=True):
+            object.__setattr__(new, name, item)
+    return new
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return the nest with `function` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Whole):
+        return map_tensors(function, value.value)
+    if isinstance(value, Parts):
+        raise UserError(f"{len(value.tensors)} parts for a region with one device; place the table on this region's devices")
+    if is_nest(value):
+        return rebuild(value, [map_tensors(function, item) for item in items_of(value)])
+    return value
+
+
+def tensors_of(value: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a nest with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif is_nest(value):
+        for name, item in zip(names_of(value), items_of(value), strict=True):
+            yield from tensors_of(item, f"{path}[{name!r}]")
+
+
+def batch_rows(args: Any, kwargs: Any, dim: int) -> int | None:
+    """Return the rows on `dim` that all tensors share, or None when there is no tensor.
+
+    Raises UserError that lists the sizes when they disagree, instead of losing the rows beyond the smallest; and for what carries tensors
+    or data and cannot be split.
+    """
+    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+        return _rows(args[0], dim, "input 0") if args[0].dim() else _disagree({"input 0": None}, dim)
+    sizes: dict[str, int | None] = {}
+    for index, value in enumerate(args):
+        _collect(value, dim, f"input {index}", sizes)
+    for name, value in kwargs.items():
+        _collect(value, dim, name, sizes)
+    if not sizes:
+        return None
+    found = set(sizes.values())
+    return _disagree(sizes, dim) if len(found) > 1 or None in found else found.pop()
+
+
+def _disagree(sizes: dict[str, int | None], dim: int) -> int:
+    listed = ", ".join(f"{path}: {'0-dim' if size is None else size}" for path, size in sizes.items())
+    raise UserError(
+        f"tensors disagree on their rows (dim {dim}): {listed}; give each one row a sample, or wrap what all replicas share in Whole(...)"
+    )
+
+
+def _rows(value: Tensor, dim: int, path: str) -> int | None:
+    if value.layout is not torch.strided or value.is_nested:
+        _refuse_layout(value, path)
+    try:
+        return value.shape[dim]
+    except IndexError:
+        return None
+
+
+def _refuse_layout(value: Tensor, path: str) -> None:
+    kind = "a nested (jagged) tensor" if value.is_nested else f"a {str(value.layout).removeprefix('torch.')} tensor"
+    if value.is_nested or value.layout is not torch.sparse_coo:
+        raise UserError(
+            f"{path}: {kind} cannot be split; give values and offsets a sample, a padded tensor, or one in COO layout"
+        )
+    if value.requires_grad:
+        raise UserError(
+            f"{path}: {kind} that requires grad cannot be split (torch has no way back); give its indices and values apart"
+        )
+
+
+def _collect(value: Any, dim: int, path: str, sizes: dict[str, int | None]) -> None:
+    if isinstance(value, Tensor):
+        sizes[path] = _rows(value, dim, path)
+    elif isinstance(value, Parts):
+        sizes[path] = sum(part.shape[dim] for part in value.tensors)
+    elif is_nest(value):
+        if type(value) not in _PLAIN_NESTS:
+            _refuse_attributes(value, path)
+        for name, item in zip(names_of(value), items_of(value), strict=True):
+            _collect(item, dim, f"{path}[{name!r}]", sizes)
+    elif type(value) not in _PLAIN and not isinstance(value, Whole):
+        refuse_unsplittable(value, path)
+
+
+_PLAIN_NESTS = frozenset({tuple, list, dict})
+_PLAIN = frozenset({types.NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice, range})
+
+
+def refuse_unsplittable(value: Any, path: str) -> None:
+    """Raise UserError for a value that is no known container and would reach the replicas whole though it holds the batch, or once only."""
+    kind = type(value).__name__
+    if isinstance(value, PackedSequence):
+        raise UserError(
+            f"{path}: a PackedSequence has no batch dim to split on; give the padded batch and its lengths, and pack inside the module"
+        )
+    if isinstance(value, Iterator):
+        raise UserError(f"{path}: a {kind} can be read once only, by the first replica; give a list, or a tensor")
+    if type(value).__module__.split(".")[0] == "numpy" and vars(type(value)).get("ndim") and value.ndim:
+        raise UserError(
+            f"{path}: a numpy array is not split; give torch.from_numpy(...), or Whole(...) for what all replicas share"
+        )
+    if (where := _carried(value, path)) is not None:
+        raise UserError(
+            f"{path}: a {kind} carries tensors ({where}) that cannot be split; give them as arguments, in a tuple, list, dict or dataclass, "
+            "or wrap what all replicas share in Whole(...)"
+        )
+
+
+def _refuse_attributes(value: Any, path: str) -> None:
+    """A subclass of a container may hold tensors beside its items."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, tuple | list | dict | UserDict):
+        return  # its attributes are its items
+    inside = {id(item) for item in items_of(value)}
+    for name, held in getattr(value, "__dict__", {}).items():
+        if id(held) in inside or (isinstance(value, UserDict) and name == "data"):
+            continue
+        if (where := _carried(held, f".{name}")) is not None:
+            raise UserError(
+                f"{path}: a {type(value).__name__} carries a tensor beside its items ({where}); give it as an item or an argument"
+            )
+
+
+_DEPTH = 5
+
+
+def _carried(value: Any, path: str, depth: int = 0) -> str | None:
+    """Return the path of a tensor that is somewhere inside the value, or None."""
+    if isinstance(value, Tensor):
+        return path
+    if type(value) in _PLAIN or depth == _DEPTH or isinstance(value, type | types.ModuleType):
+        return None
+    if isinstance(value, nn.Module):
+        return next((f"{path}.{name}" for name, _ in value.named_parameters()), None)
+    inner: list[tuple[str, Any]] = []
+    if isinstance(value, functools.partial):
+        inner = [(f"{path}(...)", held) for held in (value.func, *value.args, *value.keywords.values())]
+    elif isinstance(value, types.MethodType):
+        inner = [(f"{path}.__self__", value.__self__)]
+    elif isinstance(value, types.FunctionType):
+        names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        inner = [(f"{path}'s {name}", cell.cell_contents) for name, cell in names if _is_filled(cell)]
+    elif isinstance(value, Mapping):
+        inner = [(f"{path}[{name!r}]", held) for name, held in value.items()]
+    elif isinstance(value, tuple | list | deque | Set):
+        inner = [(f"{path}[...]", held) for held in value]
+    if not isinstance(value, types.FunctionType):
+        inner += [(f"{path}.{name}", held) for name, held in getattr(value, "__dict__", {}).items()]
+        slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+        inner += [(f"{path}.{name}", getattr(value, name)) for name in slots if name[:2] != "__" and hasattr(value, name)]
+    return next((where for name, held in inner if (where := _carried(held, name, depth + 1)) is not None), None)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that has no value yet
+        return False

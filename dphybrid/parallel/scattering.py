@@ -1,0 +1,72 @@
+"""scatter: the rows of a batch to the replicas' devices. Like torch.nn.parallel.scatter, but copies also where devices share hardware."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphybrid.parallel.devices import Devices, resolve_devices
+from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_nest, items_of, map_tensors, rebuild
+from dphybrid.parallel.splits import split_sizes
+from dphybrid.util.errors import UserError
+
+Places = str | Devices | Sequence[int | str | torch.device]
+
+
+def scatter(inputs: Any, devices: Places, dim: int = 0, sizes: Sequence[int] | None = None) -> list[Any]:
+    """Split every tensor of a nest (tuples, lists, dicts, namedtuples, dataclasses) on `dim`; return one nest a used device.
+
+    sizes: rows of each used device; None: those of torch.chunk. `Whole` values and everything that is no tensor go to each device.
+    Raises UserError for tensors that disagree on their rows and for what carries tensors and is no known container.
+    """
+    devices = resolve_devices(devices)
+    if sizes is None:
+        sizes = _sizes((inputs,), {}, len(devices), dim)
+    return split(inputs, devices.replicas[: len(sizes)], list(sizes), dim)
+
+
+def scatter_kwargs(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Places, dim: int = 0
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """Split positional and keyword arguments alike; return one tuple and one dict a used device, as torch's function of this name does."""
+    devices = resolve_devices(devices)
+    sizes = _sizes(inputs, kwargs or {}, len(devices), dim)
+    places = devices.replicas[: len(sizes)]
+    return tuple(split(tuple(inputs), places, sizes, dim)), tuple(split(dict(kwargs or {}), places, sizes, dim))
+
+
+def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], num_devices: int, dim: int) -> list[int]:
+    rows = batch_rows(args, kwargs, dim)
+    if rows is None:
+        return [0] * num_devices
+    return split_sizes(rows, num_devices) if rows else [0]
+
+
+def split(value: Any, places: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
+    """Split what `batch_rows` has found fit to be split."""
+    if isinstance(value, Tensor):
+        # A copy also where the device is the same: an in-place first operation must not reach the caller's batch.
+        return [
+            part.to(place, non_blocking=True, copy=True) for part, place in zip(_rows(value, sizes, dim), places, strict=True)
+        ]
+    if isinstance(value, Whole):
+        return [map_tensors(lambda t, p=place: t.to(p, copy=True), value.value) for place in places]  # type: ignore[misc]
+    if isinstance(value, Parts):
+        found = [part.shape[dim] for part in value.tensors]
+        if found != sizes:
+            raise UserError(
+                f"parts of {found} rows in a batch that is split into {sizes}; split them as the region does, with its `sizes`"
+            )
+        return list(value.tensors)
+    if is_nest(value):
+        columns = [split(item, places, sizes, dim) for item in items_of(value)]
+        return [rebuild(value, [column[j] for column in columns]) for j in range(len(places))]
+    return [value] * len(places)
+
+
+def _rows(value: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+    if value.layout is not torch.sparse_coo:
+        return value.split(sizes, dim)
+    starts = [sum(sizes[:j]) for j in range(len(sizes))]
+    return [torch.narrow_copy(value, dim, start, size) for start, size in zip(starts, sizes, strict=True)]

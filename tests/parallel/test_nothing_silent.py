@@ -1,0 +1,456 @@
+"""What nn.DataParallel computes wrongly without a word is right here, or refused by name before the numbers count. One test a class."""
+
+import contextlib
+import copy
+import dataclasses
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from dphybrid.parallel import DataParallel, Devices, current_replica, parallel_apply
+from dphybrid.parallel.check import check_module
+from dphybrid.parallel.randomness import random_streams
+from dphybrid.util.errors import UserError
+
+MODES = ("inline", "serial", "threads")
+
+
+class Does(nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dicts_with_their_keys_in_another_order_in_each_replica(mode: Any) -> None:
+    def swap(x: Tensor) -> dict[str, Tensor]:
+        pairs = [("loss", x), ("score", -x)]
+        return dict(pairs if x[0] < 2 else pairs[::-1])
+
+    x = torch.arange(6.0)
+    out = DataParallel(Does(swap), "cpu*3", mode=mode)(x)
+    assert torch.equal(out["loss"], x)
+    assert torch.equal(out["score"], -x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["wants a gradient", "carries a graph"])
+def test_gradients_of_every_replica_reach_a_buffer(mode: Any, kind: str) -> None:
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.root = nn.Parameter(torch.tensor([2.0, 3.0]))
+            self.register_buffer("scale", torch.tensor([1.0, 1.0], requires_grad=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    def gradient(wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
+        bare = Buffered()
+        if kind == "carries a graph":
+            bare.scale = bare.root * 5
+        wrap(bare)(torch.arange(12.0).view(6, 2)).sum().backward()
+        grad = bare.root.grad if kind == "carries a graph" else bare.scale.grad
+        assert isinstance(grad, Tensor)
+        return grad
+
+    assert torch.equal(gradient(lambda m: DataParallel(m, "cpu*3", mode=mode)), gradient(lambda m: m))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bare_tensors_given_to_parallel_apply_are_one_argument_each(mode: Any) -> None:
+    xs = [torch.ones(2, 3), torch.zeros(2, 3)]
+    for given in (xs, tuple(xs)):
+        out = parallel_apply([nn.Identity(), nn.Identity()], given, None, "cpu*2", mode=mode)
+        assert all(torch.equal(one, two) for one, two in zip(out, xs, strict=True))
+
+
+CHANCE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "rnn state (layers, B, H)": lambda m, x: x.new_zeros(4, len(x), 5) + x.sum(),
+    "transposed": lambda m, x: torch.cat([x, x[:, :1]], 1).t(),
+    "stacked": lambda m, x: torch.stack([x, x, x, x]),
+    "constant": lambda m, x: torch.arange(4.0),
+    "a parameter": lambda m, x: m.layer.weight.new_ones(4, 1) * m.layer.weight[:1],
+    "a list of B outputs": lambda m, x: [torch.cat([row, row[:1]]) for row in x],
+    "reduced over the batch": lambda m, x: x.mean(0),
+    "a matrix of the features": lambda m, x: torch.cat([x, x[:, :1]], 1).t() @ torch.cat([x, x[:, :1]], 1),
+    "in a nest": lambda m, x: {"good": x, "bad": (x, torch.zeros(4, 2) + x.mean())},
+}
+
+
+@pytest.mark.parametrize("name", CHANCE)
+@pytest.mark.parametrize("mode", MODES)
+def test_outputs_that_have_the_shares_rows_by_chance(name: str, mode: Any) -> None:
+    class Chance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return CHANCE[name](self, x)
+
+    # Where the module mixes rows, it is a number of features that tells: any other one would be seen by its size.
+    x = torch.randn(8, 4 if name in ("reduced over the batch", "in a nest") else 3)
+    with pytest.raises(UserError, match=r"output.* (by chance|not with 4)"):
+        DataParallel(Chance(), "cpu*2", mode=mode)(x)
+    assert DataParallel(Chance(), "cpu*2", mode=mode, probe=False)(x) is not None  # what torch would give
+
+
+def test_outputs_of_shares_of_two_sizes_need_no_second_look() -> None:
+    calls: list[int] = []
+
+    def count(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x
+
+    wrapped = DataParallel(Does(count), "cpu*2")
+    wrapped(torch.randn(3, 2))  # 2 and 1 rows settle it
+    wrapped(torch.randn(4, 2))
+    assert calls == [2, 1, 2, 2]
+    calls.clear()
+    wrapped = DataParallel(Does(count), "cpu*2")
+    wrapped(torch.randn(14, 2))  # 7 is found nowhere else
+    assert calls == [7, 7]
+
+
+def test_the_second_look_leaves_no_trace() -> None:
+    norm = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before = copy.deepcopy(norm)
+    torch.manual_seed(0)
+    one = DataParallel(norm, "cpu*2")(torch.ones(8, 4))  # shares of 4 rows and of 4 features
+    rest = torch.rand(3)
+    torch.manual_seed(0)
+    two = DataParallel(before, "cpu*2", probe=False)(torch.ones(8, 4))
+    assert torch.equal(one, two)
+    assert torch.equal(rest, torch.rand(3))
+    assert int(norm[0].num_batches_tracked) == 1
+    for (_, a), (_, b) in zip(norm.named_buffers(), before.named_buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_module_that_fails_at_the_second_look_is_told_and_goes_on() -> None:
+    def even(x: Tensor) -> Tensor:
+        assert len(x) % 2 == 0, "pairs"
+        return x
+
+    with pytest.warns(RuntimeWarning, match="(?s)pairs.*probe=False"):
+        assert len(DataParallel(Does(even), "cpu*2")(torch.randn(8, 4))) == 8
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+@pytest.mark.parametrize("nest", [False, True])
+def test_in_place_work_on_inputs_does_not_reach_the_caller(devices: str, nest: bool) -> None:
+    def work(x: Any) -> Tensor:
+        return (x["x"] if nest else x).add_(1)
+
+    wrapped, x = DataParallel(Does(work), devices), torch.zeros(6, 2)
+    for _ in range(3):
+        assert torch.equal(wrapped({"x": x} if nest else x), torch.ones(6, 2))
+    assert torch.equal(x, torch.zeros(6, 2))
+
+
+@pytest.mark.parametrize("nest", [False, True])
+def test_in_place_work_that_begins_later_is_refused(nest: bool) -> None:
+    module = Does(lambda x: x["x"] if nest else x)
+    wrapped, x = DataParallel(module, "cpu"), torch.zeros(6, 2)
+    wrapped({"x": x} if nest else x)
+    module.function = lambda x: (x["x"] if nest else x).add_(1)
+    with pytest.raises(UserError, match="changed input.* in place"):
+        wrapped({"x": x} if nest else x)
+
+
+def test_inference_tensors_pass_one_device() -> None:
+    wrapped = DataParallel(nn.ReLU(inplace=True), "cpu")
+    with torch.inference_mode():
+        x = -torch.ones(4, 2)
+        for _ in range(2):
+            assert torch.equal(wrapped(x), torch.zeros(4, 2))
+        assert torch.equal(x, -torch.ones(4, 2))
+        other = DataParallel(nn.Identity(), "cpu")
+        other(torch.ones(2).clone())
+        assert torch.equal(other(x), x)
+
+
+class Carrier:
+    def __init__(self, x: Tensor) -> None:
+        self.inner = {"deep": [x]}
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class DictWithMore(dict):  # type: ignore[type-arg]
+    pass
+
+
+def dict_with_more(x: Tensor) -> DictWithMore:
+    found = DictWithMore(x=x)
+    found.lengths = torch.ones(len(x))  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Carrier, r"input 0: a Carrier carries tensors \(input 0.inner\['deep'\]"),
+        (Slotted, r"input 0: a Slotted carries tensors \(input 0.x\)"),
+        (lambda x: [Carrier(x)], r"input 0\[0\]: a Carrier carries tensors"),
+        (lambda x: {x, -x}, "input 0: a set carries tensors"),
+        (lambda x: (row for row in x), "input 0: a generator can be read once only"),
+        (lambda x: map(torch.neg, x), "input 0: a map can be read once only"),
+        (lambda x: x.numpy(), r"input 0: a numpy array is not split; give torch.from_numpy"),
+        (lambda x: nn.Linear(2, 2), "input 0: a Linear carries tensors"),
+        (lambda x: lambda: x, "input 0: a function carries tensors"),
+        (dict_with_more, r"carries a tensor beside its items \(.lengths\)"),
+        (types.MappingProxyType, None),
+    ],
+)
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_carries_tensors_and_is_no_known_container(make: Callable[[Any], Any], words: str | None, beside: bool) -> None:
+    value = make(torch.ones(6, 2)) if words else make({"x": torch.ones(6, 2)})
+    more = {"other": torch.ones(6)} if beside else {}
+    with pytest.raises(UserError, match=words or "carries tensors"):
+        DataParallel(Does(lambda x, other=None: other), "cpu*2")(value, **more)
+
+
+def test_objects_without_tensors_reach_every_replica() -> None:
+    seen: list[Any] = []
+    plain = [object(), {1, 2}, frozenset("ab"), len, Does, torch.float32, range(3), types.SimpleNamespace(a=1), b"x", ...]
+    DataParallel(Does(lambda x, found: (seen.append(found), x)[1]), "cpu*2", probe=False)(torch.ones(4, 3), plain)
+    assert [[a is b for a, b in zip(found, plain, strict=True)] for found in seen] == [[True] * len(plain)] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dataclass_that_computes_from_the_batch_when_it_is_made(mode: Any) -> None:
+    @dataclasses.dataclass
+    class Normed:
+        x: Tensor
+        made: int = dataclasses.field(default=0, init=False)
+
+        def __post_init__(self) -> None:
+            self.x = self.x / self.x.sum()
+            self.first = self.x[:, :1]  # no field, and split all the same
+
+    batch = Normed(torch.rand(7, 3))
+    batch.made = 5
+
+    def read(b: Normed) -> Normed:
+        assert b.made == 5
+        assert torch.equal(b.first, b.x[:, :1])
+        b.made = None  # type: ignore[assignment] # a number cannot be joined
+        return b
+
+    out = DataParallel(Does(read), "cpu*3", mode=mode)(batch)
+    assert torch.equal(out.x, batch.x)
+    assert torch.equal(out.first, batch.first)
+    assert batch.made == 5
+
+
+def test_a_packed_sequence_is_refused_on_its_way_in_and_out() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    with pytest.raises(UserError, match="input 0: a PackedSequence"):
+        DataParallel(Does(lambda p: p.data), "cpu*2")(packed)
+    with pytest.raises(UserError, match="output: a PackedSequence"):
+        DataParallel(Does(lambda x: pack_sequence(list(x))), "cpu*2")(torch.ones(4, 3, 2))
+
+
+def test_a_module_replaced_after_wrapping_is_used() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    wrapped = DataParallel(net, "cpu*2")
+    x = torch.randn(5, 3)
+    wrapped(x)
+    net[1] = nn.Linear(3, 4)
+    torch.testing.assert_close(wrapped(x), net(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DataParallel(nn.Linear(3, 3), "cpu"), "module '1' is data-parallel itself"),
+        (lambda: torch.compile(nn.Linear(3, 3), backend="eager"), "module '1' is compiled"),
+        (lambda: nn.LazyLinear(3), "module '1' has parameters without a size"),
+        (lambda: nn.Linear(3, 3, device="meta"), "weight of module '1' is on meta"),
+    ],
+)
+def test_a_module_replaced_after_wrapping_by_one_that_replicas_cannot_run(make: Callable[[], nn.Module], words: str) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    wrapped = DataParallel(net, "cpu*2")
+    wrapped(torch.randn(5, 3))
+    net[1] = make()
+    with pytest.raises(UserError, match=words):
+        wrapped(torch.randn(5, 3))
+
+
+def test_a_module_compiled_in_place_after_wrapping() -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    wrapped = DataParallel(net, "cpu*2")
+    wrapped(torch.randn(5, 3))
+    net[0].compile(backend="eager")
+    with pytest.raises(UserError, match="module '0' is compiled"):
+        wrapped(torch.randn(5, 3))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("more", [True, False])
+@pytest.mark.parametrize("form", ["bare", "torch's"])
+def test_files_for_a_model_with_a_child_named_module(strict: bool, more: bool, form: str) -> None:
+    def make() -> nn.Module:
+        net = nn.Module()
+        net.module = nn.Linear(3, 3)
+        if more:
+            net.head = nn.Linear(3, 3)
+            net.module.module = nn.Linear(2, 2)
+        return net
+
+    source, target = make(), make()
+    prefix = "" if form == "bare" else "module."
+    state = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
+    found = DataParallel(target, "cpu*2").load_state_dict(state, strict=strict)
+    assert not found.missing_keys
+    assert not found.unexpected_keys
+    for key, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[key], value)
+    outer = nn.ModuleDict({"block": DataParallel(make(), "cpu*2")})
+    outer.load_state_dict({f"block.{key}": value for key, value in state.items()}, strict=strict)
+    for key, value in source.state_dict().items():
+        assert torch.equal(outer.state_dict()[f"block.{key}"], value)
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape) + torch.zeros_like(x).uniform_()
+
+
+class DrawsFromPython(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        import random
+
+        return x * random.random()
+
+
+class LayerDrop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand(1) < 0.5:
+            return x
+        return -x
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Draws(), ["torch.randn", "uniform_", "the number of devices"]),
+        (DrawsFromPython(), ["random.random", "the number of devices"]),
+        (LayerDrop(), ["decides by chance", "each replica by itself"]),
+    ],
+)
+def test_the_checker_tells_forwards_that_draw_or_decide_by_chance(module: nn.Module, words: list[str]) -> None:
+    shown = "\n".join(finding.text() for finding in check_module(module))
+    for word in words:
+        assert word in shown
+
+
+@pytest.mark.parametrize("kind", ["independent", "same"])
+def test_what_replicas_in_threads_draw_does_not_depend_on_scheduling(kind: Any) -> None:
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(20):
+                x = nn.functional.dropout(x, 0.1) + 0.01 * torch.randn_like(x)
+            return x
+
+    def run(mode: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        return DataParallel(Waits(), "cpu*4", mode=mode, randomness=kind)(torch.ones(31, 4)), torch.rand(2)
+
+    expected, after = run("threads")
+    assert torch.equal(expected[:8], expected[8:16]) == (kind == "same")
+    for _ in range(10):
+        again, rest = run("threads")
+        assert torch.equal(again, expected)
+        assert torch.equal(rest, after)
+    assert torch.equal(run("inline")[0], expected)
+
+
+def test_replicas_in_threads_draw_independently_unless_asked_otherwise() -> None:
+    wrapped = DataParallel(nn.Dropout(0.5), "cpu*2", mode="threads")
+    assert wrapped.randomness == "independent"
+    torch.manual_seed(0)
+    first, second = wrapped(torch.ones(64, 3)), wrapped(torch.ones(64, 3))
+    assert not torch.equal(first[:32], first[32:])
+    assert not torch.equal(first, second)
+    assert DataParallel(nn.Dropout(0.5), "cpu*2").randomness == "shared"
+
+
+@pytest.fixture
+def stubbed_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """CUDA devices and streams that only say when they are entered."""
+    entered: list[tuple[str, Any]] = []
+
+    def say(kind: str) -> Callable[[Any], Any]:
+        return lambda what: contextlib.nullcontext(entered.append((kind, what)))
+
+    monkeypatch.setattr(torch.cuda, "device", say("device"))
+    monkeypatch.setattr(torch.cuda, "stream", say("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
+    return entered
+
+
+@pytest.mark.parametrize("mode", ["serial", "threads"])
+def test_replicas_in_threads_enter_the_callers_streams(mode: Any, stubbed_cuda: list[tuple[str, Any]]) -> None:
+    two = Devices("cuda:0,cuda:1", (torch.device("cuda:0"), torch.device("cuda:1")), virtual=False)
+    out = parallel_apply([nn.Identity(), nn.Identity()], [torch.ones(1), torch.zeros(1)], None, two, mode=mode)
+    assert [x.item() for x in out] == [1, 0]
+    for number in range(2):
+        assert ("stream", f"the caller's on cuda:{number}") in stubbed_cuda
+        assert ("device", torch.device("cuda", number)) in stubbed_cuda
+
+
+def test_each_gpu_of_its_own_draws_from_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator(), torch.Generator()]
+    for generator in generators:
+        generator.manual_seed(7)  # as torch.manual_seed does
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    before = [generator.get_state() for generator in generators]
+    places = [torch.device("cuda:0"), torch.device("cuda:1")]
+    for kind, alike in (("independent", False), ("same", True)):
+        with random_streams(kind, places, at_once=True) as around:  # type: ignore[arg-type]
+            drawn = []
+            for index, generator in enumerate(generators):
+                with around(index):
+                    drawn.append(torch.rand(4, generator=generator))
+        assert torch.equal(*drawn) == alike
+        if kind == "independent":
+            assert all(torch.equal(g.get_state(), state) for g, state in zip(generators, before, strict=True))
+
+
+def test_a_failing_replica_is_told_when_all_have_ended() -> None:
+    ended = threading.Event()
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if current_replica()[0] == 0:
+                raise torch.OutOfMemoryError("full")
+            time.sleep(0.2)
+            ended.set()
+            return x
+
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        DataParallel(Slow(), "cpu*2", mode="threads")(torch.ones(4, 3))
+    assert ended.is_set()
