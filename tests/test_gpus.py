@@ -326,7 +326,7 @@ def test_a_ticket_that_is_being_made_is_left_alone_and_one_left_half_made_is_not
     fresh.touch()
     old.touch()
     os.utime(old, (time.time() - 3600,) * 2)
-    assert _tickets(folder) == []
+    assert _tickets(folder) == {}
     assert fresh.exists()
     assert not old.exists()
 

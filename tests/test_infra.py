@@ -36,7 +36,9 @@ def test_environment_files_agree_and_are_made_once(tmp_path: Path) -> None:
     assert len(auth) > 30
     assert auth == first["workstation.env:PREFECT_API_AUTH_STRING"]
     assert auth != other["server.env:PREFECT_SERVER_API_AUTH_STRING"]
-    assert first["server.env:MLFLOW_AUTH_ADMIN_PASSWORD"] == first["workstation.env:MLFLOW_TRACKING_PASSWORD"]
+    assert first["workstation.env:MLFLOW_TRACKING_USERNAME"] != "admin"
+    assert first["server.env:MLFLOW_AUTH_ADMIN_PASSWORD"] not in (tmp_path / "etc" / "workstation.env").read_text()
+    assert first["server.env:DPHYBRID_BIND"] == "127.0.0.1"
     assert first["server.env:DPHYBRID_DB_PASSWORD"] in first["mlflow-auth.ini:database_uri"]
     assert first["workstation.env:PREFECT_API_URL"] == "http://gpu-server:4200/api"
     again = make_env(tmp_path / "etc")
@@ -53,6 +55,24 @@ def test_services_refuse_secrets_that_others_can_read(tmp_path: Path) -> None:
     assert "chmod 600" in done.stderr
     (tmp_path / "workstation.env").chmod(0o600)
     assert subprocess.run([INFRA / "run", "true"], check=False, env=environment).returncode == 0
+
+
+def test_servers_refuse_to_serve_everybody_without_a_password(tmp_path: Path) -> None:
+    make_env(tmp_path)
+    for name in ("prefect", "mlflow"):  # stand in for the commands
+        (tmp_path / name).write_text('#!/bin/sh\necho "$@"\n')
+        (tmp_path / name).chmod(0o700)
+    text = (tmp_path / "server.env").read_text().replace("DPHYBRID_STATE=/var/lib/dphybrid", f"DPHYBRID_STATE={tmp_path}/state")
+    environment = os.environ | {"DPHYBRID_ETC": str(tmp_path), "DPHYBRID_BIN": str(tmp_path)}
+    wide = text.replace("DPHYBRID_BIND=127.0.0.1", "DPHYBRID_BIND=0.0.0.0")
+    open_to_all = re.sub(r"(PREFECT_SERVER_API_AUTH_STRING|MLFLOW_AUTH_CONFIG_PATH)=.*", r"\1=", wide)
+    for page, code in ((text, 0), (wide, 0), (open_to_all, 2)):
+        (tmp_path / "server.env").write_text(page)
+        for name in ("prefect", "mlflow"):
+            done = subprocess.run([INFRA / "run", name], capture_output=True, text=True, check=False, env=environment)
+            assert done.returncode == code, done.stderr
+            assert ("would serve everybody" in done.stderr) == (code == 2)
+            assert code or f"--host {'0.0.0.0' if page == wide else '127.0.0.1'}" in done.stdout
 
 
 def test_units_and_containers_run_the_same_script() -> None:

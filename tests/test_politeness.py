@@ -7,12 +7,14 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import ask_for, find_holder
+from dphybrid.gpus import ask_for, find_holder, leasing
 from dphybrid.gpus.leasing import expected_devices, leased_devices
 from dphybrid.gpus.politeness import reason_to_yield
 from dphybrid.util.errors import UserError
@@ -94,6 +96,65 @@ def test_reasons_to_give_way_follow_the_policy(machine: Path, stranger: int, mon
         hours = settings["never"].model_copy(update={"training_hours": "20:00-08:00"})
         assert reason_to_yield(devices, hours, noon) == "the end of training hours (training hours begin at 20:00)"
         assert reason_to_yield(devices, hours, noon.replace(hour=23)) is None
+
+
+class Driver:
+    """Stands in for CUDA: it reads CUDA_VISIBLE_DEVICES once, when it is started or asked whether it is there."""
+
+    def __init__(self, uuids: list[str]) -> None:
+        self.uuids, self.seen, self.started = uuids, None, False
+
+    def look(self) -> int:
+        if self.seen is None:
+            names = os.environ.get("CUDA_VISIBLE_DEVICES")
+            self.seen = self.uuids if names is None else [uuid for uuid in names.split(",") if uuid in self.uuids]
+        return len(self.seen)
+
+    def init(self) -> None:
+        self.look()
+        self.started = True
+
+    def device_count(self) -> int:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES")  # NVML's answer, until CUDA has started
+        return self.look() if self.started else len(self.uuids if names is None else names.split(","))
+
+    def get_device_properties(self, number: int) -> SimpleNamespace:
+        assert self.started
+        assert self.seen is not None
+        return SimpleNamespace(uuid=self.seen[number].removeprefix("GPU-"))
+
+
+@pytest.fixture
+def driver(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver([gpu(number)["uuid"] for number in range(3)])
+    monkeypatch.setattr(leasing, "REAL_NVML", "tests.fake_nvml")
+    for name in ("init", "device_count", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, getattr(driver, name))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: driver.started)
+    return driver
+
+
+@pytest.mark.parametrize(("before", "text"), [("nothing", "cuda:0"), ("looked", "cuda:2"), ("started", "cuda:2")])
+def test_a_lease_is_the_gpu_that_cuda_computes_on(before: str, text: str, driver: Driver) -> None:
+    if before != "nothing":
+        driver.look()
+    driver.started = before == "started"
+    with leased_devices(config("cuda:2"), load_settings(), run="test") as devices:
+        assert devices.text == text
+        assert devices.lease is not None
+        assert driver.get_device_properties(int(text[-1])).uuid == devices.lease.gpus[0].uuid.removeprefix("GPU-")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_a_gpu_that_cuda_does_not_see_is_not_replaced_by_another(driver: Driver) -> None:
+    driver.seen = driver.uuids[:2]  # CUDA was asked for when only these were to be seen
+    with (
+        pytest.raises(UserError, match="GPU 2: CUDA was started in this process without it"),
+        leased_devices(config("cuda:2"), load_settings(), run="test"),
+    ):
+        pass
+    assert find_holder(load_settings().lease_dir, driver.uuids[2]) is None
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 OPTIONS = ["--recipe", "ctr", "--devices", "auto*2", "--model.dropout", "0.1", "--train.patience", "0", "--train.log-every", "5"]

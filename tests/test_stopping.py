@@ -82,7 +82,7 @@ class Server:
 
     def read_flow_run(self, _id: object) -> Any:
         kind = StateType.CANCELLING if self.cancelled else StateType.RUNNING
-        return SimpleNamespace(state=SimpleNamespace(type=kind, name=kind.value), run_count=1)
+        return SimpleNamespace(state=SimpleNamespace(type=kind, name=kind.value), labels={})
 
 
 WHO = ["devices --ask", "SIGTERM", "end of hours", "Prefect's cancel"]

@@ -14,6 +14,7 @@ from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 from dphybrid.util.servers import ask, same_clock
+from dphybrid.util.shared_files import shared_folder_fault
 
 PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
 _NETWORK_DISKS = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "beegfs", "9p", "fuse.sshfs")
@@ -67,9 +68,12 @@ def _gpus(settings: Settings) -> tuple[bool, str]:
 
 def _leases(settings: Settings) -> tuple[bool, str]:
     try:
-        return True, f"leases are kept in {lease_folder(settings.lease_dir)}"
+        folder = lease_folder(settings.lease_dir)
     except UserError as error:
         return False, str(error)
+    if fault := shared_folder_fault(folder):
+        return False, f"leases: {fault}; remedy: as root `chown root {folder}`, and infra/tmpfiles.d for the next boot"
+    return True, f"leases are kept in {folder}"
 
 
 def _threads(settings: Settings) -> tuple[bool, str]:

@@ -64,6 +64,9 @@ class Settings(BaseSettings):
     when another process appears on them."""
     training_hours: str = ""
     """When training may use GPUs, in this machine's time: `20:00-08:00`, `mon-fri 19:00-07:30, sat, sun`; empty: always."""
+    worker_allows: str = ""
+    """What a worker takes from Prefect besides parameters, separated by commas: command, env, working_dir, pull_steps. Whoever reaches
+    Prefect's server runs commands as the worker's user then."""
     requeue_after_s: float = Field(default=60.0, ge=0)
     """Seconds after which a run that gave its GPUs back asks for them again."""
     nvml: str = "pynvml"
@@ -100,6 +103,19 @@ class Settings(BaseSettings):
     def _hours(cls, value: str) -> str:
         parse_training_hours(value)
         return value
+
+    @field_validator("worker_allows")
+    @classmethod
+    def _job_variables(cls, value: str) -> str:
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in ("command", "env", "working_dir", "pull_steps")]:
+            raise ValueError(f"{unknown[0]} is none of command, env, working_dir, pull_steps")
+        return ",".join(names)
+
+    @property
+    def worker_may(self) -> frozenset[str]:
+        """The names in `worker_allows`."""
+        return frozenset(filter(None, self.worker_allows.split(",")))
 
     @property
     def gpu_policy(self) -> Policy:

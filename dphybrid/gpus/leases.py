@@ -1,6 +1,7 @@
 """Leases: one lock file a GPU, held by `flock` in the process that computes, so that the kernel gives the GPU back however it ends.
 
-The files stay where they are; whether one is locked is what counts. Their text says who holds them, for people.
+The files stay where they are; whether one is locked is what counts. Their text says who holds them, for people. All users of the
+machine write into the folder, so nothing in it is trusted: no links, no waiting, regular files alone, and pages are checked.
 """
 
 import fcntl
@@ -9,29 +10,45 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from dphybrid.gpus.inventory import Gpu, clock_time
 from dphybrid.util.errors import UserError
+from dphybrid.util.shared_files import OddFileError, open_regular, read_text, shared_folder_fault
 
 FALLBACK = Path("/tmp/dphybrid-leases")
 """For machines whose /var/lock only root may write to; the same for every user."""
 
 
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lease."""
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("holds characters that cannot be printed")
+    return text
 
-    pid: int
-    user: str
-    run: str
-    since: datetime
+
+ShownText = Annotated[str, Field(max_length=300), AfterValidator(_printable)]
+"""Text of another user's file that comes to a terminal."""
+
+
+class Holder(BaseModel):
+    """Who holds a lease. odd: instead, what stands in the place of its file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pid: int = Field(default=0, ge=0)
+    user: ShownText = "somebody"
+    run: ShownText = "that is starting"
+    since: AwareDatetime = Field(default_factory=lambda: datetime.now().astimezone())
+    odd: str = Field(default="", exclude=True)
 
     def text(self) -> str:
+        if self.odd:
+            return f"cannot be leased: {self.odd}; remove it"
         return f"leased to {self.user}'s run {self.run} since {clock_time(self.since)} (pid {self.pid})"
 
 
@@ -50,6 +67,13 @@ class Lease:
         for handle in self._handles:
             os.ftruncate(handle, 0)
         self._close()
+
+    def lost(self) -> str | None:
+        """Return which GPU others may lease, for its lock's file was removed, or None."""
+        for gpu, handle in zip(sorted(self.gpus, key=lambda gpu: gpu.uuid), self._handles, strict=True):
+            if not _stands_at(_lock_file(self.folder, gpu.uuid), handle):
+                return f"{gpu.label}: somebody removed the file of its lease"
+        return None
 
     def _close(self) -> None:
         for handle in self._handles:
@@ -76,7 +100,10 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def lease_folder(wanted: Path) -> Path:
-    """Return the folder of the locks, made for all users of this machine. Raises UserError when it cannot be written."""
+    """Return the folder of the locks, made for all users of this machine.
+
+    Raises UserError when it cannot be written, and when any user could remove the others' locks.
+    """
     for folder in (wanted, FALLBACK):
         try:
             folder.mkdir(mode=0o1777, parents=True)
@@ -87,6 +114,9 @@ def lease_folder(wanted: Path) -> Path:
         else:
             folder.chmod(0o1777)  # the umask took bits away
         if os.access(folder, os.W_OK):
+            fault = shared_folder_fault(folder)
+            if fault and "belongs to" not in fault:
+                raise UserError(f"DPHYBRID_LEASE_DIR={str(wanted)!r}: {fault}; run `install -d -m 1777 -o root {folder}` as root")
             return folder
     raise UserError(f"DPHYBRID_LEASE_DIR={str(wanted)!r}: cannot be written; run `install -d -m 1777 {wanted}` as root")
 
@@ -96,9 +126,12 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
     handles: list[int] = []
     try:
         for gpu in sorted(gpus, key=lambda gpu: gpu.uuid):
-            handles.append(_open_shared(_lock_file(folder, gpu.uuid)))
+            file = _lock_file(folder, gpu.uuid)
+            handles.append(_open_shared(file))
             _lock_now(handles[-1])
-    except BlockingIOError:
+            if not _stands_at(file, handles[-1]):  # removed between opening and locking: the next one would lock another file
+                raise BlockingIOError
+    except (BlockingIOError, OddFileError):
         for handle in handles:
             os.close(handle)
         return None
@@ -109,14 +142,25 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
     return Lease(gpus, handles, folder)
 
 
+def _stands_at(file: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(file.lstat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
 def find_holder(folder: Path, uuid: str) -> Holder | None:
     """Return who holds the lease of a GPU, or None."""
-    page = locked_page(_lock_file(folder, uuid))
+    try:
+        page = locked_page(_lock_file(folder, uuid))
+    except OddFileError as error:
+        return Holder(odd=str(error))
     if page is None:
         return None
-    if not page:  # locked this instant, its page not yet written
-        return Holder(0, "somebody", "that is starting", datetime.now().astimezone())
-    return Holder(page["pid"], page["user"], page["run"], datetime.fromisoformat(page["since"]))
+    try:
+        return Holder.model_validate_json(page)
+    except ValidationError:  # locked this instant and its page not yet written, or no page of ours
+        return Holder()
 
 
 def ask_for(folder: Path, gpu: Gpu) -> str:
@@ -124,7 +168,10 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
     holder = find_holder(folder, gpu.uuid)
     if holder is None:
         return f"{gpu.label} is leased to no run; nothing to ask"
-    handle = _open_shared(_ask_file(folder, gpu.uuid))
+    try:
+        handle = _open_shared(_ask_file(folder, gpu.uuid))
+    except OddFileError as error:
+        raise UserError(f"{error}; remove it") from error
     try:
         os.ftruncate(handle, 0)
         os.pwrite(handle, user_name().encode(), 0)
@@ -139,27 +186,35 @@ def asked_by(lease: Lease) -> str | None:
     for gpu in lease.gpus:
         file = _ask_file(lease.folder, gpu.uuid)
         try:
-            if file.stat().st_mtime >= lease.since:
-                return f"{file.read_text(encoding='utf-8') or 'somebody'} asked for {gpu.label}"
+            handle = open_regular(file)
         except OSError:
             continue
+        try:
+            if os.fstat(handle).st_mtime >= lease.since:
+                name = read_text(handle)[:100]
+                return f"{name if name.isprintable() and name else 'somebody'} asked for {gpu.label}"
+        except OddFileError:
+            continue
+        finally:
+            os.close(handle)
     return None
 
 
-def locked_page(file: Path) -> dict[str, Any] | None:
-    """Return the page of a file that a living process holds locked ({} while it is being written), or None."""
+def locked_page(file: Path) -> str | None:
+    """Return the text of a file that a living process holds locked ("" while it is being written), or None.
+
+    Raises OddFileError for what is no regular file.
+    """
     try:
-        handle = os.open(file, os.O_RDONLY)
+        handle = open_regular(file)
+    except OddFileError:
+        raise
     except OSError:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        try:
-            page: dict[str, Any] = json.loads(os.pread(handle, 65536, 0) or b"{}")
-        except ValueError:
-            return {}
-        return page
+        return read_text(handle)
     else:
         return None
     finally:
@@ -188,7 +243,7 @@ def _open_shared(file: Path) -> int:
     # Not O_CREAT alone: in a sticky folder the kernel refuses it for a file of another user (fs.protected_regular).
     while True:
         try:
-            return os.open(file, os.O_RDWR)
+            return open_regular(file, os.O_RDWR)
         except FileNotFoundError:
             pass
         except PermissionError as error:

@@ -101,8 +101,8 @@ def leased_devices(
             yield LeasedDevices(_virtual(spec, len(lease.gpus)), lease, inventory)
             return
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
-        numbers = _show_to_torch(lease.gpus)
         try:
+            numbers = _show_to_torch(lease.gpus)
             yield LeasedDevices(_renumbered(spec, wanted.numbers, numbers), lease, inventory)
         finally:
             if before is None:
@@ -130,14 +130,33 @@ def _virtual(spec: DeviceSpec, count: int) -> str:
 
 
 def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
-    """Return torch's numbers of the leased GPUs. CUDA is told of no others, so that nothing can open a context on somebody else's."""
+    """Return torch's numbers of the leased GPUs, once CUDA has said which they are.
+
+    CUDA is told of no others, so that nothing can open a context on somebody else's. It may have read the variable before, though,
+    even when torch has not started it: a look whether it is available is enough.
+    """
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
-        return list(range(len(gpus)))
-    known = {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(torch.cuda.device_count())}
-    if missing := [gpu.label for gpu in gpus if gpu.uuid not in known]:
+    try:
+        torch.cuda.init()
+        there = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"{', '.join(gpu.label for gpu in gpus)}: leased, but CUDA does not start: {error}") from error
+    numbers = [_number_of(gpu, there) for gpu in gpus]
+    if missing := [gpu.label for gpu, number in zip(gpus, numbers, strict=True) if number is None]:
         raise UserError(f"{', '.join(missing)}: CUDA was started in this process without it; start the run in a new process")
-    return [known[gpu.uuid] for gpu in gpus]
+    return [number for number in numbers if number is not None]
+
+
+def _number_of(gpu: Gpu, there: list[str]) -> int | None:
+    if _bare(gpu.uuid) in there:
+        return there.index(_bare(gpu.uuid))
+    # Of a MIG device CUDA may tell the whole GPU's name, which says enough when there is no other.
+    return 0 if gpu.parent and there == [_bare(gpu.parent)] else None
+
+
+def _bare(uuid: str) -> str:
+    return uuid.removeprefix("MIG-").removeprefix("GPU-")
 
 
 def _renumbered(spec: DeviceSpec, wanted: tuple[int, ...], numbers: list[int]) -> str:

@@ -46,13 +46,15 @@ def giving_way(devices: LeasedDevices, settings: Settings, stop: StopRequest) ->
 def reason_to_yield(devices: LeasedDevices, settings: Settings, now: datetime) -> str | None:
     """Return why the GPUs should be given back at this moment, or None.
 
-    The end of training hours counts whatever `yield_to_others` says. ask: a request, or memory that runs out beside another process.
+    The end of training hours and a lost lease count whatever `yield_to_others` says. ask: a request, or memory that runs out beside another process.
     always: any other process, too.
     """
     if devices.lease is None or devices.inventory is None:
         return None
     if closed := parse_training_hours(settings.training_hours).closed_reason(now):
         return f"the end of training hours ({closed})"
+    if lost := devices.lease.lost():
+        return lost
     if settings.yield_to_others == "never":
         return None
     if asked := asked_by(devices.lease):

@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, Field, ValidationError
+
 from dphybrid.gpus.inventory import Gpu, Inventory, Policy, busy_reason, visible
 from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease, user_name
 from dphybrid.util.errors import UserError
+from dphybrid.util.shared_files import OddFileError
 
 _BIRTH_S = 60.0
 """A hidden ticket older than this was left by a process that died while making it."""
@@ -42,11 +45,11 @@ class Wanted:
         return len(self.numbers) or max(1, self.count)
 
 
-@dataclass(frozen=True)
-class _Ticket:
-    name: str
+class _Ticket(BaseModel):
+    """A run that waits: the GPUs that it can use, and how many of them it needs at least."""
+
     uuids: frozenset[str]
-    least: int
+    least: int = Field(ge=1)
 
 
 def acquire(
@@ -123,7 +126,7 @@ def _try(
         else:
             free_since.setdefault(gpu.uuid, now)
     ready = [gpu for gpu in eligible if now - free_since.get(gpu.uuid, now + 1) >= policy.window_s]
-    ahead = [ticket for ticket in _tickets(folder) if ticket.name < number]
+    ahead = [ticket for name, ticket in _tickets(folder).items() if name < number]
     kept = _kept_for(ahead, ready, leased)
     if lease := _take(wanted, [gpu for gpu in ready if gpu.uuid not in kept], inventory, folder, run, policy, names):
         return lease, ""
@@ -200,23 +203,25 @@ def _ticket(folder: Path, eligible: Sequence[Gpu], least: int, run: str) -> Iter
 
 def _age_s(file: Path) -> float:
     try:
-        return time.time() - file.stat().st_mtime
+        return time.time() - file.lstat().st_mtime
     except FileNotFoundError:
         return 0.0
 
 
-def _tickets(folder: Path) -> list[_Ticket]:
-    """The living tickets, oldest first; those of the dead are cleared away."""
-    found = []
+def _tickets(folder: Path) -> dict[str, _Ticket]:
+    """The living tickets by name, oldest first; those of the dead are cleared away, and what is no ticket is left alone."""
+    found = {}
     for file in sorted(folder.glob("*.ticket")):
         if file.name.startswith(".") and _age_s(file) < _BIRTH_S:  # glob finds these, too: being made, and not locked yet
             continue
-        page = locked_page(file)
-        if page:
-            found.append(_Ticket(file.name, frozenset(page["uuids"]), page["least"]))
-        elif page is None:
-            try:
+        try:
+            page = locked_page(file)
+            if page is None:
                 file.unlink(missing_ok=True)
-            except PermissionError:
-                continue  # another user's, in a sticky folder: it harms nobody
+            else:
+                found[file.name] = _Ticket.model_validate_json(page)
+        except (OddFileError, ValidationError):
+            continue  # nobody waits with such a file
+        except PermissionError:
+            continue  # another user's, in a sticky folder: it harms nobody
     return found

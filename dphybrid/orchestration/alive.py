@@ -1,12 +1,15 @@
 """Which flow runs live on this machine: a file a run, locked by its process, so that the kernel says when it is dead.
 
 A worker that finds the file of a dead run queues the run again, whatever killed it: a `kill -9`, the out-of-memory killer, or the worker's
-own death, of which no server would ever be told.
+own death, of which no server would ever be told. A run has one home: whoever starts it writes the same words into its file and into its
+record on the server (label `HOME`), and only the home whose words stand there queues it again. The files lie in a folder of this user alone.
 """
 
 import fcntl
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +34,9 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed
 
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import lease_folder
-from dphybrid.orchestration.queueing import UNREACHABLE
+from dphybrid.orchestration.queueing import BEGUN, HOME, STARTED_BY, UNREACHABLE
+from dphybrid.util.errors import UserError
+from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, read_text
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
 
@@ -41,22 +46,44 @@ SILENT = "no heartbeat: its machine died"
 """What the automation of `dphybrid.orchestration.setup` writes on a run."""
 STUCK_S = 120.0
 """How long the start of a process may take."""
-STARTED_BY = "DPHYBRID_STARTED_BY"
-"""Environment variable in which a worker tells a run's process who started it: `PID TOKEN`, what the worker wrote into the run's file, too."""
+_FILE = re.compile(r"flow-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.run")
 MAX_RUNS = 10
 """A flow run that was begun so often is not queued again: it may be what kills its machine."""
 
 
+def live_folder() -> Path:
+    """Return the folder of this user's live runs on this machine. Raises UserError when somebody else has taken its place."""
+    try:
+        return own_folder(lease_folder(load_settings().lease_dir) / f"runs-{os.getuid()}")
+    except OddFileError as error:
+        raise UserError(f"{error}; remove it, as root, or set DPHYBRID_LEASE_DIR to another folder") from error
+
+
 def run_file(flow_run_id: str) -> Path:
     """Return the file of a flow run on this machine."""
-    return lease_folder(load_settings().lease_dir) / f"flow-{flow_run_id}.run"
+    return live_folder() / f"flow-{flow_run_id}.run"
 
 
 def mark_start(flow_run_id: str) -> str:
-    """Write into the run's file that this worker starts it; return what its process must be told as `STARTED_BY`."""
-    started_by = f"{os.getpid()} {uuid4()}"
-    run_file(flow_run_id).write_text(started_by)
+    """Write into the run's file that this process starts it; return these words, for `HOME`, and for its process as `STARTED_BY`."""
+    started_by = f"{os.getpid()} {uuid4()} {socket.gethostname()}"
+    handle = open_regular(run_file(flow_run_id), os.O_RDWR | os.O_CREAT, own=True)
+    try:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, started_by.encode(), 0)
+    finally:
+        os.close(handle)
     return started_by
+
+
+def start_labels(run: FlowRun, started_by: str) -> dict[str, bool | int | float | str]:
+    """Return the labels that say that a run is started once more, and by whom."""
+    return {HOME: started_by, BEGUN: num_starts(run) + 1}
+
+
+def num_starts(run: FlowRun) -> int:
+    """Return how often a run was started."""
+    return int(run.labels.get(BEGUN, 0))
 
 
 def is_orphan() -> bool:
@@ -69,25 +96,44 @@ def is_orphan() -> bool:
 def alive_here(flow_run_id: str | None) -> Iterator[None]:
     """Mark the flow run as living in this process while the block runs. None: not a run of a server.
 
-    A worker may have started the run anew before this process has ended: the file is left for that start then.
+    A worker may have started the run anew before this process has ended: the file is left for that start then. Ends this process
+    when another machine's worker has started the run since.
     """
     if flow_run_id is None:
         yield
         return
     file = run_file(flow_run_id)
     with _locked(file):
+        _settle_in(flow_run_id, file)
         try:
             yield
         finally:
-            if _start_of(file) in ("", os.environ.get(STARTED_BY, "")):
+            if not os.environ.get(STARTED_BY) or _start_of(file) in ("", os.environ[STARTED_BY]):
                 file.unlink(missing_ok=True)
+
+
+def _settle_in(flow_run_id: str, file: Path) -> None:
+    """Be the run's home, or find that it has another one by now."""
+    own = os.environ.get(STARTED_BY)
+    try:
+        run_id = UUID(flow_run_id)
+        with get_client(sync_client=True) as client:
+            if own is None:  # a worker of another kind started it
+                client.update_flow_run_labels(run_id, start_labels(client.read_flow_run(run_id), mark_start(flow_run_id)))
+                return
+            home = client.read_flow_run(run_id).labels.get(HOME, own)
+    except (*UNREACHABLE, ValueError):
+        return  # known later, by `watched_flow_run`
+    if home != own:
+        print(f"{file.stem}: is at home on {str(home).split()[-1]} by now", flush=True)
+        os._exit(0)  # anything else, and this worker would call the run crashed that lives there
 
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
     """Hold a file locked; wait for another process of the same run, which is about to end. The end of an orphan: the other one has the run."""
     while True:
-        with file.open("a") as stream:
+        with os.fdopen(open_regular(file, os.O_RDWR | os.O_CREAT, own=True), "r+") as stream:
             while not _try_lock(stream.fileno()):
                 if is_orphan():
                     print(
@@ -104,34 +150,49 @@ def _locked(file: Path) -> Iterator[None]:
                 return
 
 
-def queue_dead_runs() -> list[str]:
-    """Queue the runs again whose process died on this machine; return a line for each. Waits for no server that is away."""
+def queue_dead_runs(told: set[str]) -> list[str]:
+    """Queue the runs again whose process died on this machine; return a line for each. Waits for no server that is away.
+
+    told: names of files that are none of ours and were told already; gets those found now, each with a line.
+    """
     lines = []
-    for file in lease_folder(load_settings().lease_dir).glob("flow-*.run"):
-        if _is_locked(file):
-            continue
+    for file in sorted(live_folder().iterdir()):
         try:
+            match = _FILE.fullmatch(file.name)
+            if match is None:
+                raise OddFileError(f"{file}: is no file of a live run")
+            if _is_locked(file):
+                continue
             with get_client(sync_client=True) as client:
-                line = _queue(client, file)
+                line = _queue(client, file, UUID(match[1]))
+            if line is not None:
+                file.unlink(missing_ok=True)
+                lines += [line] if line else []
+        except OddFileError as error:
+            if file.name not in told:
+                told.add(file.name)
+                lines.append(f"{error}; it is left alone")
+        except FileNotFoundError:
+            continue  # its run has ended meanwhile
         except UNREACHABLE:
             break
-        if line is not None:
-            file.unlink(missing_ok=True)
-            lines += [line] if line else []
     return lines
 
 
-def _queue(client: SyncPrefectClient, file: Path) -> str | None:
+def _queue(client: SyncPrefectClient, file: Path, flow_run_id: UUID) -> str | None:
     """Return what was done, "" when there is nothing to do, or None to look again later."""
-    flow_run_id, worker = UUID(file.stem.removeprefix("flow-")), _worker_of(file)
+    worker = _worker_of(file)
     try:
         run = client.read_flow_run(flow_run_id)
     except ObjectNotFound:
         return ""
+    if run.labels.get(HOME) != _start_of(file):
+        # Another home; or this one, which is about to tell the server so.
+        return None if time.time() - file.lstat().st_mtime < STUCK_S else ""
     if run.state is None or run.state.type == StateType.SCHEDULED or _is_locked(file):
         return None  # it is about to start, perhaps here
     if run.state.type == StateType.PENDING:
-        if worker is None or Path(f"/proc/{worker}").exists():
+        if worker is None or psutil.pid_exists(worker):
             return None
         return _again(client, run, "its worker died before it had begun")
     if datetime.now(UTC) - run.state.timestamp < timedelta(seconds=SETTLE_S):
@@ -141,11 +202,9 @@ def _queue(client: SyncPrefectClient, file: Path) -> str | None:
         return f"flow run {run.name}: cancelled, its process is dead"
     if run.state.type not in (StateType.RUNNING, StateType.CRASHED) or run.deployment_id is None:
         return ""
-    if run.run_count >= MAX_RUNS:
-        client.set_flow_run_state(
-            flow_run_id, Crashed(message=f"its process died, and it was begun {run.run_count} times"), force=True
-        )
-        return f"flow run {run.name}: died after {run.run_count} beginnings; not queued again"
+    if (starts := num_starts(run)) >= MAX_RUNS:
+        client.set_flow_run_state(flow_run_id, Crashed(message=f"its process died, and it was begun {starts} times"), force=True)
+        return f"flow run {run.name}: died after {starts} beginnings; not queued again"
     return _again(client, run, "its process died")
 
 
@@ -173,7 +232,7 @@ def queue_lost_runs(pool: str) -> list[str]:
                 assert run.state is not None  # the filter asks for one
                 if run.state.type == StateType.PENDING and run.state.timestamp < before:
                     lines.append(_again(client, run, "it did not begin"))
-                elif run.state.type == StateType.CRASHED and run.state.message == SILENT and run.run_count < MAX_RUNS:
+                elif run.state.type == StateType.CRASHED and run.state.message == SILENT and num_starts(run) < MAX_RUNS:
                     lines.append(_again(client, run, SILENT))
             return lines
     except UNREACHABLE:
@@ -189,22 +248,25 @@ def _try_lock(handle: int) -> bool:
 
 
 def _start_of(file: Path) -> str:
+    """Return who started a run last, "" where its file does not tell."""
     try:
-        return file.read_text()
+        handle = open_regular(file, own=True)
     except OSError:
         return ""
+    try:
+        return read_text(handle)
+    finally:
+        os.close(handle)
 
 
 def _worker_of(file: Path) -> int | None:
     worker = _start_of(file).partition(" ")[0]
-    return int(worker) if worker.isdigit() else None
+    return int(worker) if worker.isascii() and worker.isdigit() else None
 
 
 def _is_locked(file: Path) -> bool:
-    try:
-        handle = os.open(file, os.O_RDONLY)
-    except OSError:
-        return True  # gone meanwhile, or another user's
+    """Does a process hold the file? Raises OddFileError for what is no file of this user's, FileNotFoundError when it is gone."""
+    handle = open_regular(file, own=True)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

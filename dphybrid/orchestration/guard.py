@@ -6,14 +6,12 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
-from prefect.context import FlowRunContext
 
-from dphybrid.orchestration.queueing import UNREACHABLE
+from dphybrid.orchestration.queueing import UNREACHABLE, lives_elsewhere
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
 
 ASK_EVERY_S = 15.0
-_GIVEN_AWAY = {StateType.SCHEDULED, StateType.PENDING}
 _ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}
 
 
@@ -23,8 +21,6 @@ def watched_flow_run(flow_run_id: str | None, stop: StopRequest, every_s: float 
     if flow_run_id is None:
         yield
         return
-    context = FlowRunContext.get()
-    begun = context.flow_run.run_count if context and context.flow_run else 0
 
     def look() -> bool:
         try:
@@ -36,7 +32,7 @@ def watched_flow_run(flow_run_id: str | None, stop: StopRequest, every_s: float 
         if run.state is not None and run.state.type in _ENDED:
             stop.ask(f"Prefect (flow run {run.state.name})")
             return True
-        if begun and (run.run_count > begun or (run.state and run.state.type in _GIVEN_AWAY)):
+        if lives_elsewhere(run):
             stop.ask("Prefect (the flow run was thought dead, and begun again elsewhere)")
             return True
         return False

@@ -1,5 +1,6 @@
 """How a flow run waits, gives way and is late: its states, as people see them in Prefect."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -8,10 +9,17 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, PrefectException
 from prefect.states import AwaitingRetry, Cancelled, Completed, Running
+
+STARTED_BY = "DPHYBRID_STARTED_BY"
+"""Environment variable in which a worker tells a run's process who started it: `PID TOKEN HOST`, as in the run's file and `HOME`."""
+HOME = "dphybrid.home"
+"""Label of a flow run: who started it last."""
+BEGUN = "dphybrid.begun"
+"""Label of a flow run: how often it was started. Prefect's own count grows with each state that says that it waits, too."""
 
 UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
 """What a call to Prefect's server raises when it is away."""
@@ -58,6 +66,13 @@ def _set_state(flow_run_id: str | None, state: State, only_if: str | None = None
     return True
 
 
+def lives_elsewhere(run: FlowRun) -> bool:
+    """Was this process's flow run given back to the queue, or begun by another worker since?"""
+    own = os.environ.get(STARTED_BY)
+    queued = run.state is not None and run.state.type in (StateType.SCHEDULED, StateType.PENDING)
+    return queued or (own is not None and run.labels.get(HOME, own) != own)
+
+
 class ServerAwayError(RuntimeError):
     """Prefect's server does not answer."""
 
@@ -68,14 +83,12 @@ def leave(flow_run_id: str, reason: str, after_s: float | None) -> None:
     Cancelled when somebody cancelled it. Queued again for `after_s` seconds from now (None: not wanted), if a worker can take it up; one that
     sees its checkpoints goes on with it. Left as it is when it was thought dead and is another process's now. Raises ServerAwayError.
     """
-    context = FlowRunContext.get()
-    own = context.flow_run if context else None
     state: State[Any] | None = None
     try:
         with get_client(sync_client=True) as client:
             run = client.read_flow_run(UUID(flow_run_id))
             now = run.state.type if run.state else StateType.RUNNING
-            if now in (StateType.SCHEDULED, StateType.PENDING) or (own and run.run_count > own.run_count):
+            if lives_elsewhere(run):
                 raise Pause(state=run.state)
             if now in (StateType.CANCELLING, StateType.CANCELLED):
                 state = Cancelled(message=reason)

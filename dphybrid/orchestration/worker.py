@@ -6,32 +6,37 @@ second and leaves them `Running` for ever. It also queues runs of this machine a
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
 import socket
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import psutil
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
-from prefect.workers.process import ProcessWorker
+from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from dphybrid.cli.flags import Parser, run_cli
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import Inventory, lease_folder, visible
-from dphybrid.orchestration.alive import STARTED_BY, mark_start, queue_dead_runs, queue_lost_runs
+from dphybrid.gpus import Inventory, visible
+from dphybrid.orchestration.alive import STARTED_BY, live_folder, mark_start, queue_dead_runs, queue_lost_runs, start_labels
 from dphybrid.util.errors import UserError
+from dphybrid.util.watching import watching
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
+    from prefect.client.schemas.responses import DeploymentResponse
 
 SHARED_QUEUES = ("urgent", "any", "night")
 """Queues that every workstation works off, the first ones first; its own, by its name, comes before them."""
 LOOK_EVERY_S = 0.5
+LOOK_FOR_DEAD_EVERY_S = 2.0
+HARMLESS_STEP = "prefect.deployments.steps.set_working_directory"
 _log = logging.getLogger("prefect.worker.dphybrid")
 
 
@@ -39,10 +44,20 @@ _log = logging.getLogger("prefect.worker.dphybrid")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
 
+    class GuardedConfiguration(ProcessJobConfiguration):
+        """Refuses what would let anybody who reaches the server run commands as this worker, unless the settings allow it."""
+
+        def prepare_for_flow_run(
+            self, flow_run: "FlowRun", deployment: "DeploymentResponse | None" = None, *more: Any, **named: Any
+        ) -> None:
+            check_job(self, deployment)
+            super().prepare_for_flow_run(flow_run, deployment, *more, **named)
+
     class DrainingWorker(ProcessWorker):
         """Takes no more runs once `draining`."""
 
         type = "process"
+        job_configuration = GuardedConfiguration
         draining = False
 
         async def get_and_submit_flow_runs(self) -> "list[FlowRun]":
@@ -57,12 +72,30 @@ with warnings.catch_warnings():
                 return []
 
         async def run(self, flow_run: "FlowRun", configuration: Any, task_status: Any = None) -> Any:
-            configuration.env[STARTED_BY] = mark_start(str(flow_run.id))
+            configuration.env[STARTED_BY] = started_by = mark_start(str(flow_run.id))
+            await self.client.update_flow_run_labels(flow_run.id, start_labels(flow_run, started_by))
             return await super().run(flow_run, configuration, task_status)
 
         @property
         def num_running(self) -> int:
             return int(self.limiter.borrowed_tokens)
+
+
+def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | None") -> None:
+    """Raise UserError when pool, deployment or run set what `DPHYBRID_WORKER_ALLOWS` does not name."""
+    steps = [name for step in (deployment and deployment.pull_steps) or [] for name in step]
+    given = {
+        "command": job.command is not None,
+        "env": bool(job.env),
+        "working_dir": job.working_dir is not None,
+        "pull_steps": any(step != HARMLESS_STEP for step in steps),
+    }
+    refused = [name for name, is_given in given.items() if is_given and name not in load_settings().worker_may]
+    if refused:
+        raise UserError(
+            f"this worker takes no {' and no '.join(refused)} from pool, deployment or run, for whoever sets them runs commands as its "
+            f"user; set DPHYBRID_WORKER_ALLOWS={','.join(refused)} for the worker where that is wanted"
+        )
 
 
 async def make_queues(pool: str, names: Sequence[str]) -> None:
@@ -102,24 +135,34 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal's end is no reason to stop
     working = asyncio.create_task(worker.start())
     try:
-        looks = 0
-        while not working.done():
-            await asyncio.sleep(LOOK_EVERY_S)
-            looks += 1
-            if worker.draining and not worker.num_running:
-                break
-            if looks % 4 == 0 and not worker.draining:
-                lines = await asyncio.to_thread(queue_dead_runs)
-                if looks % 40 == 0:
-                    lines += await asyncio.to_thread(queue_lost_runs, pool)
-                for line in lines:
-                    _log.warning(line)
+        # In a thread of its own, which the worker's end does not wait for.
+        with watching(_looking_for_the_dead(worker, pool), LOOK_FOR_DEAD_EVERY_S, "dphybrid-dead-runs", end_s=0):
+            while not working.done():
+                await asyncio.sleep(LOOK_EVERY_S)
+                if worker.draining and not worker.num_running:
+                    break
         if working.done():
             working.result()
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
     return 0
+
+
+def _looking_for_the_dead(worker: DrainingWorker, pool: str) -> Callable[[], bool]:
+    """Return what queues dead runs again, of this machine at each call, of others at every tenth."""
+    told: set[str] = set()
+    looks = itertools.count(1)
+
+    def look() -> bool:
+        lines = queue_dead_runs(told)
+        if next(looks) % 10 == 0:
+            lines += queue_lost_runs(pool)
+        for line in lines:
+            _log.warning(line)
+        return worker.draining
+
+    return look
 
 
 def signal_runs(number: int) -> None:
@@ -155,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if not PREFECT_API_URL.value():
             raise UserError("PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api")
-        lease_folder(load_settings().lease_dir)  # raises before any run is taken
+        live_folder()  # raises before any run is taken
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")  # so that a finished run can tell it after a long outage
         queues = args.queue or [args.name, *SHARED_QUEUES]
         asyncio.run(make_queues(args.pool, queues))

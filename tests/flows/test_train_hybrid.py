@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from dphybrid.config import ExperimentConfig
+from dphybrid.gpus import lease_folder
+from dphybrid.util.shared_files import own_folder
 from tests.flows.servers import PREFECT, REPOSITORY, Team, environment
 from tests.waiting import patience
 
@@ -113,6 +116,9 @@ def test_a_signal_to_all_its_processes_ends_a_run_soon(number: int, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> None:
+    live = own_folder(lease_folder(team.leases) / f"runs-{os.getuid()}")
+    (live / "flow-x.run").touch()
+    os.mkfifo(live / f"flow-{uuid4()}.run")
     worker = team.start_worker("literal")
     overrides = json.dumps(["recipe=hybrid", "devices=cpu*2", "train.epochs=2"])
     argv = ["deployment", "run", "train-hybrid", "--param", f"overrides={overrides}", "--watch", "--watch-timeout", "300"]
@@ -120,6 +126,7 @@ def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> No
     assert ended.returncode == 0, ended.stdout + ended.stderr + team.logs()
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(patience(30)) == 0
+    assert (team.folder / "literal.log").read_text().count("flow-x.run: is no file of a live run; it is left alone") == 1
 
     from mlflow.tracking import MlflowClient
 

@@ -1,0 +1,154 @@
+"""The folder of leases is everybody's: nothing that another user puts there stops, misleads or uses a run."""
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dphybrid.gpus import Inventory, Policy, Wanted, acquire, ask_for, asked_by, find_holder, lease_folder, try_lease
+from dphybrid.util.errors import UserError
+from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, shared_folder_fault
+from tests.fake_nvml import gpu, write_state
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to somebody else")
+NOBODY = 65534
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "victim")
+
+
+def make_second_name(path: Path) -> None:
+    path.hardlink_to(path.parent.parent / "victim")
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_socket(path: Path) -> None:
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+ODD = [make_pipe, make_link, make_second_name, make_folder, make_socket]
+LOCKED_PAGES = [
+    b"",
+    b"{",
+    b"\xff\xfe",
+    b"[]",
+    b"7",
+    b'{"pid": "x"}',
+    b'{"pid": 1, "user": "\\u001b[2J", "run": 3}',
+    b'{"uuids": 3}',
+    b"x" * 10**6,
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The shared folder, beside a file of the victim's; two GPUs."""
+    (tmp_path / "victim").write_text("precious")
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "nvml.json"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write_state(tmp_path / "nvml.json", [gpu(number) for number in range(2)])
+    return lease_folder(tmp_path / "leases")
+
+
+def take(folder: Path, count: int) -> list[str]:
+    policy = Policy(window_s=0)
+    with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run="mine", policy=policy, poll_s=0.01) as lease:
+        return [unit.label for unit in lease.gpus]
+
+
+@pytest.mark.parametrize("make", ODD)
+def test_odd_files_cost_one_gpu_at_most(make: Callable[[Path], None], folder: Path) -> None:
+    units = Inventory("tests.fake_nvml").read()
+    for name in ("00000000000000000001-1.ticket", f"gpu-{units[0].uuid}.lock", f"gpu-{units[1].uuid}.asked"):
+        make(folder / name)
+    assert take(folder, 1) == ["GPU 1"]
+    holder = find_holder(folder, units[0].uuid)
+    assert holder is not None
+    assert "remove it" in holder.text()
+    assert try_lease(folder, units, "both") is None
+    lease = try_lease(folder, units[1:], "mine")
+    assert lease is not None
+    with lease:
+        assert asked_by(lease) is None
+        with pytest.raises(UserError, match="remove it"):
+            ask_for(folder, units[1])
+    assert (folder.parent / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize("page", LOCKED_PAGES)
+def test_odd_pages_of_locked_files_crash_nobody(page: bytes, folder: Path) -> None:
+    import fcntl
+
+    units = Inventory("tests.fake_nvml").read()
+    handles = []
+    for name in ("00000000000000000001-1.ticket", f"gpu-{units[0].uuid}.lock"):
+        (folder / name).write_bytes(page)
+        handles.append(os.open(folder / name, os.O_RDWR))
+        fcntl.flock(handles[-1], fcntl.LOCK_EX)
+    try:
+        assert take(folder, 1) == ["GPU 1"]
+        holder = find_holder(folder, units[0].uuid)
+        assert holder is not None
+        assert holder.text().isprintable()
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def test_a_lease_whose_file_was_removed_is_noticed(folder: Path) -> None:
+    units = Inventory("tests.fake_nvml").read()
+    lease = try_lease(folder, units, "mine")
+    assert lease is not None
+    with lease:
+        assert lease.lost() is None
+        (folder / f"gpu-{units[1].uuid}.lock").unlink()
+        assert lease.lost() == "GPU 1: somebody removed the file of its lease"
+
+
+def test_folders_that_are_not_safe_are_told(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(UserError, match="not sticky"):
+        lease_folder(tmp_path / "open")
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="is no folder"):
+        lease_folder(tmp_path / "link")
+    own = own_folder(tmp_path / "own")
+    own.chmod(0o755)
+    assert own_folder(own).stat().st_mode & 0o777 == 0o700
+
+
+@needs_root
+def test_what_belongs_to_somebody_else_is_not_ones_own(tmp_path: Path) -> None:
+    for name in ("file", "folder"):
+        path = tmp_path / name
+        path.mkdir() if name == "folder" else path.touch()
+        os.chown(path, NOBODY, NOBODY)
+    with pytest.raises(OddFileError, match="belongs to user 65534"):
+        open_regular(tmp_path / "file", own=True)
+    with pytest.raises(OddFileError, match="belongs to user 65534"):
+        own_folder(tmp_path / "folder")
+    assert "belongs to user 65534" in str(shared_folder_fault(tmp_path / "folder"))
+
+
+def test_a_page_of_ours_still_reads(folder: Path) -> None:
+    units = Inventory("tests.fake_nvml").read()
+    lease = try_lease(folder, units[:1], "mine")
+    assert lease is not None
+    with lease:
+        page = json.loads((folder / f"gpu-{units[0].uuid}.lock").read_text())
+        assert set(page) == {"pid", "user", "run", "since"}
+        holder = find_holder(folder, units[0].uuid)
+        assert holder is not None
+        assert (holder.pid, holder.run) == (os.getpid(), "mine")
