@@ -1,6 +1,6 @@
 """The first batch unsplit against split: which module computes across the batch, and so cannot be right on several devices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
-from dphybrid.parallel.nests import Whole, batch_rows, map_tensors, tensors_of
+from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_nest, items_of, map_tensors, rebuild, tensors_of
 from dphybrid.parallel.probing import own_random_state
 from dphybrid.parallel.replication import throwaway
 from dphybrid.parallel.scattering import split
@@ -92,14 +92,10 @@ def compare_block(
     for index, (module, what, tensors) in enumerate(whole):
         parts = [share[index] if index < len(share) else ("", "", []) for share in shares]
         same_calls = all(part[:2] == (module, what) and len(part[2]) == len(tensors) for part in parts)
-        largest = (
-            max(
-                (_difference(tensor, [part[2][k] for part in parts], block.dim, rtol, atol) for k, tensor in enumerate(tensors)),
-                default=0.0,
-            )
-            if same_calls
-            else float("inf")
-        )
+        apart = [float("inf")]
+        if same_calls:
+            apart = [_difference(t, [part[2][k] for part in parts], block.dim, rtol, atol) for k, t in enumerate(tensors)]
+        largest = max(apart, default=0.0)
         if largest > 0:
             return SplitDifference(name, module, what, largest, tuple(sizes))
     return None
@@ -120,8 +116,8 @@ def _events(module: nn.Module, args: Any, kwargs: Any) -> list[_Event]:
             events.append((stack[-1], f"what it gives to {name}", copies((given, named))))
         stack.append(name)
 
-    def leave(part: nn.Module, given: Any, named: Any, output: Any) -> None:
-        events.append((stack.pop(), "its output", copies(output)))
+    def leave(*call: Any) -> None:
+        events.append((stack.pop(), "its output", copies(call[-1])))
 
     with ExitStack() as hooks:
         for part in module.modules():
@@ -167,8 +163,6 @@ def _distance(one: Tensor, two: Tensor, rtol: float, atol: float) -> float:
 
 
 def _joined_parts(value: Any, block: DataParallel) -> Any:
-    from dphybrid.parallel.nests import Parts, is_nest, items_of, rebuild
-
     if isinstance(value, Parts):
         return torch.cat([part.detach().to(block.devices.home) for part in value.tensors], block.dim)
     if is_nest(value):
@@ -177,7 +171,7 @@ def _joined_parts(value: Any, block: DataParallel) -> Any:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Any:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
