@@ -11,6 +11,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.sources import add_config_flags, load_config, overrides_from_args
 from dphybrid.util.errors import UserError
+from dphybrid.util.masking import masked
 
 TRAIN_HELP = """\
 examples:
@@ -78,7 +79,7 @@ def tags_from_args(args: argparse.Namespace) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise UserError(f"--tag {text}: write NAME=VALUE")
-        tags[name] = value
+        tags[name] = masked(value)
     return tags
 
 

@@ -39,6 +39,9 @@ class Settings(BaseSettings):
     """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir; none: nothing is recorded."""
     upload_limit_mib: int = Field(default=900, ge=1)
     """Files of a checkpoint above this many MiB are not uploaded to an MLflow server but recorded by path and digest."""
+    factory_packages: str = ""
+    """Packages, separated by commas, whose functions may build the models of checkpoints that come from elsewhere (model.factory). Those of
+    runs in data_dir may name any: they are your own."""
     profile: str | None = None
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default="dphybrid", min_length=1)

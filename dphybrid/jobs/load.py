@@ -1,5 +1,6 @@
 """Models back from checkpoints, on any devices."""
 
+import os
 from pathlib import Path
 
 from torch import nn
@@ -23,10 +24,12 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     """Build the model of a checkpoint folder on `devices` and fill it, whatever devices it was trained on.
 
     mapped: its tables stay in the checkpoint's files, and memory holds only rows that were looked up.
-    Raises UserError when the folder is no checkpoint or does not fit.
+    Raises UserError when the folder is no checkpoint or does not fit, and when it comes from elsewhere and its model is built by code that
+    is not allowed to.
     """
     state = verify_checkpoint(Path(folder))
     config = ExperimentConfig.model_validate(state.config)
+    _check_factory(config.model.factory, Path(folder), load_settings())
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, state.info, resolve_devices(devices))
     tables = find_tables(model) if mapped else {}
@@ -34,6 +37,26 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     for name, table in tables.items():
         table.weight = mapped_tensor(Path(folder) / "tables" / f"{name}.safetensors", "weight", table.weight)
     return model
+
+
+def _check_factory(factory: str | None, folder: Path, settings: Settings) -> None:
+    """Raise UserError when a checkpoint from elsewhere names a function of a package that the settings do not allow."""
+    if factory is None or _is_own(folder, settings):
+        return
+    module = factory.partition(":")[0]
+    allowed = ["dphybrid", *filter(None, (name.strip() for name in settings.factory_packages.split(",")))]
+    if not any(module == name or module.startswith(f"{name}.") for name in allowed):
+        raise UserError(
+            f"{folder}: this checkpoint is none of the runs in {settings.runs_dir}, and its model.factory={factory!r} would run code of package "
+            f"{module.partition('.')[0]!r}; if you trust it, set DPHYBRID_FACTORY_PACKAGES={module.partition('.')[0]}"
+        )
+
+
+def _is_own(folder: Path, settings: Settings) -> bool:
+    """Tell whether a checkpoint was written by this user's own runs, or recorded by them in the embedded store."""
+    place = folder.resolve()
+    own = any(place.is_relative_to(root.resolve()) for root in (settings.runs_dir, settings.mlflow_dir))
+    return own and (place / "state.json").stat().st_uid == os.getuid()
 
 
 def find_checkpoint(which: str, settings: Settings) -> Path:

@@ -97,7 +97,11 @@ def _with_left_out(root: Path) -> Path:
     whole = Path(tempfile.mkdtemp(prefix="dphybrid-model-"))  # the downloaded folder may be the store's own
     atexit.register(shutil.rmtree, whole, ignore_errors=True)  # links alone, and in use until then
     shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
-    for entry in json.loads(page.read_text(encoding="utf-8")):
+    inside = (whole / "checkpoint").resolve()
+    for entry in _entries(page):
+        target = inside / entry["name"]
+        if not target.resolve().is_relative_to(inside) or target.resolve() == inside:
+            raise UserError(f"{page}: names {entry['name']!r}, which is outside the model's folder; this model is not loaded")
         source = Path(entry["path"])
         if not source.is_file():
             raise UserError(
@@ -108,7 +112,23 @@ def _with_left_out(root: Path) -> Path:
             raise UserError(
                 f"{source}: its sha256 differs from the one recorded with the model; it belongs to another checkpoint now"
             )
-        target = whole / "checkpoint" / entry["name"]
         target.parent.mkdir(parents=True, exist_ok=True)  # uploads leave out empty folders
+        target.unlink(missing_ok=True)
         target.symlink_to(source)
     return whole
+
+
+def _entries(page: Path) -> list[dict[str, Any]]:
+    """Return what a page of left-out files names. Raises UserError for a page that is none."""
+    wanted = {"name": str, "path": str, "bytes": int, "sha256": str}
+    try:
+        entries = json.loads(page.read_text(encoding="utf-8"))
+        good = isinstance(entries, list) and all(
+            isinstance(entry[key], kind) for entry in entries for key, kind in wanted.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise UserError(f"{page}: is damaged, or no list of a model's left-out files; this model is not loaded")
+    found: list[dict[str, Any]] = entries
+    return found

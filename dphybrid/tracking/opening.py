@@ -5,12 +5,14 @@ import logging
 import os
 import urllib.error
 import urllib.request
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from dphybrid.tracking.base import Detail, Tracker
 from dphybrid.util.errors import UserError
 from dphybrid.util.masking import without_credentials
 
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 REACH_SECONDS = 10
 """How long to wait for a server's first answer before saying that it is not there."""
 
@@ -91,7 +93,10 @@ def _check(uri: str) -> None:
                 f"MLflow server {uri}: does not answer ({error}); "
                 "start it, correct MLFLOW_TRACKING_URI, unset it for the embedded store, or record nothing with --tracking none"
             ) from error
-    if uri.startswith("file:") or "://" not in uri:
+    scheme = uri.partition("://")[0].partition("+")[0].lower()
+    if "://" in uri and scheme not in (*_SCHEMES, *(point.name for point in entry_points(group="mlflow.tracking_store"))):
+        raise UserError(f"MLFLOW_TRACKING_URI={uri!r}: MLflow knows no {scheme}://; it knows {', '.join(_SCHEMES)}")
+    if scheme == "file" or "://" not in uri:
         raise UserError(
             f"MLFLOW_TRACKING_URI={uri!r}: MLflow no longer writes file stores; "
             "use sqlite:////absolute/path/mlflow.db or a server's http address"

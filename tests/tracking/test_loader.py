@@ -1,0 +1,92 @@
+"""Models from elsewhere: nothing is linked outside their folder, and no code is run that was not allowed."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dphybrid
+from dphybrid.config.settings import load_settings
+from dphybrid.config.sources import load_config
+from dphybrid.jobs.train import run_job
+from dphybrid.tracking.loader import _with_left_out
+from dphybrid.util.digests import file_digest
+from dphybrid.util.errors import UserError
+
+FACTORY = """\
+import pathlib
+pathlib.Path("imported").touch()
+from dphybrid.recipes.tutorial.model import build_toy
+
+def make(context):
+    return build_toy(context)
+"""
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped-by-dphybrid", "a/../../b", ".", ""])
+def test_a_left_out_file_stays_inside_the_models_folder(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "model"
+    (root / "checkpoint").mkdir(parents=True)
+    source = tmp_path / "source"
+    source.write_text("rows")
+    entry = {"name": name, "path": str(source), "bytes": 4, "sha256": file_digest(source)}
+    (root / "left_out.json").write_text(json.dumps([entry]))
+    with pytest.raises(UserError, match="outside the model's folder"):
+        _with_left_out(root)
+    assert not Path("/tmp/escaped-by-dphybrid").exists()
+    entry["name"] = "tables/rows.safetensors"
+    (root / "left_out.json").write_text(json.dumps([entry]))
+    assert (_with_left_out(root) / "checkpoint" / "tables" / "rows.safetensors").read_text() == "rows"
+
+
+def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
+    root, outside = tmp_path / "model", tmp_path / "outside"
+    (root / "checkpoint").mkdir(parents=True)
+    outside.mkdir()
+    (root / "checkpoint" / "tables").symlink_to(outside)
+    (tmp_path / "source").write_text("rows")
+    entry = {"name": "tables/x", "path": str(tmp_path / "source"), "bytes": 4, "sha256": file_digest(tmp_path / "source")}
+    (root / "left_out.json").write_text(json.dumps([entry]))
+    _with_left_out(root)  # the copy has a folder of its own there
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"name": 1}]', '[{"name": "a", "path": "b", "bytes": 1}]', "[" * 100_000])
+def test_a_damaged_page_of_left_out_files_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "left_out.json").write_text(text)
+    with pytest.raises(UserError, match=r"left_out.json: is damaged"):
+        _with_left_out(tmp_path)
+
+
+def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mymodels.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = run_job(
+        load_config(None, ["recipe=toy", "model.factory=mymodels:make", "checkpoint.register_as=mine"]), load_settings()
+    )
+    own = dphybrid.load_model(report.run_name)
+    assert own.state_dict().keys() == dphybrid.load_model("models:/mine@challenger").state_dict().keys()  # of the embedded store
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(report.best_checkpoint, elsewhere)
+    del sys.modules["mymodels"]
+    (tmp_path / "imported").unlink()
+    for packages in ("", "my, models", "mymodel"):
+        monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", packages)
+        with pytest.raises(
+            UserError, match=r"model.factory='mymodels:make' would run code .* set DPHYBRID_FACTORY_PACKAGES=mymodels"
+        ):
+            dphybrid.load_model(str(elsewhere))
+    link = load_settings().runs_dir / "link"
+    link.symlink_to(elsewhere)
+    with pytest.raises(UserError, match="would run code"):
+        dphybrid.load_model(str(link))
+    assert not (tmp_path / "imported").exists()
+    monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", "others, mymodels")
+    for key, value in dphybrid.load_model(str(elsewhere)).state_dict().items():
+        assert torch.equal(value, own.state_dict()[key])

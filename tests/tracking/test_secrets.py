@@ -1,0 +1,56 @@
+"""A password planted in every address is shown nowhere: not on the terminal, in errors, pages, artifacts, params, tags or logs."""
+
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from dphybrid.cli.main import main
+
+SECRET = "pl4nted-s3cret"
+
+
+@pytest.mark.slow
+def test_a_planted_password_is_found_nowhere(
+    postgres_uri: str,
+    data_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def dphybrid(*arguments: str) -> str:
+        main(arguments)
+        return "".join(capfd.readouterr())
+
+    uri = postgres_uri.replace("://dphybrid@", f"://dphybrid:{SECRET}@")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("PREFECT_API_URL", f"http://bob:{SECRET}@127.0.0.1:9/api")
+    said = dphybrid(
+        "train", "--recipe", "toy", "--checkpoint.register-as", "clicks", "--report", "report.json", "--tag", f"from={uri}"
+    )
+    assert "Registered:  models:/clicks@challenger" in said, said
+    assert "postgresql://***@127.0.0.1" in said
+    said += dphybrid("doctor")
+    assert "***@127.0.0.1:9/api" in said
+    said += dphybrid("compare", "--experiment", "nowhere")
+    assert "experiment 'nowhere': is not at postgresql://***@" in said
+    said += dphybrid("sync")
+    for address in (f"http://bob:{SECRET}@127.0.0.1:9", f"nonsense://bob:{SECRET}@h/p", f"file://{SECRET}@h/p"):
+        said += dphybrid("train", "--recipe", "toy", "--tracking", address)
+    assert "MLflow knows no nonsense://" in said
+    said += caplog.text
+    assert SECRET not in said, [line for line in said.splitlines() if SECRET in line]
+    monkeypatch.delenv("DPHYBRID_TRACKING_URI")  # --tracking left it
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("dphybrid")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert "***" in run.data.tags["from"]
+    assert SECRET not in str(run.to_dictionary())
+    assert SECRET not in str([model.to_dictionary() for model in client.search_logged_models([experiment.experiment_id])])
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert (tmp_path / "report.json") in files
+    there = [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert there == [data_dir / "mlflow" / "spool" / f"{run.info.run_id}.json"]  # `dphybrid sync` needs it
+    assert there[0].stat().st_mode & 0o077 == 0
