@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-import yaml
 from prefect.automations import Automation
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
@@ -25,7 +24,7 @@ from dphybrid.cli.flags import Parser, run_cli
 from dphybrid.config.sources import build_config
 from dphybrid.orchestration.alive import SILENT
 from dphybrid.orchestration.queueing import ENDINGS
-from dphybrid.orchestration.validate import check_prefect_yaml, load_flow
+from dphybrid.orchestration.validate import check_prefect_yaml, load_flow, read_deployments
 from dphybrid.orchestration.worker import SHARED_QUEUES
 from dphybrid.util.errors import UserError
 
@@ -62,9 +61,9 @@ async def fill_in_configs(file: Path) -> None:
     Prefect's form shows a default for each value that is left out, which is the first recipe's, and sends what it shows.
     """
     async with get_client() as client:
-        for deployment in yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]:
-            flow = load_flow(deployment["entrypoint"])
-            there = await client.read_deployment_by_name(f"{flow.name}/{deployment['name']}")
+        for deployment in read_deployments(file):
+            flow = load_flow(deployment.entrypoint)
+            there = await client.read_deployment_by_name(f"{flow.name}/{deployment.name}")
             config = build_config(there.parameters.get("config") or {}).model_dump(mode="json")
             await client.update_deployment(there.id, DeploymentUpdate(parameters={**there.parameters, "config": config}))
 

@@ -12,7 +12,7 @@ from zoneinfo import ZoneInfo
 import yaml
 from prefect import Flow
 from prefect.client.schemas.schedules import CronSchedule
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.sources import apply_overrides, build_config
@@ -73,23 +73,45 @@ def _defaults(flow: Flow[..., Any]) -> dict[str, Any]:
     return {name: facts["default"] for name, facts in properties.items() if "default" in facts}
 
 
+class Deployment(BaseModel):
+    """What of a deployment in a prefect.yaml is looked at."""
+
+    name: str
+    entrypoint: str
+    parameters: dict[str, Any] | None = None
+    schedules: list[dict[str, Any]] | None = None
+
+
+class _Page(BaseModel):
+    deployments: list[Deployment] | None = None
+
+
+def read_deployments(file: Path) -> list[Deployment]:
+    """Return the deployments of a prefect.yaml. Raises UserError for a file that is none."""
+    try:
+        page = _Page.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{file}: is no list of deployments as Prefect reads it: {wrong}") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    return page.deployments or []
+
+
 def check_prefect_yaml(file: Path) -> list[str]:
     """Check all deployments of a prefect.yaml; return a line for each. Raises UserError with every mistake that was found."""
-    try:
-        page = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
-    lines, mistakes = [], []
-    for deployment in page.get("deployments") or []:
-        name, base = deployment.get("name", "?"), deployment.get("parameters") or {}
-        checks = [(f"{file.name}: deployment {name}", base, False)]
-        for number, schedule in enumerate(deployment.get("schedules") or [], start=1):
-            where = f"{file.name}: deployment {name}, schedule {schedule.get('slug') or number}"
+    lines: list[str] = []
+    mistakes: list[str] = []
+    for deployment in read_deployments(file):
+        base = deployment.parameters or {}
+        checks = [(f"{file.name}: deployment {deployment.name}", base, False)]
+        for number, schedule in enumerate(deployment.schedules or [], start=1):
+            where = f"{file.name}: deployment {deployment.name}, schedule {schedule.get('slug') or number}"
             checks.append((where, {**base, **(schedule.get("parameters") or {})}, schedule.get("active", True)))
             mistakes += _schedule_mistakes(schedule, where)
         for where, parameters, will_run in checks:
             try:
-                check_parameters(deployment.get("entrypoint", ""), parameters, where, will_run)
+                check_parameters(deployment.entrypoint, parameters, where, will_run)
             except UserError as error:
                 mistakes.append(str(error))
             else:

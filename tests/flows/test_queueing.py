@@ -140,3 +140,31 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
         (tmp_path / "prefect.yaml").write_text(text.replace(before, after))
         with pytest.raises(UserError, match=f"(?s){words}"):
             check_prefect_yaml(tmp_path / "prefect.yaml")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "[1, 2]",
+        "7",
+        "text",
+        "&a {deployments: *a}",
+        "deployments: &a [*a]",
+        "deployments: {}",
+        "deployments: [7]",
+        "\x00",
+        "a: [",
+        "[" * 3000,
+    ],
+)
+def test_a_file_that_is_no_prefect_yaml_is_told(page: str, tmp_path: Path) -> None:
+    (tmp_path / "prefect.yaml").write_text(page)
+    with pytest.raises(UserError, match=r"prefect\.yaml: "):
+        check_prefect_yaml(tmp_path / "prefect.yaml")
+
+
+def test_parameters_that_hold_themselves_are_told(tmp_path: Path) -> None:
+    flow = "dphybrid.flows.train_hybrid:train_hybrid"
+    (tmp_path / "prefect.yaml").write_text(f"deployments: [{{name: a, entrypoint: '{flow}', parameters: &p {{config: *p}}}}]")
+    with pytest.raises(UserError, match="deployment a"):
+        check_prefect_yaml(tmp_path / "prefect.yaml")
