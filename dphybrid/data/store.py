@@ -25,7 +25,7 @@ from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.util.digests import file_digest, note_verified, verify_files
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import clear_leftovers, making, naming, sync
+from dphybrid.util.files import clear_leftovers, make_folder, making, naming, sync
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
@@ -221,7 +221,7 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
     if final.exists():
         return open_prepared(final)
     with _told(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with locked(folder / f".{final.name}.lock"):
             clear_leftovers(folder, final.name)  # of a killed process: whoever holds the lock is the only one alive
             if final.exists():  # another process was faster

@@ -20,6 +20,7 @@ from dphybrid.data import Prepared
 from dphybrid.jobs.pages import RunPage
 from dphybrid.parallel import Devices
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import make_folder, sync
 from dphybrid.util.locks import FileLock, is_held
 
 LOCK = ".lock"
@@ -142,12 +143,13 @@ def new_run_folder(settings: Settings, config: ExperimentConfig, devices: Device
         name
         or f"{config.recipe}-{devices.text.replace('*', 'x').replace(':', '').replace(',', '+')}-{time.strftime('%m%d-%H%M%S')}"
     )
-    settings.runs_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(settings.runs_dir)
     for attempt in range(1, 1000):
         folder = settings.runs_dir / (base if attempt == 1 else f"{base}-{attempt}")
         try:
             folder.mkdir()
         except FileExistsError:
             continue
+        sync(settings.runs_dir)
         return folder
     raise UserError(f"run name {base!r}: taken a thousand times in {settings.runs_dir}; give another")

@@ -42,7 +42,7 @@ from dphybrid.training.metrics import TASKS
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.device_spec import parse_device_spec
-from dphybrid.util.files import clear_leftovers, disk_errors_told, write_text
+from dphybrid.util.files import clear_leftovers, disk_errors_told, make_folder, write_text
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 
@@ -234,7 +234,7 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
     if settings.threads:
         torch.set_num_threads(settings.threads)
     devices = resolve_devices(run.page.devices)
-    run.checkpoints.mkdir(exist_ok=True)
+    make_folder(run.checkpoints)
     clear_leftovers(run.folder)
     clear_leftovers(run.checkpoints)
     done = newest_whole_checkpoint(run.checkpoints)

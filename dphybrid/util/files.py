@@ -85,7 +85,8 @@ def making(final: Path) -> Iterator[Path]:
     try:
         with naming(final):
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            make_folder(final.parent)
+            partial.mkdir()
             yield partial
             sync_tree(partial)
             if final.exists():
@@ -100,6 +101,14 @@ def making(final: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(before, ignore_errors=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, for good; one that is there stays."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
 
 
 def remove_folder(folder: Path) -> None:

@@ -1,0 +1,162 @@
+"""Faults at file operations: what a run writes, syncs, renames and removes below a folder is counted, and one of these operations is hit.
+
+Works on what goes through Python: `open` for writing, and os.fsync, rename, replace, unlink, rmdir, mkdir. What compiled libraries write (a
+Parquet file of the preparation, SQLite) is seen when it is synced or renamed.
+"""
+
+import builtins
+import errno
+import io
+import os
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+KILLED = 137
+ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EROFS", "EIO", "EMFILE")}
+MODES = ("kill", "torn", "unsynced", "lost", *ERRORS)
+"""kill: the process ends before the operation. torn: half of a write is done first. unsynced: as the power fails, what was written to
+files and not fsynced is lost. lost: and so are names that were made, renamed or removed in folders not fsynced since. The others: the
+operation fails once with that error."""
+
+
+class Faults:
+    """Counts operations below `root` and, at number `target` (from 1; 0: never), does what `mode` says. seed: which unsynced files go."""
+
+    def __init__(self, root: Path, target: int = 0, mode: str = "kill", seed: int = 0) -> None:
+        self.root, self.target, self.mode = str(root) + os.sep, target, mode
+        self.count = 0
+        self._random = random.Random(seed)
+        self._unsynced: set[int] = set()
+        self._undo: list[tuple[int, Callable[[], None]]] = []  # with the inode of the folder that was not synced since
+        self._kept = root.parent / f"{root.name}-kept"  # what a removal that is undone brings back
+
+    def install(self) -> None:
+        """Put this layer under the process, which is one of its own: nothing takes it away again."""
+        self._real = {name: getattr(os, name) for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "link")}
+        real_open = io.open
+        self._kept.mkdir(exist_ok=True)
+
+        def opened(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(file, str | Path) or not self._below(file) or not set(mode) & set("wax+"):
+                return real_open(file, mode, buffering, *args, **kwargs)
+            self.hit("open", EMFILE=True)
+            raw = _Raw(self, str(file), mode.replace("t", "").replace("b", ""))
+            self._unsynced.add(os.fstat(raw.fileno()).st_ino)
+            if "b" in mode:
+                return io.BufferedWriter(raw) if buffering else raw
+            return io.TextIOWrapper(io.BufferedWriter(raw), *args, **kwargs)
+
+        builtins.open = io.open = opened  # type: ignore[assignment]
+        os.fsync = self._fsync
+        os.rename = os.replace = self._rename  # type: ignore[assignment]
+        os.unlink = os.remove = self._unlink  # type: ignore[assignment]
+        os.rmdir, os.mkdir = self._rmdir, self._mkdir  # type: ignore[assignment]
+
+    def hit(self, what: str, torn: Callable[[], object] | None = None, EMFILE: bool = False) -> None:
+        """Count an operation, and fail where it is the one."""
+        self.count += 1
+        if self.count != self.target:
+            return
+        if self.mode in ERRORS:
+            if self.mode != "EMFILE" or EMFILE:  # only what opens a file needs a handle
+                raise OSError(ERRORS[self.mode], os.strerror(ERRORS[self.mode]))
+            return
+        if self.mode == "torn" and torn:
+            torn()
+        if self.mode in ("unsynced", "lost"):
+            self._lose()
+        os._exit(KILLED)
+
+    def written(self, inode: int) -> None:
+        self._unsynced.add(inode)
+
+    def _lose(self) -> None:
+        root = Path(self.root)
+        self.root = "/no such folder/"  # what follows is no operation of the run
+        for _, step in reversed(self._undo if self.mode == "lost" else []):
+            with suppress(OSError):
+                step()
+        for path in root.rglob("*"):
+            if path.is_file() and path.stat().st_ino in self._unsynced:
+                os.truncate(path, self._random.choice([0, path.stat().st_size // 2]))
+
+    def _below(self, path: Any, dir_fd: int | None = None) -> bool:
+        return self._full(path, dir_fd).startswith(self.root)
+
+    def _full(self, path: Any, dir_fd: int | None = None) -> str:
+        base = os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else os.getcwd()
+        return os.path.join(base, os.fspath(path))
+
+    def _fsync(self, handle: int) -> None:
+        name, stat = os.readlink(f"/proc/self/fd/{handle}"), os.fstat(handle)
+        if (name + os.sep).startswith(self.root):
+            self.hit(f"fsync {name}")
+            self._unsynced.discard(stat.st_ino)
+            self._undo = [(inode, step) for inode, step in self._undo if inode != stat.st_ino]
+        self._real["fsync"](handle)
+
+    def _rename(self, source: Any, target: Any, **kwargs: Any) -> None:
+        if not self._below(target):
+            return self._real["rename"](source, target, **kwargs)
+        self.hit(f"rename {target}")
+        source, target = self._full(source), self._full(target)
+        before = self._keep(target) if os.path.isfile(target) else None
+        self._real["rename"](source, target)
+
+        def undo() -> None:
+            self._real["rename"](target, source)
+            if before:
+                self._real["rename"](before, target)
+
+        return self._undone_with(target, undo)
+
+    def _unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
+        full = self._full(path, dir_fd)
+        if not full.startswith(self.root):
+            return self._real["unlink"](path, dir_fd=dir_fd)
+        self.hit(f"unlink {full}")
+        before = self._keep(full) if os.path.isfile(full) else None
+        self._real["unlink"](full)
+        if before:
+            self._undone_with(full, lambda: self._real["rename"](before, full))
+        return None
+
+    def _rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+        full = self._full(path, dir_fd)
+        if full.startswith(self.root):
+            self.hit(f"rmdir {full}")
+        self._real["rmdir"](full)
+        if full.startswith(self.root):
+            self._undone_with(full, lambda: os.makedirs(full, exist_ok=True))
+
+    def _mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        full = self._full(path, dir_fd)
+        if full.startswith(self.root):
+            self.hit(f"mkdir {full}")
+        self._real["mkdir"](full, mode)
+        if full.startswith(self.root):
+            self._undone_with(full, lambda: shutil.rmtree(full, ignore_errors=True))
+
+    def _keep(self, path: str) -> str:
+        kept = str(self._kept / f"{os.getpid()}-{self.count}")
+        self._real["link"](path, kept)
+        return kept
+
+    def _undone_with(self, path: str, undo: Callable[[], None]) -> None:
+        self._undo.append((os.stat(os.path.dirname(path)).st_ino, undo))
+
+
+class _Raw(io.FileIO):
+    def __init__(self, faults: Faults, path: str, mode: str) -> None:
+        super().__init__(path, mode)
+        self._faults = faults
+
+    def write(self, data: Any) -> int:
+        half = bytes(data)[: len(bytes(data)) // 2]
+        self._faults.hit(f"write {self.name}", torn=lambda: super(_Raw, self).write(half))
+        self._faults.written(os.fstat(self.fileno()).st_ino)
+        return super().write(data)

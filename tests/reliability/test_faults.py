@@ -1,0 +1,80 @@
+"""A run is hit at its file operations, one after the other, and started again: it must come to the same bits, metrics and checkpoints.
+
+A seeded few of all operations and modes by default; DPHYBRID_FAULTS=N takes N of them, DPHYBRID_FAULTS=all every one (an hour).
+"""
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reliability.faults import KILLED, MODES
+from tests.reliability.trial import came_to, run_trial
+
+TRIALS = os.environ.get("DPHYBRID_FAULTS", "20")
+CLICKS = Path(__file__).parent.parent / "fixtures" / "run_without_version" / "clicks.csv"
+OPTIONS = [
+    "recipe=ctr",
+    f"data.path={CLICKS}",
+    "data.label=clicked",
+    "data.buckets=4",
+    "model.dim=2",
+    "model.hidden=4",
+    "model.layers=1",
+    "train.epochs=2",
+    "train.batch_size=16",
+    "train.log_every=2",
+    "devices=cpu*2",
+    "checkpoint.keep_last=1",
+    "checkpoint.every_steps=2",
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int]:
+    """What an undisturbed run comes to, and its number of file operations."""
+    data_dir = tmp_path_factory.mktemp("undisturbed") / "data"
+    code, count, output = run_trial(data_dir, OPTIONS)
+    assert code == 0, output
+    return came_to(data_dir), count
+
+
+def check(data_dir: Path, undisturbed: dict[str, Any], target: int, mode: str) -> None:
+    code, _, output = run_trial(data_dir, OPTIONS, target, mode)
+    assert code in ((KILLED,) if mode in ("kill", "torn", "unsynced", "lost") else (0, 2)), f"{target} {mode}: {code}\n{output}"
+    code, _, output = run_trial(data_dir, OPTIONS)
+    assert code == 0, f"after {target} {mode}\n{output}"
+    assert came_to(data_dir) == undisturbed, f"after {target} {mode}\n{output}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(36000 if TRIALS == "all" else 1200)
+def test_a_run_that_is_hit_anywhere_comes_to_the_same(tmp_path: Path, undisturbed: tuple[dict[str, Any], int]) -> None:
+    expected, count = undisturbed
+    assert count > 150
+    every = [(target, mode) for target in range(1, count + 1) for mode in MODES]
+    chosen = every if TRIALS == "all" else random.Random(0).sample(every, int(TRIALS))
+    failed = []
+    for target, mode in chosen:
+        try:
+            check(tmp_path / "data", expected, target, mode)
+        except AssertionError as error:
+            failed.append(str(error))
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        shutil.rmtree(tmp_path / "data-kept", ignore_errors=True)
+    assert not failed, f"{len(failed)} of {len(chosen)} trials failed:\n" + "\n".join(failed)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_hit_again_and_again_comes_to_the_same(tmp_path: Path, undisturbed: tuple[dict[str, Any], int]) -> None:
+    expected, count = undisturbed
+    chosen = random.Random(1)
+    for _ in range(6):
+        code, _, output = run_trial(tmp_path / "data", OPTIONS, chosen.randint(40, count // 2), "unsynced")
+        assert code in (0, KILLED), output
+    code, _, output = run_trial(tmp_path / "data", OPTIONS)
+    assert code == 0, output
+    assert came_to(tmp_path / "data") == expected
