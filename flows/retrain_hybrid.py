@@ -14,16 +14,16 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 
-from dphybrid.cli.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
+from dphybrid.cli.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, recipe_of, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import apply_overrides
 from dphybrid.jobs.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
 from dphybrid.jobs.runs import find_tagged_run, read_run
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.queueing import ended, too_late
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, trained
 from dphybrid.orchestration.supervised import supervised
+from dphybrid.recipes.configs import AnyExperiment, apply_overrides, build_config
 from dphybrid.util.stop import StopRequest
 
 
@@ -41,7 +41,7 @@ def compare(run_folder: str, min_gain: float) -> Decision:
 
 @flow(name="retrain-hybrid", log_prints=True)
 def retrain_hybrid(
-    config: ExperimentConfig = ExperimentConfig(recipe="ctr"),  # noqa: B008 - frozen, and the form shows it
+    config: AnyExperiment = build_config({"recipe": "ctr"}),  # noqa: B008 - frozen, and the form shows it
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     min_new_rows: int = 1,
     drift_above: float = 0.0,
@@ -105,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=TRAIN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_experiment_flags(parser)
+    given = sys.argv[1:] if argv is None else argv
+    add_experiment_flags(parser, recipe_of(given))
     parser.add_argument("--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)")
     parser.add_argument(
         "--drift-above", type=float, default=0.0, metavar="X", help="drift that is worth one with fewer rows (0: never)"
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--min-gain", type=float, default=0.0, metavar="X", help="gain that the whole 95 %% interval must exceed (0)"
     )
     parser.add_argument("--event", default="", metavar="TEXT", help="retrain even without new data, because of this")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(given)
 
     def run() -> int:
         config, *_ = config_from_args(args)

@@ -23,16 +23,16 @@ from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from dphybrid.cli.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, run_cli
+from dphybrid.cli.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, recipe_of, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.config.sources import apply_overrides
 from dphybrid.jobs.sweep import Cell, CellFailed, Grid, cells_at_once, make_grid, run_cell, sweep_rows, write_sweep
 from dphybrid.jobs.train import Report
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.supervised import supervised
+from dphybrid.recipes.configs import AnyExperiment, apply_overrides, build_config
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError
@@ -59,7 +59,7 @@ def train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) 
 @flow(name="sweep-hybrid", log_prints=True)
 def sweep_hybrid(
     grid: dict[str, list[Any]],
-    config: ExperimentConfig = ExperimentConfig(),  # noqa: B008 - frozen, and the form shows it
+    config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     sweep: str | None = None,
     at_once: int = 0,
@@ -148,12 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=TRAIN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_experiment_flags(parser)
+    given = sys.argv[1:] if argv is None else argv
+    add_experiment_flags(parser, recipe_of(given))
     parser.add_argument("--grid", required=True, metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}')
     parser.add_argument("--sweep", metavar="NAME", help="name of the sweep; one used before goes on")
     parser.add_argument("--at-once", type=int, default=0, metavar="N", help="cells at the same time (0: as many as GPUs allow)")
     parser.add_argument("--retries", type=int, default=1, metavar="N", help="how often a failed cell is tried again (1)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(given)
 
     def run() -> int:
         config, *_ = config_from_args(args)

@@ -10,22 +10,21 @@ from collections.abc import Sequence
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from dphybrid.cli.flags import TRAIN_HELP, Parser, add_train_flags, config_from_args, run_cli
-from dphybrid.config import ExperimentConfig
+from dphybrid.cli.flags import TRAIN_HELP, Parser, add_train_flags, config_from_args, recipe_of, run_cli
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import apply_overrides
 from dphybrid.gpus.politeness import go_on_later
 from dphybrid.jobs.report import Report
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.steps import trained
 from dphybrid.orchestration.supervised import supervised
+from dphybrid.recipes.configs import AnyExperiment, apply_overrides, build_config
 from dphybrid.util.stop import Interrupted
 
 
 @flow(name="train-hybrid", log_prints=True)
 def train_hybrid(
-    config: ExperimentConfig = ExperimentConfig(),  # noqa: B008 - frozen, and the form shows it
+    config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     run_name: str | None = None,
     resume: str | None = None,
@@ -51,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=TRAIN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_train_flags(parser)
-    args = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    add_train_flags(parser, recipe_of(given))
+    args = parser.parse_args(given)
 
     def run() -> int:
         config, _, resume, report_path = config_from_args(args)

@@ -17,7 +17,7 @@ HEAVY = ("torch", "mlflow", "prefect", "polars", "pydantic", "pydantic_settings"
         ("dphybrid", set()),
         ("dphybrid.util.device_spec", set()),
         ("dphybrid.config", {"pydantic"}),
-        ("dphybrid.config.sources", {"pydantic"}),
+        ("dphybrid.recipes.configs", {"pydantic"}),
         ("dphybrid.config.settings", {"pydantic", "pydantic_settings"}),
         ("dphybrid.parallel", {"torch"}),
         ("dphybrid.embedding", {"torch"}),

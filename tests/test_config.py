@@ -5,29 +5,41 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.config import RECIPES, ExperimentConfig, flatten, given_values
-from dphybrid.config.sources import add_config_flags, apply_overrides, field_types, load_config, overrides_from_args
+from dphybrid.cli.flags import add_config_flags, overrides_from_args
+from dphybrid.config import flatten
+from dphybrid.recipes.configs import (
+    apply_overrides,
+    build_config,
+    field_types,
+    given_values,
+    load_config,
+    stored_config,
+)
+from dphybrid.recipes.registry import BUILT_IN, find_recipe
 from dphybrid.util.errors import UserError
 
 
-def flags(*argv: str) -> list[str]:
+def flags(*argv: str, recipe: str = "text") -> list[str]:
     parser = argparse.ArgumentParser()
-    add_config_flags(parser)
+    add_config_flags(parser, recipe)
     return overrides_from_args(parser.parse_args(argv))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BUILT_IN)
 def test_every_recipe_is_a_valid_config(recipe: str) -> None:
     config = load_config(None, [f"recipe={recipe}"])
-    for name, value in flatten(RECIPES[recipe]).items():
-        assert flatten(config.model_dump())[name] == value
+    found, values = find_recipe(recipe), flatten(config.model_dump())
+    assert config.recipe == recipe
+    for section in ("table", "train", "checkpoint"):
+        for name, value in getattr(found, section).items():
+            assert values[f"{section}.{name}"] == value
 
 
 def test_flags_go_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "experiment.toml"
     file.write_text('recipe = "ctr"\n[train]\nbatch_size = 64\nlr = 0.5\n[data]\nnumeric = ["age", "hours"]\n')
-    config = load_config(file, flags("--train.batch-size", "128", "--data.ignore", "a, b"))
-    assert (config.train.batch_size, config.train.lr, config.train.epochs) == (128, 0.5, RECIPES["ctr"]["train"]["epochs"])
+    config = load_config(file, flags("--train.batch-size", "128", "--data.ignore", "a, b", recipe="ctr"))
+    assert (config.train.batch_size, config.train.lr, config.train.epochs) == (128, 0.5, find_recipe("ctr").train["epochs"])
     assert config.data.numeric == ("age", "hours")
     assert config.data.ignore == ("a", "b")
 
@@ -43,14 +55,15 @@ def test_overrides_keep_what_was_given_and_follow_a_new_recipe() -> None:
     config = load_config(None, ["recipe=ctr", "train.seed=7"])
     changed = apply_overrides(config, ["recipe=toy", "train.epochs=2"])
     assert (changed.recipe, changed.train.seed, changed.train.epochs) == ("toy", 7, 2)
-    assert changed.train.batch_size == RECIPES["toy"]["train"]["batch_size"]
+    assert changed.train.batch_size == find_recipe("toy").train["batch_size"]
     assert given_values(changed) == {"recipe": "toy", "train": {"seed": 7, "epochs": 2}}
 
 
 def test_every_field_has_a_sentence_and_a_flag() -> None:
-    for name, (_, sentence, _) in field_types().items():
-        assert sentence.endswith("."), name
-        assert flags(f"--{name.replace('_', '-')}", "1") == [f"{name}=1"]
+    for recipe in BUILT_IN:
+        for name, (_, sentence, _) in field_types(recipe).items():
+            assert sentence.endswith("."), name
+            assert flags(f"--{name.replace('_', '-')}", "1", recipe=recipe) == [f"{name}=1"]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +76,7 @@ def test_every_field_has_a_sentence_and_a_flag() -> None:
         ("train.lr=fast", ["train.lr", "'fast'", "number"]),
         ("train.lr", ["expected name=value"]),
         ("nonsense=1", ["nonsense", "known: recipe, devices"]),
+        ("epochs=3", ["epochs", "did you mean 'train.epochs'"]),
     ],
 )
 def test_wrong_values_are_named_with_place_and_remedy(override: str, words: list[str]) -> None:
@@ -102,4 +116,56 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_the_config_cannot_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        ExperimentConfig().train.epochs = 3  # type: ignore[misc]
+        build_config({}).train.epochs = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["recipe=digits", "data.path=x.csv"], ["data.path", "recipe digits does not use it", "text, ctr, kge"]),
+        (["recipe=hybrid", "data.path=clicks.csv"], ["data.path", "recipe hybrid"]),
+        (["recipe=text", "model.penalty=0.1"], ["model.penalty", "recipe text", "kge"]),
+        (["recipe=ctr", "data.window=64"], ["data.window", "text"]),
+    ],
+)
+def test_values_that_the_recipe_does_not_use_are_refused(values: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as told:
+        load_config(None, values)
+    for word in words:
+        assert word in str(told.value)
+
+
+def test_without_a_recipe_the_data_says_which_one_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.txt").write_text("a\tknows\tb\nb\tknows\tc\n")
+    (tmp_path / "words.txt").write_text("plain text, without any tabs\n")
+    (tmp_path / "days").mkdir()
+    (tmp_path / "days" / "one.csv.gz").write_text("")
+    for values, recipe in (
+        (["data.path=movies.csv", "data.label=Liked?"], "ctr"),
+        (["data.path=movies.parquet"], "ctr"),
+        ([f"data.path={tmp_path / 'days'}"], "ctr"),
+        ([f"data.path={tmp_path}"], "kge"),
+        ([f"data.path={tmp_path / 'train.txt'}"], "kge"),
+        ([f"data.path={tmp_path / 'words.txt'}"], "text"),
+        ([], "text"),
+    ):
+        assert load_config(None, values).recipe == recipe
+        told = capsys.readouterr().out
+        assert (f"Recipe: {recipe}, as data." in told) == (recipe != "text")
+    assert load_config(None, ["recipe=text", "data.path=movies.csv"]).recipe == "text"
+
+
+def test_a_config_written_before_recipes_had_their_own_fields_is_read() -> None:
+    page = build_config({"recipe": "hybrid", "train": {"epochs": 3}}).model_dump(mode="json")
+    page["data"] = {"path": "clicks.csv", "window": 64, "label": None}
+    page["model"] |= {"kind": "lstm", "hidden": 10, "penalty": 0.0}
+    assert stored_config(page) == build_config({"recipe": "hybrid", "train": {"epochs": 3}})
+    page["model"]["nonsense"] = 1
+    with pytest.raises(UserError, match="nonsense"):
+        stored_config(page)
+
+
+def test_a_given_value_that_the_new_recipe_does_not_have_is_told() -> None:
+    config = build_config({"recipe": "ctr", "data": {"label": "y"}})
+    with pytest.raises(UserError, match=r"data\.label.*recipe toy does not use it"):
+        apply_overrides(config, ["recipe=toy"])

@@ -17,6 +17,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder, leasing
 from dphybrid.gpus.leasing import expected_devices, leased_devices
 from dphybrid.gpus.politeness import reason_to_yield
+from dphybrid.recipes.configs import build_config
 from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state
@@ -46,7 +47,7 @@ def machine(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def config(devices: str) -> ExperimentConfig:
-    return ExperimentConfig(recipe="hybrid", devices=devices)
+    return build_config({"recipe": "hybrid", "devices": devices})
 
 
 def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> None:

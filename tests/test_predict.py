@@ -15,10 +15,10 @@ from sklearn.metrics import roc_auc_score
 import dphybrid
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import load_config
 from dphybrid.jobs.load import model_from_checkpoint
 from dphybrid.jobs.predict import Predictor
 from dphybrid.jobs.train import Report, run_job
+from dphybrid.recipes.configs import load_config
 from dphybrid.util.errors import UserError
 
 HEADER = "age,city,user_id,clicked"
@@ -215,13 +215,13 @@ def test_a_mapped_table_takes_memory_for_the_rows_looked_up_only(tmp_path: Path)
     code = """
 import resource, sys, torch
 from pathlib import Path
-from dphybrid.config import ExperimentConfig
+from dphybrid.recipes.configs import build_config
 from dphybrid.embedding import find_tables
 from dphybrid.jobs.load import model_from_checkpoint
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.parallel import resolve_devices
 from dphybrid.training.checkpoint import Progress, Trained, save_checkpoint
-config, info, folder = ExperimentConfig(recipe="ctr"), {"num_ids": [4_000_000], "num_dense": 0}, Path(sys.argv[1])
+config, info, folder = build_config({"recipe": "ctr"}), {"num_ids": [4_000_000], "num_dense": 0}, Path(sys.argv[1])
 if len(sys.argv) > 2:
     model = build_model("ctr", ModelContext(resolve_devices("cpu"), info, config.model, 0))
     save_checkpoint(folder, Trained(model, None, None, Progress()), config.model_dump(mode="json"), {"info": info})

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import load_config
 from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
 from tests.conftest import SHARED
 
 ADULT = SHARED / "data" / "adult" / "adult.data"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.config import DataConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.config.sources import load_config
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -43,4 +43,4 @@ def test_it_names_settings_and_values_that_exist() -> None:
     for name in re.findall(r"`DPHYBRID_(\w+)`", README):
         assert name.lower() in Settings.model_fields
     for name in re.findall(r"--data\.([\w-]+)", README):
-        assert name.replace("-", "_") in DataConfig.model_fields
+        assert name.replace("-", "_") in TableDataConfig.model_fields

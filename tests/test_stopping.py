@@ -14,22 +14,22 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder, leasing, politeness
 from dphybrid.jobs import train as job
 from dphybrid.orchestration import guard
+from dphybrid.recipes.configs import build_config
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from tests.fake_nvml import gpu, write_state
 from tests.test_gpus import stranger  # noqa: F401 - a fixture
 from tests.test_politeness import machine  # noqa: F401 - a fixture
 
-CONFIG = ExperimentConfig(recipe="hybrid", devices="auto*1").model_dump()
+CONFIG = build_config({"recipe": "hybrid", "devices": "auto*1"}).model_dump()
 FIRST_GPU = gpu(0)["uuid"]
 
 
 def run(epochs: int, stop: StopRequest, resume: str | None = None) -> job.Report:
-    config = ExperimentConfig.model_validate(CONFIG | {"train": CONFIG["train"] | {"epochs": epochs}})
+    config = build_config(CONFIG | {"train": CONFIG["train"] | {"epochs": epochs}})
     return job.run_job(config, load_settings(), run_name="run", resume=resume, stop=stop)
 
 
@@ -147,7 +147,7 @@ def test_a_request_ends_the_preparation_and_the_waiting_for_gpus(
         told.append(reason)
         stop.ask("a test")
 
-    config = ExperimentConfig.model_validate(CONFIG)
+    config = build_config(CONFIG)
     with pytest.raises(Interrupted), leasing.leased_devices(config, load_settings(), run="run", on_wait=waits, stop=stop):
         pass
     assert len(told) == 1

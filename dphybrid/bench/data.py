@@ -22,11 +22,11 @@ measured(lambda: polars.read_csv(sys.argv[1]))
 _PREPARE = """
 import polars, sys
 from pathlib import Path
-from dphybrid.config import DataConfig
-from dphybrid.data import prepare
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.recipes import find_recipe
 from dphybrid.data.table import source as table
 from dphybrid.bench.data import measured
-measured(lambda: prepare("ctr", DataConfig(path=sys.argv[1], label="label"), Path(sys.argv[2]), 0))
+measured(lambda: find_recipe("ctr").prepare(TableDataConfig(path=sys.argv[1], label="label"), Path(sys.argv[2]), 0))
 """
 
 

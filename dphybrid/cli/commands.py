@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dphybrid.cli.flags import config_from_args, tags_from_args
+from dphybrid.cli.flags import config_from_args, overrides_from_args, tags_from_args
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import load_config, overrides_from_args
+from dphybrid.recipes.configs import load_config
+from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json
 
@@ -150,8 +151,8 @@ def prepare(args: argparse.Namespace) -> int:
     if args.schema is not None and not args.schema.absolute().parent.is_dir():
         raise UserError(f"--schema {args.schema}: cannot be written there; name a file in a folder that exists")
     config = load_config(args.config, overrides_from_args(args))
-    if args.schema is not None and config.recipe != "ctr":
-        raise UserError(f"--schema {args.schema}: recipe {config.recipe} has no columns; only ctr has")
+    if args.schema is not None and not find_recipe(config.recipe).tabular:
+        raise UserError(f"--schema {args.schema}: recipe {config.recipe} has no columns; {', '.join(tabular_names())} has")
     folder = Path(prepare_data(config, load_settings()))
     if args.schema is not None:
         shutil.copyfile(folder / "schema.toml", args.schema)

@@ -2,15 +2,17 @@
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from dphybrid.config import ExperimentConfig
+from dphybrid.config import ExperimentConfig, merge
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.config.sources import add_config_flags, load_config, overrides_from_args
-from dphybrid.util.errors import UserError
+from dphybrid.recipes.configs import field_types, load_config, parse_overrides, read_config_file, recipes_with
+from dphybrid.recipes.registry import DEFAULT, find_recipe, infer_recipe, recipe_names
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.masking import masked
 
 TRAIN_HELP = """\
@@ -22,20 +24,102 @@ examples:
   %(prog)s --resume                           go on with the newest run of the recipe
   %(prog)s --config experiment.toml --report result.json
 
-A TOML file has the same names: `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
-Values in brackets of a flag are the text recipe's; other recipes set their own. Data, checkpoints and the MLflow store
-lie under DPHYBRID_DATA_DIR (~/.dphybrid).
+The flags above are those of one recipe, with its values in brackets: `--help --recipe ctr` shows ctr's. Without --recipe the data
+says which one is meant: a label or a table means ctr, a folder of triples kge, anything else text. A recipe of your own is named as
+--recipe package.module:NAME. A TOML file has the same names: `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
+Data, checkpoints and the MLflow store lie under DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but wrong flags end in one message with a remedy."""
+    """argparse, but wrong flags end in one message that says what was meant. recipe: whose values it offers as flags."""
+
+    recipe: str | None = None
+    commands: "dict[str, Parser] | None" = None
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            (self.commands or {}).get(vars(found).get("command", ""), self).refuse(unknown)
+        return found
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with what is wrong about arguments that this command does not have."""
+        flags = [text for text in unknown if text.startswith("-")]
+        if not flags:
+            self.error(f"unexpected {' '.join(unknown)!r}; values are given as --name value")
+        flag = flags[0].partition("=")[0]
+        if self.recipe is not None and "." in flag and (others := recipes_with(_field_of(flag))):
+            self.error(f"{flag}: recipe {self.recipe} does not use it; it is a value of {', '.join(others)}")
+        known = list(self._option_string_actions)
+        same = [name for name in known if name.rpartition(".")[2] == flag.lstrip("-")]
+        hint = f"; did you mean {same[0]}?" if same else suggestion(flag, known)
+        self.error(f"{flag}: there is no such flag{hint if 'did you mean' in hint else ''}")
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.match(r"argument \S+: invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            known = re.findall(r"[\w-]+", wrong[2])
+            message = f"{wrong[1]!r}: there is no such command{suggestion(wrong[1], known)}"
         self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 
 
-def add_train_flags(parser: argparse.ArgumentParser) -> None:
+def _field_of(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def recipe_of(argv: Sequence[str]) -> str:
+    """Return the recipe that a command line means, for the flags that it offers; mistakes are left for `load_config`."""
+    given: dict[str, str] = {}
+    for place, text in enumerate(argv):
+        if text.startswith(("--recipe", "--config", "--data.")):
+            name, equals, value = text.partition("=")
+            given[_field_of(name)] = value if equals else next(iter(argv[place + 1 : place + 2]), "")
+    try:
+        values = read_config_file(Path(given["config"])) if "config" in given else {}
+        values = merge(values, parse_overrides([f"{name}={value}" for name, value in given.items() if name != "config"]))
+        name = values.get("recipe") or infer_recipe(values)[0]
+        return find_recipe(name).key
+    except (UserError, OSError, TypeError):
+        return DEFAULT
+
+
+def add_config_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:
+    """Add one flag a field of the recipe's config (`--train.batch-size N`), grouped by section, and `--config FILE`."""
+    if isinstance(parser, Parser):
+        parser.recipe = recipe
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML (or JSON) file with the values to set; flags go over it"
+    )
+    groups: dict[str, Any] = {}
+    for name, (kind, sentence, default) in field_types(recipe).items():
+        section = name.split(".")[0] if "." in name else "experiment"
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        shown = ",".join(default) if isinstance(default, tuple) else default
+        choices = f" [{', '.join(map(str, get_args(kind)))}]" if get_origin(kind) is Literal else ""
+        if name == "recipe":
+            choices, shown = f" [{', '.join(recipe_names())}]", ""
+        note = "" if shown in (None, "") else f" ({recipe}: {shown})"
+        groups[section].add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=f"config.{name}",
+            default=argparse.SUPPRESS,
+            metavar=_metavar(kind),
+            help=f"{sentence}{choices}{note}".replace("%", "%%"),
+        )
+
+
+def _metavar(kind: Any) -> str:
+    known = {int: "N", float: "X", bool: "true|false"}
+    return known.get(kind, "TEXT")
+
+
+def overrides_from_args(args: argparse.Namespace) -> list[str]:
+    """Return the flags that were given as override texts."""
+    return [f"{key.removeprefix('config.')}={value}" for key, value in vars(args).items() if key.startswith("config.")]
+
+
+def add_train_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:
     """Add the flags of a training command: the config's, and those of the run."""
     parser.add_argument(
         "--resume",
@@ -49,16 +133,16 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", metavar="FIRST-LAST", help="steps to record with torch's profiler, such as 20-24 (opens in Perfetto)"
     )
-    add_experiment_flags(parser)
+    add_experiment_flags(parser, recipe)
 
 
-def add_experiment_flags(parser: argparse.ArgumentParser) -> None:
+def add_experiment_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:
     """Add the config's flags, and where it is recorded: all that a command needs which makes several runs, or names them itself."""
     parser.set_defaults(**{name: parser.get_default(name) for name in ("resume", "report", "profile")})
     parser.add_argument(
         "--tracking", metavar="URI", help="MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)"
     )
-    add_config_flags(parser)
+    add_config_flags(parser, recipe)
 
 
 def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settings, str | None, Path | None]:

@@ -1,13 +1,13 @@
 """The command `dphybrid`: its subcommands and their flags."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dphybrid import __version__
 from dphybrid.cli import commands
-from dphybrid.cli.flags import TRAIN_HELP, Parser, add_train_flags, run_cli
-from dphybrid.config.sources import add_config_flags
+from dphybrid.cli.flags import TRAIN_HELP, Parser, add_config_flags, add_train_flags, recipe_of, run_cli
 
 PLAN_HELP = """\
 examples:
@@ -60,8 +60,9 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def make_parser() -> Parser:
-    """Return the parser of the whole command."""
+def make_parser(argv: Sequence[str] = ()) -> Parser:
+    """Return the parser of the whole command, with the flags of the recipe that the command line means."""
+    recipe = recipe_of(argv)
     parser = Parser(
         prog="dphybrid",
         description="Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record.",
@@ -73,7 +74,7 @@ def make_parser() -> Parser:
     train = subparsers.add_parser(
         "train", help="train without Prefect (the same job as the flow)", epilog=TRAIN_HELP, formatter_class=raw
     )
-    add_train_flags(train)
+    add_train_flags(train, recipe)
     train.add_argument(
         "--tag", action="append", default=[], metavar="NAME=VALUE", help="a tag for the MLflow run; may be repeated"
     )
@@ -87,7 +88,7 @@ def make_parser() -> Parser:
         "--rows", type=int, required=True, metavar="N", help="rows of an epoch, so that the last batch is shown too"
     )
     plan.add_argument("--memory", action="store_true", help="also build the recipe's model and estimate each device's memory")
-    add_config_flags(plan)
+    add_config_flags(plan, recipe)
     plan.set_defaults(function=commands.plan)
 
     check = subparsers.add_parser(
@@ -99,7 +100,7 @@ def make_parser() -> Parser:
         metavar="package.module:factory",
         help="function that returns the module (default: the recipe's model)",
     )
-    add_config_flags(check)
+    add_config_flags(check, recipe)
     check.set_defaults(function=commands.check)
 
     bench = subparsers.add_parser(
@@ -163,7 +164,7 @@ def make_parser() -> Parser:
         "prepare", help="read the data, show its columns and splits, and stop", epilog=PREPARE_HELP, formatter_class=raw
     )
     prepare.add_argument("--schema", type=Path, metavar="FILE", help="also write the columns' roles there, to be edited (ctr)")
-    add_config_flags(prepare)
+    add_config_flags(prepare, recipe)
     prepare.set_defaults(function=commands.prepare)
 
     predict = subparsers.add_parser(
@@ -187,10 +188,12 @@ def make_parser() -> Parser:
     predict.set_defaults(function=commands.predict)
 
     subparsers.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=commands.doctor)
+    parser.commands = subparsers.choices
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 2 for wrong input, 130 when interrupted."""
-    args = make_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    args = make_parser(given).parse_args(given)
     return run_cli(lambda: args.function(args))

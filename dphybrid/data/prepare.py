@@ -1,11 +1,12 @@
-"""`prepare`: from a recipe and its data config to a prepared folder, made once."""
+"""From a source to a prepared folder, made once."""
 
 import errno
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from dphybrid.config import DataConfig
+from dphybrid.data.batches import Dataset
 from dphybrid.data.store import ENCODER_VERSION, Content, Prepared, Progress, Source, build_once
 from dphybrid.util.digests import combined_digest
 from dphybrid.util.errors import UserError
@@ -14,19 +15,26 @@ DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of the folder that is written to, not of the files that are read."""
 
 
-def prepare(recipe: str, data: DataConfig, folder: Path, seed: int, on_progress: Progress | None = None) -> Prepared:
-    """Return the prepared data of a recipe under `folder`, building it when it is not there.
+def prepare_source(
+    name: str,
+    source: Source,
+    folder: Path,
+    seed: int,
+    on_progress: Progress | None = None,
+    view: Callable[[Prepared, str], Dataset] | None = None,
+) -> Prepared:
+    """Return the prepared data of a source under `folder`, building it when it is not there.
 
-    seed: chooses what is held out. on_progress(what, done, total) is called along the way. The same bytes and values give the same digest
-    on any machine. Raises UserError for input that cannot be used; nothing half-made is left then.
+    name: of the recipe. seed: chooses what is held out for validation. on_progress(what, done, total) is called along the way. view: see
+    `Prepared`. The same bytes and values give the same digest on any machine. Raises UserError for input that cannot be used; nothing
+    half-made is left then.
     """
     progress = on_progress or _silent
-    source = _open_source(recipe, data, seed)
     try:
         before = _stamps(source)
         digests = source.digests(progress)
     except OSError as error:
-        raise _unreadable(data, error) from error
+        raise _unreadable(error) from error
 
     def make(scratch: Path) -> Content:
         try:
@@ -35,49 +43,29 @@ def prepare(recipe: str, data: DataConfig, folder: Path, seed: int, on_progress:
         except OSError as error:
             if error.errno in DISK_TROUBLE:
                 raise
-            raise _unreadable(data, error) from error
-        if after != before:
-            raise UserError(f"data.path={data.path}: changed while it was read; run again when it is complete")
+            raise _unreadable(error) from error
+        if changed := [file for file, now, then in zip(source.files, after, before, strict=True) if now != then]:
+            raise UserError(f"data.path: {changed[0]} changed while it was read; run again when it is complete")
         return replace(content, extra={**(content.extra or {}), "source_digest": combined_digest(digests)})
 
-    facts = json.dumps({"recipe": recipe, "seed": seed, "encoder": ENCODER_VERSION, **source.options}, sort_keys=True)
-    return build_once(folder, recipe, combined_digest([facts.encode(), *digests]), make)
+    facts = json.dumps({"recipe": name, "seed": seed, "encoder": ENCODER_VERSION, **source.options}, sort_keys=True)
+    return replace(build_once(folder, name, combined_digest([facts.encode(), *digests]), make), view=view)
 
 
-def source_digest(recipe: str, data: DataConfig, seed: int) -> str:
+def source_digest(source: Source) -> str:
     """Return the digest of the source's bytes alone: it changes when data arrives. Raises UserError for a source that is not there."""
     try:
-        return combined_digest(_open_source(recipe, data, seed).digests(_silent))
+        return combined_digest(source.digests(_silent))
     except OSError as error:
-        raise _unreadable(data, error) from error
-
-
-def _open_source(recipe: str, data: DataConfig, seed: int) -> Source:
-    if recipe == "text":
-        from dphybrid.recipes.text import data as text
-
-        return text.open_source(data, seed)
-    if recipe == "ctr":
-        from dphybrid.data.table import source as table  # imports polars: only when it is needed
-
-        return table.open_source(data, seed)
-    if recipe == "kge":
-        from dphybrid.recipes.kge import data as triples
-
-        return triples.open_source(data, seed)
-    from dphybrid.recipes.tutorial import data as synthetic
-
-    return synthetic.open_source(recipe, seed)
+        raise _unreadable(error) from error
 
 
 def _stamps(source: Source) -> list[tuple[int, int]]:
     return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in source.files)]
 
 
-def _unreadable(data: DataConfig, error: OSError) -> UserError:
-    return UserError(
-        f"data.path={data.path}: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its permissions"
-    )
+def _unreadable(error: OSError) -> UserError:
+    return UserError(f"data.path: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its permissions")
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -85,11 +85,12 @@ class Manifest(Page):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared folder. reused: it was there before this call."""
+    """A prepared folder. reused: it was there before this call. view: makes a split of it, as its recipe reads it; None: rows of arrays."""
 
     path: Path
     manifest: Manifest
     reused: bool = True
+    view: "Callable[[Prepared, str], Dataset] | None" = None
 
     @property
     def digest(self) -> str:
@@ -115,15 +116,11 @@ class Prepared:
         return [part for part in ("train", "valid", "test") if any(name.startswith(f"{part}_") for name in self.manifest.arrays)]
 
     def dataset(self, part: str) -> Dataset:
-        """Return one of the parts."""
-        if self.manifest.kind == "text":
-            from dphybrid.recipes.text.data import WindowDataset
+        """Return one of the parts, as the recipe reads it."""
+        return self.rows(part) if self.view is None else self.view(self, part)
 
-            return WindowDataset(self.arrays[f"{part}_tokens"], self.info["window"])
-        if self.manifest.kind == "triples":
-            from dphybrid.recipes.kge.data import part_of
-
-            return part_of(part, self.arrays, self.info)
+    def rows(self, part: str) -> ArrayDataset:
+        """Return the rows of a part that the manifest's batch arrays have."""
         rows = self.arrays[f"{part}_rows"]
         return ArrayDataset({name: self.arrays[name] for name in self.manifest.batch_arrays}, rows)
 
@@ -177,7 +174,10 @@ class Source(Protocol):
 
 
 def open_prepared(path: Path) -> Prepared:
-    """Open a prepared folder. Raises UserError when it is none, or when an array is missing, not as long as it was written, or another."""
+    """Open a prepared folder, its parts as plain rows; `Recipe.open` reads them as the recipe does.
+
+    Raises UserError when it is none, or when an array is missing, not as long as it was written, or another.
+    """
     try:
         manifest = Manifest.read(path / "manifest.json")
     except UserError as error:

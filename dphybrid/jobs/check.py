@@ -7,19 +7,19 @@ from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.data import batches, prepare
+from dphybrid.data import batches
 from dphybrid.parallel import DataParallel, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.parallel.check import Finding, check_module
 from dphybrid.parallel.memory import block_memory, memory_text
-from dphybrid.recipes import build_from_config
-from dphybrid.recipes.registry import import_factory
+from dphybrid.recipes.context import build_from_config, import_factory
+from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
 
 
 def memory_report(config: ExperimentConfig, settings: Settings, batch_size: int) -> str:
     """Return each data-parallel block's memory for a full batch, device by device. Prepares the data if need be."""
     devices = resolve_devices(settings.devices if config.devices == "auto" else config.devices)
-    data = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed)
+    data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
     model = build_from_config(config, data.info, resolve_devices("cpu"))
     sizes = split_sizes(batch_size, len(devices))
     calls: dict[str, Any] = {}
@@ -43,7 +43,7 @@ def check_target(target: str | None, config: ExperimentConfig, settings: Setting
     these are checked, otherwise the model as if it were one. Raises UserError when the factory gives no module.
     """
     if target is None or inspect.signature(import_factory(target)).parameters:
-        data = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed)
+        data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
         model = build_from_config(config, data.info, resolve_devices("cpu"))

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from torch import nn
 
-from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.embedding import find_tables
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.jobs.pages import ResultPage
 from dphybrid.jobs.runs import Run, all_runs, read_run
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes import build_from_config
+from dphybrid.recipes.configs import stored_config
+from dphybrid.recipes.context import build_from_config
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
@@ -28,7 +28,7 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     is not allowed to.
     """
     state = verify_checkpoint(Path(folder))
-    config = ExperimentConfig.model_validate(state.config)
+    config = stored_config(state.config)
     _check_factory(config.model.factory, Path(folder), load_settings())
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, state.info, resolve_devices(devices))

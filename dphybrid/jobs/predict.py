@@ -15,14 +15,15 @@ import polars as pl
 import torch
 from polars.io.plugins import register_io_source
 
-from dphybrid.config import DataConfig, ExperimentConfig
-from dphybrid.config.sources import build_config
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.bags import SEPARATOR, is_list_of_items, list_texts
 from dphybrid.data.table.chunks import read_chunks
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.rows import Rows, check_rejected
 from dphybrid.data.table.source import find_files
 from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
+from dphybrid.recipes.configs import build_config, stored_config
+from dphybrid.recipes.registry import tabular_names
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import sync, temporary, write_text
@@ -43,20 +44,21 @@ class Predicted:
 
 
 class Predictor:
-    """A trained model of recipe ctr with its preprocessing. classes: the label's two values, the predicted one last."""
+    """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's two values, the predicted one last."""
 
     def __init__(self, folder: str | Path, devices: str = "cpu", batch_size: int = 8192) -> None:
         """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a table."""
         self.folder = Path(folder)
-        config = ExperimentConfig.model_validate(read_state(self.folder).config)
+        config = stored_config(read_state(self.folder).config)
         if not (self.folder / "encoder").is_dir():
             raise UserError(
-                f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one of recipe ctr, "
-                "trained by this version or a later one"
+                f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one of a recipe that reads tables "
+                f"({', '.join(tabular_names())})"
             )
         self.encoder = TableEncoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
-        self._data = config.data
+        assert isinstance(config.data, TableDataConfig)  # what an encoder comes with
+        self._recipe, self._data = config.recipe, config.data
         self._model = model_from_checkpoint(self.folder, devices, mapped=True).eval()
 
     def predict(self, rows: pl.DataFrame | Mapping[str, Any]) -> np.ndarray:
@@ -126,7 +128,7 @@ class Predictor:
         done.num_rejected = len(rejected)
         return done
 
-    def _reading(self, path: str, values: Mapping[str, Any]) -> DataConfig:
+    def _reading(self, path: str, values: Mapping[str, Any]) -> TableDataConfig:
         """The config that new files are read by: as the training files, and a header is known by the columns' names."""
         known = {
             "path": path,
@@ -138,7 +140,9 @@ class Predictor:
             "ignore": (),
         }
         data = {**self._data.model_dump(exclude={"valid_path", "split", "split_column"}), **known, **values}
-        return build_config({"recipe": "ctr", "data": data}).data
+        read = build_config({"recipe": self._recipe, "data": data}).data
+        assert isinstance(read, TableDataConfig)
+        return read
 
     def _chunk(self, chunk: Rows, done: Predicted) -> pl.DataFrame:
         self._check_columns(chunk.names, str(chunk.file))
@@ -172,7 +176,7 @@ class Predictor:
         return np.concatenate(scores), wrong
 
 
-def _no_value(series: pl.Series, data: DataConfig) -> pl.Series:
+def _no_value(series: pl.Series, data: TableDataConfig) -> pl.Series:
     if series.dtype.is_numeric() or series.dtype == pl.Boolean:
         return series
     text = list_texts(series, "the rows") if is_list_of_items(series.dtype) else series.cast(pl.String).str.strip_chars()
@@ -182,7 +186,7 @@ def _no_value(series: pl.Series, data: DataConfig) -> pl.Series:
 def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Predictor:
     """Return the predictor of a run, a checkpoint folder or a registered model such as `models:/clicks@champion`.
 
-    Raises UserError when there is none, or when it is no model of recipe ctr.
+    Raises UserError when there is none, or when it is no model of a recipe that reads tables.
     """
     from dphybrid.config.settings import load_settings
 

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from dphybrid.config import ExperimentConfig, flatten, given_values
+from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
-from dphybrid.data import Prepared, open_prepared
+from dphybrid.data import Prepared
 from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, SplitsPage
-from dphybrid.jobs.runs import Run, read_run
+from dphybrid.jobs.runs import Run, data_source, read_run
 from dphybrid.parallel import resolve_devices
+from dphybrid.recipes.configs import given_values
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.balance import balance_warnings
 from dphybrid.training.checkpoint import read_state
@@ -42,7 +43,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     run = read_run(run_folder)
     result, splits = ResultPage.read(run.folder / "result.json"), SplitsPage.read(run.folder / "splits.json")
     metrics = MetricsPage.read(run.folder / "metrics.json").metrics
-    data = open_prepared(Path(run.page.prepared))
+    data = run.open_data()
     tracker = attached(run, settings)
     table = [row.table_row() for row in splits.rows]
     warnings = balance_warnings(table, len(resolve_devices(result.devices)), result.system, result.stages)
@@ -129,7 +130,7 @@ def _page(report: Report, table: Table, run: Run, data: Prepared) -> str:
         "splits": table,
         "given": flatten(given_values(run.config)),
         "data_name": data.path.name,
-        "data_source": run.config.data.path or f"built in, recipe {run.config.recipe}",
+        "data_source": data_source(run.config),
         "data_lines": data.describe().splitlines(),
     }
     return run_report_markdown(report.model_dump() | facts, run.config.model_dump(mode="json"), run.page.links)

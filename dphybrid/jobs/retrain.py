@@ -9,24 +9,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializeAsAny
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.config.sources import apply_overrides
 from dphybrid.data import Prepared, open_prepared, source_digest
 from dphybrid.data.table.extend import old_ids, open_base
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.jobs.pages import ResultPage
 from dphybrid.jobs.runs import read_run
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes import build_from_config
+from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
+from dphybrid.recipes.context import build_from_config
+from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.tracking.registry import Registry, Version
 from dphybrid.training.checkpoint import load_weights, read_state
 from dphybrid.training.loop import held_out_outputs
-from dphybrid.training.metrics import TASKS, Task
+from dphybrid.training.metrics import Task
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
@@ -48,7 +49,7 @@ class Plan(BaseModel):
     config: the experiment with the champion's data and weights filled in. champion: its version, "" for the first model of its name.
     """
 
-    config: ExperimentConfig
+    config: SerializeAsAny[AnyExperiment]
     model: str
     champion: str = ""
     stop: str = ""
@@ -84,8 +85,11 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
     model = config.checkpoint.register_as
     if model is None:
         raise UserError("checkpoint.register_as is not set; retraining needs the name of the model in MLflow's registry")
-    if config.recipe != "ctr":
-        raise UserError(f"recipe={config.recipe}: only tables (recipe ctr) can grow and be retrained; train others anew")
+    recipe = find_recipe(config.recipe)
+    if not recipe.tabular:
+        raise UserError(
+            f"recipe={config.recipe}: only tables (recipe {', '.join(tabular_names())}) can grow and be retrained; train others anew"
+        )
     registry = open_registry(settings)
     newest, champion = registry.newest(model), registry.champion(model)
     if newest is None or champion is None:
@@ -93,7 +97,7 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
     if not newest.decision and newest.number != champion.number and newest.run_tags.get(CHAMPION_TAG) == champion.number:
         return Plan(config=config, model=model, champion=champion.number, undecided=newest.run_tags["dphybrid.run_folder"])
     if not event and newest.run_tags.get("dphybrid.source_digest") == source_digest(
-        config.recipe, config.data, config.train.seed
+        recipe.source(config.data, config.train.seed)
     ):
         return Plan(
             config=config, model=model, champion=champion.number, stop=f"no new data since version {newest.number} was made"
@@ -128,8 +132,8 @@ def _from_champion(config: ExperimentConfig, champion: Version, registry: Regist
             f"champion {champion.uri}: its prepared data {state.prepared or None} is not on this machine; share DPHYBRID_DATA_DIR between the "
             "workstations, or register a newly trained model under another name"
         )
-    before, now = state.config["model"], config.model_dump(mode="json")["model"]
-    changed = [f"{name}: {before.get(name)} -> {now[name]}" for name in _NETWORK if before.get(name) != now[name]]
+    before, now = (c.model.model_dump(mode="json") for c in (stored_config(state.config), config))
+    changed = [f"{name}: {before.get(name)} -> {now.get(name)}" for name in _NETWORK if before.get(name) != now.get(name)]
     if changed:
         raise UserError(
             f"champion {champion.uri} has another network than the config ({'; '.join(f'model.{text}' for text in changed)}); "
@@ -220,9 +224,9 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
 def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: float) -> Decision:
     """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's held-out rows."""
     run = read_run(run_folder)
-    config, data = run.config, open_prepared(Path(run.page.prepared))
+    config, data = run.config, run.open_data()
     devices = resolve_devices(run.page.devices)
-    task, outputs = TASKS[data.info["task"]], []
+    task, outputs = find_recipe(config.recipe).task(data.info), []
     for name in ("champion", "challenger"):
         with unfilled_rows():
             network = build_from_config(config, data.info, devices, settings.table_folder)
@@ -231,7 +235,7 @@ def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: floa
             warm_start(Path(config.train.warm_start), network, data)
         else:
             load_weights(Path(ResultPage.read(run.folder / "result.json").best_checkpoint), network)
-        outputs.append(held_out_outputs(network, data.dataset("valid"), config.train.batch_size))
+        outputs.append(held_out_outputs(network, data.dataset("valid"), config.train.batch_size, task))
         del network  # before the next one needs its memory
     champion, challenger = (task.compute(output) for output in outputs)
     gains = bootstrap_gains(outputs[0], outputs[1], task, config.train.seed)

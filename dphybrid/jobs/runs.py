@@ -19,6 +19,8 @@ from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
 from dphybrid.jobs.pages import RunPage
 from dphybrid.parallel import Devices
+from dphybrid.recipes.configs import stored_config
+from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, sync
 from dphybrid.util.locks import FileLock, is_held
@@ -36,7 +38,11 @@ class Run:
 
     @property
     def config(self) -> ExperimentConfig:
-        return ExperimentConfig.model_validate(self.page.config)
+        return stored_config(self.page.config)
+
+    def open_data(self, verified: bool = False) -> Prepared:
+        """Open the run's prepared data. verified: by its sums, too, once. Raises UserError when it is gone or damaged."""
+        return find_recipe(self.config.recipe).open(Path(self.page.prepared), verified)
 
     @property
     def checkpoints(self) -> Path:
@@ -60,7 +66,7 @@ def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which
     if is_held(run.folder / LOCK):
         raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
     fixed = ("recipe", "model.", "table.optimizer", "train.optimizer", "train.seed", "train.batch_size", "data.")
-    before, now = flatten(run.page.config), flatten(config.model_dump(mode="json"))
+    before, now = flatten(run.config.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     changed = [
         f"{name}: {before.get(name)} -> {now[name]}" for name in now if name.startswith(fixed) and before.get(name) != now[name]
     ]
@@ -115,6 +121,12 @@ def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | No
     return found[0].folder.name if found else None
 
 
+def data_source(config: ExperimentConfig) -> str:
+    """Return what the data was read from, for people: the path, or the recipe that makes it."""
+    path = config.data.model_dump().get("path")
+    return str(path) if path else f"built in, recipe {config.recipe}"
+
+
 def environment_tags() -> dict[str, str]:
     """Return what a result may depend on: versions, machine, commit."""
     tags = {"version.dphybrid": __version__} | {f"version.{name}": version(name) for name in ("torch", "mlflow", "polars")}
@@ -141,7 +153,7 @@ def new_run_folder(settings: Settings, config: ExperimentConfig, devices: Device
         raise UserError(f"run name {name!r}: use a plain name without slashes, it also names a folder")
     base = (
         name
-        or f"{config.recipe}-{devices.text.replace('*', 'x').replace(':', '').replace(',', '+')}-{time.strftime('%m%d-%H%M%S')}"
+        or f"{find_recipe(config.recipe).name}-{devices.text.replace('*', 'x').replace(':', '').replace(',', '+')}-{time.strftime('%m%d-%H%M%S')}"
     )
     make_folder(settings.runs_dir)
     for attempt in range(1, 1000):

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SerializeAsAny
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.config.sources import apply_overrides
 from dphybrid.gpus import Inventory, visible
 from dphybrid.gpus.leasing import expected_devices
 from dphybrid.jobs.train import Report
+from dphybrid.recipes.configs import AnyExperiment, apply_overrides
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json, write_text
@@ -34,7 +34,7 @@ class Cell(BaseModel):
 
     name: str
     values: dict[str, str]
-    config: ExperimentConfig
+    config: SerializeAsAny[AnyExperiment]
 
 
 class CellFailed(Exception):

@@ -14,16 +14,17 @@ import torch
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
-from dphybrid.data import Prepared, num_batches, open_prepared, prepare, verify_prepared
+from dphybrid.data import Prepared, num_batches
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.gpus.leasing import expected_devices, leased_devices
 from dphybrid.gpus.politeness import giving_way
 from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
 from dphybrid.jobs.report import attached, open_run_tracker, report_run
-from dphybrid.jobs.runs import Run, environment_tags, find_run, new_run_folder, read_run, running
+from dphybrid.jobs.runs import Run, data_source, environment_tags, find_run, new_run_folder, read_run, running
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
-from dphybrid.recipes import build_from_config
+from dphybrid.recipes.context import build_from_config
+from dphybrid.recipes.registry import find_recipe
 from dphybrid.tracking import Status, Tracker, waiting
 from dphybrid.tracking.system import Averages, system_metrics
 from dphybrid.training.checkpoint import (
@@ -38,7 +39,6 @@ from dphybrid.training.checkpoint import (
 from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display, preparation_progress
 from dphybrid.training.loop import Meter, Session, evaluate, keep_checkpoints, make_dense_optimizer, train
-from dphybrid.training.metrics import TASKS
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.device_spec import parse_device_spec
@@ -64,7 +64,7 @@ def run_job(
         prepared = prepare_data(config, settings)
         stop.obey("before it was built")
         replicas = resumed_replicas(config, settings, prepared, resume)
-        run = run_name or resume or config.recipe
+        run = run_name or resume or find_recipe(config.recipe).name
         devices = held.enter_context(leased_devices(config, settings, run=run, replicas=replicas, stop=stop))
         with giving_way(devices, settings, stop), stop_signals(stop):
             folder = build_run(
@@ -101,7 +101,7 @@ def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
     """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input."""
     check_devices(config, expected_devices(config, settings))
     with preparation_progress() as progress:
-        prepared = prepare(config.recipe, config.data, settings.prepared_dir, config.train.seed, progress)
+        prepared = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)
     print(prepared.describe(), flush=True)
     return str(prepared.path)
@@ -124,7 +124,7 @@ def resumed_replicas(config: ExperimentConfig, settings: Settings, prepared: str
     """Return on how many devices the run to resume computed, 0 for a new one. Raises UserError when there is none to resume."""
     if not resume:
         return 0
-    previous = find_run(settings, config, open_prepared(Path(prepared)), resume)
+    previous = find_run(settings, config, find_recipe(config.recipe).open(Path(prepared)), resume)
     return len(parse_device_spec(previous.page.devices).names)
 
 
@@ -145,7 +145,7 @@ def build_run(
     tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
     resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when there is none.
     """
-    data = open_prepared(Path(prepared))
+    data = find_recipe(config.recipe).open(Path(prepared))
     devices = resolve_devices(devices_text)
     with unfilled_rows():  # it is only looked at
         model = build_from_config(config, data.info, devices, settings.table_folder)
@@ -195,7 +195,7 @@ def build_run(
         tracker.log_dataset(
             name=data.path.name,
             digest=data.digest,
-            source=config.data.path or config.recipe,
+            source=data_source(config),
             num_rows=len(data.dataset("train")),
             columns=list(data.info),
             context="training",
@@ -230,7 +230,7 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
     """
     stop.obey("before it was trained; it goes on with --resume")
     run = read_run(run_folder)
-    config, data = run.config, verify_prepared(Path(run.page.prepared), known=True)
+    config, data = run.config, run.open_data(verified=True)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     devices = resolve_devices(run.page.devices)
@@ -260,7 +260,7 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
             trained=trained,
             train_data=data.dataset("train"),
             valid_data=data.dataset("valid"),
-            task=TASKS[data.info["task"]],
+            task=find_recipe(config.recipe).task(data.info),
             tracker=tracker,
             clock=StageClock.of(devices.home),
             splits=SplitLog(model, each=config.train.print_splits == "each"),
@@ -330,13 +330,13 @@ def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, fl
 def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     """Evaluate the best checkpoint on the held-out rows, and on test rows where the data has some (`test_...`); log it all as `final/...`."""
     run = read_run(run_folder)
-    config, data = run.config, open_prepared(Path(run.page.prepared))
+    config, data = run.config, run.open_data()
     result = ResultPage.read(run.folder / "result.json")
     with unfilled_rows():
         model = build_from_config(config, data.info, resolve_devices(run.page.devices), settings.table_folder)
     verify_checkpoint(Path(result.best_checkpoint))
     load_weights(Path(result.best_checkpoint), model)
-    task, batch_size = TASKS[data.info["task"]], config.train.batch_size
+    task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
     metrics = evaluate(model, data.dataset("valid"), batch_size, task)
     if "test" in data.parts:
         metrics |= {f"test_{name}": value for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()}

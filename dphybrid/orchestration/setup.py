@@ -21,11 +21,11 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 
 from dphybrid.cli.flags import Parser, run_cli
-from dphybrid.config.sources import build_config
 from dphybrid.orchestration.alive import SILENT
 from dphybrid.orchestration.queueing import ENDINGS
 from dphybrid.orchestration.validate import check_prefect_yaml, load_flow, read_deployments
 from dphybrid.orchestration.worker import SHARED_QUEUES
+from dphybrid.recipes.configs import build_config
 from dphybrid.util.errors import UserError
 
 AUTOMATION = "dphybrid: notice runs whose machine died"

@@ -15,7 +15,7 @@ from prefect.client.schemas.schedules import CronSchedule
 from pydantic import BaseModel, ValidationError
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.config.sources import apply_overrides, build_config
+from dphybrid.recipes.configs import apply_overrides, build_config
 from dphybrid.util.errors import UserError
 
 _MOVED = ("flows.train_hybrid", "flows.retrain_hybrid", "flows.sweep_hybrid")

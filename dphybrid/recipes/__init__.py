@@ -1,15 +1,49 @@
-"""Models: plain modules with a host table and one data-parallel region, and the registry that builds them.
+"""Recipes: one object for each kind of experiment, and configs made by them.
 
-A model takes a batch (dict of CPU tensors, samples on dim 0) and returns a dict with
+A recipe of your own is a subclass of `Recipe` in your own package:
 
-- `loss` (B,): the loss of each sample, summed over its terms,
-- `weight` (B,): the number of those terms (ones where a sample has one label),
-- what the task's metric reads: `logits` (B,) or (B, C), or `prediction` (B, O).
+    from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe, Task
 
-The mean loss is `loss.sum() / weight.sum()`: right for short last chunks too, where a mean of means is not.
+`dphybrid train --recipe my_package.my_module:Mine` runs it.
 """
 
-from dphybrid.embedding import DeclaresIds
-from dphybrid.recipes.registry import ModelContext, build_from_config, build_model
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["DeclaresIds", "ModelContext", "build_from_config", "build_model"]
+from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.recipes.recipe import Recipe
+from dphybrid.recipes.registry import find_recipe, recipe_names
+
+if TYPE_CHECKING:
+    from dphybrid.embedding import DeclaresIds
+    from dphybrid.recipes.context import ModelContext, build_from_config, build_model
+    from dphybrid.training.metrics import Task
+
+_NEED_TORCH = {
+    "DeclaresIds": "dphybrid.embedding",
+    "ModelContext": "dphybrid.recipes.context",
+    "Task": "dphybrid.training.metrics",
+    "build_from_config": "dphybrid.recipes.context",
+    "build_model": "dphybrid.recipes.context",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch only when it is asked for: the command line and the forms look at recipes, too."""
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_NEED_TORCH[name]), name)
+
+
+__all__ = [
+    "DataConfig",
+    "DeclaresIds",
+    "ModelConfig",
+    "ModelContext",
+    "Recipe",
+    "Task",
+    "build_from_config",
+    "build_model",
+    "find_recipe",
+    "recipe_names",
+]

@@ -1,126 +1,92 @@
-"""Builds the model of a recipe, or the user's own by import path."""
+"""Which recipes there are: the built-in ones, those that installed packages announce, and a user's own by import path.
+
+The one place that names the built-in recipes.
+"""
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from copy import copy
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
-import torch
-from torch import nn
+from dphybrid.recipes.recipe import Recipe
+from dphybrid.util.errors import UserError, suggestion
 
-from dphybrid.config import ExperimentConfig, ModelConfig
-from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import Devices
-from dphybrid.util.errors import UserError
+BUILT_IN = {
+    "text": "dphybrid.recipes.text.recipe:Text",
+    "ctr": "dphybrid.recipes.ctr.recipe:Ctr",
+    "kge": "dphybrid.recipes.kge.recipe:Kge",
+    "digits": "dphybrid.recipes.digits.recipe:Digits",
+    "hybrid": "dphybrid.recipes.tutorial.recipe:Hybrid",
+    "blocks": "dphybrid.recipes.tutorial.recipe:Blocks",
+    "convnet": "dphybrid.recipes.tutorial.recipe:Convnet",
+    "toy": "dphybrid.recipes.tutorial.recipe:Toy",
+}
+DEFAULT = "text"
+GROUP = "dphybrid.recipes"
+"""Entry-point group by which an installed package announces recipes: NAME = "package.module:CLASS"."""
 
 
-@dataclass(frozen=True)
-class ModelContext:
-    """What a model factory may use.
+@cache
+def announced() -> dict[str, str]:
+    """Return the recipes that installed packages announce: name -> import path. A built-in name cannot be taken."""
+    return {point.name: point.value for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
-    devices: where its blocks belong; pass it to `dphybrid.parallel.DataParallel`.
-    info: facts about the prepared data: `num_words`, `num_ids`, `num_dense`, `num_classes`, ... as the recipe has them.
-    options: the `model` section of the config.
-    seed: start for tables, which do not draw from torch's global generator.
-    table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: where tables lie in files; None: in memory.
+
+def recipe_names() -> list[str]:
+    """Return the names that `recipe` may have, besides import paths."""
+    return [*BUILT_IN, *announced()]
+
+
+@cache
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe of a name, or of an import path `package.module:NAME` (a `Recipe` class or object).
+
+    Raises UserError when there is none, saying which part is missing.
     """
-
-    devices: Devices
-    info: dict[str, Any]
-    options: ModelConfig
-    seed: int
-    table_dtype: str = "model"
-    table_folder: Path | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.options.dtype == "float64" else torch.float32
-
-    def table(self, num_rows: int, dim: int, *, name: str, std: float = 0.1) -> HostEmbedding:
-        """Return a host table as config and settings want it. Raises UserError when it does not fit."""
-        if self.table_dtype == "bfloat16" and self.dtype != torch.float32:
-            raise UserError(
-                f"table.dtype=bfloat16: its rows are looked up as float32; use model.dtype=float32, not {self.options.dtype}"
-            )
-        return HostEmbedding(
-            num_rows,
-            dim,
-            std=std,
-            dtype=torch.bfloat16 if self.table_dtype == "bfloat16" else self.dtype,
-            seed=self.seed,
-            name=name,
-            storage="memory" if self.table_folder is None else "mmap",
-            path=self.table_folder,
+    path = (BUILT_IN | announced()).get(name, name)
+    if ":" not in path:
+        near = suggestion(name, recipe_names()).partition("; known")[0].rstrip("?")
+        raise UserError(
+            f"recipe = {name!r}: there is none of that name{near}; there are {', '.join(map(repr, recipe_names()))}, "
+            "and your own as package.module:NAME"
         )
-
-
-Factory = Callable[[ModelContext], nn.Module]
-
-
-def build_from_config(
-    config: ExperimentConfig, info: dict[str, Any], devices: Devices, table_folder: Path | None = None
-) -> nn.Module:
-    """Build the model of an experiment; see `ModelContext` for the rest and `build_model` for the errors.
-
-    table_folder: is made when it is not there.
-    """
-    if table_folder is not None:
-        table_folder.mkdir(parents=True, exist_ok=True)
-    context = ModelContext(devices, info, config.model, config.train.seed, config.table.dtype, table_folder)
-    return build_model(config.recipe, context)
-
-
-def build_model(recipe: str, context: ModelContext) -> nn.Module:
-    """Build the model with torch's generator seeded, so that equal configs start from equal weights.
-
-    Raises UserError when the factory cannot be imported or returns something else than a module.
-    """
-    factory = import_factory(context.options.factory) if context.options.factory else _recipe_factory(recipe)
-    torch.manual_seed(context.seed)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(context.dtype)
-    try:
-        model = factory(context)
-    finally:
-        torch.set_default_dtype(default)
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model.factory={context.options.factory!r}: returned a {type(model).__name__}; return a torch.nn.Module")
-    return model
-
-
-def import_factory(path: str) -> Factory:
-    """Import `package.module:function`. Raises UserError that says which part is missing."""
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not module_name or not attribute:
-        raise UserError(f"model.factory={path!r}: write package.module:function")
+    module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UserError(f"model.factory={path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+        raise UserError(f"recipe = {name!r}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+    except (ValueError, TypeError) as error:
+        raise UserError(f"recipe = {name!r}: write package.module:NAME ({error})") from error
     found = vars(module).get(attribute)
-    if not callable(found):
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UserError(
-            f"model.factory={path!r}: {module_name} has no function {attribute!r}; it has {', '.join(names) or 'none'}"
-        )
-    return found
+    if isinstance(found, type) and issubclass(found, Recipe) and found is not Recipe:
+        found = found()
+    if not isinstance(found, Recipe):
+        there = [key for key, value in vars(module).items() if isinstance(value, Recipe) or _is_recipe(value)]
+        raise UserError(f"recipe = {name!r}: {module_name} has no recipe {attribute!r}; it has {', '.join(there) or 'none'}")
+    if not found.name.strip() or any(sign in found.name for sign in "/: "):
+        raise UserError(f"recipe = {name!r}: its name is {found.name!r}; give it one without blanks, slashes or colons")
+    recipe = copy(found)
+    recipe.key = name
+    return recipe
 
 
-def _recipe_factory(recipe: str) -> Factory:
-    from dphybrid.recipes.ctr import model as ctr
-    from dphybrid.recipes.digits import model as vision
-    from dphybrid.recipes.kge import model as kge
-    from dphybrid.recipes.text import model as text
-    from dphybrid.recipes.tutorial import model as tutorial
+def _is_recipe(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Recipe) and value is not Recipe
 
-    return {
-        "text": text.build_text,
-        "ctr": ctr.build_ctr,
-        "kge": kge.build_kge,
-        "digits": vision.build_digits,
-        "toy": tutorial.build_toy,
-        "blocks": tutorial.build_blocks,
-        "hybrid": tutorial.build_hybrid,
-        "convnet": tutorial.build_convnet,
-    }[recipe]
+
+def tabular_names() -> list[str]:
+    """Return the names of the recipes whose samples are rows of a table."""
+    return [name for name in BUILT_IN if find_recipe(name).tabular]
+
+
+def infer_recipe(values: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the recipe that nested values without one call for, and why; the default one with no reason."""
+    data = values.get("data")
+    if not isinstance(data, dict):
+        return DEFAULT, ""
+    for name in BUILT_IN:
+        if reason := find_recipe(name).recognises(data):
+            return name, reason
+    return DEFAULT, ""

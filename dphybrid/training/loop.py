@@ -25,9 +25,6 @@ from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
-EVALUATED = ("loss", "weight", "logits", "labels_B", "ranks_B2")
-"""What metrics are computed from, of batches and outputs."""
-
 
 @dataclass(frozen=True)
 class Session:
@@ -177,17 +174,18 @@ def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 def evaluate(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, float]:
     """Return the task's metrics over all rows of `data`."""
-    return task.compute(held_out_outputs(model, data, batch_size))
+    return task.compute(held_out_outputs(model, data, batch_size, task))
 
 
 @torch.no_grad()
-def held_out_outputs(model: nn.Module, data: Dataset, batch_size: int) -> dict[str, Tensor]:
+def held_out_outputs(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, Tensor]:
     """Return what metrics are computed from, on the CPU: a row each of losses, weights, logits, labels, ... for a row of `data`."""
     model.eval()
+    wanted = ("loss", "weight", *task.reads)
     collected: dict[str, list[Tensor]] = {}
     for batch in batches(data, batch_size, seed=0, epoch=0, shuffle=False):
         outputs = model(batch)
-        kept = {name: value for name, value in {**batch, **outputs}.items() if name in EVALUATED}
+        kept = {name: value for name, value in {**batch, **outputs}.items() if name in wanted}
         for name, value in kept.items():
             collected.setdefault(name, []).append(value.detach().cpu())
     return {name: torch.cat(parts) for name, parts in collected.items()}

@@ -1,4 +1,4 @@
-"""The held-out metric of each task. The first metric of a task decides which checkpoint is best."""
+"""What a task is: its metrics over the validation outputs, and which of them decides which checkpoint is best."""
 
 import math
 from collections.abc import Callable
@@ -12,11 +12,15 @@ from dphybrid.util.errors import UserError
 
 @dataclass(frozen=True)
 class Task:
-    """metric: the deciding metric's name. higher_is_better: its direction. compute: from all held-out outputs to named numbers."""
+    """metric: the deciding metric's name. higher_is_better: its direction. compute: from all validation outputs to named numbers.
+
+    reads: what compute needs of batches and outputs, samples on dim 0; losses and weights come along anyway.
+    """
 
     metric: str
     higher_is_better: bool
     compute: Callable[[dict[str, Tensor]], dict[str, float]]
+    reads: tuple[str, ...] = ()
 
     def better(self, value: float, than: float | None) -> bool:
         if math.isnan(value):
@@ -39,7 +43,7 @@ def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
     labels_B, scores_B = outputs["labels_B"].numpy(), torch.sigmoid(outputs["logits"].double()).numpy()
     if len(set(labels_B.tolist())) < 2:
         raise UserError(
-            "the held-out rows all have the same label, so AUC has no value; hold out more rows (data.valid_fraction)"
+            "the validation rows all have the same label, so AUC has no value; set more rows aside (data.valid_fraction)"
         )
     return {"auc": float(roc_auc_score(labels_B, scores_B)), "log_loss": float(log_loss(labels_B, scores_B))}
 
@@ -59,10 +63,8 @@ def _ranking(outputs: dict[str, Tensor]) -> dict[str, float]:
     return {"mrr": float((1 / ranks).mean()), **hits, "loss": _mean_loss(outputs)}
 
 
-TASKS = {
-    "language-model": Task("perplexity", False, _perplexity),
-    "binary": Task("auc", True, _binary),
-    "multiclass": Task("accuracy", True, _multiclass),
-    "ranking": Task("mrr", True, _ranking),
-    "regression": Task("mse", False, _regression),
-}
+LANGUAGE_MODEL = Task("perplexity", False, _perplexity)
+BINARY = Task("auc", True, _binary, ("logits", "labels_B"))
+MULTICLASS = Task("accuracy", True, _multiclass, ("logits", "labels_B"))
+RANKING = Task("mrr", True, _ranking, ("ranks_B2",))
+REGRESSION = Task("mse", False, _regression)

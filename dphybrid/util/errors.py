@@ -1,4 +1,7 @@
-"""The one error meant for people: programs turn it into a message and exit code 2."""
+"""The one error meant for people: programs turn it into a message and exit code 2; and what helps people to the right word."""
+
+import difflib
+from collections.abc import Sequence
 
 from dphybrid.util.masking import masked
 
@@ -11,3 +14,9 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         return masked(super().__str__())
+
+
+def suggestion(word: str, known: Sequence[str]) -> str:
+    """Return `; did you mean 'x'?` for the nearest known word, else `; known: ...`."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

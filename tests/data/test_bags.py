@@ -8,10 +8,9 @@ import polars as pl
 import pytest
 import torch
 
-from dphybrid.config import DataConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import load_config
-from dphybrid.data import Prepared, prepare
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.data import Prepared
 from dphybrid.data.table.bags import PADDING_ID, BagColumn, take_apart
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.extend import old_ids
@@ -21,9 +20,11 @@ from dphybrid.jobs.retrain import largest_drift
 from dphybrid.jobs.train import Report, run_job
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
+from dphybrid.recipes.configs import load_config
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError
+from tests.preparing import prepare
 
 
 def write(file: Path, rows: list[tuple[object, ...]], header: str = "tags,title,y") -> Path:
@@ -35,7 +36,7 @@ def made(folder: Path, rows: list[tuple[object, ...]], **values: object) -> Prep
     """Prepare rows (tags, title, y)."""
     file = write(folder / "x.csv", rows)
     given = {"label": "y", "header": "yes", "valid_fraction": 0.25, "min_count": 1, "bags": ("tags",), "text": ("title",)}
-    return prepare("ctr", DataConfig.model_validate({"path": str(file), **given, **values}), folder / "prepared", 0)
+    return prepare("ctr", TableDataConfig.model_validate({"path": str(file), **given, **values}), folder / "prepared", 0)
 
 
 def clicks(num_rows: int, seed: int, tags: range = range(30)) -> list[tuple[object, ...]]:
@@ -215,7 +216,7 @@ def test_a_grown_bag_answers_as_before(quiet: Path) -> None:
     rows[2001] = ("|".join(["t21"] * 9), "new", 1)  # longer than all before
     grown = prepare(
         "ctr",
-        DataConfig(path=str(write(quiet / "b.csv", rows)), label="y", base=str(base)),
+        TableDataConfig(path=str(write(quiet / "b.csv", rows)), label="y", base=str(base)),
         quiet / "data" / "prepared",
         1,
     )
@@ -243,7 +244,7 @@ def test_a_grown_bag_answers_as_before(quiet: Path) -> None:
         ('role = "categorical"', "'tags' was a bag with .* and is categorical; a model cannot be carried over"),
     ):
         (quiet / "s.toml").write_text(schema.replace('role = "bag"', written))
-        other = DataConfig(path=str(quiet / "b.csv"), label="y", base=str(base), schema_file=str(quiet / "s.toml"))
+        other = TableDataConfig(path=str(quiet / "b.csv"), label="y", base=str(base), schema_file=str(quiet / "s.toml"))
         with pytest.raises(UserError, match=f"data.base: column {told}"):
             prepare("ctr", other, quiet / "data" / "prepared", 1)
 
@@ -253,7 +254,9 @@ def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> 
     rows = clicks(60, 0)
     as_lists(rows, items).write_parquet(tmp_path / "x.parquet")
     given = {"label": "y", "valid_fraction": 0.25, "min_count": 1, "text": ("title",)}
-    lists = prepare("ctr", DataConfig.model_validate({"path": str(tmp_path / "x.parquet"), **given}), tmp_path / "prepared", 0)
+    lists = prepare(
+        "ctr", TableDataConfig.model_validate({"path": str(tmp_path / "x.parquet"), **given}), tmp_path / "prepared", 0
+    )
     texts = made(tmp_path, [(str(tags).replace("t", "") if items == pl.Int64 else tags, *rest) for tags, *rest in rows])
     assert re.search(r"^ *tags +bag .*\(lists", lists.describe(), re.MULTILINE), lists.describe()
     for name in ("bags_BFL", "labels_B"):
@@ -267,10 +270,10 @@ def test_lists_that_cannot_be_bags_are_told(tmp_path: Path) -> None:
     schema.write_text('[columns.tags]\nrole = "bag"\nseparator = ","\n')
     data = {"path": str(file), "label": "y"}
     with pytest.raises(UserError, match=r"columns.tags.separator = ',': .*x.parquet has lists in this column"):
-        prepare("ctr", DataConfig.model_validate({**data, "schema_file": str(schema)}), tmp_path / "prepared", 0)
+        prepare("ctr", TableDataConfig.model_validate({**data, "schema_file": str(schema)}), tmp_path / "prepared", 0)
     pl.DataFrame({"tags": [["a|b", "c"]] * 40, "y": [0, 1] * 20}).write_parquet(file)
     with pytest.raises(UserError, match=r"column 'tags' holds the item 'a\|b' in a list; .* write it without"):
-        prepare("ctr", DataConfig.model_validate(data), tmp_path / "prepared", 0)
+        prepare("ctr", TableDataConfig.model_validate(data), tmp_path / "prepared", 0)
 
 
 def test_new_rows_may_come_with_lists(quiet: Path) -> None:

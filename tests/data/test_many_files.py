@@ -12,12 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dphybrid.config import DataConfig
-from dphybrid.data import Prepared, prepare
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.data import Prepared
 from dphybrid.data.table import delimited
 from dphybrid.data.table.chunks import read_chunks
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.util.errors import UserError
+from tests.preparing import prepare
 
 NUM_ROWS = 240
 
@@ -33,7 +34,7 @@ HEADER = "n,word,user_id,day,y"
 
 
 def ctr(folder: Path, path: str, **values: object) -> Prepared:
-    config = DataConfig(path=path, **{"label": "y", "min_count": 1} | values)  # type: ignore[arg-type]
+    config = TableDataConfig(path=path, **{"label": "y", "min_count": 1} | values)  # type: ignore[arg-type]
     return prepare("ctr", config, folder / "prepared", 0)
 
 
@@ -101,7 +102,7 @@ def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd
         body[number] = text
     file = tmp_path / "x.csv"
     file.write_bytes(end.join([HEADER, *body]).encode())
-    data = DataConfig(path=str(file), header="yes", delimiter=",", max_rejected=1.0)
+    data = TableDataConfig(path=str(file), header="yes", delimiter=",", max_rejected=1.0)
 
     def all_of() -> tuple[list[object], list[object], list[object]]:
         chunks = list(read_chunks(file, data))
@@ -121,7 +122,7 @@ def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd
 def test_numbers_parsed_at_once_are_those_parsed_from_text(tmp_path: Path) -> None:
     values = ["1", "-0", "1e-320", "123456789012345678901", ".5", "5.", "+7", "1E5", "?", "", "0.1", "00012"] * 4
     file = write(tmp_path, "x.csv", [f"{value},a{i % 3},{i % 2}" for i, value in enumerate(values)], "n,w,y")
-    data = DataConfig(path=str(file))
+    data = TableDataConfig(path=str(file))
     (text,) = read_chunks(file, data)
     (quick,) = read_chunks(file, data, {"n"})
     assert quick.values.dtypes == [pl.Float64, pl.String, pl.String]
@@ -136,10 +137,11 @@ def test_any_number_of_threads_comes_to_the_same_bytes(tmp_path: Path) -> None:
     body = [f"{i * 7 % 1000},v{i * i % 701},w{i % 13},{int(i % 5 == 0)}" for i in range(5000)]
     file = write(tmp_path, "x.csv", body, "n,v,w,y")
     code = (
-        "import sys, json; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare;"
+        "import sys, json; from pathlib import Path; "
+        "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
         "from dphybrid.data.table import delimited;"
         "delimited.BLOCK_BYTES = 20_000;"
-        f"p = prepare('ctr', DataConfig(path={str(file)!r}, label='y'), Path(sys.argv[1]), 0);"
+        f"p = prepare('ctr', TableDataConfig(path={str(file)!r}, label='y'), Path(sys.argv[1]), 0);"
         "print(json.dumps([p.digest, p.manifest['arrays']]))"
     )
     found = [
@@ -201,7 +203,7 @@ def test_a_file_in_both_parts_is_refused(tmp_path: Path) -> None:
 )
 def test_splits_that_contradict_are_refused(values: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="split"):
-        DataConfig(**values)  # type: ignore[arg-type]
+        TableDataConfig(**values)  # type: ignore[arg-type]
 
 
 def test_a_key_that_would_hold_out_everything_is_told(tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ import numpy as np
 import polars as pl
 import pytest
 
-from dphybrid.config import DataConfig
-from dphybrid.data import Prepared, batches, num_batches, open_prepared, prepare
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.data import Prepared, batches, num_batches, open_prepared
 from dphybrid.data import store as store_module
+from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text.data import repeated_shares, tokenize
+from dphybrid.recipes.text.recipe import TextDataConfig
 from dphybrid.util.errors import UserError
 from tests.conftest import SHARED
+from tests.preparing import prepare
 
 CLICKS = "age,city,job,clicked\n" + "\n".join(
     f"{20 + i % 40},{'abc'[i % 3]},{'x' if i % 2 else '?'},{'yes' if i % 5 == 0 else 'no'}" for i in range(200)
@@ -23,7 +26,7 @@ CLICKS = "age,city,job,clicked\n" + "\n".join(
 def ctr(folder: Path, text: str, **values: object) -> Prepared:
     file = folder / "clicks.csv"
     file.write_text(text)
-    config = DataConfig(path=str(file), **{"label": "clicked", "valid_fraction": 0.2} | values)  # type: ignore[arg-type]
+    config = TableDataConfig(path=str(file), **{"label": "clicked", "valid_fraction": 0.2} | values)  # type: ignore[arg-type]
     return prepare("ctr", config, folder / "prepared", 0)
 
 
@@ -33,11 +36,11 @@ def leftovers(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("recipe", ["toy", "blocks", "hybrid", "convnet", "text"])
 def test_the_second_call_reuses_the_first_ones_work(recipe: str, tmp_path: Path) -> None:
-    first = prepare(recipe, DataConfig(), tmp_path, 0)
-    second = prepare(recipe, DataConfig(), tmp_path, 0)
+    first = prepare(recipe, None, tmp_path, 0)
+    second = prepare(recipe, None, tmp_path, 0)
     assert (first.reused, second.reused) == (False, True)
     assert first.manifest == second.manifest == open_prepared(first.path).manifest
-    assert prepare(recipe, DataConfig(), tmp_path, 1).path != first.path
+    assert prepare(recipe, None, tmp_path, 1).path != first.path
     assert [path.name for path in tmp_path.glob(".*") if path.suffix != ".verified"] == []
 
 
@@ -111,7 +114,7 @@ def test_tsv_parquet_and_csv_come_to_the_same(tmp_path: Path) -> None:
     pl.read_csv(CLICKS.encode(), infer_schema=False).write_parquet(tmp_path / "clicks.parquet")
     (tmp_path / "clicks.tsv").write_text(CLICKS.replace(",", "\t"))
     for name in ("clicks.parquet", "clicks.tsv"):
-        config = DataConfig(path=str(tmp_path / name), label="clicked", valid_fraction=0.2)
+        config = TableDataConfig(path=str(tmp_path / name), label="clicked", valid_fraction=0.2)
         other = prepare("ctr", config, tmp_path / "prepared", 0)
         assert other.manifest.arrays == base.manifest.arrays, name
 
@@ -173,8 +176,9 @@ def test_unusable_tables_are_told_and_leave_nothing(
 def test_unusable_paths_are_told(tmp_path: Path, recipe: str, make: object, words: list[str]) -> None:
     path = tmp_path / "source.csv"
     make(path)  # type: ignore[operator]
+    label = {"label": "clicked"} if recipe == "ctr" else {}
     with pytest.raises(UserError) as caught:
-        prepare(recipe, DataConfig(path=str(path), label="clicked"), tmp_path / "prepared", 0)
+        prepare(recipe, find_recipe(recipe).data(path=str(path), **label), tmp_path / "prepared", 0)
     for word in [str(path), *words]:
         assert word in str(caught.value)
     assert leftovers(tmp_path) == []
@@ -184,7 +188,7 @@ def test_a_damaged_parquet_file_is_told(tmp_path: Path) -> None:
     file = tmp_path / "x.parquet"
     file.write_bytes(b"PAR1 this is none")
     with pytest.raises(UserError, match="cannot be read as Parquet"):
-        prepare("ctr", DataConfig(path=str(file), label="y"), tmp_path / "prepared", 0)
+        prepare("ctr", TableDataConfig(path=str(file), label="y"), tmp_path / "prepared", 0)
 
 
 def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,21 +197,22 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(store_module, "sync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        prepare("toy", DataConfig(), tmp_path / "prepared", 0)
+        prepare("toy", None, tmp_path / "prepared", 0)
     assert leftovers(tmp_path) == []
 
 
 def test_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare;"
-        f"print(prepare('text', DataConfig(), Path({str(tmp_path)!r}), 0).reused)"
+        "from pathlib import Path; "
+        "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
+        f"print(prepare('text', None, Path({str(tmp_path)!r}), 0).reused)"
     )
     children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert sorted(child.communicate(timeout=120)[0].strip() for child in children) == ["False", "True", "True"]
 
 
 def test_text_windows_cover_every_token_once(tmp_path: Path) -> None:
-    prepared = prepare("text", DataConfig(window=50), tmp_path, 0)
+    prepared = prepare("text", TextDataConfig(window=50), tmp_path, 0)
     tokens = prepared.arrays["train_tokens"]
     for epoch in (0, 3):
         seen = np.concatenate(
@@ -225,7 +230,7 @@ def test_whole_documents_are_held_out_and_words_come_from_the_training_part(tmp_
     folder.mkdir()
     for number in range(10):
         (folder / f"{number}.txt").write_text(f"common words and only{number} only{number} here. " * 20)
-    prepared = prepare("text", DataConfig(path=str(folder), window=8, min_count=1), tmp_path / "prepared", 0)
+    prepared = prepare("text", TextDataConfig(path=str(folder), window=8, min_count=1), tmp_path / "prepared", 0)
     (held,) = prepared.manifest.facts["held_out"]
     words = prepared.manifest.facts["vocabulary"]
     assert f"only{held.removesuffix('.txt')}" not in words
@@ -247,11 +252,11 @@ def test_words_and_punctuation_are_tokens() -> None:
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets are not here")
 def test_real_files_are_read(tmp_path: Path) -> None:
-    adult = prepare("ctr", DataConfig(path=str(SHARED / "data/adult/adult.data"), label="14"), tmp_path, 0)
+    adult = prepare("ctr", TableDataConfig(path=str(SHARED / "data/adult/adult.data"), label="14"), tmp_path, 0)
     assert len(adult.manifest.facts["columns"]) == 14
     assert adult.manifest.facts["classes"] == ["<=50K", ">50K"]
     assert adult.info["num_dense"] == 6
-    criteo = prepare("ctr", DataConfig(path=str(SHARED / "data/criteo/criteo_sample.csv"), label="label"), tmp_path, 0)
+    criteo = prepare("ctr", TableDataConfig(path=str(SHARED / "data/criteo/criteo_sample.csv"), label="label"), tmp_path, 0)
     assert [c["role"] for c in criteo.manifest.facts["columns"]] == ["numeric"] * 13 + ["categorical"] * 26
-    wiki = prepare("text", DataConfig(path=str(SHARED / "data/wikitext2/valid.txt")), tmp_path, 0)
+    wiki = prepare("text", TextDataConfig(path=str(SHARED / "data/wikitext2/valid.txt")), tmp_path, 0)
     assert wiki.info["num_words"] > 7000

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dphybrid.config import DataConfig
-from dphybrid.data import prepare
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.chunks import read_rows
 from dphybrid.data.table.fields import is_number
 from dphybrid.data.table.rows import Rows
 from dphybrid.util.errors import UserError
+from tests.preparing import prepare
 
 MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PIECES = st.sampled_from(
@@ -55,7 +55,7 @@ LINES = st.lists(
 def read(folder: Path, text: str | bytes, **values: object) -> Rows:
     file = folder / "x.csv"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_rows(file, DataConfig(path=str(file), **values))  # type: ignore[arg-type]
+    return read_rows(file, TableDataConfig(path=str(file), **values))  # type: ignore[arg-type]
 
 
 @MANY
@@ -80,7 +80,7 @@ def test_what_the_csv_module_writes_is_read_back(tmp_path: Path, table: list[lis
 def test_any_text_is_prepared_or_refused_with_a_message(tmp_path: Path, text: str, header: str, max_rejected: float) -> None:
     file, out = tmp_path / "x.csv", tmp_path / "prepared"
     file.write_text(text, newline="")
-    data = DataConfig(path=str(file), label="0", header=header, max_rejected=max_rejected, min_count=1)  # type: ignore[arg-type]
+    data = TableDataConfig(path=str(file), label="0", header=header, max_rejected=max_rejected, min_count=1)  # type: ignore[arg-type]
     before = sorted(out.glob("*")) if out.is_dir() else []
     try:
         prepared = prepare("ctr", data, out, 0)
@@ -101,7 +101,7 @@ def test_any_bytes_are_prepared_or_refused_with_a_message(tmp_path: Path, raw: b
         file = tmp_path / name
         file.write_bytes(raw)
         with suppress(UserError):  # anything else fails the test
-            prepare("ctr", DataConfig(path=str(file), label="0"), tmp_path / "prepared", 0)
+            prepare("ctr", TableDataConfig(path=str(file), label="0"), tmp_path / "prepared", 0)
 
 
 def test_a_stray_quote_costs_its_own_row_only(tmp_path: Path) -> None:

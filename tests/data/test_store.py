@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dphybrid.config import DataConfig
-from dphybrid.data import open_prepared, prepare, verify_prepared
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.data import open_prepared, verify_prepared
 from dphybrid.data.store import Content, build_once
 from dphybrid.util.errors import UserError
+from tests.preparing import prepare
 
 
 def small(_: Path) -> Content:
@@ -105,7 +106,7 @@ def test_a_damaged_folder_is_told_and_not_used(tmp_path: Path) -> None:
 def test_any_damage_is_found(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("n,a,y\n" + "\n".join(f"{i * i},v{i % 9},{i % 2}" for i in range(60)))
-    path = prepare("ctr", DataConfig(path=str(file), label="y", min_count=1), tmp_path / "prepared", 0).path
+    path = prepare("ctr", TableDataConfig(path=str(file), label="y", min_count=1), tmp_path / "prepared", 0).path
     verify_prepared(path)
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
     assert {"manifest.json", "encoder.json", "vocabularies.parquet", "schema.toml"} < {file.name for file in files}
@@ -134,14 +135,14 @@ def test_an_array_with_another_header_is_told_at_once(tmp_path: Path) -> None:
 def test_a_full_disk_and_a_file_in_the_way_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be written there.*DPHYBRID_DATA_DIR"):
-        prepare("toy", DataConfig(), tmp_path / "file", 0)
+        prepare("toy", None, tmp_path / "file", 0)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(np.lib.format, "write_array_header_1_0", full)
     with pytest.raises(UserError, match="No space left.*make room"):
-        prepare("toy", DataConfig(), tmp_path / "prepared", 0)
+        prepare("toy", None, tmp_path / "prepared", 0)
     assert names(tmp_path / "prepared") == []
 
 
@@ -151,9 +152,10 @@ def test_a_table_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path, l
     file = tmp_path / "x.csv"
     file.write_text("n,a,b,c,y\n" + "\n".join(f"{i * i},v{i % 900},w{i % 3},x{i % 4},{i % 2}" for i in range(3000)))
     code = (
-        "import resource, sys; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare;"
+        "import resource, sys; from pathlib import Path; "
+        "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
-        f"prepare('ctr', DataConfig(path={str(file)!r}, label='y', min_count=1), Path({str(tmp_path / 'prepared')!r}), 0)"
+        f"prepare('ctr', TableDataConfig(path={str(file)!r}, label='y', min_count=1), Path({str(tmp_path / 'prepared')!r}), 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "UserError" in done.stderr.splitlines()[-1]
@@ -171,7 +173,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
             file.write_text("n,y\n1,1\n")
 
     with pytest.raises(UserError, match="changed while it was read"):
-        prepare("ctr", DataConfig(path=str(file), label="y"), tmp_path / "prepared", 0, grow)
+        prepare("ctr", TableDataConfig(path=str(file), label="y"), tmp_path / "prepared", 0, grow)
     assert names(tmp_path / "prepared") == []
 
 
@@ -187,27 +189,28 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "open", forbid)
     with pytest.raises(UserError, match=r"x\.csv cannot be read: Permission denied; check its permissions"):
-        prepare("ctr", DataConfig(path=str(file), label="y"), tmp_path / "prepared", 0)
+        prepare("ctr", TableDataConfig(path=str(file), label="y"), tmp_path / "prepared", 0)
 
 
 def test_progress_is_told_and_ends_complete(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("a,b,y\n" + "\n".join(f"{i * i},{i % 3},{i % 2}" for i in range(30)))
     calls: list[tuple[str, int, int]] = []
-    prepare("ctr", DataConfig(path=str(file), label="y"), tmp_path / "prepared", 0, lambda *call: calls.append(call))
+    prepare("ctr", TableDataConfig(path=str(file), label="y"), tmp_path / "prepared", 0, lambda *call: calls.append(call))
     assert list(dict.fromkeys(call[0] for call in calls)) == ["digest files", "read rows", "encode columns"]
     assert calls[-1] == ("encode columns", 2, 2)
     assert all(0 <= done <= total for _, done, total in calls)
 
 
 def test_a_recipe_without_data_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"recipe='tyo'.*text, ctr, kge, toy"):
-        prepare("tyo", DataConfig(), tmp_path, 0)
+    with pytest.raises(UserError, match=r"recipe = 'tyo'.*did you mean 'toy'.*'ctr', 'kge'"):
+        prepare("tyo", None, tmp_path, 0)
 
 
 def test_polars_is_imported_for_tables_only(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from dphybrid.config import DataConfig; from dphybrid.data import prepare;"
-        f"prepare('text', DataConfig(), Path({str(tmp_path)!r}), 0); assert 'polars' not in sys.modules"
+        "import sys; from pathlib import Path; "
+        "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
+        f"prepare('text', None, Path({str(tmp_path)!r}), 0); assert 'polars' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

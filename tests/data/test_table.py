@@ -8,19 +8,20 @@ import numpy as np
 import polars as pl
 import pytest
 
-from dphybrid.config import DataConfig
-from dphybrid.data import Prepared, prepare
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.data import Prepared
 from dphybrid.data.table.categories import Dictionary, fit_categories
 from dphybrid.data.table.encode import TableEncoder, bucket_edges, fit_numeric
 from dphybrid.data.table.schema import inferred_role
 from dphybrid.util.errors import UserError
+from tests.preparing import prepare
 
 
 def table(folder: Path, columns: dict[str, list[object]], **values: object) -> Prepared:
     rows = zip(*columns.values(), strict=True)
     file = folder / "x.csv"
     file.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in rows)]))
-    config = DataConfig(path=str(file), **{"label": "y", "header": "yes", "valid_fraction": 0.25} | values)  # type: ignore[arg-type]
+    config = TableDataConfig(path=str(file), **{"label": "y", "header": "yes", "valid_fraction": 0.25} | values)  # type: ignore[arg-type]
     return prepare("ctr", config, folder / "prepared", 0)
 
 
@@ -106,7 +107,7 @@ def test_names_that_mean_something_to_polars(tmp_path: Path) -> None:
     pl.DataFrame({name: [str(v) for v in values] for name, values in columns.items()} | {"y": [True, False] * 20}).write_parquet(
         tmp_path / "x.parquet"
     )
-    config = DataConfig(path=str(tmp_path / "x.parquet"), label="y")
+    config = TableDataConfig(path=str(tmp_path / "x.parquet"), label="y")
     assert prepare("ctr", config, tmp_path / "prepared", 0).info["num_ids"] == [5] * 8
 
 
@@ -116,12 +117,12 @@ def test_a_wrong_column_of_a_file_without_header_says_how_columns_are_named(tmp_
     with pytest.raises(
         UserError, match=r"data\.label='clicked'.*first line was read as values \(data\.header=yes.*columns: 0, 1"
     ):
-        prepare("ctr", DataConfig(path=str(file), label="clicked"), tmp_path / "prepared", 0)
+        prepare("ctr", TableDataConfig(path=str(file), label="clicked"), tmp_path / "prepared", 0)
 
 
 def parquet(folder: Path, columns: dict[str, list[object]], **values: object) -> Prepared:
     pl.DataFrame(columns | {"y": [i % 2 for i in range(40)]}).write_parquet(folder / "x.parquet")
-    config = DataConfig(path=str(folder / "x.parquet"), label="y", **values)  # type: ignore[arg-type]
+    config = TableDataConfig(path=str(folder / "x.parquet"), label="y", **values)  # type: ignore[arg-type]
     return prepare("ctr", config, folder / "prepared", 0)
 
 
@@ -166,7 +167,7 @@ def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
             rows = "".join(f"{x},{y},{i % 2}\n" for i, (x, y) in enumerate(zip(n, w, strict=True)))
             (tmp_path / folder / f"{part}.csv").write_text("n,w,y\n" + rows)
         paths = {"path": str(tmp_path / folder / "train.csv"), "valid_path": str(tmp_path / folder / "held.csv")}
-        prepared = prepare("ctr", DataConfig(label="y", numeric=("n",), **paths), tmp_path / "prepared", 0)  # type: ignore[arg-type]
+        prepared = prepare("ctr", TableDataConfig(label="y", numeric=("n",), **paths), tmp_path / "prepared", 0)  # type: ignore[arg-type]
         return prepared, TableEncoder.load(prepared.path / "encoder")
 
     (one, its), (other, others) = encoder("one", ["1000000", "", "7", "8"]), encoder("other", ["3", "4", "5", "6"])

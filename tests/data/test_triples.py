@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dphybrid.config import DataConfig
-from dphybrid.data import Prepared, batches, prepare
+from dphybrid.data import Prepared, batches
+from dphybrid.recipes.kge.recipe import KgeDataConfig
 from dphybrid.util.errors import UserError
 from tests.conftest import SHARED
+from tests.preparing import prepare
 
 WN18RR = SHARED / "data" / "wn18rr"
 
@@ -17,7 +18,7 @@ WN18RR = SHARED / "data" / "wn18rr"
 def from_file(folder: Path, text: str | bytes, **values: object) -> Prepared:
     file = folder / "triples.tsv"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return prepare("kge", DataConfig(path=str(file), **values), folder / "prepared", 0)  # type: ignore[arg-type]
+    return prepare("kge", KgeDataConfig(path=str(file), **values), folder / "prepared", 0)  # type: ignore[arg-type]
 
 
 LINES = "".join(f"a{i}\tlikes\tb{i % 7}\n" for i in range(50))
@@ -79,17 +80,17 @@ def test_unusable_files_are_told(text: str | bytes, words: str, tmp_path: Path) 
 
 def test_folders_without_train_and_with_two_of_a_kind_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no train\.txt"):
-        prepare("kge", DataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
+        prepare("kge", KgeDataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
     for name in ("train.txt", "train.tsv"):
         (tmp_path / name).write_text(LINES)
     with pytest.raises(UserError, match="leave one"):
-        prepare("kge", DataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
+        prepare("kge", KgeDataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
     with pytest.raises(UserError, match="no such file"):
-        prepare("kge", DataConfig(path=str(tmp_path / "nowhere")), tmp_path / "prepared", 0)
+        prepare("kge", KgeDataConfig(path=str(tmp_path / "nowhere")), tmp_path / "prepared", 0)
 
 
 @pytest.mark.skipif(not WN18RR.is_dir(), reason="WN18RR is not here")
 def test_wn18rr_has_its_published_sizes(tmp_path: Path) -> None:
-    data = prepare("kge", DataConfig(path=str(WN18RR)), tmp_path, 0)
+    data = prepare("kge", KgeDataConfig(path=str(WN18RR)), tmp_path, 0)
     assert [len(data.arrays[f"{part}_triples"]) for part in ("train", "valid", "test")] == [86_835, 3_034, 3_134]
     assert data.info["num_relations"] == 11

@@ -33,7 +33,7 @@ class Large(nn.Module):
 RUN = """
 import json
 import flows.train_hybrid, mlflow  # what a flow's process has loaded
-from dphybrid.config.sources import load_config
+from dphybrid.recipes.configs import load_config
 from dphybrid.jobs.train import run_job
 from dphybrid.config.settings import load_settings
 

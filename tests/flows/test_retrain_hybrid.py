@@ -17,7 +17,8 @@ from dphybrid.data.table.extend import open_base
 from dphybrid.jobs.load import model_from_checkpoint
 from dphybrid.jobs.retrain import bootstrap_gains, largest_drift, open_registry
 from dphybrid.jobs.runs import read_run
-from dphybrid.training.metrics import TASKS
+from dphybrid.recipes.configs import build_config
+from dphybrid.training.metrics import BINARY
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_json
@@ -42,7 +43,7 @@ def write_day(folder: Path, day: int, sites: range, noise: bool = False) -> None
 
 
 def config(folder: Path) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
+    return build_config(
         {
             "recipe": "ctr",
             "devices": "cpu",
@@ -162,7 +163,7 @@ def test_the_bootstrap_knows_a_gain_from_noise() -> None:
     def outputs(logits: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"labels_B": labels, "logits": logits}
 
-    gains = bootstrap_gains(outputs(poor), outputs(good), TASKS["binary"], 0, 100)
+    gains = bootstrap_gains(outputs(poor), outputs(good), BINARY, 0, 100)
     assert np.quantile(gains, 0.025) > 0.1
-    gains = bootstrap_gains(outputs(good), outputs(same), TASKS["binary"], 0, 100)
+    gains = bootstrap_gains(outputs(good), outputs(same), BINARY, 0, 100)
     assert np.quantile(gains, 0.025) < 0 < np.quantile(gains, 0.975)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.jobs.sweep import cells_at_once, make_grid
+from dphybrid.recipes.configs import build_config
 from dphybrid.util.errors import UserError
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY, environment
@@ -33,7 +33,7 @@ def build(context):
 
 
 def test_wrong_grids_are_told_before_anything_runs(data_dir: Path) -> None:
-    config, settings = ExperimentConfig(recipe="hybrid", devices="cpu"), load_settings()
+    config, settings = build_config({"recipe": "hybrid", "devices": "cpu"}), load_settings()
     for grid, words in (
         ({"train.batchsize": [1]}, "cell 1 .*did you mean 'train.batch_size'"),
         ({"train.epochs": [1, 0]}, r"cell 2 \(train.epochs=0\).*train.epochs"),

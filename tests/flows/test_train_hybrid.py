@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import pytest
 
-from dphybrid.config import ExperimentConfig
 from dphybrid.gpus import lease_folder
+from dphybrid.recipes.configs import build_config
 from dphybrid.util.shared_files import own_folder
 from tests.flows.servers import PREFECT, REPOSITORY, Team, environment
 from tests.waiting import patience
@@ -186,7 +186,7 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
     for page in deployments.values():
         assert page["pull_steps"] == []
         recipe = page["parameters"]["config"]["recipe"]  # the form shows, and sends, what the recipe sets
-        assert page["parameters"]["config"] == ExperimentConfig(recipe=recipe).model_dump(mode="json")
+        assert page["parameters"]["config"] == build_config({"recipe": recipe}).model_dump(mode="json")
         assert "dphybrid" in page["tags"]
         assert all(not schedule["active"] and schedule["schedule"]["timezone"] == "Etc/UTC" for schedule in page["schedules"])
     retrain = deployments["retrain-hybrid"]

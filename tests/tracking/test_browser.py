@@ -16,8 +16,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import load_config
 from dphybrid.jobs.train import Report, run_job
+from dphybrid.recipes.configs import load_config
 from dphybrid.tracking.compare import compare_runs
 from tests.tracking.conftest import MlflowServer
 

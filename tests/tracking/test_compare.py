@@ -10,8 +10,8 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.config.sources import load_config
 from dphybrid.jobs.train import Report, run_job
+from dphybrid.recipes.configs import load_config
 from dphybrid.tracking.compare import (
     Group,
     RunFacts,

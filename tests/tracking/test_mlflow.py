@@ -11,8 +11,8 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import load_config
 from dphybrid.jobs.train import Report, run_job
+from dphybrid.recipes.configs import load_config
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
 from dphybrid.tracking.loader import checkpoint_folder

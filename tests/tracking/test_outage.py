@@ -15,8 +15,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import load_config
 from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
 from dphybrid.tracking import open_tracker
 from tests.tracking.conftest import MlflowServer
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import load_config
 from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
 from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes, percentile
 from dphybrid.util.errors import UserError
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.jobs.train import run_job
 from dphybrid.recipes import ModelContext
+from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.training.memory import micro_batches
 from dphybrid.training.tensor_file import read_tensors
@@ -35,7 +35,7 @@ def build(context: ModelContext) -> nn.Module:
 def train(data_dir: Path, name: str, limit: int) -> dict[str, torch.Tensor]:
     rows = data_dir.parent / "clicks.csv"
     rows.write_text("clicked,site,age\n" + "".join(f"{i % 3 == 0:d},s{i * 7 % 31},{i % 50}\n" for i in range(400)))
-    config = ExperimentConfig.model_validate(
+    config = build_config(
         {
             "recipe": "ctr",
             "devices": "cpu*2",

@@ -6,10 +6,10 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.config.sources import load_config
 from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
 from dphybrid.training.checkpoint import Progress, complete_checkpoints, step_of
-from dphybrid.training.metrics import TASKS
+from dphybrid.training.metrics import BINARY, LANGUAGE_MODEL
 from dphybrid.training.retention import best_steps, prune_checkpoints
 
 
@@ -36,7 +36,7 @@ def test_checkpoints_are_in_the_order_of_their_steps_beyond_six_digits(tmp_path:
 
 
 def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:
-    auc, loss = TASKS["binary"], TASKS["language-model"]
+    auc, loss = BINARY, LANGUAGE_MODEL
     rows = [(1, 0.5), (2, 0.9), (3, float("nan")), (4, 0.7)]
     progress = Progress(history=[{"step": step, f"held-out {auc.metric}": value} for step, value in rows])
     assert auc.higher_is_better

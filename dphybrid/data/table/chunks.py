@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from dphybrid.config import DataConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.table.bags import is_list_of_items, list_texts
 from dphybrid.data.table.delimited import csv_jobs
@@ -22,7 +22,7 @@ def is_parquet(file: Path) -> bool:
     return file.suffix.lower() in (".parquet", ".pq")
 
 
-def read_chunks(file: Path, data: DataConfig, numbers: Set[str] = frozenset()) -> Iterator[Rows]:
+def read_chunks(file: Path, data: TableDataConfig, numbers: Set[str] = frozenset()) -> Iterator[Rows]:
     """Yield the rows of a file, chunk after chunk, made by a thread of its own; a file without rows gives one empty chunk.
 
     numbers: names of columns that may come as finite float64 instead of text where that is quicker.
@@ -31,14 +31,14 @@ def read_chunks(file: Path, data: DataConfig, numbers: Set[str] = frozenset()) -
     return mapped(lambda job: job(), read_jobs(file, data, numbers), threads=1)
 
 
-def read_jobs(file: Path, data: DataConfig, numbers: Set[str] = frozenset()) -> Iterator[Job]:
+def read_jobs(file: Path, data: TableDataConfig, numbers: Set[str] = frozenset()) -> Iterator[Job]:
     """Yield the jobs that return the chunks of `read_chunks`; `numbers` may grow until they are done."""
     if is_parquet(file):
         return map(done, _parquet_chunks(file, data))
     return csv_jobs(file, data, numbers)
 
 
-def read_rows(file: Path, data: DataConfig) -> Rows:
+def read_rows(file: Path, data: TableDataConfig) -> Rows:
     """Read a whole file into memory. Raises UserError like `read_chunks`, and when too many rows do not fit or fewer than 2 do."""
     chunks = list(read_chunks(file, data))
     rejected = [row for chunk in chunks for row in chunk.rejected]
@@ -49,7 +49,7 @@ def read_rows(file: Path, data: DataConfig) -> Rows:
     return Rows(first.names, values, lines, rejected, first.header, first.place, file)
 
 
-def _parquet_chunks(file: Path, data: DataConfig) -> Iterator[Rows]:
+def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     names: list[str] = []
     lists: frozenset[str] = frozenset()
     start = 1
@@ -69,7 +69,7 @@ def _parquet_chunks(file: Path, data: DataConfig) -> Iterator[Rows]:
         yield Rows(names, empty, np.arange(0), [], True, "row", file, lists=lists)
 
 
-def _single(column: pl.Series, file: Path, data: DataConfig) -> pl.Series:
+def _single(column: pl.Series, file: Path, data: TableDataConfig) -> pl.Series:
     """Return a Parquet column of single values, lists of items as text; one of other things must be ignored, and is empty then."""
     if is_list_of_items(column.dtype) and column.name not in data.ignore:
         return list_texts(column, f"data.path={file}")

@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 import polars as pl
 
-from dphybrid.config import DataConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.fields import MAX_SPAN, SAMPLE, column_names, cut_rows, find_separator, first_rows, has_header
 from dphybrid.data.table.rows import Job, Rows, clean, done
 from dphybrid.util.errors import UserError
@@ -46,7 +46,7 @@ class Layout:
     body: int
 
 
-def csv_jobs(file: Path, data: DataConfig, numbers: Set[str]) -> Iterator[Job]:
+def csv_jobs(file: Path, data: TableDataConfig, numbers: Set[str]) -> Iterator[Job]:
     """Yield the jobs that return the rows of a file's blocks, in order; see `dphybrid.data.table.chunks.read_chunks`. Raises UserError like it."""
     layout: Layout | None = None
     line = offset = 0  # of what is not read yet
@@ -118,7 +118,7 @@ def _last_line_end(raw: bytes) -> int:
     return cut or raw.rfind(b"\r", 0, len(raw) - 1) + 1  # \r may be the first half of a line end
 
 
-def _layout(file: Path, block: bytes, data: DataConfig) -> Layout | None:
+def _layout(file: Path, block: bytes, data: TableDataConfig) -> Layout | None:
     head = block if len(block) <= 2**20 else block[: _last_line_end(block[: 2**20]) or len(block)]
     lines = _LINE_END.split(_decode(file, head, 0, 0))
     starts = [i for i, line in enumerate(lines) if line.strip()]
@@ -133,7 +133,7 @@ def _layout(file: Path, block: bytes, data: DataConfig) -> Layout | None:
 
 
 def _block_rows(
-    file: Path, block: bytes, layout: Layout, data: DataConfig, numbers: Set[str], line: int, offset: int, num_lines: int
+    file: Path, block: bytes, layout: Layout, data: TableDataConfig, numbers: Set[str], line: int, offset: int, num_lines: int
 ) -> Rows:
     """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
     values = _plain(block, num_lines, layout, data.missing, numbers)
@@ -184,7 +184,7 @@ def _count(block: bytes, sign: bytes) -> int:
 
 
 def _careful(
-    file: Path, block: bytes, layout: Layout, data: DataConfig, line: int, offset: int, last: bool
+    file: Path, block: bytes, layout: Layout, data: TableDataConfig, line: int, offset: int, last: bool
 ) -> tuple[Rows, int, bytes]:
     """Return the rows of a block, how many lines they took, and the end of the block that needs lines of the next one."""
     lines = _LINE_END.split(_decode(file, block, line, offset))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dphybrid.config import DataConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.util.errors import UserError
 
 SEPARATORS = ",\t;|"
@@ -110,7 +110,7 @@ def find_separator(sample: Sequence[str], wanted: str) -> str:
     return max(SEPARATORS, key=score)
 
 
-def has_header(first: list[str], others: list[list[str]], data: DataConfig) -> bool:
+def has_header(first: list[str], others: list[list[str]], data: TableDataConfig) -> bool:
     """Tell whether the first line names the columns: it holds a column name that the config gives; else it holds no number, and names
     a column whose other values are all numbers, or is complete, without repetition, and none of its cells appears below it."""
     if data.header != "auto":

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dphybrid.config import DataConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import THREADS, mapped
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Progress
@@ -98,7 +98,7 @@ class Reading:
 
     def __init__(
         self,
-        data: DataConfig,
+        data: TableDataConfig,
         schema: SchemaFile,
         seed: int,
         files: tuple[Path, ...],

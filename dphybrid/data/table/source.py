@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dphybrid.config import DataConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, Streamed, source_digests
@@ -36,7 +36,7 @@ SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet",
 class TableSource:
     """Files of rows. held: files whose rows are the held-out ones."""
 
-    data: DataConfig
+    data: TableDataConfig
     seed: int
     read_files: tuple[Path, ...]
     held_files: tuple[Path, ...] = ()
@@ -53,7 +53,7 @@ class TableSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        values = self.data.model_dump(mode="json", exclude={"path", "valid_path", "schema_file", "base", "window", "negatives"})
+        values = self.data.model_dump(mode="json", exclude={"path", "valid_path", "schema_file", "base"})
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
         values |= {"schema": self.schema.model_dump(mode="json")}
         # Bags came later: what has none keeps its digest.
@@ -109,7 +109,6 @@ class TableSource:
             "labels_B": table.labels_B,
         }
         info: dict[str, Any] = {
-            "task": "binary",
             "columns": id_columns,
             "num_ids": [column["num_ids"] for column in id_columns],
             "num_dense": encoder.num_dense,
@@ -259,7 +258,7 @@ def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
     return row_keys(blocks(), encoder)
 
 
-def open_source(data: DataConfig, seed: int) -> TableSource:
+def open_source(data: TableDataConfig, seed: int) -> TableSource:
     """Find the files. Raises UserError for a missing path or an empty file."""
     if data.path is None:
         raise UserError(

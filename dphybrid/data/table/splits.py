@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from dphybrid.config import DataConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.fields import is_number
 from dphybrid.util.errors import UserError
@@ -22,7 +22,7 @@ class RowSplit:
 
 
 def split_rows(
-    data: DataConfig, seed: int, num_rows: int, num_read: int, codes_B: Array | None, values: pl.Series | None
+    data: TableDataConfig, seed: int, num_rows: int, num_read: int, codes_B: Array | None, values: pl.Series | None
 ) -> RowSplit:
     """Choose the held-out rows. Rows from number `num_read` on came from files given as held out.
 
@@ -54,7 +54,7 @@ def _random(seed: int, num_rows: int, fraction: float) -> Array:
     return held_B
 
 
-def _by_value(data: DataConfig, seed: int, codes_B: Array, values: pl.Series) -> tuple[Array, str]:
+def _by_value(data: TableDataConfig, seed: int, codes_B: Array, values: pl.Series) -> tuple[Array, str]:
     texts = values.to_list()
     counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
     if data.split == "time":

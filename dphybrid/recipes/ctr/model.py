@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel, parts
-from dphybrid.recipes.registry import ModelContext
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.ctr.recipe import CtrModelConfig
 from dphybrid.util.errors import UserError
 
 
@@ -143,7 +144,7 @@ class ClickModel(nn.Module):
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "logits": logits_B}
 
 
-def build_ctr(context: ModelContext) -> ClickModel:
+def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     o = context.options
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     if o.kind != "dlrm" and o.dim < 2:

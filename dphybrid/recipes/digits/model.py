@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.parallel import DataParallel
-from dphybrid.recipes.registry import ModelContext
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.digits.recipe import DigitsModelConfig
 
 CAPSULE, DIGIT_CAPSULE = 8, 16
 """Widths of input and output capsules, as in the paper."""
@@ -100,7 +101,7 @@ class ImageModel(nn.Module):
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "logits": logits_BJ}
 
 
-def build_digits(context: ModelContext) -> ImageModel:
+def build_digits(context: ModelContext[DigitsModelConfig]) -> ImageModel:
     o, num_classes = context.options, int(context.info["num_classes"])
     channels, height, width = context.info["image"]
     image = (int(channels), int(height), int(width))

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dphybrid.config import DataConfig
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.recipes.kge.recipe import KgeDataConfig
 from dphybrid.util.errors import UserError
 
 PARTS = ("train", "valid", "test")
@@ -103,7 +103,7 @@ def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Datase
 class TripleSource:
     """Files by part; without a valid one a share of train is held out."""
 
-    data: DataConfig
+    data: KgeDataConfig
     seed: int
     parts: dict[str, Path]
 
@@ -168,7 +168,6 @@ class TripleSource:
         if rejected:
             lines.append(f"  {len(rejected)} lines rejected: rejected.jsonl in the prepared folder says which and why")
         info = {
-            "task": "ranking",
             "num_entities": len(entities),
             "num_relations": len(relations),
             "num_negatives": self.data.negatives,
@@ -196,7 +195,7 @@ class TripleSource:
             raise UserError(f"data.path: {file} is no UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
-def open_source(data: DataConfig, seed: int) -> TripleSource:
+def open_source(data: KgeDataConfig, seed: int) -> TripleSource:
     """Find the files. Raises UserError for a missing path and a folder without a train file."""
     if data.path is None:
         raise UserError("data.path is not set; recipe kge needs a file of triples, or a folder with train.txt and valid.txt")

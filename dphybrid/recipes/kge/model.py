@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel
-from dphybrid.recipes.registry import ModelContext
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.kge.recipe import KgeModelConfig
 from dphybrid.util.errors import UserError
 
 DISTANCES = 2**24
@@ -143,10 +144,8 @@ class TripleModel(nn.Module):
         return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0), "ranks_B2": ranks_B2}
 
 
-def build_kge(context: ModelContext) -> TripleModel:
+def build_kge(context: ModelContext[KgeModelConfig]) -> TripleModel:
     o, info = context.options, context.info
-    if o.kind not in QUERIES:
-        raise UserError(f"model.kind={o.kind}: recipe kge has {', '.join(QUERIES)}")
     if o.kind != "distmult" and o.dim % 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} reads a row as complex numbers; give an even number")
     region = TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty)

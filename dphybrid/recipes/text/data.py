@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dphybrid.config import DataConfig
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.recipes.text.recipe import TextDataConfig
 from dphybrid.util.errors import UserError
 
 UNKNOWN, END = "<unk>", "<end>"
@@ -64,7 +64,7 @@ def tokenize(text: str) -> list[str]:
 class TextSource:
     """Documents by name: topics of the Python reference, files of a folder, or paragraphs of one file."""
 
-    data: DataConfig
+    data: TextDataConfig
     seed: int
     files: tuple[Path, ...]
     root: Path | None
@@ -131,7 +131,7 @@ class TextSource:
             lines.append(
                 f"  {doubtful} held-out documents repeat passages of others, so the held-out figures flatter; too little text stands alone"
             )
-        info = {"task": "language-model", "num_words": len(vocabulary), "window": self.data.window}
+        info = {"num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
         return Content("text", {"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra)
 
@@ -208,7 +208,7 @@ def _read(file: Path) -> str:
         ) from error
 
 
-def open_source(data: DataConfig, seed: int) -> TextSource:
+def open_source(data: TextDataConfig, seed: int) -> TextSource:
     """Find the files. Raises UserError for a missing path, an empty file, a folder without text."""
     if data.path is None:
         return TextSource(data, seed, (), None)

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel, parts
-from dphybrid.recipes.registry import ModelContext
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.text.recipe import TextModelConfig
 from dphybrid.util.errors import UserError
 
 IGNORED = -100
@@ -121,7 +122,7 @@ class TextModel(nn.Module):
         return {"loss": loss_B, "weight": weight_B}
 
 
-def build_text(context: ModelContext) -> TextModel:
+def build_text(context: ModelContext[TextModelConfig]) -> TextModel:
     o, num_words = context.options, int(context.info["num_words"])
     network: nn.Module
     if o.kind == "transformer":

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dphybrid.config import ModelConfig
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel, Devices
-from dphybrid.recipes.registry import ModelContext
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.tutorial.recipe import BlocksModelConfig, ConvnetModelConfig, HybridModelConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -73,19 +75,19 @@ class Hybrid(nn.Module):
         return self.region(self.table(ids_B))
 
 
-def build_toy(context: ModelContext) -> Supervised:
+def build_toy(context: ModelContext[ModelConfig]) -> Supervised:
     """Linear(5, 2), all of it data-parallel."""
     network = DataParallel(nn.Linear(context.info["num_inputs"], context.info["num_outputs"]), context.devices)
     return Supervised(network, "x_BI", "y_BO", squared_error, "prediction", context.dtype)
 
 
-def build_blocks(context: ModelContext) -> Supervised:
+def build_blocks(context: ModelContext[BlocksModelConfig]) -> Supervised:
     """Linear(10, 20) -> DataParallel(Linear(20, 20)) -> Linear(20, 20)."""
     network = Blocks(context.info["num_inputs"], context.options.hidden, context.info["num_outputs"], context.devices)
     return Supervised(network, "x_BI", "y_BO", squared_error, "prediction", context.dtype)
 
 
-def build_hybrid(context: ModelContext) -> Supervised:
+def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
     """Embedding(1000, 10) on the CPU -> Linear(10, 10) on the devices."""
     o, info = context.options, context.info
     table = context.table(info["num_ids"], o.dim, name="table")
@@ -93,7 +95,7 @@ def build_hybrid(context: ModelContext) -> Supervised:
     return Supervised(network, "ids_B", "y_BO", squared_error, "prediction", context.dtype)
 
 
-def build_convnet(context: ModelContext) -> Supervised:
+def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
     """Conv2d(3, 64, 3, padding=1) -> ReLU -> Linear(64 * 32 * 32, 10), cross-entropy."""
     hidden = context.options.hidden
     network = nn.Sequential(

@@ -1,0 +1,62 @@
+"""The data section of recipes whose samples are rows of a table: CSV, TSV or Parquet files."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from dphybrid.config.experiment import DataConfig, Names
+
+
+class TableDataConfig(DataConfig):
+    """Which files, which column is the label, and what the others are read as."""
+
+    path: str | None = None
+    """Your table: CSV, TSV or Parquet; a file, a folder of them, or a pattern such as day-*.csv.gz."""
+    label: str | None = None
+    """Column with the answer: its name, or its position 0, 1, ... in a file without a header."""
+    numeric: Names = ()
+    """Columns to read as numbers, separated by commas; the rest is inferred."""
+    categorical: Names = ()
+    """Columns to read as categories, separated by commas."""
+    bags: Names = ()
+    """Columns to read as bags: several values in a cell, such as drama|comedy, separated by commas."""
+    text: Names = ()
+    """Columns to read as free text, whose words are a bag, separated by commas."""
+    ignore: Names = ()
+    """Columns to leave out, separated by commas."""
+    schema_file: str | None = None
+    """Roles and encodings of the columns, as a prepared folder's schema.toml has them."""
+    base: str | None = None
+    """Prepared folder of an earlier run: its ids and statistics are kept and grown, so that its model can be trained on."""
+    header: Literal["auto", "yes", "no"] = "auto"
+    """Does the first line name the columns? auto looks at the file."""
+    delimiter: str = "auto"
+    """Character between columns; auto looks at the file."""
+    missing: Names = ("?", "NA", "NaN", "null")
+    """Texts that mean "no value", besides the empty one, separated by commas."""
+    min_count: int = Field(default=2, ge=1)
+    """Categories seen fewer times in the training split become the unknown one."""
+    buckets: int = Field(default=32, ge=0, le=4096)
+    """Quantile buckets that each numeric column also gets an embedding for; 0: none."""
+    valid_fraction: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """Share of the rows in the validation split."""
+    split: Literal["random", "time", "key"] = "random"
+    """Validation split: random rows, the latest by data.split_column (time), or whole values of it, so that no user is in both splits (key)."""
+    split_column: str | None = None
+    """Column that data.split goes by."""
+    valid_path: str | None = None
+    """Validation rows from files of their own; data.valid_fraction and data.split say nothing then."""
+    max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
+    """Share of unreadable rows above which preparation stops."""
+
+    @model_validator(mode="after")
+    def _split_has_its_column(self) -> Self:
+        if (self.split == "random") != (self.split_column is None):
+            raise ValueError(
+                f"split={self.split} with split_column={self.split_column}: time and key need a column, random has none"
+            )
+        if self.valid_path is not None and self.split != "random":
+            raise ValueError(
+                f"valid_path={self.valid_path} with split={self.split}: the files are the split; give one of the two"
+            )
+        return self

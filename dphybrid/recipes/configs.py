@@ -1,0 +1,211 @@
+"""Configs from files, flags, forms and override texts, each by its recipe's class, with errors that name value, place and remedy.
+
+`train.batch_size=512` in a flow's `overrides` and `--train.batch-size 512` on a command line go through the same code.
+"""
+
+import json
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
+
+from dphybrid.config import ExperimentConfig, Section, flatten, merge
+from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
+from dphybrid.util.errors import UserError, suggestion
+
+FieldFacts = tuple[Any, str, Any]
+
+
+@cache
+def field_types(recipe: str = DEFAULT) -> dict[str, FieldFacts]:
+    """Return every field of a recipe's config: dotted name -> (annotation, sentence, default). Raises UserError for an unknown recipe."""
+
+    def walk(model: type[BaseModel], prefix: str) -> dict[str, FieldFacts]:
+        found: dict[str, FieldFacts] = {}
+        for name, field in model.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, Section):
+                found |= walk(kind, f"{prefix}{name}.")
+            else:
+                found[f"{prefix}{name}"] = (kind, field.description or "", field.default)
+        return found
+
+    return walk(find_recipe(recipe).config_class, "")
+
+
+def recipes_with(name: str) -> list[str]:
+    """Return the built-in recipes that have a field."""
+    return [recipe for recipe in BUILT_IN if name in field_types(recipe)]
+
+
+def explain_unknown(name: str, recipe: str) -> str:
+    """Return why a recipe's config has no such field, and what to do."""
+    if others := recipes_with(name):
+        return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
+    known = field_types(recipe)
+    ending = [full for full in known if full.rpartition(".")[2] == name.rpartition(".")[2]]
+    if ending:
+        return f"there is no such field; did you mean {ending[0]!r}?"
+    section = name.rpartition(".")[0]
+    siblings = [full for full in known if full.rpartition(".")[0] == section] or list(known)
+    hint = suggestion(name, list(known))
+    return f"there is no such field{hint}" if "did you mean" in hint else f"there is no such field; known: {', '.join(siblings)}"
+
+
+def parse_overrides(overrides: list[str]) -> dict[str, Any]:
+    """Turn `["train.lr=0.1"]` into nested texts. Raises UserError for a text without `=`."""
+    nested: dict[str, Any] = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise UserError(f"override {text!r}: expected name=value, as in train.batch_size=512")
+        *sections, leaf = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise UserError(f"override {text!r}: {section} was given a value of its own before; give one of the two")
+        place[leaf] = value.strip()
+    return nested
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return the nested values of a TOML or JSON file. Raises UserError with file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror or error}; give the path of a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config {path}: not a text file ({error.reason} at byte {error.start}); give a TOML file") from error
+    except RecursionError as error:
+        raise UserError(f"--config {path}: is nested too deeply; a config has sections with values") from error
+    except ValueError as error:  # tomllib and json errors both say where; a path with a NUL byte is one, too
+        raise UserError(f"--config {path}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: expected sections like [train], found a {type(values).__name__}")
+    return values
+
+
+def build_config(values: dict[str, Any], places: dict[str, str] | None = None) -> ExperimentConfig:
+    """Validate nested values by the class of their recipe. Raises UserError that lists every wrong value with its place and remedy.
+
+    Without `recipe` the values say which one is meant (`registry.infer_recipe`). places: dotted name -> where the value came from.
+    """
+    places = places or {}
+    name = values.get("recipe")
+    if name is None:
+        name = infer_recipe(values)[0]
+    if not isinstance(name, str):
+        raise UserError(f"recipe = {name!r}: expected a name such as {', '.join(recipe_names())}")
+    recipe = find_recipe(name)
+    texts_to_none = _nones(values, name)
+    try:
+        return recipe.config_class.model_validate({**texts_to_none, "recipe": name})
+    except ValidationError as error:
+        raise UserError("\n".join(_explain(item, places, name) for item in error.errors())) from error
+
+
+def _nones(values: dict[str, Any], recipe: str) -> dict[str, Any]:
+    """Return the values with the texts "" and "none" as None where a field may be None."""
+    optional = {name for name, (kind, _, _) in field_types(recipe).items() if type(None) in get_args(kind)}
+
+    def walk(inner: dict[str, Any], prefix: str) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in inner.items():
+            if isinstance(value, dict):
+                out[key] = walk(value, f"{prefix}{key}.")
+            else:
+                empty = isinstance(value, str) and value.strip().lower() in ("", "none") and f"{prefix}{key}" in optional
+                out[key] = None if empty else value
+        return out
+
+    return walk({key: _plain(value) for key, value in values.items()}, "")
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+
+
+def as_config(value: Any) -> Any:
+    """Return a mapping as the config it describes; anything else as it is."""
+    return build_config(value) if isinstance(value, dict) else value
+
+
+_ANY_OBJECT = WithJsonSchema({"type": "object", "title": "Experiment", "additionalProperties": True}, mode="validation")
+AnyExperiment = Annotated[ExperimentConfig, BeforeValidator(as_config), _ANY_OBJECT]
+"""An experiment of any recipe, as a field or parameter: mappings are validated by their recipe's class, which no one schema could do."""
+
+
+def stored_config(values: dict[str, Any]) -> ExperimentConfig:
+    """Return the config of a page that was written earlier.
+
+    Pages of version 0.1 hold the values of every recipe; those that theirs did not use are left out. Raises UserError.
+    """
+    recipe = str(values.get("recipe", DEFAULT))
+    known = field_types(recipe)
+    foreign = {name for other in BUILT_IN for name in field_types(other)} - known.keys()
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        kept[key] = {k: v for k, v in value.items() if f"{key}.{k}" not in foreign} if isinstance(value, dict) else value
+    return build_config(kept)
+
+
+def given_values(config: ExperimentConfig) -> dict[str, Any]:
+    """Return the nested values in which `config` differs from its recipe."""
+
+    def differing(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in values.items():
+            if isinstance(value, dict):
+                if inner := differing(value, base[key]):
+                    out[key] = inner
+            elif value != base[key]:
+                out[key] = value
+        return out
+
+    recipe_only = type(config)().model_dump()
+    return {"recipe": config.recipe} | differing(config.model_dump(), recipe_only)
+
+
+def load_config(file: Path | None, overrides: list[str]) -> ExperimentConfig:
+    """Compose a config: the recipe, the file over it, the overrides over both. Raises UserError.
+
+    Without a recipe in either, the values say which one is meant, and that is told.
+    """
+    from_file = read_config_file(file) if file else {}
+    from_flags = parse_overrides(overrides)
+    places = dict.fromkeys(flatten(from_file), str(file)) | {name: f"--{name.replace('_', '-')}" for name in flatten(from_flags)}
+    values = merge(from_file, from_flags)
+    if "recipe" not in values:
+        values["recipe"], reason = infer_recipe(values)
+        if reason:
+            print(f"Recipe: {values['recipe']}, as {reason} (--recipe names another one)", flush=True)
+    return build_config(values, places)
+
+
+def apply_overrides(config: ExperimentConfig, overrides: list[str]) -> ExperimentConfig:
+    """Return `config` with override texts over it; a new recipe keeps only what differed from the old recipe. Raises UserError."""
+    if not overrides:
+        return config
+    changes = parse_overrides(overrides)
+    return build_config(merge(given_values(config), changes), dict.fromkeys(flatten(changes), "overrides"))
+
+
+def _explain(item: Any, places: dict[str, str], recipe: str) -> str:
+    name = ".".join(str(part) for part in item["loc"])
+    place = places.get(name)
+    where = f" (from {place})" if place else ""
+    if item["type"] == "extra_forbidden":
+        return f"{name}{where}: {explain_unknown(name, recipe)}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
+        message = f"is a section: write [{name}] and its values below"
+    if not name:
+        return message
+    if isinstance(item.get("input"), dict):
+        return f"{name}{where}: {message}"
+    return f"{name} = {item['input']!r}{where}: {message}"

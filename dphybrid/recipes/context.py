@@ -1,0 +1,112 @@
+"""What builds a model: the context that a recipe's `build`, or a factory of the user's own, is given."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from dphybrid.config import ExperimentConfig, ModelConfig
+from dphybrid.embedding import HostEmbedding
+from dphybrid.parallel import Devices
+from dphybrid.recipes.registry import find_recipe
+from dphybrid.util.errors import UserError
+
+Options = TypeVar("Options", bound=ModelConfig)
+
+
+@dataclass(frozen=True)
+class ModelContext(Generic[Options]):
+    """What a model is built from.
+
+    devices: where its blocks belong; pass it to `dphybrid.parallel.DataParallel`.
+    info: facts about the prepared data: `num_words`, `num_ids`, `num_dense`, `num_classes`, ... as the recipe has them.
+    options: the `model` section of the config.
+    seed: start for tables, which do not draw from torch's global generator.
+    table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: where tables lie in files; None: in memory.
+    """
+
+    devices: Devices
+    info: dict[str, Any]
+    options: Options
+    seed: int
+    table_dtype: str = "model"
+    table_folder: Path | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.options.dtype == "float64" else torch.float32
+
+    def table(self, num_rows: int, dim: int, *, name: str, std: float = 0.1) -> HostEmbedding:
+        """Return a host table as config and settings want it. Raises UserError when it does not fit."""
+        if self.table_dtype == "bfloat16" and self.dtype != torch.float32:
+            raise UserError(
+                f"table.dtype=bfloat16: its rows are looked up as float32; use model.dtype=float32, not {self.options.dtype}"
+            )
+        return HostEmbedding(
+            num_rows,
+            dim,
+            std=std,
+            dtype=torch.bfloat16 if self.table_dtype == "bfloat16" else self.dtype,
+            seed=self.seed,
+            name=name,
+            storage="memory" if self.table_folder is None else "mmap",
+            path=self.table_folder,
+        )
+
+
+Factory = Callable[[ModelContext[Any]], nn.Module]
+
+
+def build_from_config(
+    config: ExperimentConfig, info: dict[str, Any], devices: Devices, table_folder: Path | None = None
+) -> nn.Module:
+    """Build the model of an experiment; see `ModelContext` for the rest and `build_model` for the errors.
+
+    table_folder: is made when it is not there.
+    """
+    if table_folder is not None:
+        table_folder.mkdir(parents=True, exist_ok=True)
+    context = ModelContext(devices, info, config.model, config.train.seed, config.table.dtype, table_folder)
+    return build_model(config.recipe, context)
+
+
+def build_model(recipe: str, context: ModelContext[Any]) -> nn.Module:
+    """Build the model with torch's generator seeded, so that equal configs start from equal weights.
+
+    Raises UserError when the factory cannot be imported or returns something else than a module.
+    """
+    path = context.options.factory
+    factory: Factory = import_factory(path) if path else find_recipe(recipe).build
+    torch.manual_seed(context.seed)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(context.dtype)
+    try:
+        model = factory(context)
+    finally:
+        torch.set_default_dtype(default)
+    if not isinstance(model, nn.Module):
+        where = f"model.factory={path!r}" if path else f"recipe {recipe}: build"
+        raise UserError(f"{where}: returned a {type(model).__name__}; return a torch.nn.Module")
+    return model
+
+
+def import_factory(path: str) -> Factory:
+    """Import `package.module:function`. Raises UserError that says which part is missing."""
+    module_name, colon, attribute = path.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UserError(f"model.factory={path!r}: write package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"model.factory={path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+    found = vars(module).get(attribute)
+    if not callable(found):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UserError(
+            f"model.factory={path!r}: {module_name} has no function {attribute!r}; it has {', '.join(names) or 'none'}"
+        )
+    return found

@@ -1,0 +1,52 @@
+"""Recipe digits: scikit-learn's handwritten digits, by a convolutional or a capsule network."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dphybrid.data.store import Source
+    from dphybrid.recipes.context import ModelContext
+    from dphybrid.training.metrics import Task
+
+
+class DigitsModelConfig(ModelConfig):
+    """Which network, and how large."""
+
+    kind: Literal["convnet", "capsule"] = "convnet"
+    """Network: convolutions, or capsules with routing by agreement."""
+    hidden: int = Field(default=128, ge=1, le=65536)
+    """Width of the hidden layer (capsule: of the network that redraws the image)."""
+    dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
+    """Share of activations dropped while training (convnet)."""
+
+
+class Digits(Recipe):
+    """Handwritten digits."""
+
+    name = "digits"
+    summary = "Handwritten digits of 8 x 8 pixels, which come with scikit-learn: convolutions or capsules, without a table."
+    model = DigitsModelConfig
+    train = {"epochs": 15, "batch_size": 64, "log_every": 10}
+
+    def source(self, data: DataConfig, seed: int) -> "Source":
+        from dphybrid.data.made import MadeSource
+        from dphybrid.recipes.digits.data import make_digits
+
+        return MadeSource(seed, 1437, 360, make_digits)
+
+    def build(self, context: "ModelContext[DigitsModelConfig]") -> "nn.Module":
+        from dphybrid.recipes.digits.model import build_digits
+
+        return build_digits(context)
+
+    def task(self, info: Mapping[str, Any]) -> "Task":
+        from dphybrid.training.metrics import MULTICLASS
+
+        return MULTICLASS

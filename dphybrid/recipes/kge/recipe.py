@@ -1,0 +1,98 @@
+"""Recipe kge: knowledge-graph embeddings, which complete triples (head, relation, tail)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dphybrid.data.batches import Dataset
+    from dphybrid.data.store import Prepared, Source
+    from dphybrid.recipes.context import ModelContext
+    from dphybrid.training.metrics import Task
+
+
+class KgeDataConfig(DataConfig):
+    """Which triples, and what answers compete with."""
+
+    path: str | None = None
+    """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file; head, relation, tail, separated by tabs."""
+    delimiter: str = "auto"
+    """Character between head, relation and tail; auto looks at the file."""
+    negatives: int = Field(default=1024, ge=1, le=2**20)
+    """Random entities that compete with the answers of a batch."""
+    valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Share of the triples in the validation split, where there is no valid.txt."""
+    max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
+    """Share of unreadable lines above which preparation stops."""
+
+
+class KgeModelConfig(ModelConfig):
+    """Which scoring function, and how large."""
+
+    kind: Literal["complex", "distmult", "rotate"] = "complex"
+    """Scoring function: ComplEx, DistMult or RotatE."""
+    dim: int = Field(default=256, ge=1, le=65536)
+    """Width of an entity's row."""
+    penalty: float = Field(default=0.01, ge=0.0)
+    """Weight of the cubed moduli of a triple's rows, Lacroix's N3."""
+
+
+class Kge(Recipe):
+    """Knowledge-graph embeddings."""
+
+    name = "kge"
+    summary = "Triples of a knowledge graph: ComplEx, DistMult or RotatE over a table of entities."
+    data = KgeDataConfig
+    model = KgeModelConfig
+    table = {"optimizer": "adagrad", "lr": 0.1}
+    train = {"epochs": 20, "batch_size": 1024, "lr": 0.01, "clip_norm": 0.0, "patience": 0}
+
+    def source(self, data: KgeDataConfig, seed: int) -> "Source":
+        from dphybrid.recipes.kge.data import open_source
+
+        return open_source(data, seed)
+
+    def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
+        from dphybrid.recipes.kge.data import part_of
+
+        return part_of(part, prepared.arrays, prepared.info)
+
+    def build(self, context: "ModelContext[KgeModelConfig]") -> "nn.Module":
+        from dphybrid.recipes.kge.model import build_kge
+
+        return build_kge(context)
+
+    def task(self, info: Mapping[str, Any]) -> "Task":
+        from dphybrid.training.metrics import RANKING
+
+        return RANKING
+
+    def recognises(self, data: Mapping[str, Any]) -> str | None:
+        path = str(data.get("path") or "")
+        if not path or data.get("label") not in (None, ""):
+            return None
+        place = Path(path).expanduser()
+        if place.is_dir():
+            found = [place / f"train{ending}" for ending in (".txt", ".tsv", ".csv", "") if (place / f"train{ending}").is_file()]
+            if found and _is_triple(found[0]):
+                return f"data.path={path} is a folder with triples in {found[0].name}"
+        elif place.suffix.lower() in (".txt", ".tsv") and place.is_file() and _is_triple(place):
+            return f"data.path={path} holds triples"
+        return None
+
+
+def _is_triple(file: Path) -> bool:
+    """Do the first lines have three values each, with tabs between them?"""
+    try:
+        with file.open(encoding="utf-8-sig") as stream:
+            lines = [line for line, _ in zip(stream, range(5), strict=False) if line.strip()]
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(lines) and all(line.count("\t") == 2 for line in lines)

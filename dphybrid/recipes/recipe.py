@@ -1,0 +1,124 @@
+"""What a recipe is: one object that says all there is to one kind of experiment, so that nothing else needs to know its name."""
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import create_model
+
+from dphybrid.config import CheckpointConfig, DataConfig, ExperimentConfig, ModelConfig, Section, TableConfig, TrainConfig
+
+if TYPE_CHECKING:  # a recipe is looked at by the command line and the forms, too: torch and polars wait until work begins
+    from torch import nn
+
+    from dphybrid.data.batches import Dataset
+    from dphybrid.data.store import Prepared, Progress, Source
+    from dphybrid.recipes.context import ModelContext
+    from dphybrid.recipes.given import Given
+    from dphybrid.training.metrics import Task
+
+S = TypeVar("S", bound=Section)
+
+
+class Recipe:
+    """Subclass it, set the attributes, and write `rows` (or `source` and `dataset`), `build` and `task`.
+
+    name: names runs, prepared folders and registered models. summary: one sentence for help and forms.
+    data, model: the recipe's own sections, pydantic classes with a default for every field.
+    table, train, checkpoint: what differs from the defaults of these common sections.
+    tabular: its samples are rows of a table read by `dphybrid.data.table`: they have a schema file, grow when files arrive
+    (retraining), and rows of new files can be scored (predict).
+    """
+
+    name: str = ""
+    summary: str = ""
+    data: type[DataConfig] = DataConfig
+    model: type[ModelConfig] = ModelConfig
+    table: Mapping[str, Any] = {}
+    train: Mapping[str, Any] = {}
+    checkpoint: Mapping[str, Any] = {}
+    tabular: bool = False
+
+    key: str = ""
+    """What finds this recipe again: its name, or `package.module:NAME`. The registry sets it; configs carry it."""
+
+    def rows(self, data: Any, seed: int) -> "tuple[Given, Given]":
+        """Return the training and the validation split: each a dict of arrays, a DataFrame, or a map-style torch Dataset.
+
+        The simple way to bring data: everything is read here and kept as a prepared folder. seed: for a random split.
+        """
+        raise NotImplementedError(
+            f"recipe {self.name}: define rows(data, seed), or source(data, seed) and dataset(prepared, part)"
+        )
+
+    def source(self, data: Any, seed: int) -> "Source":
+        """Return where the samples come from, opened but not read; see `dphybrid.data.store.Source`. Raises UserError."""
+        from dphybrid.recipes.given import GivenSource
+
+        return GivenSource(self, data, seed)
+
+    def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
+        """Return a split of the prepared data ("train", "valid", "test") as samples by number."""
+        return prepared.rows(part)
+
+    def build(self, context: "ModelContext[Any]") -> "nn.Module":
+        """Return the model: batch (dict of CPU tensors, samples on dim 0) -> dict with
+
+        - `loss` (B,): each sample's loss, summed over its terms,
+        - `weight` (B,): the number of these terms (ones where a sample has one label),
+        - what the task reads, such as `logits` (B,) or (B, C).
+
+        The mean loss is `loss.sum() / weight.sum()`: right for short last chunks, where a mean of means is not.
+        """
+        raise NotImplementedError(f"recipe {self.name}: define build(context)")
+
+    def task(self, info: Mapping[str, Any]) -> "Task":
+        """Return the metrics over the validation outputs, which one decides, and its direction. info: the prepared data's facts."""
+        raise NotImplementedError(f"recipe {self.name}: define task(info)")
+
+    def recognises(self, data: Mapping[str, Any]) -> str | None:
+        """Say why these values of the data section call for this recipe, or None. Asked only when no recipe is given."""
+        return None
+
+    def prepare(self, data: DataConfig, folder: Path, seed: int, on_progress: "Progress | None" = None) -> "Prepared":
+        """Return the prepared data under `folder`, built when it is not there. Raises UserError for unusable input."""
+        from dphybrid.data.prepare import prepare_source
+
+        return prepare_source(self.name, self.source(data, seed), folder, seed, on_progress, self.dataset)
+
+    def open(self, folder: Path, verified: bool = False) -> "Prepared":
+        """Open a folder that `prepare` made. verified: by its sums, too, once. Raises UserError when it is none, or damaged."""
+        from dphybrid.data.store import open_prepared, verify_prepared
+
+        return replace(verify_prepared(folder, known=True) if verified else open_prepared(folder), view=self.dataset)
+
+    @cached_property
+    def config_class(self) -> type[ExperimentConfig]:
+        """The recipe's class of config: the common sections with its defaults, and its own."""
+        sections = {
+            "data": self.data,
+            "model": self.model,
+            "table": _with_defaults(TableConfig, self.table),
+            "train": _with_defaults(TrainConfig, self.train),
+            "checkpoint": _with_defaults(CheckpointConfig, self.checkpoint),
+        }
+        fields: dict[str, Any] = {name: (kind, kind()) for name, kind in sections.items()}
+        named = copy(ExperimentConfig.model_fields["recipe"])
+        named.default = self.key or self.name
+        fields["recipe"] = (Literal[self.key or self.name], named)
+        return create_model(f"{type(self).__name__}Config", __base__=ExperimentConfig, __doc__=self.summary, **fields)
+
+
+def _with_defaults(section: type[S], defaults: Mapping[str, Any]) -> type[S]:
+    """Return the section's class with other defaults; bounds and sentences stay."""
+    if not defaults:
+        return section
+    fields: dict[str, Any] = {}
+    for name, value in defaults.items():
+        field = copy(section.model_fields[name])
+        field.default = value
+        fields[name] = (field.annotation, field)
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)

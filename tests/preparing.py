@@ -1,0 +1,14 @@
+"""Preparing data by a recipe's name, as tests of single parts need it."""
+
+from pathlib import Path
+
+from dphybrid.config import DataConfig
+from dphybrid.data import Prepared
+from dphybrid.data.store import Progress
+from dphybrid.recipes import find_recipe
+
+
+def prepare(recipe: str, data: DataConfig | None, folder: Path, seed: int, on_progress: Progress | None = None) -> Prepared:
+    """Prepare a recipe's data. data: None for the recipe's defaults."""
+    found = find_recipe(recipe)
+    return found.prepare(found.data() if data is None else data, folder, seed, on_progress)
