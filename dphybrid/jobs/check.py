@@ -8,12 +8,22 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import batches
-from dphybrid.parallel import DataParallel, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.parallel import (
+    DataParallel,
+    SplitDifference,
+    compare_split,
+    find_data_parallel,
+    resolve_devices,
+    split_sizes,
+)
 from dphybrid.parallel.check import Finding, check_module
 from dphybrid.parallel.memory import block_memory, memory_text
 from dphybrid.recipes.context import build_from_config, import_factory
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
+
+COMPARED_ROWS = 64
+"""Rows of the batch that is computed unsplit and split."""
 
 
 def memory_report(config: ExperimentConfig, settings: Settings, batch_size: int) -> str:
@@ -40,13 +50,18 @@ def check_target(target: str | None, config: ExperimentConfig, settings: Setting
     """Check `package.module:factory`, or the recipe's model; return the findings by block.
 
     A factory is called without arguments, or with the recipe's ModelContext when it takes one. Where the model has data-parallel blocks
-    these are checked, otherwise the model as if it were one. Raises UserError when the factory gives no module.
+    these are checked, otherwise the model as if it were one. With the recipe's data, its first rows are also computed unsplit and split, to name
+    what computes across the batch. Raises UserError when the factory gives no module.
     """
+    across: list[SplitDifference] = []
     if target is None or inspect.signature(import_factory(target)).parameters:
         data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
         model = build_from_config(config, data.info, resolve_devices("cpu"))
+        if find_data_parallel(model):
+            rows = min(config.train.batch_size, COMPARED_ROWS)
+            across = compare_split(model, next(batches(data.dataset("train"), rows, seed=0, epoch=0, shuffle=False)))
     else:
         made: Any = import_factory(target)()  # type: ignore[call-arg]
         if not isinstance(made, nn.Module):
@@ -55,4 +70,12 @@ def check_target(target: str | None, config: ExperimentConfig, settings: Setting
     blocks: dict[str, DataParallel] = find_data_parallel(model)
     if not blocks:
         return [("the module as one block", check_module(model))]
-    return [(name or "the model", check_module(block.module)) for name, block in blocks.items()]
+    return [
+        (name or "the model", [*check_module(block.module), *(_finding(one) for one in across if one.block == name)])
+        for name, block in blocks.items()
+    ]
+
+
+def _finding(found: SplitDifference) -> Finding:
+    problem, _, remedy = found.text().partition("; ")
+    return Finding(True, found.module, "the first batch", problem.split(": ", 1)[1], remedy)

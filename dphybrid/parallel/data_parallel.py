@@ -13,7 +13,13 @@ from dphybrid.parallel.gathering import Join, Joining, Leaf, as_device, gather
 from dphybrid.parallel.nests import Whole, batch_rows, map_tensors, tensors_of
 from dphybrid.parallel.probing import refuse_chance_rows
 from dphybrid.parallel.randomness import Randomness, random_streams
-from dphybrid.parallel.replication import differing_replicas, refuse_unsuitable, replicate, replicate_modules
+from dphybrid.parallel.replication import (
+    differing_replicas,
+    refuse_unsuitable,
+    replicate,
+    replicate_modules,
+    under_functorch,
+)
 from dphybrid.parallel.scattering import Places, scatter_kwargs, split
 from dphybrid.parallel.splits import Size, Split, split_sizes
 from dphybrid.util.errors import UserError
@@ -149,7 +155,10 @@ class DataParallel(nn.DataParallel):
                     output = module(x)
                     if x._version != version:
                         _refuse_late_change("input 0")
-                key = ((x.shape,), (output.shape if type(output) is Tensor else _first_size(output),))
+                try:
+                    key = ((x.shape,), (output.shape if type(output) is Tensor else _first_size(output),))
+                except RuntimeError:  # a nested tensor, which has no shape
+                    key = ((_first_size(x),), (_first_size(output),))
             else:
                 output = self._watched(inputs, kwargs)
                 key = ((_first_size((inputs, kwargs)),), (_first_size(output),))
@@ -228,7 +237,7 @@ class DataParallel(nn.DataParallel):
         """Call each replica on its inputs; return the outputs in device order. May be overridden."""
         used = Devices(self.devices.text, self.devices.replicas[: len(replicas)], self.devices.virtual)
         watch = _strictly(replicas, inputs, kwargs) if self.strict else None
-        if self.randomness == "shared":
+        if self.randomness == "shared" or under_functorch():  # vmap has a say of its own about draws
             return parallel_apply(replicas, inputs, kwargs, used, self.mode, watch)
         at_once = (self.mode or default_mode(used)) == "threads"
         with random_streams(self.randomness, used.replicas, at_once) as streams:
@@ -433,7 +442,7 @@ def find_data_parallel(model: nn.Module) -> dict[str, DataParallel]:
 
 def _first_size(value: Any) -> Size:
     if isinstance(value, Tensor):
-        return tuple(value.shape)
+        return (value.size(0),) if value.is_nested else tuple(value.shape)
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding
+from dphybrid.parallel import find_data_parallel
 
 PARTS = 4
 """Parts that a batch is computed in after it did not fit. Activations shrink with them, weights and optimizer state do not."""
@@ -58,7 +59,7 @@ def out_of_memory_report(
         f"  blocks {_gib(weights)}, their gradients as much, optimizer state {_gib(state)}; the rest is activations and copies of blocks"
     )
     if torch.cuda.is_initialized():
-        for number in range(torch.cuda.device_count()):
+        for number in own_gpus(model):  # asking another one would open a context there, half a GiB
             free, total = torch.cuda.mem_get_info(number)
             own = torch.cuda.memory_reserved(number)
             lines.append(
@@ -66,6 +67,13 @@ def out_of_memory_report(
                 f"in use), {_gib(max(0, total - free - own))} by CUDA itself and by others, {_gib(free)} free"
             )
     return "\n".join(lines)
+
+
+def own_gpus(model: nn.Module) -> list[int]:
+    """Return the indices of the GPUs that a model uses: those of its parameters, and of its data-parallel blocks' replicas."""
+    devices = {parameter.device for parameter in model.parameters()}
+    devices |= {place for block in find_data_parallel(model).values() for place in block.devices.replicas}
+    return sorted(device.index for device in devices if device.type == "cuda")
 
 
 def _gib(size: float) -> str:

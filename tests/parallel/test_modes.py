@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.bench.parallel import run, text
-from dphybrid.parallel import DataParallel, LossInside, resolve_devices, split_sizes
+from dphybrid.parallel import DataParallel, Devices, LossInside, resolve_devices, split_sizes
 from dphybrid.parallel.check import check_module
 from dphybrid.parallel.memory import activation_bytes, block_memory, memory_text
 from dphybrid.parallel.placement import PlacementError
 from dphybrid.parallel.replication import differing_replicas, replicate
+from dphybrid.training.memory import own_gpus
 from tests.parallel import zoo
 
 
@@ -166,6 +167,13 @@ def test_activation_estimate_counts_what_autograd_keeps() -> None:
     assert [d.rows for d in devices] == [7, 7, 6]
     assert devices[2].activations == 6 * (10 + 20 + 5) * 4
     assert "activations" in memory_text(devices)
+
+
+def test_only_the_models_own_gpus_are_asked_for_their_memory() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), region := DataParallel(nn.Linear(2, 2), "cpu*2"))
+    assert own_gpus(model) == []
+    region.devices = Devices("cuda:3,cuda:1", (torch.device("cuda:3"), torch.device("cuda:1")), virtual=False)
+    assert own_gpus(model) == [1, 3]
 
 
 def test_the_benchmark_measures_every_way() -> None:

@@ -1,0 +1,462 @@
+"""torch.nn.parallel's whole surface, and what other projects do with it, in every way of running replicas."""
+
+import collections
+import dataclasses
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dphybrid.parallel import (
+    DataParallel,
+    data_parallel,
+    gather,
+    parallel_apply,
+    replicate,
+    resolve_devices,
+    scatter,
+    scatter_kwargs,
+)
+from dphybrid.util.errors import UserError
+from tests.parallel.test_nothing_silent import MODES, Does
+
+close = torch.testing.assert_close
+
+
+def made(x: int = 5, y: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(x, 7), nn.Tanh(), nn.Linear(7, y)).double()
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+# The constructor, and the function
+
+
+def test_device_ids_by_position_and_name() -> None:
+    x, bare = rows(7, 5), made()
+    for given in ("cpu*3", ["cpu"] * 3, [torch.device("cpu")] * 3, [-1, -1, -1], resolve_devices("cpu*3")):
+        close(DataParallel(made(), given)(x), bare(x))
+        close(DataParallel(made(), device_ids=given, output_device="cpu", dim=0)(x), bare(x))
+        assert len(DataParallel(made(), devices=given).devices) == 3
+    with pytest.raises(UserError, match="name the same thing"):
+        DataParallel(made(), "cpu", devices="cpu")
+    assert DataParallel(made(), "cpu").device_ids == []
+    assert DataParallel(made(), "cpu*2").device_ids == [torch.device("cpu")] * 2
+
+
+def test_output_device() -> None:
+    x = rows(6, 5)
+    for given in (None, -1, "cpu", torch.device("cpu"), 1):
+        assert DataParallel(made(), "cpu*2", given)(x).device.type == "cpu"
+    assert DataParallel(made(), "cpu*2", "meta")(x).device.type == "meta"
+    assert DataParallel(made(), "cpu", "meta")(x).device.type == "meta"
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="output_device='cuda:0' is not here"):
+            DataParallel(made(), "cpu", "cuda:0")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_any_dim_with_uneven_shares(dim: int, mode: Any) -> None:
+    x = rows(7, 7)
+    wrapped = DataParallel(Does(lambda x, y: (x * 2, {"sum": x + y})), "cpu*3", dim=dim, mode=mode)
+    double, rest = wrapped(x, y=-x)
+    assert torch.equal(double, 2 * x)
+    assert torch.equal(rest["sum"], 0 * x)
+    assert wrapped.last_split is not None
+    assert sorted(size[dim] for size in wrapped.last_split.input_sizes) == [1, 3, 3]
+    with pytest.raises(UserError, match="0-dim"):
+        wrapped(x, torch.ones(()))
+
+
+def test_the_function_with_keywords_and_without_inputs() -> None:
+    net = Does(lambda x=None, *, scale=None, flag=False: torch.ones(3, 1) if x is None else x * scale)
+    x = rows(5, 2)
+    for devices in ("cpu", "cpu*3"):
+        close(data_parallel(net, x, devices, module_kwargs={"scale": -x, "flag": True}), -x * x)
+        assert torch.equal(data_parallel(net, None, devices), torch.ones(3, 1))
+        close(data_parallel(net, (x,), devices, None, 0, {"scale": x}), x * x)
+        close(data_parallel(made(), x[:, :1].expand(5, 5), devices, "cpu", dim=0), made()(x[:, :1].expand(5, 5)))
+
+
+# The primitives, as the tutorial and others call them
+
+
+@pytest.mark.parametrize("given", [["cpu"] * 3, [torch.device("cpu")] * 3])
+def test_the_tutorials_own_lines(given: list[Any]) -> None:
+    def in_parallel(module: nn.Module, inputs: Any, device_ids: list[Any], output_device: Any = None) -> Any:
+        if output_device is None:
+            output_device = device_ids[0]
+        replicas = replicate(module, device_ids)
+        shares = scatter(inputs, device_ids)
+        replicas = replicas[: len(shares)]
+        outputs = parallel_apply(replicas, shares)
+        return gather(outputs, output_device)
+
+    net, x = made(), rows(4, 5)
+    close(in_parallel(net, x, given), net(x))
+    in_parallel(net, x, given).sum().backward()
+    grad = net[0].weight.grad.clone()
+    net.zero_grad()
+    net(x).sum().backward()
+    close(net[0].weight.grad, grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_models_that_scatter_and_apply_by_themselves(mode: Any) -> None:
+    # A recommender's forward: replicas kept, bottom and top applied apart, the tables' rows shuffled to the devices in between.
+    devices = ["cpu"] * 4
+    bottom, top = made(5, 3), made(6, 1)
+    dense, tables = rows(10, 5), [rows(10, 3), rows(10, 3)]
+    bottoms, tops = replicate(bottom, devices), replicate(top, devices)
+    shares = scatter(dense, devices, dim=0)
+    count = len(shares)
+    seen = parallel_apply(bottoms[:count], shares, None, devices[:count], mode=mode)
+    by_device = [list(column) for column in zip(*(scatter(rows, devices, dim=0) for rows in tables), strict=True)]
+    mixed = [torch.cat([seen[k], by_device[k][0] * by_device[k][1]], 1) for k in range(count)]
+    out = gather(parallel_apply(tops[:count], mixed, None, devices[:count], mode=mode), -1, dim=0)
+    close(out, top(torch.cat([bottom(dense), tables[0] * tables[1]], 1)))
+
+
+def test_wrong_numbers_are_refused() -> None:
+    with pytest.raises(UserError, match="2 replicas, 1 inputs"):
+        parallel_apply([nn.Identity()] * 2, [torch.ones(1)])
+    with pytest.raises(UserError, match="2 replicas, 2 inputs, kwargs: 1"):
+        parallel_apply([nn.Identity()] * 2, [torch.ones(1)] * 2, [{}])
+    with pytest.raises(UserError, match="1 devices"):
+        parallel_apply([nn.Identity()] * 2, [torch.ones(1)] * 2, None, "cpu")
+
+
+def test_scatter_kwargs_gives_as_many_of_both() -> None:
+    x = rows(10, 2)
+    inputs, kwargs = scatter_kwargs((x,), {"flag": True}, "cpu*8")
+    assert len(inputs) == len(kwargs) == 5
+    assert all(kw == {"flag": True} for kw in kwargs)
+    assert torch.equal(torch.cat([part[0] for part in inputs]), x)
+    assert scatter_kwargs((), None, "cpu*2") == (((), ()), ({}, {}))
+
+
+# Subclasses that override, as others do
+
+
+class Graph:
+    """A thing with tensors that only its own code can split or join."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class GraphParallel(DataParallel):
+    """Takes a list of graphs; each device gets one larger graph (as for PyTorch Geometric)."""
+
+    def forward(self, graphs: list[Graph]) -> Any:
+        if not self.device_ids:
+            return self.module(Graph(torch.cat([graph.x for graph in graphs])))
+        shares = self.scatter(graphs, self.device_ids)
+        replicas = self.replicate(self.module, self.device_ids[: len(shares)])
+        return self.gather(self.parallel_apply(replicas, shares, None), self.output_device)
+
+    def scatter(self, graphs: list[Graph], device_ids: Any) -> Any:  # type: ignore[override]
+        step = -(-len(graphs) // len(device_ids))
+        parts = [graphs[start : start + step] for start in range(0, len(graphs), step)]
+        return [Graph(torch.cat([graph.x for graph in part]).to(device_ids[j])) for j, part in enumerate(parts)]
+
+
+class ReadsGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = made()
+
+    def forward(self, graph: Graph) -> Tensor:
+        return self.net(graph.x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*8"])
+def test_a_subclass_that_scatters_graphs(devices: str, mode: Any) -> None:
+    graphs = [Graph(rows(count, 5)) for count in (3, 1, 4, 1, 5)]
+    wrapped = GraphParallel(ReadsGraph(), devices, mode=mode)
+    out = wrapped(graphs)
+    close(out, made()(torch.cat([graph.x for graph in graphs])))
+    out.sum().backward()
+    assert wrapped.module.net[0].weight.grad is not None
+
+
+class Container:
+    """A batch kept as a list, one entry a device, marked as tensors or as plain data (as mmcv's DataContainer)."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+
+class ContainerParallel(DataParallel):
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self.device_ids:
+            inputs, kwargs = self.scatter(inputs, kwargs, [-1])
+            return self.module(*inputs[0], **kwargs[0])
+        return super().forward(*inputs, **kwargs)
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        opened = {key: value.data for key, value in kwargs.items() if isinstance(value, Container)}
+        kwargs = {key: value for key, value in kwargs.items() if key not in opened}
+        shares, named = super().scatter(inputs, kwargs, device_ids)
+        return shares, [kw | {key: data[j] for key, data in opened.items()} for j, kw in enumerate(named)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_subclass_that_opens_containers(mode: Any) -> None:
+    x = rows(6, 5)
+
+    def scaled(x: Tensor, *, scale: float) -> Tensor:
+        return x * scale
+
+    for devices, scales in (("cpu", [2.0]), ("cpu*2", [2.0, 2.0])):
+        wrapped = ContainerParallel(Does(scaled), devices, mode=mode)
+        close(wrapped(x, scale=Container(scales)), 2 * x)
+
+
+@pytest.mark.parametrize("name", ["scatter", "replicate", "parallel_apply", "gather"])
+def test_each_overridden_step_is_called(name: str) -> None:
+    calls: list[str] = []
+
+    def step(self: Any, *args: Any) -> Any:
+        calls.append(name)
+        return getattr(DataParallel, name)(self, *args)
+
+    wrapped = type("Own", (DataParallel,), {name: step})(made(), "cpu*3")
+    close(wrapped(rows(8, 5)), made()(rows(8, 5)))
+    assert calls == [name]
+
+
+def test_a_gather_that_keeps_the_outputs_apart() -> None:
+    class Apart(DataParallel):
+        def gather(self, outputs: Any, output_device: Any) -> Any:
+            return outputs
+
+    assert [len(out) for out in Apart(made(), "cpu*2")(rows(5, 5))] == [3, 2]
+    assert Apart(Does(lambda x: f"{len(x)} rows"), "cpu*2")(rows(5, 5)) == ["3 rows", "2 rows"]
+
+
+# Containers
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Any
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Slots:
+    x: Tensor
+    name: str | None = None
+
+
+@dataclasses.dataclass
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """Results by key and by attribute, as Hugging Face's models return them."""
+
+    loss: Any = None
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        if self.loss is not None and not isinstance(self.loss, Tensor):
+            for key, value in list(self.loss):
+                self[key] = value
+        else:
+            for field in dataclasses.fields(self):
+                if getattr(self, field.name) is not None:
+                    self[field.name] = getattr(self, field.name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        callable_, _, *rest = super().__reduce__()
+        return (callable_, tuple(getattr(self, field.name) for field in dataclasses.fields(self)), *rest)
+
+
+NESTS: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda x: (x, -x),
+    "list": lambda x: [x, [x + 1, None]],
+    "dict": lambda x: {"a": x, "b": {"c": -x}},
+    "OrderedDict": lambda x: OrderedDict(z=x, a=-x),
+    "defaultdict": lambda x: defaultdict(list, a=x, b=[x]),
+    "Counter": lambda x: Counter({"a": x}),
+    "UserDict": lambda x: UserDict(a=x, b=-x),
+    "namedtuple": lambda x: Pair(x, {"b": x}),
+    "slots dataclass": lambda x: Slots(x),
+    "ModelOutput": lambda x: Output(loss=x, logits=(x, -x)),
+    "empty ones": lambda x: (x, (), [], {}),
+    "return type": lambda x: x.max(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", NESTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_containers_come_and_go_as_they_are(name: str, mode: Any) -> None:
+    x = rows(7, 3)
+    given = NESTS[name](x)
+    out = DataParallel(Does(lambda nest: nest), "cpu*3", mode=mode)(given)
+    assert type(out) is type(given)
+    assert repr(out) == repr(given)
+    if isinstance(given, defaultdict):
+        assert out.default_factory is list
+    if isinstance(given, Output):
+        assert torch.equal(out.loss, out["loss"])
+    calls = DataParallel(Does(lambda x: NESTS[name](x)), "cpu*3", mode=mode)
+    assert repr(calls(x)) == repr(given)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sparse_inputs_are_split_and_compressed_ones_refused(mode: Any) -> None:
+    dense = torch.eye(5, dtype=torch.float64)[:, :4]
+    wrapped = DataParallel(Does(lambda x: x.to_dense() * 2 if x.is_sparse else x), "cpu*3", mode=mode)
+    assert torch.equal(wrapped(dense.to_sparse()), 2 * dense)
+    coo = DataParallel(Does(lambda x: x), "cpu*3", mode=mode)(dense.to_sparse())
+    assert torch.equal(coo.to_dense(), dense)
+    with pytest.raises(UserError, match="input 0: a sparse_coo tensor that requires grad"):
+        wrapped(dense.to_sparse().requires_grad_())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_compressed_and_jagged_tensors_are_refused() -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    for value, words in (
+        (torch.eye(4).to_sparse_csr(), "a sparse_csr tensor"),
+        (jagged, r"a nested \(jagged\)"),
+        (nested, "a nested"),
+    ):
+        with pytest.raises(UserError, match=f"input 0: {words}.* cannot be split"):
+            DataParallel(Does(lambda x: x), "cpu*2")(value)
+        with pytest.raises(UserError, match="output: a nested, CSR"):
+            DataParallel(Does(lambda x, value=value: value), "cpu*2")(torch.ones(4, 4))
+
+
+# Losses
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_of_one_value_a_replica(mode: Any) -> None:
+    x = rows(7, 5)
+
+    def mean(x: Tensor) -> Tensor:
+        return x.square().mean()
+
+    for shape in (lambda loss: loss, lambda loss: loss.unsqueeze(0)):
+        with pytest.raises(UserError, match="one value a sample|same number of rows"):
+            DataParallel(Does(lambda x, f=shape: f(mean(x))), "cpu*3", mode=mode)(x)
+        kept = DataParallel(Does(lambda x, f=shape: f(mean(x))), "cpu*3", gather="concat", mode=mode)(x)
+        close(kept, torch.stack([mean(part) for part in x.chunk(3)]))
+        joined = DataParallel(Does(lambda x, f=shape: f(mean(x))), "cpu*3", gather="weighted mean", mode=mode)(x)
+        close(joined.squeeze(), mean(x))
+    both = DataParallel(Does(lambda x: Output(loss=mean(x), logits=2 * x)), "cpu*3", gather="weighted mean", mode=mode)(x)
+    close(both.loss, mean(x))
+    close(both.logits, 2 * x)
+    with pytest.raises(UserError, match="for a share of"):
+        DataParallel(Does(lambda x: (mean(x), x.t())), "cpu*3", gather="concat", mode=mode)(x)
+    with pytest.raises(UserError, match="gather='sum'; use rows"):
+        DataParallel(made(), "cpu*2", gather="sum")  # type: ignore[arg-type]
+
+
+def test_a_weighted_mean_has_the_gradients_of_the_mean() -> None:
+    net, x = made(), rows(7, 5)
+    net(x).square().mean().backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).square().mean()
+
+    DataParallel(Loss(), "cpu*3", gather="weighted mean")(x).backward()
+    for parameter, grad in zip(net.parameters(), expected, strict=True):
+        close(parameter.grad, grad)
+
+
+# torch.func
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+def test_functional_call_and_torch_func_around_it(devices: str, mode: Any) -> None:
+    # Torch itself refuses a data-parallel module as the one called, not one inside of it.
+    bare, wrapped, x = made(), nn.Sequential(DataParallel(made(), devices, mode=mode)), rows(7, 5)
+    with pytest.raises(RuntimeError, match="can't be used with nn.DataParallel"):
+        torch.func.functional_call(wrapped[0], {}, (x,))
+    other = {name: -value.detach().requires_grad_() for name, value in bare.named_parameters()}
+    named = {f"0.module.{name}": value for name, value in other.items()}
+    close(torch.func.functional_call(wrapped, named, (x,)), torch.func.functional_call(bare, other, (x,)))
+
+    def loss(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+    ours = torch.autograd.grad(loss(wrapped, named, x), list(named.values()))
+    theirs = torch.autograd.grad(loss(bare, other, x), list(other.values()))
+    close(ours, theirs)
+    grads = torch.func.grad(lambda p: loss(wrapped, p, x))(named)
+    expected = torch.func.grad(lambda p: loss(bare, p, x))(other)
+    for name, grad in expected.items():
+        close(grads[f"0.module.{name}"], grad)
+    xs = rows(3, 7, 5)
+    close(torch.func.vmap(wrapped)(xs), torch.func.vmap(bare)(xs))
+    close(torch.func.jvp(wrapped, (x,), (x,)), torch.func.jvp(bare, (x,), (x,)))
+    close(torch.func.jacrev(wrapped)(x), torch.func.jacrev(bare)(x))
+
+
+# Habits
+
+
+def test_it_is_an_nn_data_parallel_and_unwraps_like_one() -> None:
+    wrapped = DataParallel(made(), "cpu*2")
+    assert isinstance(wrapped, nn.DataParallel)
+    assert isinstance(wrapped.module, nn.Sequential)
+    assert next(name for name, _ in wrapped.named_parameters()) == "module.0.weight"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_fire_once_a_replica_and_parameter_hooks_once(mode: Any) -> None:
+    net = made()
+    wrapped, forwards, grads = DataParallel(net, "cpu*3", mode=mode), [], []
+    net[0].register_forward_hook(lambda module, args, out: forwards.append(len(out)))
+    net[0].weight.register_hook(lambda grad: grads.append(grad))
+    wrapped(rows(8, 5)).sum().backward()
+    assert sorted(forwards) == [2, 3, 3]
+    assert len(grads) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_with_amp_checkpointing_and_two_inputs(mode: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = made().float()
+
+        def forward(self, x: Tensor, *, y: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False) + y
+
+    x, y = torch.randn(9, 5), torch.randn(9, 2)
+    wrapped, bare = DataParallel(Two(), "cpu*4", mode=mode), Two()
+    for module in (wrapped, bare):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            module(x, y=y).float().square().mean().backward()
+    close(wrapped.module.net[0].weight.grad, bare.net[0].weight.grad, rtol=2e-2, atol=2e-3)
+
+
+def test_outputs_may_be_none_and_inputs_none_or_mixed() -> None:
+    out = DataParallel(Does(lambda x, mask=None, *rest: (x, None, mask)), "cpu*3")(rows(5, 2), None, "text", 3, [1, "a"])
+    assert out[1:] == (None, None)
+    assert collections.Counter(type(o) for o in out)[Tensor] == 1
