@@ -31,6 +31,7 @@ from dphybrid.embedding.lookup import (
 )
 from dphybrid.embedding.replicas import Channel, DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import check_fits, fill_normal, finished_file, map_file, open_rows, zero_file, zero_rows
+from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
 
 _CHUNK_VALUES = 2**18
@@ -175,6 +176,7 @@ class HostEmbedding(nn.Module):
             return
         self.weight.copy_(state_dict[key])
 
+    @outside_of_graphs
     def forward(self, ids: Tensor, *, by_replica: bool = False) -> Tensor | list[Tensor]:
         """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the CPU. by_replica: see `replica_rows`.
 
@@ -195,6 +197,7 @@ class HostEmbedding(nn.Module):
             self.counters.bytes_gathered += rows.nbytes
         return [rows] if by_replica else rows
 
+    @outside_of_graphs
     def bags(self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None) -> Tensor:
         """Return pooled_BD, the sum or mean of the rows of each bag; bag b is ids_N[offsets_B[b] : offsets_B[b + 1]], perhaps empty.
 

@@ -2,7 +2,7 @@
 
 from dphybrid.parallel.applying import current_replica, parallel_apply
 from dphybrid.parallel.comparison import SplitDifference, compare_split
-from dphybrid.parallel.data_parallel import DataParallel, LossInside, data_parallel, find_data_parallel
+from dphybrid.parallel.data_parallel import DataParallel, LossInside, compile_regions, data_parallel, find_data_parallel
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Parts, Whole, parts
@@ -20,6 +20,7 @@ __all__ = [
     "SplitPlan",
     "Whole",
     "compare_split",
+    "compile_regions",
     "current_replica",
     "data_parallel",
     "find_data_parallel",

@@ -22,6 +22,7 @@ from dphybrid.parallel.replication import (
 )
 from dphybrid.parallel.scattering import Places, scatter_kwargs, split
 from dphybrid.parallel.splits import Size, Split, split_sizes
+from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
 
 _Key = tuple[tuple[Size, ...], tuple[Size, ...]]
@@ -167,9 +168,13 @@ class DataParallel(nn.DataParallel):
             else:
                 record.note(key)
             return output
-        overridden = self._overridden
-        if len(self.devices) == 1 and not ("scatter" in overridden and self.device_ids):
+        if len(self.devices) == 1 and not ("scatter" in self._overridden and self.device_ids):
             return self._on_one(inputs, kwargs)
+        return self._split_and_joined(inputs, kwargs)
+
+    @outside_of_graphs
+    def _split_and_joined(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        overridden = self._overridden
         if self.whole:
             kwargs = {name: Whole(value) if name in self.whole else value for name, value in kwargs.items()}
         stage = self.stage if self.stage is not None and self.training else _untimed
@@ -346,6 +351,24 @@ class LossInside(nn.Module):
                 'LossInside: the loss is one number for the whole chunk; give it reduction="none", one value a sample'
             )
         return loss_B
+
+
+def compile_regions(model: nn.Module, **options: Any) -> list[str]:
+    """Compile the modules of a model's data-parallel blocks in place, parameters and state-dict keys as before; return the blocks' names.
+
+    options: those of torch.compile. Raises UserError for a block on several devices: replicas are made anew for each batch, and a graph would run
+    with the weights of the ones that it was made for.
+    """
+    blocks = find_data_parallel(model)
+    for name, block in blocks.items():
+        if len(block.devices) > 1:
+            raise UserError(
+                f"compile: {name or 'the model'} runs on {len(block.devices)} devices ({block.devices.text}), and replicas cannot be "
+                "compiled; use one device, or do not compile"
+            )
+    for block in blocks.values():
+        block.module.compile(**options)
+    return list(blocks)
 
 
 def _untimed(_: str) -> AbstractContextManager[None]:

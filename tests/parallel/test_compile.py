@@ -1,0 +1,79 @@
+"""torch.compile: of regions, and of a whole model around its table's lookups and its region's split."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dphybrid.embedding import HostEmbedding, RowAdam
+from dphybrid.parallel import DataParallel, compile_regions, find_data_parallel, parts
+from dphybrid.util.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Model(nn.Module):
+    def __init__(self, devices: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = HostEmbedding(50, 8, seed=1)
+        self.region = DataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), devices)
+        self.table.place_on(self.region.devices.replicas, self.region.sizes)
+        self.head = nn.Linear(1, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = parts(self.table.replica_rows(ids))
+        return self.head(self.region(rows) * 2).sum() + self.table.bags(ids, torch.arange(len(ids))).square().sum()
+
+
+def trained(model: Model, call: Any) -> list[float]:
+    rows, dense = RowAdam({"table": model.table}, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(4):
+        ids = torch.randint(0, 50, (7 if number == 3 else 12,), generator=torch.Generator().manual_seed(number))
+        rows.zero_grad()
+        dense.zero_grad()
+        loss = call(ids).square().mean()
+        loss.backward()
+        rows.step()
+        dense.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
+def test_a_whole_model_compiles_around_its_table_and_its_split(devices: str) -> None:
+    expected = trained(model := Model(devices), model)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    model = Model(devices)
+    assert trained(model, torch.compile(model, backend=backend)) == expected
+    assert [split.count for split in model.region.splits()] == [3, 1]
+    assert any("linear" in graph for graph in graphs), "something is left to compile"
+
+
+def test_regions_compile_in_place_on_one_device() -> None:
+    expected = trained(model := Model("cpu"), model)
+    model = Model("cpu")
+    keys = list(model.state_dict())
+    assert compile_regions(model, backend="eager") == list(find_data_parallel(model)) == ["region"]
+    assert trained(model, model) == expected
+    assert list(model.state_dict()) == keys
+    compiled = DataParallel(torch.compile(nn.Linear(3, 2), backend="eager"), "cpu")  # type: ignore[arg-type]
+    assert compiled(torch.ones(4, 3)).shape == (4, 2)
+
+
+def test_regions_on_several_devices_are_refused() -> None:
+    with pytest.raises(UserError, match=r"compile: region runs on 2 devices \(cpu\*2\)"):
+        compile_regions(Model("cpu*2"))
