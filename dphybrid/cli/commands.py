@@ -209,7 +209,11 @@ def compare(args: argparse.Namespace) -> int:
         raise UserError(f"--out {args.out}: is a file; name a folder for the page and its pictures")
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
     run_ids = compare.find_runs(uri, experiment, args.runs, args.sweep)
-    page = compare.compare_runs(uri, run_ids, args.out, args.group_by)
+    runs = compare.read_runs(uri, run_ids)
+    if args.text:
+        print(compare.comparison_text(runs, args.group_by))
+        return 0
+    page = compare.write_comparison(runs, args.out, args.group_by)
     print(f"{len(run_ids)} runs: {compare.page_link(page)}")
     if args.log:
         run_id = compare.log_comparison(uri, experiment, settings.mlflow_dir, page, run_ids, args.sweep)

@@ -30,6 +30,7 @@ examples:
   %(prog)s text-cpu-1121-044553 text-cpux2-1121-045901
   %(prog)s --experiment dphybrid --group-by devices
   %(prog)s --sweep nightly --group-by table.optimizer --log
+  %(prog)s --sweep nightly --text
 """
 
 PREPARE_HELP = """\
@@ -135,6 +136,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     compare.add_argument(
         "--out", type=Path, default=Path("comparison"), metavar="FOLDER", help="where the page goes (comparison)"
     )
+    compare.add_argument("--text", action="store_true", help="print the comparison here instead of writing a page")
     compare.add_argument("--log", action="store_true", help="also put the page into MLflow, as a run of its own")
     compare.set_defaults(function=commands.compare)
 

@@ -64,7 +64,7 @@ class SplitsPage(Page):
 class Report(Page):
     """What a run came to; `--report FILE` writes it as JSON.
 
-    registered_as: "" where the registry did not take it; not_registered says why then.
+    stages: seconds; stages_ms: milliseconds of an average step. registered_as: "" where the registry did not take it; not_registered says why then.
     """
 
     run_name: str
@@ -81,6 +81,7 @@ class Report(Page):
     splits: list[SplitRow]
     split_lines: list[str]
     stages: dict[str, float]
+    stages_ms: dict[str, float] = Field(default_factory=dict)
     step_ms: dict[str, float]
     warnings: list[str]
     digests: dict[str, str]

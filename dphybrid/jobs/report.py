@@ -65,6 +65,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
         splits=splits.rows,
         split_lines=splits.lines,
         stages=result.stages,
+        stages_ms=_stages_ms(result),
         step_ms=result.step_ms,
         warnings=warnings,
         digests={"data": run.page.data_digest, **read_state(Path(result.best_checkpoint)).sha256},
@@ -97,12 +98,16 @@ def _closing_words(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _stages_ms(result: ResultPage) -> dict[str, float]:
+    """Return the milliseconds of an average step by stage."""
+    in_step = {stage: seconds for stage, seconds in result.stages.items() if stage not in NOT_A_STEP}
+    return {stage: 1e3 * seconds / result.steps_timed for stage, seconds in in_step.items()} if result.steps_timed else {}
+
+
 def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -> dict[str, float]:
     total = sum(result.stages.values())
     summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result.stages.items()}
-    if count := result.steps_timed:
-        in_step = {stage: seconds for stage, seconds in result.stages.items() if stage not in NOT_A_STEP}
-        summary |= {f"timing_mean/{stage}_ms": 1e3 * seconds / count for stage, seconds in in_step.items()}
+    summary |= {f"timing_mean/{stage}_ms": value for stage, value in _stages_ms(result).items()}
     if rows := [row.rows for row in splits.rows if row.number == 1]:
         summary |= {"split/replicas_used": len(rows), "split/rows_max": max(rows), "split/rows_min": min(rows)}
     summary |= {f"summary/step_ms_{name}": value for name, value in result.step_ms.items() if name != "steps"}

@@ -23,7 +23,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json, write_text
 from dphybrid.util.stop import StopRequest
 
-SWEEP_TAG = "dphybrid.jobs.sweep"
+SWEEP_TAG = "dphybrid.sweep"
 MAX_CELLS = 256
 END_S = 25.0
 """How long a cell's process may take to write its checkpoint when the sweep has to stop; Prefect allows 30 seconds."""

@@ -1,13 +1,9 @@
-"""Runs side by side: speed against devices, where each one's step goes, metric curves, and only what differs in their configs."""
+"""Runs side by side: finds and reads them, and writes the page that compares them; the page can go into MLflow, too."""
 
-import difflib
 import json
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +11,18 @@ from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.compare_page import Section, write_page
+from dphybrid.tracking.compare_facts import DEVICES, RunFacts, combination, differing, ordered, param_of, speeds, text_of
+from dphybrid.tracking.compare_page import write_page
 from dphybrid.tracking.figures import overlay_figure, scaling_figure, side_by_side_figure
-from dphybrid.tracking.mlflow_tracker import find_experiment
+from dphybrid.tracking.mlflow_tracker import find_experiment, run_address
 from dphybrid.util.errors import UserError
 
 MAX_RUNS = 24
 """More runs than this make no readable page."""
 
-GROUPS = {"devices": "devices.resolved", "batch": "train.batch_size", "recipe": "recipe"}
-"""Short names for what runs are often grouped by; any other name is a param's."""
-
-SWEEP_TAG, KIND_TAG = "dphybrid.jobs.sweep", "dphybrid.kind"
-_NOT_CONFIG = ("size.", "devices.replicas")
-
-Point = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What a comparison needs of one run. steps, times: curve name -> points (step or seconds since the start, value)."""
-
-    run_id: str
-    name: str
-    status: str
-    started: datetime
-    params: Mapping[str, str]
-    metrics: Mapping[str, float]
-    splits: Sequence[tuple[str, str]]
-    steps: Mapping[str, list[Point]] = field(default_factory=dict)
-    times: Mapping[str, list[Point]] = field(default_factory=dict)
-
-    @property
-    def replicas(self) -> int:
-        return int(self.params.get("devices.replicas", "1"))
-
-    @property
-    def samples_per_s(self) -> float | None:
-        return self.metrics.get("summary/samples_per_s_median")
-
-    @cached_property
-    def stages_ms(self) -> dict[str, float]:
-        """Milliseconds of an average step by stage, without what happens between steps."""
-        found = {
-            name.removeprefix("timing_mean/").removesuffix("_ms"): value
-            for name, value in self.metrics.items()
-            if name.startswith("timing_mean/")
-        }
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    def group(self, group_by: str) -> str:
-        return self.params.get(GROUPS.get(group_by, group_by), "not set")
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs with the same value of what they are grouped by."""
-
-    value: str
-    runs: list[RunFacts]
-
-    @property
-    def samples_per_s(self) -> float | None:
-        known = [run.samples_per_s for run in self.runs if run.samples_per_s is not None]
-        return statistics.median(known) if known else None
+SWEEP_TAG, KIND_TAG = "dphybrid.sweep", "dphybrid.kind"
+COMPARISONS = "{} comparisons"
+"""Name of the experiment that holds the comparisons of another one's runs, so that they do not stand among the trainings."""
 
 
 def compare_runs(store_uri: str, run_ids: Sequence[str], folder: Path, group_by: str | None = "devices") -> Path:
@@ -86,44 +30,42 @@ def compare_runs(store_uri: str, run_ids: Sequence[str], folder: Path, group_by:
 
     run_ids: MLflow ids. group_by: devices, or the name of a param. Raises UserError for unknown runs and for fewer than two of them.
     """
-    runs = read_runs(store_uri, run_ids)
-    return write_comparison(runs, folder, group_by or "devices")
+    return write_comparison(read_runs(store_uri, run_ids), folder, group_by or "devices")
 
 
 def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> Path:
     """Write the page and pictures of runs that were read. Raises UserError for a param that no run has."""
-    name = GROUPS.get(group_by, group_by)
-    if not any(name in run.params for run in runs):
-        params = sorted({param for run in runs for param in run.params} | set(GROUPS))
-        near = difflib.get_close_matches(group_by, params, 3) or list(GROUPS)
-        raise UserError(f"--group-by {group_by}: no run has such a param; near: {', '.join(near)}")
-    groups = group_runs(runs, group_by)
-    sections = [Section("Runs", table=overview(groups, group_by))]
-    speeds = {group.value: group.samples_per_s for group in groups}
-    known = {value: speed for value, speed in speeds.items() if speed is not None}
-    if len(known) > 1:
-        by_devices = GROUPS.get(group_by, group_by) == "devices.resolved"
-        places = [float(group.runs[0].replicas) for group in groups if group.value in known] if by_devices else None
-        virtual = any("*" in value for value in known) and by_devices
-        note = (
-            "Virtual devices share their hardware: they show what splitting costs, not what more GPUs bring." if virtual else ""
-        )
-        sections.append(Section("Speed", note, "speed.png", scaling_figure(known, places, group_by)))
-    named = {run_label(run, group_by): run.stages_ms for run in runs if run.stages_ms}
-    if named:
-        figure = side_by_side_figure(named)
-        sections.append(Section("Where a step's time goes", "Mean milliseconds of a step, by stage.", "stages.png", figure))
-    for title, attribute, axis in (("step", "steps", "step"), ("time", "times", "seconds since the start")):
-        curves = {
-            key: {run_label(run, group_by): getattr(run, attribute)[key] for run in runs if key in getattr(run, attribute)}
-            for key in sorted({key for run in runs for key in getattr(run, attribute)}, reverse=True)
-        }
-        if curves:
-            picture = overlay_figure(curves, axis)
-            sections.append(Section(f"Metrics against {title}", "", f"metrics_against_{title}.png", picture))
-    sections.append(Section("How a full batch was split", table=split_table(runs, group_by)))
-    sections.append(Section("What differs in the configs", table=differences(runs, group_by)))
-    return write_page(folder, f"{len(runs)} runs by {group_by}", sections)
+    param = param_of(group_by, runs)
+    runs = ordered(runs, param)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in _pictures(runs, param).items():
+        (folder / name).write_bytes(picture)
+    return write_page(folder, runs, param)
+
+
+def comparison_text(runs: Sequence[RunFacts], group_by: str) -> str:
+    """Return a comparison for a terminal. Raises UserError for a param that no run has."""
+    return text_of(runs, param_of(group_by, runs))
+
+
+def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
+    """Return the still pictures of a comparison by file name, for where no page can be opened."""
+    pictures = {}
+    speed, names = speeds(runs, param), differing(runs)
+    series: dict[str, list[tuple[float | str, float]]] = {}
+    for run in runs:
+        if run.run_id in speed:
+            label = ", ".join(f"{name}={value}" for name, value in combination(run, param, names)) or "all"
+            place = float(run.replicas) if param == DEVICES else run.value(param)
+            series.setdefault(label, []).append((place, speed[run.run_id].ratio))
+    if any(len({place for place, _ in points}) > 1 for points in series.values()):
+        pictures["speed.png"] = scaling_figure(series, param)
+    if stages := {run.name: run.stages_ms for run in runs if run.stages_ms}:
+        pictures["stages.png"] = side_by_side_figure(stages)
+    keys = sorted({key for run in runs for key in run.steps}, reverse=True)
+    if curves := {key: {run.name: run.steps[key] for run in runs if key in run.steps} for key in keys}:
+        pictures["metrics.png"] = overlay_figure(curves, "step")
+    return pictures
 
 
 def read_runs(store_uri: str, run_ids: Sequence[str]) -> list[RunFacts]:
@@ -135,10 +77,10 @@ def read_runs(store_uri: str, run_ids: Sequence[str]) -> list[RunFacts]:
         raise UserError(f"a comparison needs at least two runs, and {there}")
     if len(unique) > MAX_RUNS:
         raise UserError(f"{len(unique)} runs make no readable page; name at most {MAX_RUNS}")
-    return [_read_run(client, run_id) for run_id in unique]
+    return [_read_run(client, store_uri, run_id) for run_id in unique]
 
 
-def _read_run(client: MlflowClient, run_id: str) -> RunFacts:
+def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
     try:
         run = client.get_run(run_id)
     except MlflowException as error:
@@ -154,20 +96,28 @@ def _read_run(client: MlflowClient, run_id: str) -> RunFacts:
         started=datetime.fromtimestamp(begin / 1000),
         params=dict(run.data.params),
         metrics=metrics,
-        splits=_read_splits(client, run_id),
+        splits=[(str(row[0]), str(row[1])) for row in (_read_page(client, run_id, "split_shapes.json") or {}).get("data", [])],
+        stages_ms=_stages_ms(client, run_id, metrics),
+        url=run_address(store_uri, run.info.experiment_id, run_id),
         steps={name: sorted((float(p.step), p.value) for p in points) for name, points in histories.items()},
         times={name: sorted(((p.timestamp - begin) / 1000, p.value) for p in points) for name, points in histories.items()},
     )
 
 
-def _read_splits(client: MlflowClient, run_id: str) -> list[tuple[str, str]]:
+def _read_page(client: MlflowClient, run_id: str, name: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            path = client.download_artifacts(run_id, "split_shapes.json", folder)
-            table = json.loads(Path(path).read_text(encoding="utf-8"))
+            return json.loads(Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8"))
         except (MlflowException, OSError, ValueError):
-            return []  # the run has none, or has not got so far
-    return [(str(row[0]), str(row[1])) for row in table["data"]]
+            return None  # the run has none, or has not got so far
+
+
+def _stages_ms(client: MlflowClient, run_id: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the milliseconds of an average step by stage, largest first: from the metrics, or else from the run's report."""
+    prefix = "timing_mean/"
+    found = {name.removeprefix(prefix).removesuffix("_ms"): value for name, value in metrics.items() if name.startswith(prefix)}
+    found = found or (_read_page(client, run_id, "report.json") or {}).get("stages_ms", {})
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def find_runs(store_uri: str, experiment: str, wanted: Sequence[str] = (), sweep: str | None = None) -> list[str]:
@@ -197,12 +147,9 @@ def find_runs(store_uri: str, experiment: str, wanted: Sequence[str] = (), sweep
 
 
 def log_comparison(store_uri: str, experiment: str, store: Path, page: Path, run_ids: Sequence[str], sweep: str | None) -> str:
-    """Put a written comparison into a run of its own, beside those compared; return that run's id.
-
-    It is no parent of them: MLflow's pages would hide the charts of nested runs.
-    """
+    """Put a written comparison into a run of its own, in the experiment beside that of the runs compared; return that run's id."""
     client = MlflowClient(tracking_uri=store_uri)
-    experiment_id = find_experiment(client, store_uri, experiment, store)
+    experiment_id = find_experiment(client, store_uri, COMPARISONS.format(experiment), store)
     name = f"comparison of {sweep}" if sweep else f"comparison of {len(run_ids)} runs"
     tags = {KIND_TAG: "summary", "dphybrid.compared": ",".join(run_ids)}
     tags |= {SWEEP_TAG: sweep} if sweep else {}
@@ -213,90 +160,9 @@ def log_comparison(store_uri: str, experiment: str, store: Path, page: Path, run
     return str(run.info.run_id)
 
 
-def group_runs(runs: Sequence[RunFacts], group_by: str) -> list[Group]:
-    """Return runs by value, fewest devices first, then by number, then by text."""
-    groups: dict[str, list[RunFacts]] = {}
-    for run in runs:
-        groups.setdefault(run.group(group_by), []).append(run)
-
-    def order(item: tuple[str, list[RunFacts]]) -> tuple[int, float, str]:
-        devices = item[1][0].replicas if GROUPS.get(group_by, group_by) == "devices.resolved" else 0
-        return (devices, as_number(item[0]) or 0.0, item[0])
-
-    return [Group(value, members) for value, members in sorted(groups.items(), key=order)]
-
-
-def as_number(text: str) -> float | None:
-    """Return a text as a number, or None."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def run_label(run: RunFacts, group_by: str) -> str:
-    """Return a short name that says where a run belongs."""
-    return f"{run.group(group_by)} ({run.name})"
-
-
-def overview(groups: Sequence[Group], group_by: str) -> list[dict[str, str]]:
-    """Return a row a run: speed, speed-up against the first group, efficiency a device, and what it came to."""
-    base = groups[0]
-    finals = sorted({name for group in groups for run in group.runs for name in run.metrics if name.startswith("final/")})
-    rows = []
-    for group in groups:
-        for run in group.runs:
-            speed, ratio = run.samples_per_s, None
-            if speed is not None and base.samples_per_s:
-                ratio = speed / base.samples_per_s
-            fair = ratio * base.runs[0].replicas / run.replicas if ratio is not None else None
-            rows.append(
-                {group_by: group.value, "run": run.name, "status": run.status.lower()}
-                | {name.removeprefix("final/"): number(run.metrics.get(name)) for name in finals}
-                | {
-                    "samples/s": number(speed),
-                    "speed-up": number(ratio),
-                    "efficiency": "" if fair is None else f"{fair:.0%}",
-                    "step p50, ms": number(run.metrics.get("summary/step_ms_p50")),
-                    "step p95, ms": number(run.metrics.get("summary/step_ms_p95")),
-                    "training, s": number(run.metrics.get("summary/train_s")),
-                }
-            )
-    return rows
-
-
-def number(value: float | None) -> str:
-    """Return a number with four digits that count, or nothing."""
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def split_table(runs: Sequence[RunFacts], group_by: str) -> list[dict[str, str]]:
-    """Return a row a replica and a column a run: shapes in and out of the first, that is the full, batch."""
-    columns = {run_label(run, group_by): dict(run.splits) for run in runs}
-    wheres = dict.fromkeys(where for shapes in columns.values() for where in shapes if where.startswith("split 1 /"))
-    ordered = sorted(wheres, key=lambda where: [as_number(word) or 0.0 for word in where.split()])
-    return [
-        {"replica": where.removeprefix("split 1 / ")} | {label: shapes.get(where, "") for label, shapes in columns.items()}
-        for where in ordered
-    ]
-
-
-def differences(runs: Sequence[RunFacts], group_by: str) -> list[dict[str, str]]:
-    """Return a row for each param that differs between runs, and a column a run."""
-    names = sorted({name for run in runs for name in run.params if not name.startswith(_NOT_CONFIG)})
-    rows = []
-    for name in names:
-        values = [run.params.get(name, "not set") for run in runs]
-        if len(set(values)) > 1:
-            rows.append({"param": name} | dict(zip([run_label(run, group_by) for run in runs], values, strict=True)))
-    return rows
-
-
 def page_link(page: Path) -> str:
     """Return the address that opens a page in a browser."""
     return page.absolute().as_uri()
 
 
-__all__: list[Any] = ["compare_runs", "find_runs", "log_comparison", "page_link"]
+__all__ = ["compare_runs", "comparison_text", "find_runs", "log_comparison", "page_link", "read_runs", "write_comparison"]

@@ -22,6 +22,11 @@ def _png(figure: Any) -> bytes:
     return stream.getvalue()
 
 
+def _plain(text: str) -> str:
+    """Return a text that matplotlib draws as it is: between two dollar signs it would read a formula."""
+    return text.replace("$", r"\$")
+
+
 def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Draw the rows each replica got, one group of bars a distinct split. rows: as `SplitLog.rows` gives them."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
@@ -84,52 +89,40 @@ def curves_figure(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: s
         axes.plot(
             [x for x, _ in points], [y for _, y in points], marker="o" if len(points) < 30 else None, color=_COLOURS[number]
         )
-        axes.set_title(name, loc="left")
+        axes.set_title(_plain(name), loc="left")
         axes.set_xlabel(xlabel)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     return _png(figure)
 
 
-def scaling_figure(speeds: Mapping[str, float], devices: Sequence[float] | None, name: str) -> bytes:
-    """Draw speed-up and efficiency against devices with the ideal lines, or, where the groups are no numbers of devices, bars of speed.
+def scaling_figure(series: Mapping[str, Sequence[tuple[float | str, float]]], name: str) -> bytes:
+    """Draw speed-up against devices with the ideal line, or, where places are no numbers, against the values of the param `name`.
 
-    speeds: group -> samples a second, the first one being what others are measured against. devices: how many each group has.
+    series: what its runs have in common -> points (number of devices, or value; speed over that of the series' first).
     """
-    labels, values = list(speeds), list(speeds.values())
-    if devices is None or len(set(devices)) < 2:
-        figure = _figure(8, 1.2 + 0.4 * len(labels))
-        axes = figure.subplots()
-        axes.barh(range(len(labels)), values, color=_COLOURS[0])
-        for place, value in enumerate(values):
-            axes.text(value, place, f" {value:,.0f}", va="center", fontsize=8)
-        axes.set_yticks(range(len(labels)), labels, fontsize=8)
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.set_xlabel("samples a second")
-        axes.set_title(f"Speed by {name}", loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-        return _png(figure)
-    ratios = [value / values[0] for value in values]
-    ideal = [count / devices[0] for count in devices]
-    figure = _figure(10, 3.6)
-    left, right = figure.subplots(1, 2)
-    for axes, ours, best, title in (
-        (left, ratios, ideal, "speed-up"),
-        (right, [r / i for r, i in zip(ratios, ideal, strict=True)], [1.0] * len(ideal), "efficiency a device"),
-    ):
-        axes.plot(devices, best, linestyle="--", color="#999999", label="ideal")
-        axes.plot(devices, ours, marker="o", color=_COLOURS[0], label="measured")
-        for x, y, label in zip(devices, ours, labels, strict=True):
-            axes.annotate(f"{label}: {y:.2f}", (x, y), textcoords="offset points", xytext=(5, 6), fontsize=8)
-        axes.set_title(title, loc="left")
-        axes.set_xlabel("devices")
-        axes.set_xticks(sorted(set(devices)))
-        axes.set_ylim(bottom=0)
-        axes.margins(x=0.12)
-        axes.legend(frameon=False, fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
+    figure = _figure(8, 4)
+    axes = figure.subplots()
+    counts = sorted({place for points in series.values() for place, _ in points if isinstance(place, float)})
+    if counts:
+        axes.plot(counts, [count / counts[0] for count in counts], linestyle="--", color="#999999", label="ideal")
+        axes.set_xticks(counts)
+    for number, (label, points) in enumerate(series.items()):
+        axes.plot(
+            [_plain(place) if isinstance(place, str) else place for place, _ in points],
+            [ratio for _, ratio in points],
+            marker="o",
+            linestyle="-" if counts else "",
+            color=_COLOURS[number % len(_COLOURS)],
+            label=_plain(label),
+        )
+    axes.set_title("speed-up", loc="left")
+    axes.set_xlabel("devices" if counts else _plain(name))
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.12)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
     return _png(figure)
 
 
@@ -153,7 +146,7 @@ def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
             left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, total in enumerate(left):
         axes.text(total, place, f" {total:.2f} ms", va="center", fontsize=8)
-    axes.set_yticks(range(len(runs)), list(runs), fontsize=8)
+    axes.set_yticks(range(len(runs)), list(map(_plain, runs)), fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("milliseconds of a step")
@@ -174,14 +167,14 @@ def overlay_figure(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float
             axes.plot(
                 [x for x, _ in points],
                 [y for _, y in points],
-                label=label,
+                label=_plain(label),
                 color=_COLOURS[labels.index(label) % len(_COLOURS)],
                 marker="o" if len(points) < 12 else None,
                 markersize=4,
                 linewidth=1.4,
                 alpha=0.85,
             )
-        axes.set_title(name, loc="left")
+        axes.set_title(_plain(name), loc="left")
         axes.set_xlabel(xlabel)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)

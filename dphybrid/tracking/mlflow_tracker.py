@@ -50,8 +50,7 @@ class MlflowTracker(Tracker):
 
     @property
     def run_url(self) -> str:
-        base = self.tracking_uri if self._uri.startswith("http") else "http://127.0.0.1:5000"
-        return f"{base.rstrip('/')}/#/experiments/{self._experiment_id}/runs/{self.run_id}?workflowType=machine_learning"
+        return run_address(self._uri, self._experiment_id, self.run_id)
 
     @property
     def ui_command(self) -> str:
@@ -210,6 +209,16 @@ def writer_of(
     return lambda records: writer().write(records), beat
 
 
+def ui_address(tracking_uri: str) -> str:
+    """Return where MLflow's pages are: at the server, or where `mlflow server` shows a database's."""
+    return masked(tracking_uri if tracking_uri.startswith("http") else "http://127.0.0.1:5000").rstrip("/")
+
+
+def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
+    """Return where a person finds a run."""
+    return f"{ui_address(tracking_uri)}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+
+
 def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
@@ -234,4 +243,4 @@ def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: P
         return str(found.experiment_id)
 
 
-__all__ = ["HEARTBEAT_TAG", "PID_TAG", "MlflowTracker", "find_experiment", "writer_of"]
+__all__ = ["HEARTBEAT_TAG", "PID_TAG", "MlflowTracker", "find_experiment", "run_address", "writer_of"]

@@ -1,7 +1,8 @@
 """Runs side by side: groups, speed-ups, splits, differences, the page and its errors."""
 
-import base64
-import html
+import dataclasses
+import json
+import math
 import re
 from pathlib import Path
 
@@ -12,18 +13,20 @@ from dphybrid.cli.main import main
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
-from dphybrid.tracking.compare import (
-    Group,
+from dphybrid.tracking.compare import find_runs, read_runs, write_comparison
+from dphybrid.tracking.compare_facts import (
     RunFacts,
-    differences,
-    find_runs,
-    group_runs,
+    Speed,
+    differing,
     number,
+    ordered,
     overview,
-    read_runs,
+    param_of,
+    speeds,
     split_table,
-    write_comparison,
+    text_of,
 )
+from dphybrid.tracking.compare_page import page_data
 from dphybrid.util.errors import UserError
 
 DEVICES = ("cpu", "cpu*2", "cpu*8")
@@ -44,16 +47,16 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], Setti
     return reports, settings, folder
 
 
-def facts(name: str, devices: str, speed: float | None, **params: str) -> RunFacts:
+def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
     from datetime import datetime
 
-    replicas = devices.rpartition("*")[2] if "*" in devices else "1"
+    replicas = on.rpartition("*")[2] if "*" in on else "1"
     return RunFacts(
         run_id=name,
         name=name,
         status="FINISHED",
         started=datetime(2026, 1, 1),
-        params={"devices.resolved": devices, "devices.replicas": replicas, **params},
+        params={"devices.resolved": on, "devices.replicas": replicas, **params},
         metrics={} if speed is None else {"summary/samples_per_s_median": speed},
         splits=[],
     )
@@ -61,30 +64,73 @@ def facts(name: str, devices: str, speed: float | None, **params: str) -> RunFac
 
 def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
     runs = [facts("c", "cpu*4", 300.0), facts("a", "cpu", 100.0), facts("b", "cpu*2", 150.0), facts("d", "cpu*4", None)]
-    groups = group_runs(runs, "devices")
-    assert [group.value for group in groups] == ["cpu", "cpu*2", "cpu*4"]
-    rows = overview(groups, "devices")
+    assert [run.name for run in ordered(runs, "devices.resolved")] == ["a", "b", "c", "d"]
+    rows = overview(runs, "devices.resolved")
     assert [(row["run"], row["speed-up"], row["efficiency"]) for row in rows] == [
-        ("a", "1", "100%"),
-        ("b", "1.5", "75%"),
-        ("c", "3", "75%"),
+        ("a", "1.00", "100%"),
+        ("b", "1.50", "75%"),
+        ("c", "3.00", "75%"),
         ("d", "", ""),
     ]
 
 
-def test_groups_of_numbers_are_in_their_order_and_have_a_median() -> None:
+def test_each_combination_of_the_other_values_has_its_own_baseline() -> None:
+    runs = [
+        facts(f"{devices} b{batch} s{seed}", devices, speed + seed, **{"train.batch_size": batch, "train.seed": str(seed)})
+        for devices, batch, speed in [("cpu", "64", 72.0), ("cpu*2", "64", 36.0), ("cpu", "512", 128.0), ("cpu*2", "512", 256.0)]
+        for seed in (0, 2)
+    ]
+    found = speeds(runs, "devices.resolved")
+    ratios = {name: (round(speed.ratio, 3), speed.against) for name, speed in found.items()}
+    assert ratios["cpu b64 s0"] == (round(72 / 73, 3), "cpu")  # the baseline is the median of the seeds
+    assert ratios["cpu b512 s0"] == (round(128 / 129, 3), "cpu")
+    assert ratios["cpu*2 b64 s0"] == (round(36 / 73, 3), "cpu")
+    assert ratios["cpu*2 b512 s2"] == (2.0, "cpu")
+    assert found["cpu*2 b512 s2"].efficiency == 1.0
+    by_batch = speeds(runs, "train.batch_size")
+    assert by_batch["cpu b512 s0"] == Speed(128 / 73, None, "64")
+    assert by_batch["cpu*2 b512 s0"] == Speed(256 / 37, None, "64")
+
+
+def test_a_combination_without_a_known_baseline_has_no_speed_up() -> None:
+    runs = [facts("a", "cpu", None), facts("b", "cpu*2", 5.0), facts("c", "cpu*2", 6.0, **{"model.dim": "8"})]
+    assert set(speeds(runs, "devices.resolved")) == {"c"}
+
+
+def test_values_of_numbers_are_in_their_order() -> None:
     runs = [facts(str(i), "cpu", float(i), **{"train.batch_size": size}) for i, size in enumerate(["100", "20", "20", "20"])]
-    groups = group_runs(runs, "batch")
-    assert [group.value for group in groups] == ["20", "100"]
-    assert groups[0].samples_per_s == 2.0
-    assert Group("x", [facts("a", "cpu", None)]).samples_per_s is None
-    assert [group.value for group in group_runs(runs, "no.such.param")] == ["not set"]
+    assert [run.value("train.batch_size") for run in ordered(runs, param_of("batch", runs))] == ["20", "20", "20", "100"]
 
 
 def test_only_what_differs_is_a_difference() -> None:
-    runs = [facts("a", "cpu", 1.0, same="1", lr="0.1"), facts("b", "cpu*2", 1.0, same="1", lr="0.2", only="x")]
-    rows = {row["param"]: list(row.values())[1:] for row in differences(runs, "devices")}
-    assert rows == {"devices.resolved": ["cpu", "cpu*2"], "lr": ["0.1", "0.2"], "only": ["not set", "x"]}
+    runs = [
+        facts("a", "cpu", 1.0, same="1", lr="0.1", **{"devices": "cpu", "train.seed": "1", "size.table_rows": "3"}),
+        facts("b", "cpu*2", 1.0, same="1", lr="0.2", only="x", **{"devices": "cpu*2", "train.seed": "2", "size.table_rows": "4"}),
+    ]
+    assert differing(runs) == ["devices.resolved", "lr", "only", "train.seed"]
+
+
+def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> None:
+    runs = [
+        dataclasses.replace(facts("second\x1b[31m", "cpu*2", 150.0, recipe="toy"), stages_ms={"forward": 3.0, "lookup": 1.0}),
+        facts("first", "cpu", 100.0, recipe="toy"),
+    ]
+    lines = text_of(runs, "devices.resolved").splitlines()
+    assert lines[0].split() == ["run", "devices", "samples/s", "speed-up", "efficiency"]
+    assert lines[1].split() == ["first", "cpu", "100", "1.00", "100%"]
+    assert lines[2].split() == ["second?[31m", "cpu*2", "150", "1.50", "75%"]
+    assert "the same in all: recipe toy" in lines
+    assert lines[-1] == "second?[31m: 4 ms a step: forward 75%, lookup 25%"
+
+
+def test_numbers_that_json_lacks_and_long_curves_fit_on_the_page(tmp_path: Path) -> None:
+    curve = [(float(step), math.nan if step == 1 else math.inf if step == 2 else 1.0) for step in range(5000)]
+    runs = [dataclasses.replace(facts(name, "cpu", 1.0), steps={"train/loss": curve}) for name in "ab"]
+    points = page_data(runs, "devices.resolved")["runs"][0]["steps"]["train/loss"]
+    assert len(points) <= 600
+    assert points[-1] == (4999.0, 1.0)
+    text = write_comparison(runs, tmp_path, "devices").read_text()
+    json.loads(text.partition('id="data">')[2].partition("</script>")[0], parse_constant=lambda name: pytest.fail(name))
 
 
 @pytest.mark.parametrize(("value", "text"), [(None, ""), (0.123456, "0.1235"), (12345.6, "12,346"), (100.0, "100")])
@@ -102,31 +148,35 @@ def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path
         assert {"forward", "backward", "lookup"} <= set(run.stages_ms)
         assert len(run.steps["valid/mse"]) == 2
         assert all(seconds >= 0 for seconds, _ in run.times["train/loss"])
-    shapes = split_table(runs, "devices")
+    shapes = split_table(runs)
     assert [row["replica"] for row in shapes] == [f"replica {i} / network.region" for i in range(8)]
     eighth = {label: value for label, value in shapes[7].items() if label != "replica"}
     assert sorted(eighth.values()) == ["", "", "[8, 10] -> [8, 10]"]
-    page = write_comparison(runs, tmp_path / "out", "devices")
-    text = html.unescape(page.read_text())
-    for title in ("Runs", "Speed", "Where a step's time goes", "Metrics against step", "Metrics against time", "differs"):
-        assert title in text
-    assert "Virtual devices share their hardware" in text
-    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
-    files = sorted((tmp_path / "out").glob("*.png"))
-    assert len(pictures) == len(files) == 4
-    assert {base64.b64decode(picture) for picture in pictures} == {path.read_bytes() for path in files}
-    assert "http://" not in text.replace("http://127.0.0.1", "")  # nothing is fetched from anywhere
+    text = write_comparison(runs, tmp_path / "out", "devices").read_text()
+    assert len(text) > 3e6  # plotly is in it
+    assert re.findall(r'(?:src|href)="', text.replace(text.partition("<script>")[2], "")) == []
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert data["differing"] == ["devices.resolved"]
+    assert [run["name"] for run in data["runs"]] == [report.run_name for report in reports]
+    assert data["runs"][0]["url"] == reports[0].run_url
+    assert set(data["speeds"]["devices.resolved"]) == {report.run_id for report in reports}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.html", "speed.png", "stages.png", "metrics.png"}
 
 
-def test_names_with_odd_characters_are_text_on_the_page(tmp_path: Path) -> None:
-    runs = [facts("<script>alert(1)</script>", "cpu", 1.0), facts("b & c", "cpu*2", 2.0)]
+def test_names_with_odd_characters_are_text_on_the_page_and_in_pictures(tmp_path: Path) -> None:
+    names = ["</script><script>alert(1)</script>", "costs $5 and $6^", "b & c\u2028"]
+    runs = [
+        dataclasses.replace(facts(name, f"cpu*{place + 1}", 1.0, note=name), stages_ms={"x": 1.0}, steps={"$a$": [(0.0, 1.0)]})
+        for place, name in enumerate(names)
+    ]
     text = write_comparison(runs, tmp_path, "devices").read_text()
-    assert "<script>alert" not in text
-    assert "&lt;script&gt;" in text
-    assert "b &amp; c" in text
+    assert "alert(1)</script>" not in text
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert {run["name"] for run in data["runs"]} == set(names)
+    write_comparison(runs, tmp_path, "note")
 
 
-def test_the_command_finds_runs_by_name_and_logs_its_page_beside_them(
+def test_the_command_finds_runs_by_name_and_logs_its_page_in_an_experiment_of_its_own(
     sweep: tuple[list[Report], Settings, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,6 +194,9 @@ def test_the_command_finds_runs_by_name_and_logs_its_page_beside_them(
     assert run.info.status == "FINISHED"
     assert "mlflow.parentRunId" not in run.data.tags
     assert "compare/index.html" in {item.path for item in client.list_artifacts(logged, "compare")}
+    assert client.get_experiment(run.info.experiment_id).name == "dphybrid comparisons"
+    assert main(["compare", reports[0].run_name, reports[2].run_id, "--text"]) == 0
+    assert re.search(rf"{reports[2].run_name} +cpu\*8 ", capsys.readouterr().out)
     every = find_runs(reports[0].tracking_uri, "dphybrid")
     assert every == [report.run_id for report in reports]  # the page's own run is none of them
 

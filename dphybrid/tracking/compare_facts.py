@@ -1,0 +1,198 @@
+"""What a comparison says of runs: what differs between them, how fast each is against its own baseline, and how its batches were split."""
+
+import difflib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+
+from dphybrid.util.errors import UserError
+
+GROUPS = {"devices": "devices.resolved", "batch": "train.batch_size", "recipe": "recipe"}
+"""Short names for what runs are often grouped by; any other name is a param's."""
+
+DEVICES, SEED = "devices.resolved", "train.seed"
+_NOT_CONFIG = ("size.", "devices.replicas", "split.")
+_SAME_SPEED = (SEED, "checkpoint.register_as")
+"""What may differ between runs without being a reason for another baseline."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a comparison needs of one run.
+
+    steps, times: curve name -> points (step or seconds since the start, value). stages_ms: stage -> milliseconds of an average step.
+    """
+
+    run_id: str
+    name: str
+    status: str
+    started: datetime
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]
+    splits: Sequence[tuple[str, str]]
+    stages_ms: Mapping[str, float] = field(default_factory=dict)
+    steps: Mapping[str, list[Point]] = field(default_factory=dict)
+    times: Mapping[str, list[Point]] = field(default_factory=dict)
+    url: str = ""
+
+    @cached_property
+    def replicas(self) -> int:
+        return int(self.params.get("devices.replicas", "1"))
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return self.metrics.get("summary/samples_per_s_median")
+
+    def value(self, param: str) -> str:
+        return self.params.get(param, "not set")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A run's speed against that of its baseline. efficiency: a device, None where runs differ in something else than devices.
+
+    against: the value that the baseline has of what runs are grouped by.
+    """
+
+    ratio: float
+    efficiency: float | None
+    against: str
+
+
+def param_of(group_by: str, runs: Sequence[RunFacts]) -> str:
+    """Return the param that runs are grouped by. Raises UserError for one that no run has."""
+    name = GROUPS.get(group_by, group_by)
+    if not any(name in run.params for run in runs):
+        params = sorted({param for run in runs for param in run.params} | set(GROUPS))
+        near = difflib.get_close_matches(group_by, params, 3) or list(GROUPS)
+        raise UserError(f"--group-by {group_by}: no run has such a param; near: {', '.join(near)}")
+    return name
+
+
+def differing(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the params that differ between runs: devices first, the seed last. What follows from another one is left out."""
+    names = sorted({name for run in runs for name in run.params if not name.startswith(_NOT_CONFIG)})
+    found = [name for name in names if len({run.value(name) for run in runs}) > 1]
+    if DEVICES in found and "devices" in found:
+        found.remove("devices")
+    return sorted(found, key=lambda name: (name == SEED, name != DEVICES))
+
+
+def ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
+    """Return runs by their value of `param`: fewest devices first, then by number, then by text."""
+
+    def order(run: RunFacts) -> tuple[int, float, str, datetime]:
+        value = run.value(param)
+        return (run.replicas if param == DEVICES else 0, as_number(value) or 0.0, value, run.started)
+
+    return sorted(runs, key=order)
+
+
+def combination(run: RunFacts, param: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the values of a run that differ between runs, but for `param` and what makes no other speed."""
+    return tuple((name, run.value(name)) for name in names if name != param and name not in _SAME_SPEED)
+
+
+def speeds(runs: Sequence[RunFacts], param: str) -> dict[str, Speed]:
+    """Return run id -> speed. The baseline is the first value of `param` among runs that agree in all else that differs."""
+    names, found = differing(runs), {}
+    groups: dict[tuple[tuple[str, str], ...], list[RunFacts]] = {}
+    for run in ordered(runs, param):
+        groups.setdefault(combination(run, param, names), []).append(run)
+    for members in groups.values():
+        first = members[0].value(param)
+        base = [run.samples_per_s for run in members if run.value(param) == first and run.samples_per_s]
+        for run in members:
+            if base and run.samples_per_s:
+                ratio = run.samples_per_s / statistics.median(base)
+                fair = ratio * members[0].replicas / run.replicas if param == DEVICES else None
+                found[run.run_id] = Speed(ratio, fair, first)
+    return found
+
+
+def finals(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the names of the final metrics that some run has."""
+    return sorted({name for run in runs for name in run.metrics if name.startswith("final/")})
+
+
+def overview(runs: Sequence[RunFacts], param: str) -> list[dict[str, str]]:
+    """Return a row a run for people: its name, what differs, what it came to, how fast it was."""
+    names, speed = differing(runs), speeds(runs, param)
+    rows = []
+    for run in ordered(runs, param):
+        own = speed.get(run.run_id)
+        rows.append(
+            {"run": run.name}
+            | {name: run.value(name) for name in names}
+            | {name.removeprefix("final/"): number(run.metrics.get(name)) for name in finals(runs)}
+            | {
+                "samples/s": number(run.samples_per_s),
+                "speed-up": "" if own is None else f"{own.ratio:.2f}",
+                "efficiency": "" if own is None or own.efficiency is None else f"{own.efficiency:.0%}",
+                "step p50, ms": number(run.metrics.get("summary/step_ms_p50")),
+                "step p95, ms": number(run.metrics.get("summary/step_ms_p95")),
+                "training, s": number(run.metrics.get("summary/train_s")),
+            }
+        )
+    kept = [key for key in rows[0] if key == "run" or any(row[key] for row in rows)]
+    return [{key: row[key] for key in kept} for row in rows]
+
+
+def split_table(runs: Sequence[RunFacts]) -> list[dict[str, str]]:
+    """Return a row a replica and a column a run: shapes in and out of the first, that is the full, batch."""
+    columns = {run.name: dict(run.splits) for run in runs}
+    wheres = dict.fromkeys(where for shapes in columns.values() for where in shapes if where.startswith("split 1 /"))
+    order = sorted(wheres, key=lambda where: [as_number(word) or 0.0 for word in where.split()])
+    return [
+        {"replica": where.removeprefix("split 1 / ")} | {label: shapes.get(where, "") for label, shapes in columns.items()}
+        for where in order
+    ]
+
+
+def text_of(runs: Sequence[RunFacts], param: str) -> str:
+    """Return a comparison for a terminal."""
+    rows = overview(runs, param)
+    short = {name: name.rpartition(".")[2] if name != DEVICES else "devices" for name in rows[0]}
+    titles = [short[name] for name in rows[0]]
+    cells = [titles, *([_plain(value) for value in row.values()] for row in rows)]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(titles))]
+    left = [place == 0 or as_number(cells[1][place].rstrip("%").replace(",", "")) is None for place in range(len(titles))]
+    lines = [
+        "  ".join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(row, widths, left, strict=True)).rstrip()
+        for row in cells
+    ]
+    same = {name: value for name, value in runs[0].params.items() if name in ("recipe", DEVICES, "train.batch_size")}
+    shared = ", ".join(f"{name} {_plain(value)}" for name, value in same.items() if name not in differing(runs))
+    notes = [f"the same in all: {shared}"] if shared else []
+    if "speed-up" in rows[0]:
+        notes.append(f"speed-up: over the first value of {param} among runs that agree in all else but the seed")
+    for run in ordered(runs, param):
+        if run.stages_ms:
+            total = sum(run.stages_ms.values()) or 1.0
+            largest = sorted(run.stages_ms.items(), key=lambda item: -item[1])[:4]
+            shares = ", ".join(f"{stage} {ms / total:.0%}" for stage, ms in largest)
+            notes.append(f"{_plain(run.name)}: {number(total)} ms a step: {shares}")
+    return "\n".join([*lines, "", *notes]).rstrip()
+
+
+def as_number(text: str) -> float | None:
+    """Return a text as a number, or None."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def number(value: float | None) -> str:
+    """Return a number with four digits that count, or nothing."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _plain(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,0 +1,239 @@
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const colours = ["#2f6f9f", "#d1793b", "#4f9d69", "#a3497d", "#8a8f3c", "#5b5ea6", "#b84a4a", "#4aa3a3", "#7d6b57", "#888888"];
+const at = (id) => document.getElementById(id);
+const runOf = Object.fromEntries(data.runs.map((run) => [run.id, run]));
+const hidden = new Set();
+let group = data.param;
+let sorting = null;
+
+// Plotly reads a little HTML in names; what people call their runs is text.
+const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const short = (name) => (name === data.devices ? "devices" : name.startsWith("train.") || name.startsWith("model.") ? name.slice(6) : name);
+const shown = () => data.orders[group].map((id) => runOf[id]).filter((run) => !hidden.has(run.id));
+const values = () => [...new Set(data.orders[group].map((id) => runOf[id].params[group]))];
+const colour = (run) => colours[values().indexOf(run.params[group]) % colours.length];
+const format = (value) =>
+  value === null || value === undefined ? "" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+
+function element(name, parent, text, style) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  if (style) made.className = style;
+  parent.append(made);
+  return made;
+}
+
+function draw(place, traces, layout) {
+  const base = { margin: { l: 55, r: 15, t: 35, b: 45 }, font: { size: 13 }, hovermode: "closest", legend: { orientation: "h", y: -0.25 } };
+  Plotly.react(place, traces, { ...base, ...layout }, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] });
+}
+
+/* The table: what differs comes first, then what came of it. best: which end of a column is the good one. */
+function columns() {
+  const speed = data.speeds[group];
+  const made = data.differing.map((name) => ({ title: short(name), of: (run) => run.params[name], text: true }));
+  for (const name of data.finals)
+    made.push({ title: name.slice(6), of: (run) => run.metrics[name], best: /loss|mse|mae|perplexity|rank|error/.test(name) ? "least" : "most" });
+  const summary = (title, name, best) => made.push({ title, of: (run) => run.metrics[`summary/${name}`], best });
+  summary("samples/s", "samples_per_s_median", "most");
+  made.push({ title: "speed-up", of: (run) => speed[run.id]?.ratio, show: (value) => value.toFixed(2) });
+  made.push({ title: "efficiency", of: (run) => speed[run.id]?.efficiency, show: (value) => `${Math.round(100 * value)}%` });
+  summary("step p50, ms", "step_ms_p50", "least");
+  summary("step p95, ms", "step_ms_p95");
+  summary("training, s", "train_s");
+  made.push({ title: "started", of: (run) => run.started, text: true }, { title: "status", of: (run) => run.status, text: true });
+  return made.filter((column) => data.runs.some((run) => ![undefined, null].includes(column.of(run))));
+}
+
+function sorted(runs, column) {
+  if (!column) return runs;
+  const key = (run) => {
+    const value = column.of(run);
+    return column.text && value !== "" && !isNaN(value) ? Number(value) : value;
+  };
+  const order = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
+  const known = (run) => ![undefined, null].includes(key(run));
+  return runs.toSorted((a, b) => (known(a) && known(b) ? sorting.sign * order(key(a), key(b)) : known(b) - known(a)));
+}
+
+function drawTable() {
+  const table = at("runs"), all = columns();
+  table.replaceChildren();
+  const head = element("tr", element("thead", table));
+  element("th", head, "run").onclick = () => { sorting = null; drawTable(); };
+  for (const column of all) {
+    const title = element("th", head, column.title, column.text ? "" : "number");
+    if (sorting?.title === column.title) title.setAttribute("aria-sort", sorting.sign > 0 ? "ascending" : "descending");
+    title.onclick = () => {
+      sorting = { title: column.title, sign: sorting?.title === column.title ? -sorting.sign : column.best === "most" ? -1 : 1 };
+      drawTable();
+    };
+  }
+  const body = element("tbody", table);
+  const runs = data.orders[group].map((id) => runOf[id]);
+  for (const run of sorted(runs, sorting && all.find((column) => column.title === sorting.title))) {
+    const row = element("tr", body, undefined, hidden.has(run.id) ? "hidden" : "");
+    const first = element("td", row);
+    const box = element("input", first);
+    box.type = "checkbox";
+    box.checked = !hidden.has(run.id);
+    box.title = `show ${run.name}`;
+    box.onchange = () => { box.checked ? hidden.delete(run.id) : hidden.add(run.id); drawAll(); };
+    element("span", first, "", "dot").style.background = colour(run);
+    const link = element("a", first, run.name);
+    if (/^https?:/.test(run.url)) Object.assign(link, { href: run.url, target: "_blank", rel: "noopener" });
+    for (const column of all) {
+      const value = column.of(run), empty = [undefined, null].includes(value);
+      const cell = element("td", row, empty ? "" : column.text ? value : (column.show ?? format)(value), column.text ? "" : "number");
+      const visible = shown().map(column.of).filter((other) => typeof other === "number");
+      const best = column.best === "most" ? Math.max(...visible) : column.best === "least" ? Math.min(...visible) : null;
+      if (!empty && value === best && visible.length > 1) cell.classList.add("best");
+    }
+  }
+  at("same").textContent = data.differing.length ? "" : "Nothing differs in the configs of these runs.";
+}
+
+function drawSpeed() {
+  const speed = data.speeds[group], runs = shown().filter((run) => speed[run.id]);
+  const places = new Set(runs.map((run) => run.params[group]));
+  at("speed-section").hidden = places.size < 2;
+  if (places.size < 2) return;
+  const scaling = group === data.devices, series = new Map();
+  for (const run of runs) {
+    const among = speed[run.id].among || "all";
+    if (!series.has(among)) series.set(among, []);
+    series.get(among).push(run);
+  }
+  const x = (run) => (scaling ? run.replicas : plain(run.params[group]));
+  const traces = [...series].map(([among, members], number) => ({
+    name: plain(among),
+    x: members.map(x),
+    y: members.map((run) => speed[run.id].ratio),
+    customdata: members.map((run) => [plain(run.name), format(run.metrics["summary/samples_per_s_median"]), plain(speed[run.id].against)]),
+    hovertemplate: "%{customdata[0]}<br>%{y:.2f} times %{customdata[2]}<br>%{customdata[1]} samples/s<extra></extra>",
+    mode: scaling ? "lines+markers" : "markers",
+    marker: { size: 10 },
+    line: { color: colours[number % colours.length] },
+  }));
+  if (scaling) {
+    const counts = [...new Set(runs.map((run) => run.replicas))].sort((a, b) => a - b);
+    traces.unshift({ name: "ideal", x: counts, y: counts.map((count) => count / counts[0]), mode: "lines", line: { dash: "dash", color: "#999" }, hoverinfo: "skip" });
+  }
+  const axis = scaling ? { title: { text: "devices" }, tickvals: [...new Set(runs.map((run) => run.replicas))] } : { title: { text: plain(short(group)) }, type: "category" };
+  draw("speed", traces, { yaxis: { title: { text: "speed-up" }, rangemode: "tozero" }, xaxis: axis, showlegend: true });
+  const virtual = data.virtual && scaling ? " Virtual devices share their hardware: they show what splitting costs, not what more GPUs bring." : "";
+  at("speed-note").textContent = `Each run over the first value of ${short(group)} among runs that agree in all else but the seed.${virtual}`;
+}
+
+function drawStages() {
+  const runs = shown().filter((run) => Object.keys(run.stages).length).reverse();
+  at("stages-section").hidden = !runs.length;
+  if (!runs.length) return;
+  const totals = {};
+  for (const run of runs) for (const [stage, ms] of Object.entries(run.stages)) totals[stage] = (totals[stage] ?? 0) + ms;
+  const stages = Object.keys(totals).filter((stage) => totals[stage] > 0).sort((a, b) => totals[b] - totals[a]);
+  const label = (run) => `${plain(run.params[group])} · ${plain(run.name).slice(0, 28)}`;
+  const traces = stages.map((stage, number) => ({
+    type: "bar", orientation: "h", name: plain(stage), marker: { color: colours[number % colours.length], opacity: number < colours.length ? 1 : 0.55 },
+    y: runs.map((run) => run.id), x: runs.map((run) => run.stages[stage] ?? 0), customdata: runs.map(label),
+    hovertemplate: `%{customdata}<br>${plain(stage)}: %{x:.3f} ms<extra></extra>`,
+  }));
+  at("stages").style.height = `${220 + 34 * runs.length}px`;
+  draw("stages", traces, {
+    barmode: "stack", showlegend: true, xaxis: { title: { text: "ms" } }, legend: { orientation: "h", y: -60 / (100 + 34 * runs.length) },
+    yaxis: { tickvals: runs.map((run) => run.id), ticktext: runs.map(label), automargin: true },
+  });
+}
+
+/* Runs that differ in their seed alone are one band: their mean, and from the least to the most. */
+function bands(runs, curves) {
+  const alike = new Map();
+  for (const run of runs) {
+    const key = JSON.stringify(data.differing.filter((name) => name !== data.seed).map((name) => run.params[name]));
+    if (!alike.has(key)) alike.set(key, []);
+    alike.get(key).push(run);
+  }
+  return [...alike.values()].flatMap((members) => {
+    if (members.length < 2) return members.map((run) => ({ run, name: run.name, points: curves(run) }));
+    const known = members.map((run) => new Map(curves(run)));
+    const steps = [...known[0].keys()].filter((step) => known.every((points) => points.has(step) && points.get(step) !== null));
+    const rows = steps.map((step) => known.map((points) => points.get(step)));
+    return [{
+      run: members[0], name: `${members.length} seeds of ${members[0].params[group]}`,
+      points: steps.map((step, place) => [step, rows[place].reduce((a, b) => a + b) / rows[place].length]),
+      low: rows.map((row) => Math.min(...row)), high: rows.map((row) => Math.max(...row)),
+    }];
+  });
+}
+
+function drawCurves() {
+  const axis = at("axis").value, runs = shown();
+  const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run[axis])))].sort().reverse();
+  at("curves-section").hidden = !keys.length;
+  const together = axis === "steps" && at("bands").checked && data.differing.includes(data.seed);
+  const places = keys.map((key) => at(`curve-${key}`) ?? Object.assign(element("div", at("curves"), undefined, "chart"), { id: `curve-${key}` }));
+  for (const [number, key] of keys.entries()) {
+    const members = runs.filter((run) => run[axis][key]);
+    const lines = together ? bands(members, (run) => run[axis][key]) : members.map((run) => ({ run, name: run.name, points: run[axis][key] }));
+    const traces = lines.flatMap(({ run, name, points, low, high }) => {
+      const x = points.map((point) => point[0]), line = { color: colour(run), width: 2 };
+      const around = low ? [{ x: [...x, ...x.toReversed()], y: [...high, ...low.toReversed()], mode: "lines", fill: "toself", fillcolor: `${colour(run)}33`, line: { width: 0 }, hoverinfo: "skip", showlegend: false }] : [];
+      const label = plain(run.params[group]) + (name === run.name ? ` · ${plain(name)}` : ` · ${plain(name)}`);
+      return [...around, { x, y: points.map((point) => point[1]), name: label, line, marker: { color: colour(run) }, mode: points.length < 30 ? "lines+markers" : "lines", hovertemplate: `${label}<br>%{x}: %{y:.5g}<extra></extra>` }];
+    });
+    draw(places[number], traces, {
+      title: { text: plain(key), x: 0.02, font: { size: 14 } }, showlegend: false,
+      xaxis: { title: { text: axis === "steps" ? "step" : "seconds" } }, yaxis: { type: at("log").checked ? "log" : "linear" },
+    });
+  }
+}
+
+function drawSweep() {
+  const runs = shown(), names = data.differing.filter((name) => new Set(runs.map((run) => run.params[name])).size > 1);
+  at("sweep-section").hidden = runs.length < 3 || names.length < 2;
+  if (at("sweep-section").hidden) return;
+  const categories = (name) => [...new Set(runs.map((run) => run.params[name]))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const dimensions = names.map((name) => {
+    const found = categories(name);
+    return { label: short(name), values: runs.map((run) => found.indexOf(run.params[name])), tickvals: found.map((_, place) => place), ticktext: found };
+  });
+  for (const [name, label] of [...data.finals.map((name) => [name, name.slice(6)]), ["summary/samples_per_s_median", "samples/s"]]) {
+    const numbers = runs.map((run) => run.metrics[name]);
+    if (numbers.every((value) => typeof value === "number")) dimensions.push({ label, values: numbers });
+  }
+  const found = values();
+  at("sweep").style.minWidth = `${110 * dimensions.length}px`;
+  draw("sweep", [{
+    type: "parcoords", dimensions,
+    line: { color: runs.map((run) => found.indexOf(run.params[group])), colorscale: found.map((_, place) => [found.length < 2 ? 0 : place / (found.length - 1), colours[place % colours.length]]).concat(found.length < 2 ? [[1, colours[0]]] : []) },
+  }], { margin: { l: 70, r: 50, t: 50, b: 20 } });
+}
+
+function drawSplits() {
+  at("splits-section").hidden = !data.splits.length;
+  if (!data.splits.length) return;
+  const table = at("splits"), head = element("tr", element("thead", table)), body = element("tbody", table);
+  for (const name of Object.keys(data.splits[0])) element("th", head, name);
+  for (const cells of data.splits) {
+    const row = element("tr", body);
+    for (const cell of Object.values(cells)) element("td", row, cell);
+  }
+}
+
+function drawAll() {
+  drawTable();
+  drawSpeed();
+  drawStages();
+  drawSweep();
+  drawCurves();
+}
+
+for (const name of data.params) element("option", at("group"), short(name)).value = name;
+at("group").value = group;
+at("group").onchange = () => { group = at("group").value; drawAll(); };
+for (const id of ["axis", "log", "bands"]) at(id).onchange = drawCurves;
+at("seeds").hidden = !data.differing.includes(data.seed);
+drawAll();
+drawSplits();
+document.body.dataset.drawn = "yes";
