@@ -24,7 +24,7 @@ from dphybrid.data.table.source import find_files
 from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import tabular_names
-from dphybrid.training.checkpoint import read_state
+from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import sync, temporary, write_text
 
@@ -49,7 +49,7 @@ class Predictor:
     def __init__(self, folder: str | Path, devices: str = "cpu", batch_size: int = 8192) -> None:
         """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a table."""
         self.folder = Path(folder)
-        config = stored_config(read_state(self.folder).config)
+        config = stored_config(verify_checkpoint(self.folder).config)
         if not (self.folder / "encoder").is_dir():
             raise UserError(
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one of a recipe that reads tables "

@@ -25,7 +25,7 @@ from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.tracking.registry import Registry, Version
-from dphybrid.training.checkpoint import load_weights, read_state
+from dphybrid.training.checkpoint import load_weights, read_state, verify_checkpoint
 from dphybrid.training.loop import held_out_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.training.warm_start import warm_start
@@ -234,7 +234,9 @@ def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: floa
             assert config.train.warm_start is not None
             warm_start(Path(config.train.warm_start), network, data)
         else:
-            load_weights(Path(ResultPage.read(run.folder / "result.json").best_checkpoint), network)
+            best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
+            verify_checkpoint(best)
+            load_weights(best, network)
         outputs.append(held_out_outputs(network, data.dataset("valid"), config.train.batch_size, task))
         del network  # before the next one needs its memory
     champion, challenger = (task.compute(output) for output in outputs)

@@ -17,10 +17,10 @@ class LoadedCheckpoint:
     """A checkpoint as MLflow's pyfunc hands it out. folder: its files; state: its page; tensors: the blocks by name."""
 
     def __init__(self, folder: Path) -> None:
-        from dphybrid.training.checkpoint import read_state
+        from dphybrid.training.checkpoint import verify_checkpoint
 
         self.folder = folder
-        self.state = read_state(folder)
+        self.state = verify_checkpoint(folder)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 from dphybrid.data import Prepared
 from dphybrid.data.table.extend import old_rows, open_base
 from dphybrid.embedding import find_tables
-from dphybrid.training.checkpoint import load_weights, read_state
+from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.training.tensor_file import read_tensors
 from dphybrid.util.errors import UserError
 
@@ -20,12 +20,13 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
     values copies of the row that stood for them there, the unknown one's or a hash bucket's. Optimizers start anew.
     Raises UserError when model and checkpoint do not fit.
     """
+    page = verify_checkpoint(checkpoint)
     base = data.manifest.base
     if base is None:
         load_weights(checkpoint, model)
         return
     earlier = open_base(Path(base))
-    trained_on = read_state(checkpoint).data_digest
+    trained_on = page.data_digest
     if trained_on != earlier.prepared.digest:
         raise UserError(
             f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, data.base is {earlier.prepared.path.name}"

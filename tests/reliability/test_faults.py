@@ -14,7 +14,7 @@ import pytest
 from tests.reliability.faults import KILLED, MODES
 from tests.reliability.trial import came_to, run_trial
 
-TRIALS = os.environ.get("DPHYBRID_FAULTS", "20")
+TRIALS = os.environ.get("DPHYBRID_FAULTS", "16")
 CLICKS = Path(__file__).parent.parent / "fixtures" / "run_without_version" / "clicks.csv"
 OPTIONS = [
     "recipe=ctr",

@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Prepared, open_prepared
+from dphybrid.data.store import Prepared, verify_prepared
 from dphybrid.data.table.bags import widened
 from dphybrid.data.table.categories import FIRST_ID, CategoryColumn
 from dphybrid.data.table.encode import TableEncoder
@@ -37,7 +37,7 @@ def open_base(path: Path) -> Base:
     """Open the prepared data to extend. Raises UserError when it is gone, or no table."""
     if not (path / "encoder").is_dir():
         raise UserError(f"data.base={path}: is no prepared table (it has no encoder); name the prepared folder of a ctr run")
-    return Base(open_prepared(path), TableEncoder.load(path / "encoder"))
+    return Base(verify_prepared(path, known=True), TableEncoder.load(path / "encoder"))
 
 
 def extended(base: TableEncoder, fitted: TableEncoder) -> TableEncoder:

@@ -1,0 +1,116 @@
+"""Files are damaged one after the other: that is told by name, or harms nothing; never other numbers, never an error foreign to the user.
+
+A seeded few of all damages by default; DPHYBRID_DAMAGES=all takes every one.
+"""
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dphybrid.config.settings import load_settings
+from dphybrid.jobs.load import find_checkpoint
+from dphybrid.jobs.predict import Predictor
+from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
+from dphybrid.util.errors import UserError
+from tests.reliability.test_faults import OPTIONS
+from tests.reliability.trial import came_to
+
+COUNT = os.environ.get("DPHYBRID_DAMAGES", "12")
+ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
+SHORT = [*OPTIONS, "train.schedule=constant"]
+LONGER = [*[text for text in SHORT if "epochs" not in text], "train.epochs=3"]
+
+
+def flipped(content: bytes, place: float) -> bytes:
+    at = int(place * (len(content) - 1))
+    return content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :] if content else b"\x01"
+
+
+DAMAGES: dict[str, Callable[[bytes, float], bytes | None]] = {
+    "flip": flipped,
+    "truncate": lambda content, place: content[: int(place * len(content))],
+    "zeros": lambda content, _: bytes(len(content)),
+    "remove": lambda *_: None,
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A data folder with a finished run, at the place where every copy of it will be."""
+    root = tmp_path_factory.mktemp("damage")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_DEVICES", "DPHYBRID_EXPERIMENT"):
+            patch.delenv(name, raising=False)
+        for name, value in (("DATA_DIR", str(root / "data")), ("TRACKING_URI", "none"), ("THREADS", "1")):
+            patch.setenv(f"DPHYBRID_{name}", value)
+        run_job(load_config(None, SHORT), load_settings(), run_name="run")
+        shutil.copytree(root / "data", root / "whole")
+        yield root
+
+
+def resumed(root: Path) -> dict[str, Any]:
+    run_job(load_config(None, LONGER), load_settings(), resume="latest")
+    return came_to(root / "data")
+
+
+def predicted(_: Path) -> list[float]:
+    scores: list[float] = Predictor(find_checkpoint("run", load_settings())).predict(ROWS).tolist()
+    return scores
+
+
+def told_or_harmless(root: Path, file: Path, damaged: bytes | None, work: Callable[[Path], Any], expected: Any) -> bool:
+    """Damage a fresh copy and work with it; return whether it was told. Fails when the outcome is another one."""
+    shutil.rmtree(root / "data")
+    shutil.copytree(root / "whole", root / "data")
+    file.unlink()
+    if damaged is not None:
+        file.write_bytes(damaged)
+    try:
+        found = work(root)
+    except UserError:
+        return True
+    assert found == expected, f"{file}: another outcome, without a word"
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("work", [resumed, predicted])
+def test_damage_is_told_or_harmless(finished: Path, work: Callable[[Path], Any]) -> None:
+    shutil.rmtree(finished / "data")
+    shutil.copytree(finished / "whole", finished / "data")
+    expected = work(finished)
+    there = [path.relative_to(finished / "whole") for path in sorted((finished / "whole").rglob("*")) if path.is_file()]
+    every = [(file, kind, place) for file in there for kind in DAMAGES for place in (0.03, 0.4, 0.77)]
+    chosen = every if COUNT == "all" else random.Random(0).sample(every, int(COUNT))
+    told = 0
+    for name, kind, place in chosen:
+        content = (finished / "whole" / name).read_bytes()
+        told += told_or_harmless(finished, finished / "data" / name, DAMAGES[kind](content, place), work, expected)
+    assert told > len(chosen) // 12
+
+
+def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_names_the_other(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(finished / "data")
+    shutil.copytree(finished / "whole", finished / "data")
+    expected = resumed(finished)
+    shutil.rmtree(finished / "data")
+    shutil.copytree(finished / "whole", finished / "data")
+    table = finished / "data/runs/run/checkpoints/step-000006/tables/table.safetensors"
+    table.write_bytes(flipped(table.read_bytes(), 0.9))
+    assert resumed(finished) == expected
+    assert f"left out a damaged checkpoint: {table}: is damaged" in capsys.readouterr().err
+    assert not list((finished / "data/runs/run/checkpoints").glob("*.damaged"))  # there is a later one now
+
+    for path in (finished / "data/runs/run/checkpoints").glob("step-*/blocks.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint is whole .*start a new run"):
+        resumed(finished)
