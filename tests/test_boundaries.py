@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-HEAVY = ("torch", "mlflow", "prefect", "polars", "pydantic", "pydantic_settings", "matplotlib", "sklearn", "rich")
+HEAVY = ("torch", "numba", "mlflow", "prefect", "polars", "pydantic", "pydantic_settings", "matplotlib", "sklearn", "rich")
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ HEAVY = ("torch", "mlflow", "prefect", "polars", "pydantic", "pydantic_settings"
         ("dphybrid.recipes.configs", {"pydantic"}),
         ("dphybrid.config.settings", {"pydantic", "pydantic_settings"}),
         ("dphybrid.parallel", {"torch"}),
-        ("dphybrid.embedding", {"torch"}),
+        ("dphybrid.embedding", {"torch", "numpy"}),
         ("dphybrid.recipes.registry", {"torch", "pydantic"}),
         ("dphybrid.cli.main", {"pydantic", "pydantic_settings"}),
     ],

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.embedding.lookup import short, sort_ids
+from dphybrid.embedding import kernels
+from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
 from dphybrid.embedding.pipeline import RowPipeline
 from dphybrid.embedding.table import HostEmbedding
@@ -65,7 +66,7 @@ def step_costs(num_rows: int, dim: int, num_ids: int, rounds: int, exponent: flo
     for name in ("sgd", "adagrad", "adam", "lazy-adam"):
         table = HostEmbedding(num_rows, dim)
         rows = make_row_optimizer(name, {"t": table}, lr=0.01)
-        grads_UD = torch.randn(len(sort_ids(ids).unique_U), dim)
+        grads_UD = torch.randn(len(ids.unique()), dim)
         buffer_UD = torch.empty_like(grads_UD)
 
         def whole(table: HostEmbedding = table, rows: Any = rows) -> None:
@@ -76,8 +77,8 @@ def step_costs(num_rows: int, dim: int, num_ids: int, rounds: int, exponent: flo
         def host(
             table: HostEmbedding = table, rows: Any = rows, grads_UD: Tensor = grads_UD, buffer_UD: Tensor = buffer_UD
         ) -> None:
-            unique_U = sort_ids(short(ids, num_rows)).unique_U
-            torch.index_select(table.weight, 0, unique_U, out=buffer_UD)
+            unique_U = sort_ids(ids, num_rows).unique_U
+            kernels.gather(table.weight, unique_U, buffer_UD)
             table.set_row_gradients(unique_U, grads_UD)
             rows.step()
 

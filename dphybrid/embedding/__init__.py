@@ -1,4 +1,4 @@
-"""Embedding tables in host memory, and the optimizers of their rows. Needs torch alone."""
+"""Embedding tables in host memory, and the optimizers of their rows. Needs torch, numpy and numba."""
 
 from dphybrid.embedding.collection import HostEmbeddingCollection
 from dphybrid.embedding.optim import LazyAdam, RowAdagrad, RowAdam, RowOptimizer, RowSGD, clip_grad_norm_, make_row_optimizer

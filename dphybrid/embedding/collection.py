@@ -48,7 +48,7 @@ class HostEmbeddingCollection(nn.Module):
         self._padding = {table: self.starts[table] + self._known(table, row) for table, row in (padding or {}).items()}
         for row in self._padding.values():
             self.flat.weight[row] = 0.0
-        self.flat.gradients.frozen = torch.tensor(sorted(self._padding.values()), dtype=torch.int64)
+        self.flat.gradients.frozen = sorted(self._padding.values())
 
     def _known(self, table: str, row: int) -> int:
         if not 0 <= row < self.num_rows.get(table, 0):

@@ -1,103 +1,149 @@
-"""Gradients of a table's lookups since the last update, wherever they are, as gradients of unique rows.
+"""Gradients of tables' lookups since the last update, wherever they are, arranged by row.
 
-Letters: U unique ids, C some of them, D width of a row.
+Letters: N ids of a lookup, U unique ids, D width of a row, X rows of gradients (ids, or bags).
 """
 
+import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from dphybrid.embedding import kernels
 from dphybrid.embedding.counters import Counters
-from dphybrid.embedding.lookup import RowSums, leaf_rows, short, sort_ids, sum_by_row
+from dphybrid.embedding.kernels import Arranged, Segment
 from dphybrid.embedding.replicas import Channel
 
 
 @dataclass
-class _Pending:
-    """Where the gradients of one lookup are: in `sums`, or in those of `leaf_UD`, on the device that `channel` leads to."""
+class Pending:
+    """Where the gradients of one lookup are: in `grads`, or in those of `leaf_UD`, on the device that `channel` leads to.
 
-    ids_U: Tensor
-    sums: RowSums | None = None
+    sources_N: which gradient an id has, where several ids share one. grads: with their versions; they are read at the latest by the next
+    update and must stay as they are until then.
+    """
+
+    ids_N: Tensor
+    sources_N: Tensor | None = None
     leaf_UD: Tensor | None = None
     channel: Channel | None = None
+    grads: list[tuple[Tensor, int]] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.sums) or (self.leaf_UD is not None and self.leaf_UD.grad is not None)
+    def add(self, grads_XD: Tensor) -> None:
+        """Note the gradients that have come back."""
+        self.grads.append((grads_XD, grads_XD._version))
 
-    def on_the_way(self) -> "tuple[Tensor, torch.cuda.Event | None]":
+    def on_the_way(self) -> "list[tuple[Tensor, torch.cuda.Event | None]]":
         """Return the gradients on the host and, where they are still being copied, the event that ends that."""
-        if self.sums is not None:
-            return self.sums.part(0, self.ids_U.numel()), None
-        assert self.leaf_UD is not None
-        assert self.leaf_UD.grad is not None
-        return (self.leaf_UD.grad, None) if self.channel is None else self.channel.start_receiving(self.leaf_UD.grad)
+        if self.leaf_UD is not None and self.leaf_UD.grad is not None and self.channel is not None:
+            return [self.channel.start_receiving(self.leaf_UD.grad)]
+        if any(grads_XD._version != version for grads_XD, version in self.grads):
+            raise RuntimeError("the gradient of looked-up rows was changed in place between backward() and the update")
+        return [(grads_XD, None) for grads_XD, _ in self.grads]
+
+
+class TableRows(torch.autograd.Function):
+    """rows_ND -> the same; their gradient goes to `pending`. anchor: makes autograd come back here, gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, pending: Pending) -> Tensor:
+        ctx.pending = pending
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[None, ...]:
+        ctx.pending.add(grads.reshape(-1, grads.shape[-1]))
+        return None, None, None
 
 
 class RowGradients:
-    """Collects lookups and hands out their gradients by unique row, those of `frozen` rows left out."""
+    """Collects one table's lookups and hands out their gradients. frozen: rows, ascending, that get none."""
 
     def __init__(self, num_rows: int, counters: Counters) -> None:
-        self._counters = counters
-        self.frozen = torch.tensor([], dtype=torch.int64)
-        self._num_rows = num_rows
-        self._lookups: list[_Pending] = []
+        self.num_rows, self.counters = num_rows, counters
+        self.frozen: list[int] = []
+        self.factor = 1.0
+        self._lookups: list[Pending] = []
+        self._coming: list[tuple[Pending, Tensor, torch.cuda.Event | None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._lookups)
 
     def clear(self) -> None:
         """Forget all lookups."""
-        self._lookups = []
+        self._lookups, self.factor = [], 1.0
 
-    def expect_sums(self, sums: RowSums) -> None:
-        """Count in gradients that `sums` will have collected."""
-        self._lookups.append(_Pending(sums.where.unique_U, sums=sums))
-
-    def expect_leaf(self, ids_U: Tensor, leaf_UD: Tensor, channel: Channel | None = None) -> None:
-        """Count in the gradient that a leaf will have got, on the host or where `channel` leads to."""
-        self._lookups.append(_Pending(ids_U, leaf_UD=leaf_UD, channel=channel))
+    def expect(self, pending: Pending) -> None:
+        """Count in the gradients of a lookup."""
+        self._lookups.append(pending)
 
     def replace(self, ids_U: Tensor, grads_UD: Tensor) -> None:
         """Put merged (and perhaps clipped) gradients in the place of all collected ones."""
-        leaf_UD = leaf_rows(len(grads_UD), grads_UD.shape[1], grads_UD.dtype)
-        leaf_UD.grad = grads_UD
-        self._lookups = [_Pending(ids_U, leaf_UD=leaf_UD)]
+        self.clear()
+        pending = Pending(ids_U)
+        pending.add(grads_UD)
+        self.expect(pending)
 
-    def merged(self) -> tuple[Tensor, Tensor] | None:
-        """Return (ids_U sorted and unique, grads_UD), or None when no row has a gradient."""
-        lookups = [lookup for lookup in self._lookups if lookup]
-        if not lookups:
-            return None
-        coming = [lookup.on_the_way() for lookup in lookups]
+    def start(self) -> None:
+        """Start copying what is on devices."""
+        self._coming = [(lookup, *found) for lookup in self._lookups for found in lookup.on_the_way()]
+
+    def segments(self, dtype: torch.dtype) -> list[Segment]:
+        """Return what `start` found, once it has come, as rows of `dtype`."""
         start = time.perf_counter()
-        for _, arrived in coming:
-            if arrived is not None:
-                arrived.synchronize()
-        self._counters.d2h_ms += 1e3 * (time.perf_counter() - start)
-        ids_U, grads_UD = lookups[0].ids_U, coming[0][0]
-        if len(lookups) > 1:  # of several replicas or lookups: added up in their order
-            where = sort_ids(short(torch.cat([lookup.ids_U for lookup in lookups]), self._num_rows))
-            ids_U = where.unique_U
-            grads_UD = sum_by_row(torch.cat([grads for grads, _ in coming]), where.order_N, where.starts_U)
-        return self._without_frozen(ids_U, grads_UD)
+        events = [event for _, _, event in self._coming if event is not None]
+        for event in events:
+            event.synchronize()
+        if events:
+            self.counters.d2h_ms += 1e3 * (time.perf_counter() - start)
+        coming, self._coming = self._coming, []
+        found = []
+        for lookup, grads_XD, _ in coming:
+            rows_XD = grads_XD.to(dtype)
+            dense = rows_XD.stride(-1) == 1 or rows_XD.shape[-1] == 1
+            found.append(Segment(lookup.ids_N, rows_XD if dense else rows_XD.contiguous(), lookup.sources_N))
+        return found
 
-    def parts(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (ids_C, grads_CD) of at most `size` rows at a time; together they are what `merged` returns."""
-        lookups = [lookup for lookup in self._lookups if lookup]
-        sums = lookups[0].sums if len(lookups) == 1 else None
-        if sums is not None:
-            ids_U = lookups[0].ids_U
-            for start in range(0, ids_U.numel(), size):
-                ids_C = ids_U[start : start + size]
-                yield self._without_frozen(ids_C, sums.part(start, start + ids_C.numel()))
-        elif (found := self.merged()) is not None:
-            yield from zip(found[0].split(size), found[1].split(size), strict=True)
 
-    def _without_frozen(self, ids_U: Tensor, grads_UD: Tensor) -> tuple[Tensor, Tensor]:
-        if len(self.frozen) and ids_U.numel():
-            places = torch.searchsorted(ids_U, self.frozen).clamp_(max=ids_U.numel() - 1)
-            places = places[ids_U[places] == self.frozen]
-            if len(places):
-                keep_U = torch.ones(ids_U.numel(), dtype=torch.bool).index_fill_(0, places, False)
-                return ids_U[keep_U], grads_UD[keep_U]
-        return ids_U, grads_UD
+def arrange_gradients(tables: Sequence[RowGradients], dtype: torch.dtype) -> tuple[Arranged, list[int]]:
+    """Return the gradients (of `dtype`) of several tables by key, and each table's first key: those of all tables before come first."""
+    for table in tables:
+        table.start()
+    segments: list[tuple[Segment, int]] = []
+    frozen: list[int] = []
+    first_keys, first_key = [], 0
+    for table in tables:
+        segments += [(segment, first_key) for segment in table.segments(dtype)]
+        frozen += [first_key + row for row in table.frozen]
+        first_keys.append(first_key)
+        first_key += table.num_rows
+    return kernels.arrange(segments, first_key, frozen), first_keys
+
+
+def merge_gradients(tables: Sequence[RowGradients], dim: int, dtype: torch.dtype) -> Tensor:
+    """Sum the gradients of each row of several tables, in the place of those of single lookups; return the squares (float64) of the
+    rows' norms.
+    """
+    arranged, first_keys = arrange_gradients(tables, dtype)
+    sums_UD, squares_U = kernels.sum_rows(arranged, dim, dtype)
+    for table, first_key, part in zip(tables, first_keys, parts_of_tables(arranged, first_keys), strict=True):
+        ids_U, factor = arranged.keys_U[part] - first_key, table.factor
+        if not len(ids_U):
+            table.clear()
+            continue
+        table.replace(ids_U, sums_UD[part])
+        table.factor = factor
+        if factor != 1.0:
+            squares_U[part] *= factor * factor
+    return squares_U
+
+
+def parts_of_tables(arranged: Arranged, first_keys: Sequence[int]) -> list[slice]:
+    """Return which of the keys belong to each table."""
+    cuts = torch.searchsorted(arranged.keys_U, torch.tensor([*first_keys, 2**62])).tolist()
+    return [slice(start, stop) for start, stop in itertools.pairwise(cuts)]

@@ -6,21 +6,23 @@ EXACT_ROWWISE_ADAGRAD and PARTIAL_ROWWISE_ADAM do.
 """
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dphybrid.embedding.lookup import gather_rows, write_rows
+from dphybrid.embedding import kernels
+from dphybrid.embedding.gradients import RowGradients, arrange_gradients, merge_gradients, parts_of_tables
+from dphybrid.embedding.kernels import Rule
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 
 
 class RowOptimizer(ABC):
-    """Base: holds the tables and their states, hands each table's touched rows to `update`.
+    """Base: holds the tables and their states, has the kernel of its rule change the touched rows.
 
     lr: learning rate, may be set between steps. weight_decay: added to the gradient of touched rows (lazy).
     """
@@ -34,33 +36,58 @@ class RowOptimizer(ABC):
         self.state: dict[str, dict[str, Tensor]] = {name: self.make_state(table) for name, table in self.tables.items()}
         for name, table in self.tables.items():
             if table.weight.dtype == torch.bfloat16:
-                self.state[name]["roundings"] = torch.zeros(1, dtype=torch.int64)
+                self.state[name][_ROUNDINGS] = torch.zeros(1, dtype=torch.int64)
+        self._numbers = {name: number for number, name in enumerate(self.tables)}
+        self._together: dict[tuple[int, torch.dtype], list[str]] = {}
+        for name, table in self.tables.items():
+            self._together.setdefault((table.dim, table.weight.dtype), []).append(name)
 
     @abstractmethod
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
-        """Return the zero state of a table, one row of state a row of table."""
+        """Return the zero state of a table, one row of state a row of table, in the order in which the rule's kernel has them."""
 
     @abstractmethod
-    def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
-        """Change `rows_UD` in place and the rows `ids_U` of `state`."""
+    def rule(self) -> Rule:
+        """Return the rule with its present numbers."""
 
-    @torch.no_grad()
     def step(self) -> None:
-        """Apply the gradients of all lookups since `zero_grad`."""
-        for name, table in self.tables.items():
-            table.update_rows(partial(self._change, self.state[name]), self._rounding(name))
+        """Apply the gradients of all lookups since `zero_grad`: tables of one width and type are sorted and updated in one go.
 
-    def _change(self, state: dict[str, Tensor], rows_CD: Tensor, grads_CD: Tensor, ids_C: Tensor) -> None:
-        if self.weight_decay:
-            grads_CD = grads_CD.add(rows_CD, alpha=self.weight_decay)
-        self.update(rows_CD, grads_CD, ids_C, state)
+        What that takes is counted on the first of them.
+        """
+        for names in self._together.values():
+            tables = [self.tables[name] for name in names]
+            if any(table.gradients for table in tables):
+                self._update(names, tables)
 
-    def _rounding(self, name: str) -> torch.Generator | None:
-        """A generator a step, seeded by a counter in the state: a resumed run rounds as the unbroken one would."""
-        if "roundings" not in self.state[name]:
-            return None
-        self.state[name]["roundings"] += 1
-        return torch.Generator().manual_seed(int(self.state[name]["roundings"]) * 1_000_003 + list(self.tables).index(name))
+    def _update(self, names: list[str], tables: list[HostEmbedding]) -> None:
+        start, waited_ms = time.perf_counter(), sum(table.counters.d2h_ms for table in tables)
+        arranged, first_keys = arrange_gradients([table.gradients for table in tables], tables[0].row_dtype)
+        lines, changed = [], []
+        for name, table, first_key in zip(names, tables, first_keys, strict=True):
+            state = {key: value for key, value in self.state[name].items() if key != _ROUNDINGS}
+            lines.append((first_key, table.weight, [*state.values()], self._noise(name), table.gradients.factor))
+            changed += [table.weight, *state.values()]
+        versions = [table.weight._version for table in tables]
+        kernels.update(self.rule(), arranged, lines)
+        torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
+        if any(table.ahead.is_recording for table in tables):
+            for table, first_key, part, version in zip(
+                tables, first_keys, parts_of_tables(arranged, first_keys), versions, strict=True
+            ):
+                table.ahead.changed(version, table.weight._version, arranged.keys_U[part] - first_key)
+        counters, waited = tables[0].counters, sum(table.counters.d2h_ms for table in tables) - waited_ms
+        if not tables[0].ahead.is_placed:  # those of replicas were counted when they were looked up
+            counters.unique += len(arranged.keys_U)
+        counters.update_ms += 1e3 * (time.perf_counter() - start) - waited
+
+    def _noise(self, name: str) -> int:
+        """Where the noise of a bfloat16 table starts, from a counter in the state: a resumed run rounds as the unbroken one would."""
+        if _ROUNDINGS not in self.state[name]:
+            return 0
+        self.state[name][_ROUNDINGS] += 1
+        mixed = (int(self.state[name][_ROUNDINGS]) * 1_000_003 + self._numbers[name]) * 0x9E3779B97F4A7C15 % 2**64
+        return mixed - 2**64 if mixed >= 2**63 else mixed
 
     def zero_grad(self) -> None:
         """Forget lookups and gradients of all tables."""
@@ -94,8 +121,8 @@ class RowSGD(RowOptimizer):
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
         return {}
 
-    def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
-        rows_UD.add_(grads_UD, alpha=-self.lr)
+    def rule(self) -> Rule:
+        return Rule("sgd", self.lr, self.weight_decay)
 
 
 class RowAdagrad(RowOptimizer):
@@ -108,11 +135,8 @@ class RowAdagrad(RowOptimizer):
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
         return table.zero_states({"sum": ((table.num_rows,), table.row_dtype)})
 
-    def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
-        sum_U = state["sum"].index_select(0, ids_U)  # with index_copy_ several times as fast as index_add_
-        _add_mean_square(sum_U, grads_UD)
-        state["sum"].index_copy_(0, ids_U, sum_U)
-        rows_UD.addcdiv_(grads_UD, sum_U.sqrt_().add_(self.eps).unsqueeze(1), value=-self.lr)
+    def rule(self) -> Rule:
+        return Rule("adagrad", self.lr, self.weight_decay, self.eps)
 
 
 class _Adam(RowOptimizer):
@@ -144,26 +168,9 @@ class _Adam(RowOptimizer):
             }
         )
 
-    def update(self, rows_UD: Tensor, grads_UD: Tensor, ids_U: Tensor, state: dict[str, Tensor]) -> None:
-        beta1, beta2 = self.betas
-        steps_U = state["steps"].index_select(0, ids_U).add_(1)
-        state["steps"].index_copy_(0, ids_U, steps_U)
-        mean_UD = gather_rows(state["mean"], ids_U).lerp_(grads_UD, 1 - beta1)
-        write_rows(state["mean"], ids_U, mean_UD)
-        rate_U, scale_U = (
-            factors.index_select(0, steps_U.clamp(max=len(factors) - 1)).to(rows_UD.dtype) for factors in self._corrections
-        )
-        if self.row_wise:
-            square_U = state["square"].index_select(0, ids_U).mul_(beta2)
-            _add_mean_square(square_U, grads_UD, 1 - beta2)
-            state["square"].index_copy_(0, ids_U, square_U)
-            step_U = rate_U.div_(square_U.sqrt_().mul_(scale_U).add_(self.eps))
-            rows_UD.addcmul_(mean_UD, step_U.unsqueeze(1), value=-self.lr)
-        else:
-            square_UD = gather_rows(state["square"], ids_U).lerp_(grads_UD.square(), 1 - beta2)
-            write_rows(state["square"], ids_U, square_UD)
-            square_UD.sqrt_().mul_(scale_U.unsqueeze(1)).add_(self.eps)
-            rows_UD.addcdiv_(mean_UD.mul_(rate_U.unsqueeze(1)), square_UD, value=-self.lr)
+    def rule(self) -> Rule:
+        name = "adam" if self.row_wise else "lazy-adam"
+        return Rule(name, self.lr, self.weight_decay, self.eps, self.betas, self._corrections)
 
 
 class RowAdam(_Adam):
@@ -179,30 +186,13 @@ class LazyAdam(_Adam):
 
 
 _LARGEST_BETA = 0.99999
-
-_WIDE = 32
+_ROUNDINGS = "roundings"
 
 
 def _unbiased(beta: float) -> Tensor:
     """Return 1 - beta ** k for k = 0, 1, ... up to where it is 1 in float64: looked up, as computing it for every row takes longer."""
     last = 1 if beta == 0 else math.ceil(-60 * math.log(2) / math.log(beta)) + 1
     return -torch.expm1(torch.arange(last + 1, dtype=torch.float64) * (math.log(beta) if beta else -math.inf))
-
-
-def _add_mean_square(state_U: Tensor, grads_UD: Tensor, factor: float = 1.0) -> None:
-    """state_U += factor * mean(grads_UD ** 2), by row."""
-    # The fastest ways on one thread: 16,384 x 16 by product 0.07 ms, by norm 0.11; 19,128 x 64 0.28 and 0.18.
-    dim = grads_UD.shape[1]
-    if dim >= _WIDE:
-        norm_U = torch.linalg.vector_norm(grads_UD, dim=1)
-        state_U.addcmul_(norm_U, norm_U, value=factor / dim)
-    else:
-        state_U.addmv_(grads_UD * grads_UD, _shares(dim, grads_UD.dtype), alpha=factor)
-
-
-@cache
-def _shares(dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((dim,), 1 / dim, dtype=dtype)
 
 
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "adam": RowAdam, "lazy-adam": LazyAdam}
@@ -222,17 +212,20 @@ def clip_grad_norm_(parameters: Iterable[Tensor], tables: Mapping[str, HostEmbed
     Returns the norm before scaling. torch's function of the same name cannot do this: it knows no rows.
     """
     dense = [p.grad for p in parameters if p.grad is not None]
-    rows = {name: found for name, table in tables.items() if (found := table.row_gradients()) is not None}
-    norms = [torch.linalg.vector_norm(g).double().cpu() for g in dense] + [
-        torch.linalg.vector_norm(g).double() for _, g in rows.values()
-    ]
-    if not norms:
+    together: dict[tuple[int, torch.dtype], list[RowGradients]] = {}
+    for table in tables.values():
+        if table.gradients:
+            together.setdefault((table.dim, table.row_dtype), []).append(table.gradients)
+    squares = [torch.linalg.vector_norm(grad).double().cpu().square() for grad in dense]
+    squares += [merge_gradients(group, *kind).sum() for kind, group in together.items()]
+    if not squares:
         return 0.0
-    total = float(torch.linalg.vector_norm(torch.stack(norms)))
+    total = math.sqrt(float(torch.stack(squares).sum()))
     factor = min(1.0, max_norm / (total + 1e-6))
-    for name, (ids_U, grads_UD) in rows.items():
-        tables[name].set_row_gradients(ids_U, grads_UD.mul(factor) if factor < 1 else grads_UD)
     if factor < 1:
         for grad in dense:
             grad.mul_(factor)
+        for group in together.values():
+            for gradients in group:
+                gradients.factor *= factor
     return total

@@ -8,17 +8,14 @@ How a training loop uses it (the loop is the same with mode "off"):
             ...                                                      # backward, clip, optimizer.step()
             metrics |= pipeline.counters()
 
-The worker draws the next batch, sorts its ids, gathers each replica's unique rows and sends them to its device. `HostEmbedding` recognises
+The worker draws the next batch, sorts each replica's ids, gathers their unique rows and sends them to its device. `HostEmbedding` recognises
 a prepared lookup by the equality of its ids (53,248 ids: 0.05 ms), sends the rows again that an update has changed since they were gathered,
 and goes on as if it had gathered them itself. Thus a lookup that was not announced is simply done on the spot, and tables, losses and states
 have the same bits as with mode "off". A process that uses no GPU gets no worker: it would take turns with the step it is to run beside
 (measured on two cores: steps of 3 ms got a tenth longer, on two virtual devices up to three quarters).
 
-Why that is exact. Rows change only through `update_rows`, which puts the row ids of each update on record together with the table tensor's
-version before and after. A prepared lookup carries the version read before its gathering began, so every update that may have run
-beside the gathering comes later and its rows are read again. A version that the record does not explain (a state dict was loaded, someone
-edited the weight) makes all rows be read again. The worker never writes to a table, so an evaluation or a checkpoint in between needs no
-draining. (The hazard and its remedy are those of FBGEMM's prefetch; see the comment on outdated caches in its table-batched embeddings.)
+Why that is exact: see `ahead`. The worker never writes to a table, so an evaluation or a checkpoint in between needs no draining. (The
+hazard and its remedy are those of FBGEMM's prefetch; see the comment on outdated caches in its table-batched embeddings.)
 
 The worker draws batches ahead of their use: their source must not depend on torch's global generator or on what the step does.
 """
@@ -34,7 +31,8 @@ from typing import Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from dphybrid.embedding.table import HostEmbedding, Lookup
+from dphybrid.embedding.ahead import Lookup
+from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 
 Batch = TypeVar("Batch")
@@ -100,11 +98,11 @@ class RowPipeline:
         self._runs.append(run)
         # Updates between a lookup's gathering and its use: at most one a batch ahead, and one more that was running.
         for table in self.tables.values():
-            table.record_changes(self.lookahead + 2)
+            table.ahead.record_changes(self.lookahead + 2)
         try:
             while (item := run.next()) is not None:
                 for name, table in self.tables.items():
-                    table.expect(item.lookups.get(name, []))
+                    table.ahead.expect(item.lookups.get(name, []))
                 batch = item.batch
                 del item  # the loop's body must be free to drop the batch
                 yield batch
@@ -113,8 +111,8 @@ class RowPipeline:
             self._runs.remove(run)
             self._ended_s = [self._ended_s[0] + run.prepare_s, self._ended_s[1] + run.wait_s]
             for table in self.tables.values():
-                table.expect([])
-                table.record_changes(0)
+                table.ahead.expect([])
+                table.ahead.record_changes(0)
 
     def counters(self, steps: int = 1) -> dict[str, float]:
         """Return what happened since the last call, summed over tables, divided by `steps`.
@@ -201,7 +199,9 @@ class _Run(Generic[Batch]):
                 lookups = {}
                 for name, wanted in ids.items():
                     each = [wanted] if isinstance(wanted, Tensor) else wanted
-                    lookups[name] = [self._tables[name].prepare(ids_of_lookup) for ids_of_lookup in each]
+                    table = self._tables[name]
+                    made = [table.ahead.prepare(table, ids_of_lookup) for ids_of_lookup in each]
+                    lookups[name] = [lookup for lookup in made if lookup is not None]
                 self.prepare_s += time.perf_counter() - start
                 self._done.put(_Item(batch, lookups))
                 del batch, ids, lookups  # what is handed over is not kept alive here

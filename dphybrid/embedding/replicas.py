@@ -85,7 +85,7 @@ class Channel:
         start = time.perf_counter()
         read(where.unique_U, rows_UD)
         gather_ms = 1e3 * (time.perf_counter() - start)
-        inverse_N.copy_(where.inverse_N())
+        inverse_N.copy_(where.inverse_N)
         order_N.copy_(where.order_N)
         starts_U.copy_(where.starts_U)
         there, ready = self._start_copy(memory)

@@ -5,7 +5,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
@@ -128,6 +128,35 @@ def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: P
             f"{shape} {size / GIB:.3g} GiB, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it made for another table?"
         )
     return map_file(_partial(path) if fresh else path, (num_rows, dim), dtype), fresh
+
+
+def open_states(
+    wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], path: Path | None, *, fresh: bool, name: str
+) -> dict[str, Tensor]:
+    """Return states of a table's rows by name, given their shapes and types: zeros, or what was in the files `PATH.STATE` beside a table's
+    file that was opened as it is.
+
+    path: the table's file, or the folder of files without a name; None: memory. fresh: the table is new, and so are its states. name: the
+    table's. Raises UserError, with the numbers, when they would not fit or a file is another optimizer's.
+    """
+    folder = path if path is None or path.is_dir() else path.parent
+    sizes = {state: math.prod(shape) * dtype.itemsize for state, (shape, dtype) in wanted.items()}
+    files = {state: path.with_name(f"{path.name}.{state}") for state in wanted} if path is not None and path != folder else {}
+    if fresh:
+        for file in files.values():
+            file.unlink(missing_ok=True)
+    missing = [state for state in wanted if state not in files or not files[state].exists()]
+    check_fits(sum(sizes[state] for state in missing), f"table {name!r}: the optimizer's states of its rows are", folder)
+    states = {}
+    for state, (shape, dtype) in wanted.items():
+        if not files:
+            states[state] = zero_rows(shape, dtype) if folder is None else zero_file(folder, shape, dtype)
+            continue
+        file = files[state]
+        if state not in missing and file.stat().st_size != sizes[state]:
+            raise UserError(f"table {name!r}: {file} has another size than state {state}; was the optimizer another one?")
+        states[state] = map_file(file, shape, dtype)
+    return states
 
 
 def map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,172 @@
+"""A table's lookups for replicas: prepared ahead of their use, repaired where an update has changed their rows since.
+
+Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row, V rows of the table.
+
+Rows change only through updates, which put the ids of each on record together with the table tensor's version before and after. A lookup
+carries the version read before its gathering began, so every update that may have run beside the gathering comes later and
+its rows are read again. A change that is not on record (a loaded state dict, an edit by hand) makes all rows be read again.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dphybrid.embedding import kernels
+from dphybrid.embedding.counters import Counters
+from dphybrid.embedding.lookup import all_in_range, no_row, sort_ids, whole_numbers
+from dphybrid.embedding.replicas import Channel, Share, SizesOf
+from dphybrid.embedding.storage import zero_rows
+from dphybrid.util.errors import UserError
+
+if TYPE_CHECKING:
+    from dphybrid.embedding.table import HostEmbedding
+
+
+@dataclass
+class Lookup:
+    """One batch's ids of one table, any shape, and each replica's rows as they were at `version` of the table."""
+
+    ids: Tensor
+    shares: list[Share]
+    version: int
+    dedup_ms: float
+
+    @property
+    def num_unique(self) -> int:
+        """Unique ids, counted by replica."""
+        return sum(len(share.where.unique_U) for share in self.shares)
+
+
+class LookupsAhead:
+    """What a table's lookups need to know of replicas, of batches to come and of updates.
+
+    Methods are told the table: did this refer to it, only the garbage collector would free a table, and two runs' tables would be there at once.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._channels: list[Channel] = []
+        self._sizes_of: SizesOf | None = None
+        self._expected: list[Lookup] = []
+        self._changes: deque[tuple[int, int, Tensor]] | None = None
+        self._mark: Tensor | None = None
+
+    def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
+        """Say where replicas are; see `HostEmbedding.place_on`."""
+        if len(devices) == 1 and devices[0].type == "cpu":  # rows are there already
+            self._channels, self._sizes_of = [], None
+            return
+        self._channels = [Channel(device, self._counters) for device in devices]
+        self._sizes_of = sizes_of
+
+    @property
+    def is_placed(self) -> bool:
+        """Are rows delivered to replicas?"""
+        return self._sizes_of is not None
+
+    def prepare(self, table: "HostEmbedding", ids: Tensor, threads: int | None = 1) -> Lookup | None:
+        """Check `ids`, find each replica's unique ones and send their rows on the way; None where none are delivered.
+
+        May run in another thread, beside updates; then with `threads` 1. Raises UserError for ids that are no rows.
+        """
+        if self._sizes_of is None:  # rows are read from the table itself when they are used
+            return None
+        ids = whole_numbers(ids, table.name)
+        version = table.weight._version  # before any row is read
+        if not all_in_range(ids, table.num_rows):
+            raise no_row(ids, table.num_rows, table.name)
+        like = torch.empty(0, table.dim, dtype=table.row_dtype)
+        shares, dedup_s = [], 0.0
+        for channel, ids_BX in zip(self._channels, ids.split(list(self._sizes_of(len(ids)))), strict=False):
+            start = time.perf_counter()
+            where = sort_ids(ids_BX.reshape(-1), table.num_rows)
+            dedup_s += time.perf_counter() - start
+            shares.append(channel.send(where, ids_BX.shape, lambda ids_U, out_UD: _read(table, ids_U, out_UD, threads), like))
+        return Lookup(ids, shares, version, 1e3 * dedup_s)
+
+    def expect(self, lookups: Sequence[Lookup]) -> None:
+        """Use these prepared lookups for the next calls with equal ids, each once; earlier ones are forgotten."""
+        self._expected = list(lookups)
+
+    def lookup_of(self, table: "HostEmbedding", ids: Tensor) -> Lookup:
+        """Return the lookup of ids, prepared or done now, with the rows as the table holds them now."""
+        for place, lookup in enumerate(self._expected):
+            if ids.shape == lookup.ids.shape and ids.dtype == torch.int64 and torch.equal(ids.cpu(), lookup.ids):
+                self._counters.prepared += lookup.num_unique
+                del self._expected[place]
+                self.repair(table, lookup)
+                return lookup
+        made = self.prepare(table, ids, threads=None)
+        assert made is not None
+        return made
+
+    def shares_of(self, lookup: Lookup) -> Iterable[tuple[Channel, Share]]:
+        """Yield each used replica's channel and share."""
+        return zip(self._channels, lookup.shares, strict=False)
+
+    def settle_times(self) -> None:
+        """Add the durations of finished copies to the counters."""
+        for channel in self._channels:
+            channel.settle_times()
+
+    def record_changes(self, updates: int) -> None:
+        """Remember which rows the last `updates` updates changed (0: no longer), so that `repair` can be selective."""
+        self._changes = deque(maxlen=updates) if updates else None
+
+    @property
+    def is_recording(self) -> bool:
+        """Is `changed` of use?"""
+        return self._changes is not None
+
+    def changed(self, before: int, after: int, ids_U: Tensor) -> None:
+        """Put an update of the rows ids_U, from version `before` to `after`, on record."""
+        if self._changes is not None:
+            self._changes.append((before, after, ids_U))
+
+    def repair(self, table: "HostEmbedding", lookup: Lookup) -> None:
+        """Bring the rows of prepared shares to what the table holds now, sending again no more than what was changed.
+
+        A row that an update wrote while it was being read may be torn: it belongs to a change after the lookup's version, so it is
+        read again.
+        """
+        now = table.weight._version
+        if now == lookup.version:
+            return
+        start = time.perf_counter()
+        changes = [change for change in self._changes or () if change[1] > lookup.version]
+        # Recorded changes must follow each other without a gap from at or before the lookup's version until now.
+        befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
+        known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
+        uniques = [share.where.unique_U for share in lookup.shares]
+        places = (
+            self._changed_places(changes, uniques, table.num_rows) if known else [torch.arange(len(ids_U)) for ids_U in uniques]
+        )
+        for (channel, share), ids_U, places_C in zip(self.shares_of(lookup), uniques, places, strict=True):
+            if len(places_C):
+                rows_CD = torch.empty((len(places_C), table.dim), dtype=share.rows_UD.dtype)
+                _read(table, ids_U.index_select(0, places_C), rows_CD, None)
+                channel.mend(share, places_C, rows_CD)
+        lookup.version = now
+        self._counters.repaired += sum(len(places_C) for places_C in places)
+        self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
+
+    def _changed_places(self, changes: list[tuple[int, int, Tensor]], uniques: list[Tensor], num_rows: int) -> list[Tensor]:
+        """Return, for each tensor of unique ids, the places of those that were changed."""
+        if self._mark is None:  # a byte a row; takes memory where it is touched
+            self._mark = zero_rows((num_rows,), torch.uint8)
+        for _, _, changed in changes:
+            self._mark.index_fill_(0, changed, 1)
+        places = [self._mark.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
+        for _, _, changed in changes:
+            self._mark.index_fill_(0, changed, 0)
+        return places
+
+
+def _read(table: "HostEmbedding", ids_U: Tensor, out_UD: Tensor, threads: int | None) -> None:
+    if not kernels.gather(table.weight, ids_U, out_UD, threads):
+        raise UserError(f"table {table.name!r}: the table became smaller while its rows were read")

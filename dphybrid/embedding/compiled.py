@@ -1,0 +1,353 @@
+"""The row kernels, as numba compiles them: each a loop over blocks of rows that any number of threads may enter at once.
+
+A kernel has one argument, the address of a page of int64 numbers, most of them addresses. PAGE[0] counts the blocks that were taken:
+whoever comes takes the next one until none is left. Blocks own their rows, so bits depend neither on the threads nor on who took what.
+
+Functions are made for constants (width, kinds of values, rule), which numba keeps in its cache by their values; what a function uses besides must
+be an intrinsic of `vectors`, as a compiled function that refers to another one is never kept.
+"""
+
+from typing import Any
+
+import numba
+from numba import types
+
+from dphybrid.embedding import vectors
+from dphybrid.embedding.vectors import (
+    fill,
+    load,
+    number,
+    prefetch,
+    read_float,
+    read_int,
+    read_int32,
+    root,
+    stack,
+    store,
+    store_rounded,
+    take_next,
+    total,
+    widen,
+    write_float,
+    write_int,
+    write_int32,
+)
+
+ITEM_BYTES = {vectors.FLOAT32: 4, vectors.FLOAT64: 8, vectors.BFLOAT16: 2}
+SGD, ADAGRAD, ADAM, LAZY_ADAM = range(4)
+
+LINE = 64
+"""Bytes of a cache line, and of the longest vector."""
+AHEAD = 24
+"""Occurrences, or rows to gather, whose memory is asked for ahead."""
+ROWS_AHEAD = 8
+"""Rows to update whose memory is asked for ahead."""
+TABLE_BYTES = 56
+DIGIT_BITS = 11
+"""Of the radix sort: its counts stay in a core's first cache."""
+
+
+def lanes_of(dim: int, item_bytes: int) -> int:
+    """Return the largest power of two that divides `dim`, at most a cache line's: rows need no remainder then."""
+    return min(dim & -dim, LINE // item_bytes)
+
+
+def compiled(function: Any) -> Any:
+    """Return the function as machine code with a C interface, from numba's cache where it is there."""
+    return numba.cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
+
+
+def arrange_kernel() -> Any:
+    """Find the unique keys of all ids and where each one's gradients lie. One thread.
+
+    PAGE: 1 segments, 2 their number, 3 ids in all, 4 bits of a place, 5 bits of a key, 6 and 7 scratch (int64 each id), 8 scratch (counts),
+    9 address of each id's gradient by unsorted place, 10 frozen keys (sorted), 11 their number. Out: 12 number of unique keys, 13 keys,
+    14 bounds (int32 pairs), 15 addresses of gradients, sorted by key, 16 place among the unique keys by id (int32; 0: not wanted).
+    A segment: address of int64 ids, their number, first key, address of gradients, bytes of one, address of each id's gradient's row or 0.
+    """
+
+    def arrange(page: int) -> None:
+        segments, num_segments = read_int(page + 8), read_int(page + 16)
+        count, place_bits, key_bits = read_int(page + 24), read_int(page + 32), read_int(page + 40)
+        words, other, counts = read_int(page + 48), read_int(page + 56), read_int(page + 64)
+        places, frozen, num_frozen = read_int(page + 72), read_int(page + 80), read_int(page + 88)
+        keys, bounds = read_int(page + 104), read_int(page + 112)
+        sorted_places, inverse = read_int(page + 120), read_int(page + 128)
+        place, last_key, ascending = 0, -1, True
+        for segment in range(num_segments):
+            at = segments + 48 * segment
+            ids, num_ids, first_key = read_int(at), read_int(at + 8), read_int(at + 16)
+            for n in range(num_ids):
+                key = read_int(ids + 8 * n) + first_key
+                ascending = ascending and key >= last_key
+                last_key = key
+                write_int(words + 8 * place, (key << place_bits) | place)
+                place += 1
+        grads, row_bytes = read_int(segments + 24), read_int(segments + 32)
+        direct = num_segments == 1 and read_int(segments + 40) == 0
+        if not direct:
+            place = 0
+            for segment in range(num_segments):
+                at = segments + 48 * segment
+                grads, row_bytes, sources = read_int(at + 24), read_int(at + 32), read_int(at + 40)
+                for n in range(read_int(at + 8)):
+                    source = read_int(sources + 8 * n) if sources else n
+                    write_int(places + 8 * place, grads + row_bytes * source)
+                    place += 1
+        if not ascending:
+            passes = (key_bits + DIGIT_BITS - 1) // DIGIT_BITS
+            digit_bits = (key_bits + passes - 1) // passes
+            size, mask = 1 << digit_bits, (1 << digit_bits) - 1
+            for p in range(passes):
+                shift = place_bits + p * digit_bits
+                for c in range(size):
+                    write_int32(counts + 4 * c, 0)
+                for n in range(count):
+                    c = counts + 4 * ((read_int(words + 8 * n) >> shift) & mask)
+                    write_int32(c, read_int32(c) + 1)
+                before = 0
+                for c in range(size):
+                    here = read_int32(counts + 4 * c)
+                    write_int32(counts + 4 * c, before)
+                    before += here
+                for n in range(count):
+                    word = read_int(words + 8 * n)
+                    c = counts + 4 * ((word >> shift) & mask)
+                    target = read_int32(c)
+                    write_int32(c, target + 1)
+                    write_int(other + 8 * target, word)
+                words, other = other, words
+        place_mask = (1 << place_bits) - 1
+        unique, last_key, f, skipped = -1, -1, 0, False
+        for n in range(count):
+            word = read_int(words + 8 * n)
+            key, place = word >> place_bits, word & place_mask
+            if key != last_key:
+                while f < num_frozen and read_int(frozen + 8 * f) < key:
+                    f += 1
+                skipped = f < num_frozen and read_int(frozen + 8 * f) == key
+                last_key = key
+                if not skipped:
+                    unique += 1
+                    write_int(keys + 8 * unique, key)
+                    write_int32(bounds + 8 * unique, n)
+            if not skipped:
+                write_int32(bounds + 8 * unique + 4, n + 1)
+                if inverse:
+                    write_int32(inverse + 4 * place, unique)
+            write_int(sorted_places + 8 * n, grads + row_bytes * place if direct else read_int(places + 8 * place))
+        for n in range(count, count + AHEAD):  # asked for ahead, but not used
+            write_int(sorted_places + 8 * n, 0)
+        write_int(page + 96, unique + 1)
+
+    return compiled(arrange)
+
+
+def gather_kernel(dim: int, stored: int) -> Any:
+    """Copy rows, bfloat16 as float32.
+
+    PAGE: 1 ids (int64), 2 their number, 3 of a block, 4 table, 5 rows of it, 6 target. Out: 7 is 1 when an id is no row.
+    """
+    item, out_item = ITEM_BYTES[stored], ITEM_BYTES[stored] if stored != vectors.BFLOAT16 else 4
+    lanes = lanes_of(dim, out_item)
+    row_bytes = dim * item
+
+    def gather(page: int) -> None:
+        ids, count, size = read_int(page + 8), read_int(page + 16), read_int(page + 24)
+        table, num_rows, target = read_int(page + 32), read_int(page + 40), read_int(page + 48)
+        while True:
+            first = take_next(page) * size
+            if first >= count:
+                return
+            last = min(first + size, count)
+            for n in range(first, last):
+                ahead = table + row_bytes * read_int(ids + 8 * min(n + AHEAD, last - 1))
+                for line in range(0, row_bytes, LINE):
+                    prefetch(ahead + line, 0)
+                row = read_int(ids + 8 * n)
+                if row < 0 or row >= num_rows:
+                    write_int(page + 56, 1)
+                    return
+                source, to = table + row_bytes * row, target + dim * out_item * n
+                for d in range(0, dim, lanes):
+                    store(to + d * out_item, load(source + d * item, stored, lanes))
+
+    return compiled(gather)
+
+
+def sum_kernel(dim: int, stored: int) -> Any:
+    """Sum rows that lie anywhere, in order. PAGE: 1 sums to make, 2 of a block, 3 bounds (int32 pairs), 4 addresses of rows, 5 target,
+    6 squares of each sum's 2-norm (float64; 0: not wanted).
+    """
+    item, out_item = ITEM_BYTES[stored], ITEM_BYTES[stored] if stored != vectors.BFLOAT16 else 4
+    kind = vectors.FLOAT64 if stored == vectors.FLOAT64 else vectors.FLOAT32
+    lanes = lanes_of(dim, out_item)
+    row_bytes = dim * item
+
+    def sums(page: int) -> None:
+        count, size, bounds = read_int(page + 8), read_int(page + 16), read_int(page + 24)
+        rows, target, squares = read_int(page + 32), read_int(page + 40), read_int(page + 48)
+        while True:
+            begin = take_next(page) * size
+            if begin >= count:
+                return
+            for u in range(begin, min(begin + size, count)):
+                first, last = read_int32(bounds + 8 * u), read_int32(bounds + 8 * u + 4)
+                for n in range(first, last):
+                    ahead = read_int(rows + 8 * (n + AHEAD))
+                    for line in range(0, row_bytes, LINE):
+                        prefetch(ahead + line, 0)
+                square = fill(0.0, kind, lanes)
+                for d in range(0, dim, lanes):
+                    summed = fill(0.0, kind, lanes)
+                    if first < last:
+                        summed = load(read_int(rows + 8 * first) + d * item, stored, lanes)
+                    for n in range(first + 1, last):
+                        summed = summed + load(read_int(rows + 8 * n) + d * item, stored, lanes)
+                    store(target + (u * dim + d) * out_item, summed)
+                    square = square + summed * summed
+                if squares:
+                    write_float(squares + 8 * u, number(total(square)))
+
+    return compiled(sums)
+
+
+def update_kernel(rule: int, dim: int, stored: int) -> Any:
+    """Sum each touched row's gradients in their order, scale, decay, apply the rule, write row and states: one pass over memory.
+
+    PAGE: 1 touched rows, 2 of a block, 3 keys, 4 bounds, 5 addresses of gradients, 6 tables, 7 their number, 8 weight decay, 9 learning
+    rate, 10 eps, 11 and 12 betas, 13 and 14 bias corrections by step (float64), 15 the last one's step.
+    A table: first key, address of rows, of states 1 to 3, start of its noise, factor on its gradients. States: Adagrad: sum. Adams: mean,
+    square, steps (int32).
+    """
+    item = ITEM_BYTES[stored]
+    kind = vectors.FLOAT64 if stored == vectors.FLOAT64 else vectors.FLOAT32
+    real = ITEM_BYTES[kind]
+    lanes = lanes_of(dim, real)
+    four = 4 * lanes
+    in_fours = dim // four * four
+    row_bytes, state_bytes = dim * item, dim * real
+    is_sgd, is_adagrad, is_adam, is_lazy = (int(rule == number_of) for number_of in (SGD, ADAGRAD, ADAM, LAZY_ADAM))
+    is_rounded = int(stored == vectors.BFLOAT16)
+    has_moments = is_adam + is_lazy
+
+    def update(page: int) -> None:
+        count, size, keys, bounds = read_int(page + 8), read_int(page + 16), read_int(page + 24), read_int(page + 32)
+        grads, tables, num_tables = read_int(page + 40), read_int(page + 48), read_int(page + 56)
+        decay, rate, eps = read_float(page + 64), read_float(page + 72), fill(read_float(page + 80), kind, 1)
+        beta1, beta2 = read_float(page + 88), read_float(page + 96)
+        first_fix, second_fix, last_fix = read_int(page + 104), read_int(page + 112), read_int(page + 120)
+        tables_end = tables + TABLE_BYTES * num_tables
+        row_sum = stack(state_bytes)
+        decay_L, rate_L = fill(decay, kind, lanes), fill(rate, kind, lanes)
+        rest1_L, rest2_L = fill(1.0 - beta1, kind, lanes), fill(1.0 - beta2, kind, lanes)
+        share = fill(1.0 / dim, kind, 1)
+        while True:
+            begin = take_next(page) * size
+            if begin >= count:
+                return
+            at, next_key, factor = tables, -1, 1.0
+            table_key, table, state1, state2, state3, noise = 0, 0, 0, 0, 0, 0
+            end = min(begin + size, count)
+            for u in range(begin, end):
+                key = read_int(keys + 8 * u)
+                if key >= next_key:
+                    while at + TABLE_BYTES < tables_end and read_int(at + TABLE_BYTES) <= key:
+                        at += TABLE_BYTES
+                    next_key = read_int(at + TABLE_BYTES) if at + TABLE_BYTES < tables_end else 1 << 62
+                    factor = read_float(at + 48)
+                    table_key, table, noise = read_int(at), read_int(at + 8), read_int(at + 40)
+                    state1, state2, state3 = read_int(at + 16), read_int(at + 24), read_int(at + 32)
+                ahead = read_int(keys + 8 * min(u + ROWS_AHEAD, end - 1)) - table_key
+                for line in range(0, row_bytes, LINE):
+                    prefetch(table + row_bytes * ahead + line, 1)
+                if is_adagrad:
+                    prefetch(state1 + real * ahead, 1)
+                if has_moments:
+                    prefetch(state3 + 4 * ahead, 1)
+                    for line in range(0, state_bytes, LINE):
+                        prefetch(state1 + state_bytes * ahead + line, 1)
+                if is_adam:
+                    prefetch(state2 + real * ahead, 1)
+                if is_lazy:
+                    for line in range(0, state_bytes, LINE):
+                        prefetch(state2 + state_bytes * ahead + line, 1)
+                first, last = read_int32(bounds + 8 * u), read_int32(bounds + 8 * u + 4)
+                for n in range(first, last):
+                    grad = read_int(grads + 8 * (n + AHEAD))
+                    for line in range(0, state_bytes, LINE):
+                        prefetch(grad + line, 0)
+                for d in range(0, in_fours, four):
+                    grad = read_int(grads + 8 * first) + d * real
+                    a, b = load(grad, kind, lanes), load(grad + lanes * real, kind, lanes)
+                    c, e = load(grad + 2 * lanes * real, kind, lanes), load(grad + 3 * lanes * real, kind, lanes)
+                    for n in range(first + 1, last):
+                        grad = read_int(grads + 8 * n) + d * real
+                        a, b = a + load(grad, kind, lanes), b + load(grad + lanes * real, kind, lanes)
+                        c = c + load(grad + 2 * lanes * real, kind, lanes)
+                        e = e + load(grad + 3 * lanes * real, kind, lanes)
+                    to = row_sum + d * real
+                    store(to, a)
+                    store(to + lanes * real, b)
+                    store(to + 2 * lanes * real, c)
+                    store(to + 3 * lanes * real, e)
+                for d in range(in_fours, dim, lanes):
+                    a = load(read_int(grads + 8 * first) + d * real, kind, lanes)
+                    for n in range(first + 1, last):
+                        a = a + load(read_int(grads + 8 * n) + d * real, kind, lanes)
+                    store(row_sum + d * real, a)
+                key -= table_key
+                row, row_noise = table + row_bytes * key, 0
+                square_L, factor_L = fill(0.0, kind, lanes), fill(factor, kind, lanes)
+                if factor != 1.0 or decay != 0.0 or is_adagrad or is_adam:
+                    for d in range(0, dim, lanes):
+                        grad_L = load(row_sum + d * real, kind, lanes) * factor_L
+                        if decay != 0.0:
+                            grad_L = grad_L + decay_L * load(row + d * item, stored, lanes)
+                        store(row_sum + d * real, grad_L)
+                        square_L = square_L + grad_L * grad_L
+                step_L, scale_L = rate_L, rate_L
+                if is_adagrad:
+                    summed = load(state1 + real * key, kind, 1) + total(square_L) * share
+                    store(state1 + real * key, summed)
+                    step_L = widen(fill(rate, kind, 1) / (root(summed) + eps), lanes)
+                if has_moments:
+                    steps = read_int32(state3 + 4 * key) + 1
+                    write_int32(state3 + 4 * key, steps)
+                    step = min(steps, last_fix)
+                    fix = fill(rate, kind, 1) * fill(read_float(first_fix + 8 * step), kind, 1)
+                    scale = fill(read_float(second_fix + 8 * step), kind, 1)
+                    step_L, scale_L = widen(fix, lanes), widen(scale, lanes)
+                    if is_adam:
+                        second = load(state2 + real * key, kind, 1) * fill(beta2, kind, 1)
+                        second = second + fill(1.0 - beta2, kind, 1) * (total(square_L) * share)
+                        store(state2 + real * key, second)
+                        step_L = widen(fix / (root(second) * scale + eps), lanes)
+                if is_rounded:
+                    row_noise = (noise ^ key) * -7046029254386353131
+                    row_noise = (row_noise ^ (row_noise >> 29)) * -4658895280553007687
+                    row_noise = row_noise ^ (row_noise >> 32)
+                for d in range(0, dim, lanes):
+                    grad_L = load(row_sum + d * real, kind, lanes)
+                    row_L = load(row + d * item, stored, lanes)
+                    if is_sgd + is_adagrad:
+                        row_L = row_L - step_L * grad_L
+                    else:
+                        place = state1 + state_bytes * key + d * real
+                        mean_L = load(place, kind, lanes)
+                        mean_L = mean_L + (grad_L - mean_L) * rest1_L
+                        store(place, mean_L)
+                        if is_adam:
+                            row_L = row_L - step_L * mean_L
+                        else:
+                            place = state2 + state_bytes * key + d * real
+                            second_L = load(place, kind, lanes)
+                            second_L = second_L + (grad_L * grad_L - second_L) * rest2_L
+                            store(place, second_L)
+                            row_L = row_L - step_L * mean_L / (root(second_L) * scale_L + widen(eps, lanes))
+                    if is_rounded:
+                        store_rounded(row + d * item, row_L, row_noise, d)
+                    else:
+                        store(row + d * item, row_L)
+
+    return compiled(update)

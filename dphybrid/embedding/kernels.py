@@ -1,0 +1,215 @@
+"""What the compiled kernels do, as functions of tensors. numba is imported, and a kernel compiled, when it is first needed.
+
+Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a table.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphybrid.embedding.team import Kernel, run_kernel
+from dphybrid.util.errors import UserError
+
+KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+RULES = {"sgd": 0, "adagrad": 1, "adam": 2, "lazy-adam": 3}
+
+_ALONE_BYTES = 2**18
+"""Below this many bytes of rows one thread is as fast as a team."""
+_BLOCK_BYTES = 2**16
+
+
+def keep_compiled_in(folder: Path) -> None:
+    """Have compiled kernels kept under `folder`, unless the user said where (NUMBA_CACHE_DIR) or numba is in use already.
+
+    A folder for each state of the sources, as numba would not notice a change in what a kernel is made of.
+    """
+    if "numba" not in sys.modules:
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(folder / _sources_digest()))
+
+
+def _sources_digest() -> str:
+    here = Path(__file__).parent
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in ("compiled.py", "vectors.py"))).hexdigest()[:12]
+
+
+@cache
+def _compiled() -> ModuleType:
+    if importlib.util.find_spec("numba") is None:
+        raise UserError("tables in host memory need numba, which is not installed; pip install numba")
+    keep_compiled_in(Path(os.environ.get("DPHYBRID_DATA_DIR", "~/.dphybrid")).expanduser() / "compiled")
+    from dphybrid.embedding import compiled
+
+    return compiled
+
+
+@cache
+def _kernel(name: str, *constants: int) -> Kernel:
+    return Kernel(getattr(_compiled(), f"{name}_kernel")(*constants))
+
+
+_Page = ctypes.c_int64 * 24
+
+
+def _call(kernel: Kernel, numbers: Sequence[int], threads: int = 1) -> "ctypes.Array[ctypes.c_int64]":
+    page = _Page(0, *numbers)
+    run_kernel(kernel, ctypes.addressof(page), threads)
+    return page
+
+
+def _share(count: int, row_bytes: int, threads: int | None) -> tuple[int, int]:
+    """Return (rows of a block, threads) for `count` rows."""
+    if threads is None:
+        threads = torch.get_num_threads() if count * row_bytes >= _ALONE_BYTES else 1
+    return max(1, _BLOCK_BYTES // row_bytes), threads
+
+
+def gather(weight_VD: Tensor, ids_N: Tensor, out_ND: Tensor, threads: int | None = None) -> bool:
+    """Copy the rows ids_N (int64) to out_ND, bfloat16 as float32; return False, with out_ND in parts, when an id is no row.
+
+    threads: at most; None: torch's number where that pays.
+    """
+    (count,), (num_rows, dim) = ids_N.shape, weight_VD.shape
+    if not count:
+        return True
+    size, threads = _share(count, dim * weight_VD.element_size(), threads)
+    ids_N = ids_N.contiguous()
+    numbers = [ids_N.data_ptr(), count, size, weight_VD.data_ptr(), num_rows, out_ND.data_ptr()]
+    return not _call(_kernel("gather", dim, KINDS[weight_VD.dtype]), numbers, threads)[7]
+
+
+@dataclass
+class Segment:
+    """Ids whose gradients lie in the rows of one tensor: id n's in row n or, where there are `sources_N`, in row sources_N[n]."""
+
+    ids_N: Tensor
+    rows_XD: Tensor
+    sources_N: Tensor | None = None
+
+
+@dataclass
+class Arranged:
+    """Unique keys of several tables' ids, ascending, and where each one's gradients lie, in their order.
+
+    A key is the row's number in its table plus the rows of all tables before. bounds_U2: from where to where in `places_N`, which
+    holds addresses. held: what the addresses point to.
+    """
+
+    keys_U: Tensor
+    bounds_U2: Tensor
+    places_N: Tensor
+    inverse_N: Tensor | None
+    held: Any = field(repr=False)
+
+
+def arrange(
+    segments: Sequence[tuple[Segment, int]], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
+) -> Arranged:
+    """Sort the ids of segments, each with its table's first key, stably. frozen: ascending keys to leave out.
+
+    Raises UserError when keys and places do not fit into 64 bits.
+    """
+    count = sum(len(segment.ids_N) for segment, _ in segments)
+    place_bits, key_bits = max(1, count.bit_length()), max(1, (num_keys - 1).bit_length())
+    if place_bits + key_bits > 63 or count > 2**31 - 1:
+        raise UserError(f"{count:,} ids of {num_keys:,} rows at once: their numbers do not fit into 64 bits; use smaller batches")
+    lines, held = [], []
+    for segment, first_key in segments:
+        ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
+        held.append((ids_N, rows_XD, sources_N))
+        lines += [ids_N.data_ptr(), len(ids_N), first_key, rows_XD.data_ptr(), rows_XD.stride(0) * rows_XD.element_size()]
+        lines.append(0 if sources_N is None else sources_N.data_ptr())
+    keys_U, bounds_U2 = torch.empty(count, dtype=torch.int64), torch.empty((count, 2), dtype=torch.int32)
+    places_N = torch.empty(count + _compiled().AHEAD, dtype=torch.int64)
+    inverse_N = torch.empty(count, dtype=torch.int32) if inverse else None
+    if not count:
+        return Arranged(keys_U, bounds_U2, places_N, inverse_N, held)
+    scratch = torch.empty(3 * count + (1 << _compiled().DIGIT_BITS), dtype=torch.int64)
+    first, second, third, counts = (scratch.data_ptr() + 8 * count * part for part in range(4))
+    table, frozen_keys = (ctypes.c_int64 * len(lines))(*lines), (ctypes.c_int64 * len(frozen))(*frozen)
+    numbers = [ctypes.addressof(table), len(segments), count, place_bits, key_bits, first, second, counts, third]
+    numbers += [ctypes.addressof(frozen_keys), len(frozen), 0, keys_U.data_ptr(), bounds_U2.data_ptr(), places_N.data_ptr()]
+    numbers.append(0 if inverse_N is None else inverse_N.data_ptr())
+    unique = int(_call(_kernel("arrange"), numbers)[12])
+    return Arranged(keys_U[:unique], bounds_U2[:unique], places_N, inverse_N, held)
+
+
+def sum_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (sums_UD, squares_U): of each key's rows, which are of `dtype`, and the square (float64) of each sum's 2-norm."""
+    count = len(arranged.keys_U)
+    sums_UD = torch.empty((count, dim), dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+    squares_U = torch.empty(count, dtype=torch.float64)
+    _sum(arranged.bounds_U2, arranged.places_N, sums_UD, dtype, squares_U.data_ptr())
+    return sums_UD, squares_U
+
+
+def _sum(bounds_U2: Tensor, places_N: Tensor, out_UD: Tensor, dtype: torch.dtype, squares: int = 0) -> None:
+    count, dim = out_UD.shape
+    if count:
+        size, threads = _share(count, dim * out_UD.element_size(), None)
+        numbers = [count, size, bounds_U2.data_ptr(), places_N.data_ptr(), out_UD.data_ptr(), squares]
+        _call(_kernel("sum", dim, KINDS[dtype]), numbers, threads)
+
+
+def pool(weight_VD: Tensor, ids_N: Tensor, ends_B: Tensor) -> Tensor:
+    """Return pooled_BD, the sums of bags of rows: bag b has the ids (int64, in range) from ends_B[b - 1] to before ends_B[b]."""
+    dim = weight_VD.shape[1]
+    pooled_BD = torch.empty((len(ends_B), dim), dtype=torch.float32 if weight_VD.dtype == torch.bfloat16 else weight_VD.dtype)
+    places_N = torch.full((len(ids_N) + _compiled().AHEAD,), weight_VD.data_ptr())
+    places_N[: len(ids_N)] += ids_N * (dim * weight_VD.element_size())
+    bounds_B2 = torch.stack([torch.nn.functional.pad(ends_B[:-1], (1, 0)), ends_B], 1).int() if len(ends_B) else ends_B
+    _sum(bounds_B2, places_N, pooled_BD, weight_VD.dtype)
+    return pooled_BD
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a touched row changes. corrections: of Adam's two moments by step (float64); see `optim`."""
+
+    name: str
+    lr: float
+    decay: float
+    eps: float = 0.0
+    betas: tuple[float, float] = (0.0, 0.0)
+    corrections: tuple[Tensor, Tensor] | None = None
+
+
+def update(
+    rule: Rule,
+    arranged: Arranged,
+    tables: Sequence[tuple[int, Tensor, Sequence[Tensor], int, float]],
+) -> None:
+    """Change the rows and states of the arranged keys. tables: (first key, weight_VD, states, start of the noise, factor on gradients), all
+    of one width and type.
+    """
+    count, weight_VD = len(arranged.keys_U), tables[0][1]
+    if not count:
+        return
+    dim = weight_VD.shape[1]
+    lines: list[int] = []
+    for first_key, weight, states, noise, factor in tables:
+        lines += [first_key, weight.data_ptr(), *(state.data_ptr() for state in states), *(0,) * (3 - len(states)), noise]
+        lines += _bits(factor)
+    page = (ctypes.c_int64 * len(lines))(*lines)
+    fixes = rule.corrections or (torch.ones(1, dtype=torch.float64),) * 2
+    size, threads = _share(count, dim * weight_VD.element_size(), None)
+    numbers = [count, size, arranged.keys_U.data_ptr(), arranged.bounds_U2.data_ptr(), arranged.places_N.data_ptr()]
+    numbers += [ctypes.addressof(page), len(tables), *_bits(rule.decay, rule.lr, rule.eps, *rule.betas)]
+    numbers += [fixes[0].data_ptr(), fixes[1].data_ptr(), len(fixes[0]) - 1]
+    _call(_kernel("update", RULES[rule.name], dim, KINDS[weight_VD.dtype]), numbers, threads)
+
+
+def _bits(*numbers: float) -> tuple[int, ...]:
+    """Return float64 numbers as the int64 numbers with the same bits."""
+    return struct.unpack(f"{len(numbers)}q", struct.pack(f"{len(numbers)}d", *numbers))

@@ -1,0 +1,217 @@
+"""The compiled kernels beside the same formulas in torch, for any number of threads, types, widths and tables."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dphybrid.embedding import HostEmbedding, RowOptimizer, clip_grad_norm_, make_row_optimizer, team
+
+KINDS = ["sgd", "adagrad", "adam", "lazy-adam"]
+
+
+def reference(kind: str, row: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float) -> Tensor:
+    """One step of every row in torch's own operations; changes `state`, returns the new rows."""
+    if kind == "sgd":
+        return row - lr * grads
+    mean_square = grads.square().mean(1)
+    if kind == "adagrad":
+        state["sum"] += mean_square
+        return row - lr * grads / (state["sum"].sqrt() + 1e-10)[:, None]
+    state["steps"] += 1
+    first_fix, second_fix = (1 - beta ** state["steps"].double() for beta in (0.9, 0.999))
+    state["mean"].lerp_(grads, 0.1)
+    new = mean_square[:, None] if kind == "adam" else grads.square()
+    square = state["square"].view(len(row), -1)
+    square.mul_(0.999).add_(0.001 * new)
+    size = (square / second_fix[:, None]).sqrt() + 1e-8
+    return row - lr * state["mean"] / first_fix[:, None] / size
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 7), (torch.float32, 80), (torch.float64, 40)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_the_formulas(kind: str, dtype: torch.dtype, dim: int) -> None:
+    table = HostEmbedding(60, dim, dtype=dtype, padding_idx=3, seed=1)
+    optimizer = make_row_optimizer(kind, {"t": table}, lr=0.1, weight_decay=0.02)
+    weight = table.weight.double()
+    state = {name: value.double() for name, value in optimizer.state["t"].items()}
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        ids, grads = torch.randint(0, 40, (50,), generator=generator), torch.randn(50, dim, generator=generator, dtype=dtype)
+        optimizer.zero_grad()
+        table(ids).backward(grads)
+        optimizer.step()
+        touched = torch.tensor([row for row in ids.unique().tolist() if row != 3])
+        summed = torch.zeros(60, dim, dtype=torch.float64).index_add_(0, ids, grads.double())[touched]
+        own = {name: value[touched] for name, value in state.items()}
+        weight[touched] = reference(kind, weight[touched], summed + 0.02 * weight[touched], own, 0.1)
+        for name, value in own.items():
+            state[name][touched] = value
+    tolerance = 3e-6 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(table.weight.double(), weight, rtol=tolerance, atol=tolerance)
+    for name, value in optimizer.state["t"].items():
+        torch.testing.assert_close(value.double(), state[name], rtol=tolerance, atol=tolerance)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+def trained(kind: str, count: int, dtype: torch.dtype = torch.float32, dim: int = 16) -> list[Tensor]:
+    """Three clipped steps over a table with enough ids for a team."""
+    with threads(count):
+        table = HostEmbedding(9000, dim, dtype=dtype, padding_idx=5)
+        rows = make_row_optimizer(kind, {"t": table}, lr=0.1, weight_decay=0.01)
+        for step in range(3):
+            ids = (torch.rand(20_000, generator=torch.Generator().manual_seed(step)) ** 3 * 9000).long()
+            rows.zero_grad()
+            (table(ids) + 0.5).square().sum().backward()
+            clip_grad_norm_([], {"t": table}, 1.0)
+            rows.step()
+        assert torch.get_num_threads() == count
+    return [table.weight, *rows.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.float32) for kind in KINDS), ("adagrad", torch.bfloat16), ("lazy-adam", torch.float64)],
+)
+def test_same_bits_for_any_number_of_threads(kind: str, dtype: torch.dtype) -> None:
+    alone = trained(kind, 1, dtype)
+    for count in (2, 3, 8):
+        assert all(torch.equal(one, other) for one, other in zip(alone, trained(kind, count, dtype), strict=True))
+
+
+def test_same_bits_with_threads_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = trained("adam", 1)
+    team._team.cache_clear()
+    monkeypatch.setattr(team, "_loaded_libraries", list)  # as where torch has no OpenMP library
+    try:
+        assert all(torch.equal(one, other) for one, other in zip(alone, trained("adam", 3), strict=True))
+    finally:
+        team._team.cache_clear()
+
+
+class Rows(Dataset[Tensor]):
+    def __init__(self, table: HostEmbedding) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> Tensor:
+        torch.set_num_threads(2)  # as a careless data set would
+        with torch.no_grad():
+            rows: Tensor = self.table(torch.arange(9000).roll(number))
+        return rows
+
+
+def test_forked_workers_of_a_loader_look_up_too() -> None:
+    with threads(2):
+        table = HostEmbedding(9000, 16)
+        table(torch.arange(9000))  # the team exists before the fork
+        loader = DataLoader(Rows(table), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
+        for number, rows in enumerate(loader):
+            assert torch.equal(rows, table.weight.roll(number, 0))
+
+
+def test_many_tables_are_updated_in_one_go_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(each: Callable[[dict[str, HostEmbedding]], list[RowOptimizer]]) -> list[Tensor]:
+        tables = {f"t{n}": HostEmbedding(100 + n, 8, seed=n, padding_idx=n % 3 or None) for n in range(9)}
+        tables["wide"] = HostEmbedding(50, 12)
+        optimizers = each(tables)
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for number, table in enumerate(tables.values()):
+                if (step + number) % 4:
+                    ids = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(10 * step + number))
+                    (table(ids).square().sum() + table(ids[:3] // 2).sum()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [table.weight for table in tables.values()]
+
+    together = train(lambda tables: [make_row_optimizer("adam", tables, lr=0.1)])
+    alone = train(lambda tables: [make_row_optimizer("adam", {name: table}, lr=0.1) for name, table in tables.items()])
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+
+
+def test_rounding_depends_on_step_row_and_column_alone() -> None:
+    def step_of(ids: Tensor) -> Tensor:
+        table = HostEmbedding(3000, 64, std=0.0, dtype=torch.bfloat16)
+        table.weight.fill_(1.0)
+        rows = make_row_optimizer("sgd", {"t": table}, lr=1e-3)
+        table(ids).sum().backward()
+        rows.step()
+        return table.weight
+
+    all_rows, some = step_of(torch.arange(3000)), step_of(torch.tensor([7, 2999, 4]))
+    assert torch.equal(all_rows[[7, 2999, 4]], some[[7, 2999, 4]])
+    lower = (all_rows < 1).float()  # 1e-3 of the 1 / 256 below 1: a quarter goes down
+    assert float(lower.mean()) == pytest.approx(0.256, abs=0.004)
+    spread = math.sqrt(0.256 * 0.744)
+    assert float(lower.mean(0).std()) == pytest.approx(spread / math.sqrt(3000), rel=0.4)
+    assert float(lower.mean(1).std()) == pytest.approx(spread / math.sqrt(64), rel=0.2)
+
+
+def test_a_gradient_that_was_changed_meanwhile_is_noticed() -> None:
+    table = HostEmbedding(10, 4)
+    rows = make_row_optimizer("sgd", {"t": table}, lr=0.1)
+    grads = torch.ones(2, 4)
+    table(torch.tensor([1, 2])).backward(grads)
+    grads.zero_()
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        rows.step()
+
+
+WITHOUT_NUMBA = """
+import importlib.util, torch
+from dphybrid.embedding import HostEmbedding
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "numba" else find(name, *rest)
+try:
+    HostEmbedding(10, 4)(torch.tensor([1]))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_what_to_do_without_numba_is_said() -> None:
+    found = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, check=True)
+    assert "pip install numba" in found.stdout
+
+
+COMPILES = """
+import os, torch
+from dphybrid.embedding import HostEmbedding
+HostEmbedding(10, 4)(torch.tensor([1]))
+print(os.environ["NUMBA_CACHE_DIR"])
+"""
+
+
+def test_machine_code_is_kept_in_the_data_folder_unless_the_user_says_where(tmp_path: Path) -> None:
+    def cache_of(**more: str) -> Path:
+        environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | more
+        found = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, check=True, env=environment)
+        return Path(found.stdout.strip())
+
+    ours = cache_of(DPHYBRID_DATA_DIR=str(tmp_path / "data"))
+    assert ours.parent == tmp_path / "data" / "compiled"
+    kept = {file: file.stat().st_mtime_ns for file in ours.rglob("*.nbc")}
+    assert kept
+    assert cache_of(DPHYBRID_DATA_DIR=str(tmp_path / "data")) == ours
+    assert {file: file.stat().st_mtime_ns for file in ours.rglob("*.nbc")} == kept  # found, not made again
+    assert cache_of(NUMBA_CACHE_DIR=str(tmp_path / "mine")) == tmp_path / "mine"
