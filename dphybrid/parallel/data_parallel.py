@@ -367,8 +367,17 @@ def compile_regions(model: nn.Module, **options: Any) -> list[str]:
                 "compiled; use one device, or do not compile"
             )
     for block in blocks.values():
-        block.module.compile(**options)
+        block.module._compiled_call_impl = torch.compile(_caller(block.module), **options)
     return list(blocks)
+
+
+def _caller(module: nn.Module) -> Callable[..., Any]:
+    """A function of ours around the call: `module.compile()` leaves modules of torch's own classes, such as nn.Sequential, as they are."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return call
 
 
 def _untimed(_: str) -> AbstractContextManager[None]:

@@ -67,8 +67,16 @@ def test_regions_compile_in_place_on_one_device() -> None:
     expected = trained(model := Model("cpu"), model)
     model = Model("cpu")
     keys = list(model.state_dict())
-    assert compile_regions(model, backend="eager") == list(find_data_parallel(model)) == ["region"]
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    assert compile_regions(model, backend=backend) == list(find_data_parallel(model)) == ["region"]
     assert trained(model, model) == expected
+    assert graphs
+    assert all(graph.count("call_function") >= 3 for graph in graphs), "two layers and what is between them in one graph"
     assert list(model.state_dict()) == keys
     compiled = DataParallel(torch.compile(nn.Linear(3, 2), backend="eager"), "cpu")  # type: ignore[arg-type]
     assert compiled(torch.ones(4, 3)).shape == (4, 2)
