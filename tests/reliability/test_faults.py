@@ -14,7 +14,7 @@ import pytest
 from tests.reliability.faults import KILLED, MODES
 from tests.reliability.trial import came_to, run_trial
 
-TRIALS = os.environ.get("DPHYBRID_FAULTS", "16")
+TRIALS = os.environ.get("DPHYBRID_FAULTS", "8")
 CLICKS = Path(__file__).parent.parent / "fixtures" / "run_without_version" / "clicks.csv"
 OPTIONS = [
     "recipe=ctr",
@@ -32,35 +32,50 @@ OPTIONS = [
     "checkpoint.every_steps=2",
 ]
 
+RUNS = {
+    "a table on two devices": OPTIONS,
+    "a tutorial on eight devices": [
+        "recipe=hybrid",
+        "train.epochs=2",
+        "train.batch_size=3000",
+        "train.log_every=2",
+        "devices=cpu*8",
+        "checkpoint.keep_last=1",
+        "checkpoint.every_steps=2",
+    ],
+}
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int]:
-    """What an undisturbed run comes to, and its number of file operations."""
+
+@pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], int, list[str]]:
+    """What an undisturbed run comes to, its number of file operations, and its options."""
     data_dir = tmp_path_factory.mktemp("undisturbed") / "data"
-    code, count, output = run_trial(data_dir, OPTIONS)
+    code, count, output = run_trial(data_dir, request.param)
     assert code == 0, output
-    return came_to(data_dir), count
+    return came_to(data_dir), count, request.param
 
 
-def check(data_dir: Path, undisturbed: dict[str, Any], target: int, mode: str) -> None:
-    code, _, output = run_trial(data_dir, OPTIONS, target, mode)
+def check(data_dir: Path, options: list[str], undisturbed: dict[str, Any], target: int, mode: str) -> None:
+    code, _, output = run_trial(data_dir, options, target, mode)
     assert code in ((KILLED,) if mode in ("kill", "torn", "unsynced", "lost") else (0, 2)), f"{target} {mode}: {code}\n{output}"
-    code, _, output = run_trial(data_dir, OPTIONS)
+    code, _, output = run_trial(data_dir, options)
     assert code == 0, f"after {target} {mode}\n{output}"
     assert came_to(data_dir) == undisturbed, f"after {target} {mode}\n{output}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(36000 if TRIALS == "all" else 1200)
-def test_a_run_that_is_hit_anywhere_comes_to_the_same(tmp_path: Path, undisturbed: tuple[dict[str, Any], int]) -> None:
-    expected, count = undisturbed
+def test_a_run_that_is_hit_anywhere_comes_to_the_same(tmp_path: Path, undisturbed: tuple[dict[str, Any], int, list[str]]) -> None:
+    expected, count, options = undisturbed
     assert count > 150
     every = [(target, mode) for target in range(1, count + 1) for mode in MODES]
     chosen = every if TRIALS == "all" else random.Random(0).sample(every, int(TRIALS))
     failed = []
     for target, mode in chosen:
         try:
-            check(tmp_path / "data", expected, target, mode)
+            check(tmp_path / "data", options, expected, target, mode)
         except AssertionError as error:
             failed.append(str(error))
         shutil.rmtree(tmp_path / "data", ignore_errors=True)
@@ -69,12 +84,14 @@ def test_a_run_that_is_hit_anywhere_comes_to_the_same(tmp_path: Path, undisturbe
 
 
 @pytest.mark.slow
-def test_a_run_that_is_hit_again_and_again_comes_to_the_same(tmp_path: Path, undisturbed: tuple[dict[str, Any], int]) -> None:
-    expected, count = undisturbed
+def test_a_run_that_is_hit_again_and_again_comes_to_the_same(
+    tmp_path: Path, undisturbed: tuple[dict[str, Any], int, list[str]]
+) -> None:
+    expected, count, options = undisturbed
     chosen = random.Random(1)
-    for _ in range(6):
-        code, _, output = run_trial(tmp_path / "data", OPTIONS, chosen.randint(40, count // 2), "unsynced")
+    for _ in range(3):
+        code, _, output = run_trial(tmp_path / "data", options, chosen.randint(40, count // 2), "unsynced")
         assert code in (0, KILLED), output
-    code, _, output = run_trial(tmp_path / "data", OPTIONS)
+    code, _, output = run_trial(tmp_path / "data", options)
     assert code == 0, output
     assert came_to(tmp_path / "data") == expected

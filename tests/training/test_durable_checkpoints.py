@@ -1,0 +1,117 @@
+"""What checkpoints promise: numbers only, never hidden, and a record that goes on as if nothing had been."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dphybrid.config.settings import load_settings
+from dphybrid.embedding import HostEmbedding, make_row_optimizer
+from dphybrid.jobs.pages import ResultPage, SplitsPage
+from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
+from dphybrid.tracking import Tracker
+from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, read_state, save_checkpoint, verify_checkpoint
+from dphybrid.training.split_log import SplitLog
+from dphybrid.util.errors import UserError
+from dphybrid.util.stop import Interrupted, StopRequest
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = HostEmbedding(50, 4, name="words")
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")))
+
+
+@pytest.fixture
+def trained() -> Trained:
+    model = Small()
+    dense = torch.optim.Adam(model.linear.parameters())
+    rows = make_row_optimizer("adam", {"words": model.words}, lr=0.1, weight_decay=0.0)
+    model.linear(model.words(torch.arange(8)).sum(0)).sum().backward()
+    dense.step()
+    rows.step()
+    return Trained(model, dense, rows, Progress(step=3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "where", ["table words row 7", "parameter linear.weight row 0", "optimizer's exp_avg of linear.bias row 0"]
+)
+def test_what_is_no_number_is_never_saved(where: str, value: float, trained: Trained, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, trained, {}, {})
+    model = trained.model
+    assert isinstance(model, Small)
+    with torch.no_grad():
+        if "table" in where:
+            model.words.weight[7, 2] = value
+        elif "parameter" in where:
+            model.linear.weight[0, 3] = value
+        else:
+            assert trained.dense is not None
+            trained.dense.state[model.linear.bias]["exp_avg"][0] = value
+    trained.progress.step = 4
+    with pytest.raises(UserError, match=rf"^{where} is no finite number by step 4, .*--resume"):
+        save_checkpoint(tmp_path, trained, {}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_the_same_step_again_changes_its_page_alone(trained: Trained, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, trained, {}, {})
+    before = path.stat().st_ino, (path / "blocks.safetensors").stat().st_ino
+    trained.progress.metrics["auc"] = 0.5
+    assert save_checkpoint(tmp_path, trained, {}, {}) == path
+    assert (path.stat().st_ino, (path / "blocks.safetensors").stat().st_ino) == before
+    assert read_state(path).progress.metrics == {"auc": 0.5}
+    verify_checkpoint(path, known=False)
+    with torch.no_grad():
+        trained.model.get_parameter("linear.weight").add_(1.0)
+    save_checkpoint(tmp_path, trained, {}, {})
+    verify_checkpoint(path, known=False)
+    assert complete_checkpoints(tmp_path) == [path]
+
+
+class Recorded(Tracker):
+    """Keeps the training losses by step."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if "train/loss" in metrics:
+            assert step not in self.losses
+            self.losses[step] = metrics["train/loss"]
+
+
+def test_a_resumed_run_records_the_same_as_an_undisturbed_one(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    options = ["recipe=hybrid", "devices=cpu*2", "train.batch_size=3000", "train.epochs=3", "train.log_every=5"]
+    after_step, stop, records = SplitLog.after_step, StopRequest(), {"whole": Recorded(), "broken": Recorded()}
+
+    def run(name: str, resume: str | None = None) -> tuple[SplitsPage, ResultPage]:
+        monkeypatch.setattr("dphybrid.jobs.train.attached", lambda *_: records[name])
+        run_job(load_config(None, options), load_settings(), run_name=None if resume else name, resume=resume, stop=stop)
+        folder = data_dir / "runs" / name
+        return SplitsPage.read(folder / "splits.json"), ResultPage.read(folder / "result.json")
+
+    whole = run("whole")
+
+    def stop_at_seven(self: SplitLog, step: int) -> list[str]:
+        if step == 7:
+            stop.ask("a test")
+        return after_step(self, step)
+
+    monkeypatch.setattr(SplitLog, "after_step", stop_at_seven)
+    with pytest.raises(Interrupted):
+        run("broken")
+    monkeypatch.setattr(SplitLog, "after_step", after_step)
+    stop = StopRequest()
+    splits, result = run("broken", resume="broken")
+    assert records["broken"].losses == records["whole"].losses
+    assert list(records["whole"].losses) == [5, 10]
+    assert splits == whole[0]
+    assert (result.steps_timed, result.history) == (whole[1].steps_timed, whole[1].history)
