@@ -205,11 +205,12 @@ def verify_prepared(path: Path, known: bool = False) -> Prepared:
 def _header_of(file: Path) -> tuple[tuple[int, ...], str] | None:
     try:
         with file.open("rb") as stream:
-            np.lib.format.read_magic(stream)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+            if np.lib.format.read_magic(stream) != (1, 0):
+                return None
+            shape, by_column, dtype = np.lib.format.read_array_header_1_0(stream)
     except (OSError, ValueError, TypeError, SyntaxError, tokenize.TokenError):
         return None
-    return shape, str(dtype)
+    return None if by_column else (shape, str(dtype))
 
 
 def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Content]) -> Prepared:

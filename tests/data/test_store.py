@@ -127,9 +127,12 @@ def test_any_damage_is_found(tmp_path: Path) -> None:
 
 def test_an_array_with_another_header_is_told_at_once(tmp_path: Path) -> None:
     path = build_once(tmp_path, "x", "0" * 64, small).path
+    whole = (path / "x_B.npy").read_bytes()
     np.save(path / "x_B.npy", np.arange(3).astype(np.float64))
-    with pytest.raises(UserError, match=r"x_B\.npy: is damaged \(its header .*int64.* delete the folder"):
-        open_prepared(path)
+    for content in ((path / "x_B.npy").read_bytes(), whole[:6] + b"\x41" + whole[7:], whole.replace(b"False", b"True ")):
+        (path / "x_B.npy").write_bytes(content)
+        with pytest.raises(UserError, match=r"x_B\.npy: is damaged \(its header .*int64.* delete the folder"):
+            open_prepared(path)
 
 
 def test_a_full_disk_and_a_file_in_the_way_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
