@@ -84,6 +84,11 @@ class TrainConfig(Section):
     """exact looks up the rows of the next batch while this one computes, and repairs those that changed: the same bits as off."""
     print_splits: Literal["new", "each"] = "new"
     """Print how a batch was split when that split is new, or in each step."""
+    check_split: bool = False
+    """Compute the first batch unsplit and split before training, in evaluation mode, and stop where a module computes across the batch.
+    One device: in two shares. Costs about three forwards without gradients, and the memory of a whole batch's on the first device."""
+    compile: bool = False
+    """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results differ by rounding."""
 
 
 class CheckpointConfig(Section):

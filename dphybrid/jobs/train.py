@@ -22,7 +22,7 @@ from dphybrid.gpus.politeness import giving_way
 from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
 from dphybrid.jobs.report import attached, open_run_tracker, report_run
 from dphybrid.jobs.runs import Run, data_source, environment_tags, find_run, new_run_folder, read_run, running
-from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.parallel import Devices, compile_regions, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.tracking import Status, Tracker, waiting
@@ -240,6 +240,8 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
     done = newest_whole_checkpoint(run.checkpoints)
     with unfilled_rows() if done or config.train.warm_start else nullcontext():
         model = build_from_config(config, data.info, devices, settings.table_folder)
+    if config.train.compile:
+        compile_regions(model)
     tables = find_tables(model)
     rows: RowOptimizer | None = None
     if tables:

@@ -1,7 +1,7 @@
 """Blocks on several devices, real or virtual: splits that are exact and on record. Needs torch alone."""
 
 from dphybrid.parallel.applying import current_replica, parallel_apply
-from dphybrid.parallel.comparison import SplitDifference, compare_split
+from dphybrid.parallel.comparison import SplitDifference, compare_split, refuse_split_differences
 from dphybrid.parallel.data_parallel import DataParallel, LossInside, compile_regions, data_parallel, find_data_parallel
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import gather
@@ -27,6 +27,7 @@ __all__ = [
     "gather",
     "parallel_apply",
     "parts",
+    "refuse_split_differences",
     "replicate",
     "resolve_devices",
     "scatter",

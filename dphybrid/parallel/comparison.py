@@ -14,6 +14,7 @@ from dphybrid.parallel.probing import own_random_state
 from dphybrid.parallel.replication import throwaway
 from dphybrid.parallel.scattering import split
 from dphybrid.parallel.splits import split_sizes
+from dphybrid.util.errors import UserError
 
 _Event = tuple[str, str, list[Tensor]]
 """Who is to blame when these tensors differ, what they are, and they themselves."""
@@ -53,13 +54,15 @@ def compare_split(model: nn.Module, *args: Any, rtol: float = 1e-3, atol: float 
     """
     calls: dict[str, tuple[Any, Any]] = {}
     blocks = find_data_parallel(model)
-    with own_random_state(torch.device("cpu")), _evaluating(model), ExitStack() as hooks:
+    home = next((block.devices.home for block in blocks.values()), torch.device("cpu"))
+    with own_random_state(home), _evaluating(model), ExitStack() as hooks:
         for name, block in blocks.items():
 
             def keep(_: nn.Module, given: Any, named: Any, name: str = name) -> None:
                 calls.setdefault(name, (given, named))
 
             hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
+            hooks.enter_context(block.off_the_record())
         model(*args, **kwargs)
     found = []
     for name, (given, named) in calls.items():
@@ -68,6 +71,12 @@ def compare_split(model: nn.Module, *args: Any, rtol: float = 1e-3, atol: float 
         if difference is not None:
             found.append(difference)
     return found
+
+
+def refuse_split_differences(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Raise UserError with what `compare_split` finds on this batch, if anything."""
+    if found := compare_split(model, *args, **kwargs):
+        raise UserError("the first batch is not what it is when split:\n" + "\n".join(one.text() for one in found))
 
 
 def compare_block(

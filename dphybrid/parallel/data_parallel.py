@@ -298,6 +298,15 @@ class DataParallel(nn.DataParallel):
     def _note(self, input_sizes: tuple[Size, ...], output_sizes: tuple[Size, ...]) -> None:
         self._record.note((input_sizes, output_sizes))
 
+    @contextmanager
+    def off_the_record(self) -> Iterator[None]:
+        """While the block runs, splits are not recorded."""
+        kept, self._record = self._record, _Record()
+        try:
+            yield
+        finally:
+            self._record = kept
+
     @property
     def last_split(self) -> Split | None:
         """The split of the latest forward, or None before the first."""

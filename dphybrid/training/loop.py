@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dphybrid.config import ExperimentConfig, TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables
+from dphybrid.parallel import refuse_split_differences
 from dphybrid.tracking import Tracker
 from dphybrid.training.checkpoint import Trained, save_checkpoint
 from dphybrid.training.clock import NOT_A_STEP, StageClock, StepTimes, timed_parts
@@ -62,6 +63,8 @@ def train(session: Session, display: Display, meter: "Meter") -> None:
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
     model, tables = session.trained.model, find_tables(session.trained.model)
     ids_of = model.table_ids if isinstance(model, DeclaresIds) else None
+    if config.check_split and progress.step == 0:
+        refuse_split_differences(model, next(batches_of_epoch(session)))
     with (
         timed_parts(clock, model),
         profiled_steps(session.profile_steps, session.checkpoints.parent, session.tracker) as profiler,

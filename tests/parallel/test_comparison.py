@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.parallel import DataParallel, compare_split
+from dphybrid.parallel import DataParallel, compare_split, refuse_split_differences
 from dphybrid.parallel.check import check_module
+from dphybrid.util.errors import UserError
 from tests.parallel import zoo
 
 
@@ -77,6 +78,15 @@ def test_modules_that_treat_each_sample_alone_agree(make: Callable[[], nn.Module
     assert torch.equal(torch.get_rng_state(), random_state)
     for key, value in region.state_dict().items():
         assert torch.equal(value, state[key])
+
+
+def test_the_comparison_leaves_no_split_on_record_and_stops_when_asked() -> None:
+    region = DataParallel(nn.Softmax(0), "cpu*2")
+    assert len(compare_split(region, torch.randn(5, 3))) == 1
+    assert region.splits() == []
+    with pytest.raises(UserError, match="the first batch is not what it is when split:\nthe model: its output differs"):
+        refuse_split_differences(region, torch.randn(5, 3))
+    refuse_split_differences(DataParallel(nn.Softmax(1), "cpu*2"), torch.randn(5, 3))
 
 
 def test_the_checker_points_at_dim_0_in_the_source() -> None:
