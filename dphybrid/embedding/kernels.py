@@ -59,6 +59,15 @@ def _kernel(name: str, *constants: int) -> Kernel:
     return Kernel(getattr(_compiled(), f"{name}_kernel")(*constants))
 
 
+def warm_up(rule: str, dim: int, dtype: torch.dtype) -> None:
+    """Make ready what lookups and updates of tables of this width and type will call. Without numba it does nothing."""
+    if importlib.util.find_spec("numba") is None:
+        return  # said when a table is used
+    _kernel("arrange")
+    _kernel("gather", dim, KINDS[dtype])
+    _kernel("update", RULES[rule], dim, KINDS[dtype])
+
+
 _Page = ctypes.c_int64 * 24
 
 

@@ -16,6 +16,7 @@ from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, num_batches
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
+from dphybrid.embedding.kernels import keep_compiled_in
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.gpus.leasing import expected_devices, leased_devices
 from dphybrid.gpus.politeness import giving_way
@@ -41,8 +42,10 @@ from dphybrid.training.display import Display, preparation_progress
 from dphybrid.training.loop import Meter, Session, evaluate, keep_checkpoints, make_dense_optimizer, train
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.warm_start import warm_start
+from dphybrid.training.warm_up import compiling_kernels
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.files import clear_leftovers, disk_errors_told, make_folder, write_text
+from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 
@@ -100,7 +103,7 @@ def _is_stop(error: BaseException) -> bool:
 def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
     """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input."""
     check_devices(config, expected_devices(config, settings))
-    with preparation_progress() as progress:
+    with compiling_kernels(config, settings.data_dir / "compiled"), preparation_progress() as progress:
         prepared = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)
     print(prepared.describe(), flush=True)
@@ -233,6 +236,8 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
     config, data = run.config, run.open_data(verified=True)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    keep_freed_memory()
+    keep_compiled_in(settings.data_dir / "compiled")
     devices = resolve_devices(run.page.devices)
     make_folder(run.checkpoints)
     clear_leftovers(run.folder)

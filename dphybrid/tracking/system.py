@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import psutil
 
 from dphybrid.tracking.base import Tracker
+from dphybrid.util.memory import page_faults
 from dphybrid.util.watching import watching
 
 SAMPLE_EVERY_S = 10.0
@@ -45,14 +46,18 @@ def system_metrics(
     own = psutil.Process()
     psutil.cpu_percent()
     own.cpu_percent()
+    seen = (time.monotonic(), page_faults())
 
     def sample() -> bool:
+        nonlocal seen
+        (last, faults_before), seen = seen, (time.monotonic(), page_faults())
         memory = psutil.virtual_memory()
         values = {
             "system/cpu_pct": psutil.cpu_percent(),
             "system/process_cpu_pct": own.cpu_percent(),
             "system/memory_pct": memory.percent,
             "system/process_rss_mb": own.memory_info().rss / MIB,
+            "system/page_faults_per_s": (seen[1] - faults_before) / max(1e-3, seen[0] - last),
         }
         for index, reading in enumerate(read()):
             values |= {f"system/gpu{index}_{name}": value for name, value in reading.items()}

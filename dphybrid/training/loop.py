@@ -24,6 +24,7 @@ from dphybrid.training.profiling import profiled_steps
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
+from dphybrid.util.memory import page_faults
 from dphybrid.util.stop import StopRequest
 
 
@@ -258,6 +259,7 @@ class Meter:
         self.rows: RowPipeline | None = None
         self.times = StepTimes()
         self.note = ""
+        self._faults = page_faults()
 
     def add(self, loss: Tensor, weight: Tensor) -> None:
         self._sums = (loss.double(), weight.double()) if self._sums is None else (self._sums[0] + loss, self._sums[1] + weight)
@@ -302,7 +304,9 @@ class Meter:
                 "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
                 "perf/step_ms": 1e3 * seconds,
                 "perf/samples_per_s": session.config.train.batch_size / seconds,
+                "system/page_faults_per_step": (page_faults() - self._faults) / self._steps,
             }
+            self._faults = page_faults()
             metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
             if self.rows is not None:
@@ -347,8 +351,9 @@ def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.O
             by_type.setdefault(parameter.device.type, []).append(parameter)
     if not by_type:
         return None
-    # A group that mixes devices loses torch's multi-tensor path for all of them.
-    groups = [{"params": parameters} for parameters in by_type.values()]
+    # A group that mixes devices loses torch's multi-tensor path for all of them. On the CPU one pass over memory saves a sixth of a small step.
+    fused = {"cpu": {"fused": True}} if config.optimizer in ("adam", "adamw") else {}
+    groups = [{"params": parameters, **fused.get(kind, {})} for kind, parameters in by_type.items()]
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     optimizer: torch.optim.Optimizer = kinds[config.optimizer](groups, lr=config.lr, weight_decay=config.weight_decay)
     return optimizer

@@ -57,6 +57,7 @@ def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, Ml
         "summary/step_ms_p95",
         "split/rows_max",
         "system/process_rss_mb",
+        "system/page_faults_per_step",
     ):
         assert name in metrics, name
     shares = [value for name, value in metrics.items() if name.startswith("timing_share/")]
