@@ -1,6 +1,7 @@
 """What each batch was split into, as the plain lines of the data-parallel tutorials and as table rows."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -45,6 +46,25 @@ class SplitRow(BaseModel):
         }
 
 
+@dataclass(slots=True)
+class _Seen:
+    """A split of a block: its rows of the table at its first step (`steps` not counted), and what has come since."""
+
+    rows: list[SplitRow]
+    latest: Split | None = None
+    last_step: int = 0
+    steps: int = 0
+
+    def table(self) -> list[SplitRow]:
+        if self.latest is None:
+            return self.rows
+        shapes = _shapes(self.latest)
+        return [
+            row.model_copy(update={"latest_shape": shape, "last_step": self.last_step, "steps": row.steps + self.steps})
+            for row, shape in zip(self.rows, shapes, strict=True)
+        ]
+
+
 class SplitLog:
     """Collects the splits of training steps. `each`: every step gives lines; otherwise only a split not seen before.
 
@@ -54,7 +74,7 @@ class SplitLog:
     def __init__(self, model: nn.Module, each: bool) -> None:
         self._blocks = find_data_parallel(model)
         self._each = each
-        self._seen: dict[tuple[object, ...], list[SplitRow]] = {}
+        self._seen: dict[tuple[object, ...], _Seen] = {}
         self.lines: list[str] = []
 
     def after_step(self, step: int) -> list[str]:
@@ -65,14 +85,13 @@ class SplitLog:
             if split is None:
                 continue
             key = (name or "model", *_rows(split), *split.devices)
-            if self._each or key not in self._seen:
+            seen = self._seen.get(key)
+            if self._each or seen is None:
                 fresh += split.lines()
-            seen = self._seen.setdefault(key, [])
-            if not seen:
-                seen += _new_rows(len(self._seen), name or "model", split, step)
-            for row, shape in zip(seen, _shapes(split), strict=True):
-                row.latest_shape, row.last_step = shape, step
-                row.steps += 1
+            if seen is None:
+                seen = self._seen[key] = _Seen(_new_rows(len(self._seen) + 1, name or "model", split, step))
+            seen.latest, seen.last_step = split, step
+            seen.steps += 1
         self.note(fresh)
         return fresh
 
@@ -82,7 +101,7 @@ class SplitLog:
 
     def rows(self) -> list[SplitRow]:
         """Return a row for each replica of each split."""
-        return [row for rows in self._seen.values() for row in rows]
+        return [row for seen in self._seen.values() for row in seen.table()]
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` takes, fit for JSON."""
@@ -90,14 +109,14 @@ class SplitLog:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint kept."""
-        self.lines = list(state["lines"])
-        self._seen = {}
+        self.lines, self._seen = list(state["lines"]), {}
         by_split: dict[int, list[SplitRow]] = {}
         for values in state["rows"]:
             row = SplitRow.model_validate(values)
             by_split.setdefault(row.number, []).append(row)
         for rows in by_split.values():
-            self._seen[(rows[0].block, *(row.rows for row in rows), *(row.device for row in rows))] = rows
+            key = (rows[0].block, *(row.rows for row in rows), *(row.device for row in rows))
+            self._seen[key] = _Seen(rows)
 
 
 def _rows(split: Split) -> list[int]:
