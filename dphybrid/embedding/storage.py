@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import sync, temporary
 
 GIB = 2**30
 KEEP_FREE_SHARE = 0.02
@@ -127,7 +128,7 @@ def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: P
         raise UserError(
             f"{shape} {size / GIB:.3g} GiB, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it made for another table?"
         )
-    return map_file(_partial(path) if fresh else path, (num_rows, dim), dtype), fresh
+    return map_file(temporary(path) if fresh else path, (num_rows, dim), dtype), fresh
 
 
 def open_states(
@@ -170,19 +171,16 @@ def zero_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
         return map_file(Path(file.name), shape, dtype)
 
 
-def _partial(path: Path) -> Path:
-    """A file that is still being filled has another name: one with the final name is complete."""
-    return path.with_name(f".{path.name}.partial-{os.getpid()}")
-
-
 @contextmanager
 def finished_file(path: Path) -> Iterator[None]:
-    """Give the file that the block fills its final name, or remove it when the block is left early."""
+    """Give the file that the block fills its final name, by which it is complete, or remove it when the block is left early."""
     try:
         yield
-        _partial(path).rename(path)
+        sync(temporary(path))
+        temporary(path).rename(path)
+        sync(path.parent)
     finally:
-        _partial(path).unlink(missing_ok=True)
+        temporary(path).unlink(missing_ok=True)
 
 
 def fill_normal(weight: Tensor, std: float, seed: int) -> None:
