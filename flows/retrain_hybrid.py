@@ -20,10 +20,11 @@ from dphybrid.config.settings import load_settings
 from dphybrid.jobs.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
 from dphybrid.jobs.runs import find_tagged_run, read_run
 from dphybrid.orchestration.embedded import in_this_process
+from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, too_late
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, trained
 from dphybrid.orchestration.supervised import supervised
-from dphybrid.recipes.configs import AnyExperiment, apply_overrides, build_config
+from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.util.stop import StopRequest
 
 
@@ -48,18 +49,34 @@ def retrain_hybrid(
     min_gain: float = 0.0,
     event: str = "",
     skip_if_late_min: float = 0,
+    data_path: str | None = None,
+    label: str | None = None,
+    devices: str | None = None,
+    epochs: int | None = None,
+    register_as: str | None = None,
 ) -> State:
-    """Train the registered model `checkpoint.register_as` on when data has arrived, and promote the result if it is better.
+    """Train a registered model on when data has arrived, and promote the result if it is better.
 
-    config, overrides: the experiment, as for train-hybrid. min_new_rows: new rows that are worth a training. drift_above: with fewer rows, so
-    is a column whose values drifted more than this (population stability index; 0: never). min_gain: gain in the held-out metric that the
-    whole 95 % interval must exceed. event: what asks for a retraining even without new data. skip_if_late_min: minutes after which a
-    scheduled run that could not start in time is left out; 0: never.
+    Args:
+        config: Every value of the experiment; what is left empty is as the recipe sets it.
+        data_path: File, folder or pattern of the data.
+        label: Column with the answer.
+        register_as: Name of the model in MLflow's registry.
+        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0.
+        epochs: Passes over the training split.
+        overrides: Single values on top of all others, such as `train.batch_size=512`.
+        min_new_rows: New rows that are worth a training.
+        drift_above: With fewer rows, so is a column whose values drifted more than this (population stability index); 0: never.
+        min_gain: Gain in the metric that the whole 95 % interval must exceed.
+        event: What asks for a retraining even without new data.
+        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0: never.
     """
     if late := too_late(skip_if_late_min):
         return late
+    few = {"data_path": data_path, "label": label, "register_as": register_as, "devices": devices, "epochs": epochs}
+    chosen = experiment(config, overrides, **few)
     with supervised() as stop:
-        return _retrained(apply_overrides(config, overrides), stop, min_new_rows, drift_above, min_gain, event)
+        return _retrained(chosen, stop, min_new_rows, drift_above, min_gain, event)
 
 
 def _retrained(

@@ -29,10 +29,11 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.jobs.sweep import Cell, CellFailed, Grid, cells_at_once, make_grid, run_cell, sweep_rows, write_sweep
 from dphybrid.jobs.train import Report
 from dphybrid.orchestration.embedded import in_this_process
+from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.supervised import supervised
-from dphybrid.recipes.configs import AnyExperiment, apply_overrides, build_config
+from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError
@@ -65,17 +66,31 @@ def sweep_hybrid(
     at_once: int = 0,
     retries: int = 1,
     skip_if_late_min: float = 0,
+    data_path: str | None = None,
+    label: str | None = None,
+    devices: str | None = None,
+    epochs: int | None = None,
 ) -> State:
     """Train every combination of the grid's values and compare them on one page.
 
-    grid: field -> values, such as {"train.batch_size": [256, 512], "devices": ["auto*1", "auto*2"]}. config, overrides: what all cells share.
-    sweep: its name (default: the flow run's); a name used before goes on with that sweep. at_once: cells at the same time; 0: as many as
-    GPUs allow. retries: how often a failed cell is tried again. skip_if_late_min: minutes after which a scheduled run is left out; 0: never.
+    Args:
+        grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1", "auto*2"]}`.
+        config: Every value that all cells share; what is left empty is as the recipe sets it.
+        data_path: File, folder or pattern of the data.
+        label: Column with the answer.
+        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0.
+        epochs: Passes over the training split.
+        overrides: Single values on top of all others, such as `train.batch_size=512`.
+        sweep: Name of the sweep; one used before goes on with that sweep. Empty: the flow run's.
+        at_once: Cells at the same time; 0: as many as GPUs allow.
+        retries: How often a failed cell is tried again.
+        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0: never.
     """
     if late := too_late(skip_if_late_min):
         return late
+    chosen = experiment(config, overrides, data_path=data_path, label=label, devices=devices, epochs=epochs)
     with supervised() as stop:
-        return _swept(grid, apply_overrides(config, overrides), stop, sweep or _own_name(), at_once, retries)
+        return _swept(grid, chosen, stop, sweep or _own_name(), at_once, retries)
 
 
 def _swept(

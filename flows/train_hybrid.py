@@ -15,10 +15,11 @@ from dphybrid.config.settings import load_settings
 from dphybrid.gpus.politeness import go_on_later
 from dphybrid.jobs.report import Report
 from dphybrid.orchestration.embedded import in_this_process
+from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.steps import trained
 from dphybrid.orchestration.supervised import supervised
-from dphybrid.recipes.configs import AnyExperiment, apply_overrides, build_config
+from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.util.stop import Interrupted
 
 
@@ -29,17 +30,33 @@ def train_hybrid(
     run_name: str | None = None,
     resume: str | None = None,
     skip_if_late_min: float = 0,
+    data_path: str | None = None,
+    label: str | None = None,
+    devices: str | None = None,
+    epochs: int | None = None,
 ) -> Report | State:
     """Train a hybrid model and record its splits, timings and checkpoints in MLflow.
 
-    config: the experiment; the recipe sets what is not given. overrides: single values on top, such as `train.batch_size=512`.
-    run_name: name of the run (default: recipe, devices, time). resume: "latest", or a run's name, to go on from its newest checkpoint.
-    skip_if_late_min: minutes after which a scheduled run that could not start in time is left out; 0: never.
+    Args:
+        config: Every value of the experiment; what is left empty is as the recipe sets it.
+        data_path: File, folder or pattern of the data.
+        label: Column with the answer.
+        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0.
+        epochs: Passes over the training split.
+        overrides: Single values on top of all others, such as `train.batch_size=512`.
+        run_name: Name of the run; empty: recipe, devices, time.
+        resume: "latest", or a run's name, to go on from its newest checkpoint.
+        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0: never.
     """
     if late := too_late(skip_if_late_min):
         return late
     with supervised() as stop:
-        return trained(apply_overrides(config, overrides), stop, run_name=run_name, resume=resume)
+        return trained(
+            experiment(config, overrides, data_path=data_path, label=label, devices=devices, epochs=epochs),
+            stop,
+            run_name=run_name,
+            resume=resume,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

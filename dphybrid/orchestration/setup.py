@@ -22,10 +22,11 @@ from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 
 from dphybrid.cli.flags import Parser, run_cli
 from dphybrid.orchestration.alive import SILENT
+from dphybrid.orchestration.forms import form_of
 from dphybrid.orchestration.queueing import ENDINGS
 from dphybrid.orchestration.validate import check_prefect_yaml, load_flow, read_deployments
 from dphybrid.orchestration.worker import SHARED_QUEUES
-from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.registry import DEFAULT
 from dphybrid.util.errors import UserError
 
 AUTOMATION = "dphybrid: notice runs whose machine died"
@@ -55,17 +56,17 @@ async def make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) ->
     return wanted
 
 
-async def fill_in_configs(file: Path) -> None:
-    """Give the deployments their whole config, as the recipe sets it.
-
-    Prefect's form shows a default for each value that is left out, which is the first recipe's, and sends what it shows.
-    """
+async def give_forms(file: Path) -> None:
+    """Give each deployment of a dphybrid flow the form of its own recipe."""
     async with get_client() as client:
         for deployment in read_deployments(file):
             flow = load_flow(deployment.entrypoint)
+            if "config" not in flow.parameters.properties:
+                continue
             there = await client.read_deployment_by_name(f"{flow.name}/{deployment.name}")
-            config = build_config(there.parameters.get("config") or {}).model_dump(mode="json")
-            await client.update_deployment(there.id, DeploymentUpdate(parameters={**there.parameters, "config": config}))
+            recipe = (there.parameters.get("config") or {}).get("recipe", DEFAULT)
+            form = form_of(flow, recipe).model_dump(exclude_unset=True)
+            await client.update_deployment(there.id, DeploymentUpdate(parameter_openapi_schema=form))
 
 
 async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = subprocess.run(deploy, check=False, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"deployments could not be made: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        asyncio.run(fill_in_configs(args.file))
+        asyncio.run(give_forms(args.file))
         print("Deployments: made or brought up to date; try `prefect deployment run train-hybrid`")
         return 0
 

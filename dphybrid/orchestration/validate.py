@@ -14,8 +14,8 @@ from prefect import Flow
 from prefect.client.schemas.schedules import CronSchedule
 from pydantic import BaseModel, ValidationError
 
-from dphybrid.config import ExperimentConfig
-from dphybrid.recipes.configs import apply_overrides, build_config
+from dphybrid.orchestration.forms import FEW, experiment
+from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError
 
 _MOVED = ("flows.train_hybrid", "flows.retrain_hybrid", "flows.sweep_hybrid")
@@ -40,10 +40,9 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
 
     Raises UserError that names `where` and the field.
     """
-    given = parameters.get("config")
     try:
-        config = given if isinstance(given, ExperimentConfig) else build_config(given or {}, {})
-        config = apply_overrides(config, parameters.get("overrides") or [])
+        few = {name: parameters.get(name) for name in FEW}
+        config = experiment(parameters.get("config"), parameters.get("overrides") or [], **few)
         if entrypoint.endswith("retrain_hybrid:retrain_hybrid") and config.checkpoint.register_as is None:
             raise UserError("checkpoint.register_as is not set; name the registered model to retrain")
         for name, field_values in (parameters.get("grid") or {}).items():

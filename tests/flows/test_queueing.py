@@ -124,7 +124,7 @@ def test_an_orphan_leaves_a_run_to_the_process_that_has_it(tmp_path: Path, monke
 
 
 def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
-    assert len(check_prefect_yaml(REPOSITORY / "prefect.yaml")) == 5
+    assert len(check_prefect_yaml(REPOSITORY / "prefect.yaml")) == 9
     text = (REPOSITORY / "prefect.yaml").read_text()
     for before, after, words in (
         ("skip_if_late_min: 120", "skip_if_late_min: soon", "schedule nightly.*skip_if_late_min"),
@@ -136,7 +136,7 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
         ("flows.train_hybrid:train_hybrid", "flows.train_hybrid:train_hybird", "no flow 'train_hybird'"),
         ("dphybrid.flows.train_hybrid:", "flows.train_hybrid:", "write dphybrid.flows.train_hybrid:train_hybrid"),
     ):
-        assert before in text
+        assert before in text, before
         (tmp_path / "prefect.yaml").write_text(text.replace(before, after))
         with pytest.raises(UserError, match=f"(?s){words}"):
             check_prefect_yaml(tmp_path / "prefect.yaml")

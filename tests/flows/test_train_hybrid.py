@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from dphybrid.gpus import lease_folder
-from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.shared_files import own_folder
 from tests.flows.servers import PREFECT, REPOSITORY, Team, environment
 from tests.waiting import patience
@@ -156,9 +156,13 @@ def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> No
             ["hidden=100", "heads=3"],
         ),
         (["train-hybrid", "--param", 'overrides=["train.epoch=3"]'], ["train.epoch", "did you mean 'train.epochs'"]),
-        (["train-hybrid", "--param", "epochs=3"], ["epochs", "not found on the deployment"]),
+        (["train-hybrid", "--param", "epoch=3"], ["epoch", "not found on the deployment"]),
+        (["train-hybrid", "--param", "epochs=0"], ["train.epochs"]),
         (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, 0]}'], ["train.epochs", "0"]),
         (["retrain-hybrid"], ["checkpoint.register_as"]),
+        (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
+        (["train-hybrid", "--param", 'config={"recipe": "ctr"}'], ["runs recipe text", "recipe=ctr", "train-ctr"]),
+        (["train-ctr", "--param", 'config={"train": {"epochs": 3}}'], ["recipe", "required"]),
         (["train-hybrd"], ["train-hybrd", "not found"]),
     ],
 )
@@ -182,11 +186,14 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
     queues = {queue["name"]: queue["priority"] for queue in team.post("/work_pools/gpu/queues/filter", {})}
     assert queues["one"] < queues["two"] < queues["urgent"] < queues["any"] < queues["night"]
     deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
-    assert set(deployments) == {"train-hybrid", "retrain-hybrid", "sweep-hybrid"}
+    assert set(deployments) == {"train-hybrid", "train-ctr", "train-kge", "retrain-hybrid", "sweep-hybrid"}
     for page in deployments.values():
         assert page["pull_steps"] == []
-        recipe = page["parameters"]["config"]["recipe"]  # the form shows, and sends, what the recipe sets
-        assert page["parameters"]["config"] == build_config({"recipe": recipe}).model_dump(mode="json")
+        recipe = page["parameters"]["config"]["recipe"]
+        assert page["parameters"]["config"] == {"recipe": recipe}  # the form is empty, and says what the recipe sets
+        form = page["parameter_openapi_schema"]["properties"]
+        assert form["config"]["properties"]["recipe"]["enum"] == [recipe]
+        assert set(form["config"]["properties"]["data"]["properties"]) == set(find_recipe(recipe).data.model_fields)
         assert "dphybrid" in page["tags"]
         assert all(not schedule["active"] and schedule["schedule"]["timezone"] == "Etc/UTC" for schedule in page["schedules"])
     retrain = deployments["retrain-hybrid"]

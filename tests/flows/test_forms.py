@@ -1,0 +1,98 @@
+"""The forms of deployments: each with its own recipe's values, checked by the server, and filled in by mouse.
+
+With DPHYBRID_SCREENSHOTS set to a folder, the pages are kept there as pictures to look at.
+"""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from dphybrid.flows.train_hybrid import train_hybrid
+
+from dphybrid.orchestration.forms import FEW, experiment, form_of
+from dphybrid.recipes.configs import field_types
+from dphybrid.util.errors import UserError
+from tests.flows.servers import Team
+from tests.tracking.test_browser import CHROMIUM, FLAGS, WAIT_MS
+from tests.waiting import patience
+
+
+def leaves(shown: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:
+    """The fields of a form by their dotted names, in the order of their positions."""
+    found: dict[str, dict[str, Any]] = {}
+    assert [field["position"] for field in shown.values()] == list(range(len(shown)))
+    for name, field in shown.items():
+        below = field.get("properties")
+        found |= leaves(below, f"{prefix}{name}.") if below else {f"{prefix}{name}": field}
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["text", "ctr", "kge"])
+def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recipe: str) -> None:
+    form = form_of(train_hybrid, recipe)
+    few = [name for name, field in FEW.items() if field in field_types(recipe) and name != "register_as"]
+    assert ("label" in few) == (recipe == "ctr")
+    assert list(form.properties)[: len(few) + 1] == [*few, "overrides"]
+    assert list(form.properties)[-1] == "config"
+    fields = leaves(form.properties)
+    assert {name.removeprefix("config.") for name in fields if name.startswith("config.")} == set(field_types(recipe))
+    assert not [name for name, field in fields.items() if "default" in field]
+    assert all(field["description"] for field in fields.values())
+    assert fields["config.recipe"]["enum"] == [recipe]
+    assert f"Empty: {field_types(recipe)['train.epochs'][2]}." in fields["epochs"]["description"]
+    assert fields["config.train.epochs"]["minimum"] == 1
+
+
+def test_the_few_values_go_over_the_config_and_overrides_over_both() -> None:
+    config = {"recipe": "ctr", "train": {"epochs": 2, "batch_size": 64}}
+    few = {"data_path": "a.csv", "label": "Liked?", "epochs": 3, "devices": "cpu*2"}
+    assert experiment(config, **few).train.epochs == 3
+    found = experiment(config, ["train.epochs=4", "devices=cpu"], **few)
+    assert (found.recipe, found.train.epochs, found.train.batch_size, found.devices) == ("ctr", 4, 64, "cpu")
+    assert (found.data.path, found.data.label) == ("a.csv", "Liked?")  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"data\.label.*ctr"):
+        experiment({"recipe": "text"}, label="clicked")
+
+
+def fill(page: Any, name: str, value: str) -> None:
+    field = page.locator(".p-label", has=page.get_by_text(f"{name} (Optional)", exact=True)).first
+    field.locator("input, textarea").first.fill(value)
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_a_form_filled_in_by_mouse_trains_what_it_says(team: Team, tmp_path: Path) -> None:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed (Debian's package chromium)")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    rows = "".join(f"{i % 3 == 0:d},s{i % 7},{i % 50}\n" for i in range(300))
+    (tmp_path / "clicks.csv").write_text(f"clicked,site,age\n{rows}")
+    deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        for name in ("train-hybrid", "train-kge", "retrain-hybrid", "sweep-hybrid", "train-ctr"):
+            page = browser.new_page(viewport={"width": 1300, "height": 1000})
+            page.goto(f"{team.api.removesuffix('/api')}/deployments/deployment/{deployments[name]['id']}/run")
+            page.get_by_text("overrides (Optional)").first.wait_for(timeout=WAIT_MS)
+            if folder := os.environ.get("DPHYBRID_SCREENSHOTS"):
+                page.screenshot(path=str(Path(folder) / f"form-{name}.png"))
+        for name, value in (
+            ("data_path", str(tmp_path / "clicks.csv")),
+            ("label", "clicked"),
+            ("devices", "cpu"),
+            ("epochs", "1"),
+        ):
+            fill(page, name, value)
+        page.get_by_role("button", name="Submit").click()
+        page.wait_for_url("**tab=Runs**", timeout=WAIT_MS)
+        browser.close()
+    (run,) = team.post("/flow_runs/filter", {"deployments": {"id": {"any_": [deployments["train-ctr"]["id"]]}}})
+    few = {"data_path": str(tmp_path / "clicks.csv"), "label": "clicked", "devices": "cpu", "epochs": 1}
+    assert run["parameters"] == {"config": {"recipe": "ctr"}} | few  # nothing that nobody filled in
+    worker = team.start_worker("form")
+    team.wait_for(UUID(run["id"]), "Completed", timeout_s=240)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(patience(30)) == 0
