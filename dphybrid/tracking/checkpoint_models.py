@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -98,7 +99,7 @@ class CheckpointModels:
         run = self._client.get_run(self._run_id)
         model = self._client.create_logged_model(
             run.info.experiment_id,
-            name=card["name"],
+            name=re.sub(r"[/:.%\"']+", "-", card["name"]),  # MLflow takes none of these; a recipe's import path has two
             source_run_id=self._run_id,
             params={key: str(value) for key, value in card["params"].items()},
             tags={UID_TAG: card["uid"], ROLE_TAG: card["role"], STEP_TAG: str(card["step"])},

@@ -1,0 +1,1 @@
+"""Small programs; tests/test_examples.py runs each of them."""

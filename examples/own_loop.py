@@ -1,0 +1,70 @@
+"""Your own PyTorch loop: a table in host memory, the dense block split over four virtual devices, rows fetched ahead.
+
+    python examples/own_loop.py
+
+Nothing of dphybrid but `embedding` and `parallel` is used: no config, no Prefect, no MLflow. Letters: B samples, F ids a sample.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, find_tables, make_row_optimizer
+from dphybrid.parallel import DataParallel
+
+NUM_ROWS, NUM_STEPS, BATCH_SIZE = 100_000, 60, 62
+
+
+class Clicks(nn.Module):
+    """Rows of two ids, side by side, into a small network."""
+
+    def __init__(self, devices: str) -> None:
+        super().__init__()
+        self.table = HostEmbedding(NUM_ROWS, 16)  # stays in host memory, whatever .to() does
+        self.net = DataParallel(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)), devices)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        logits_B: Tensor = self.net(self.table(batch["ids_BF"]).flatten(1)).squeeze(1)
+        return logits_B
+
+
+def batches(seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yield made-up clicks: those on even first ids. A generator of its own, as the pipeline draws batches ahead."""
+    random = torch.Generator().manual_seed(seed)
+    for _ in range(NUM_STEPS):
+        ids_BF = torch.randint(0, 50, (BATCH_SIZE, 2), generator=random)
+        yield {"ids_BF": ids_BF, "labels_B": (ids_BF[:, 0] % 2 == 0).float()}
+
+
+def main(devices: str = "cpu*4") -> dict[str, float]:
+    """Train, print what happened, and return it."""
+    torch.manual_seed(0)
+    model = Clicks(devices)
+    tables = find_tables(model)  # {"table": ...}
+    before = model.table.weight.clone()
+    dense = torch.optim.Adam(model.parameters(), lr=0.01)  # the table is no parameter:
+    rows = make_row_optimizer("adagrad", tables, lr=0.1)  # its rows have an optimizer of their own
+    losses = []
+    with RowPipeline(tables) as pipeline:
+        for batch in pipeline.prefetch(batches(seed=1), lambda batch: {"table": batch["ids_BF"]}):
+            dense.zero_grad()
+            rows.zero_grad()
+            loss = binary_cross_entropy_with_logits(model(batch), batch["labels_B"])
+            loss.backward()
+            clip_grad_norm_(model.parameters(), tables, max_norm=1.0)  # one norm for both
+            dense.step()
+            rows.step()
+            losses.append(loss.item())
+    split = model.net.last_split
+    assert split is not None
+    changed = int((model.table.weight != before).any(1).sum())
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    print(f"{changed} of {NUM_ROWS:,} rows changed")
+    print("\n".join(split.lines()))
+    return {"first": losses[0], "last": losses[-1], "changed": changed}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The programs of examples/ run, and do what their descriptions say."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dphybrid.config.settings import load_settings
+from dphybrid.jobs.load import load_model
+from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
+from examples import own_loop
+from tests.conftest import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def _from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+
+
+@pytest.fixture
+def unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting MLflow's store up would take longer than these trainings."""
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+
+
+def test_the_own_loop_learns_by_changing_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    told = own_loop.main()
+    assert told["last"] < 0.1 * told["first"]
+    assert 50 <= told["changed"] <= 100  # ids lie below 50, of 100,000 rows
+    assert capsys.readouterr().out.count("In Model: input size torch.Size([16, 32])") == 3  # and one of 14
+
+
+def test_the_own_loop_comes_to_the_same_on_one_device() -> None:
+    assert own_loop.main("cpu")["last"] == pytest.approx(own_loop.main("cpu*4")["last"], rel=1e-3)
+
+
+def test_the_own_model_learns_pairs_and_is_prefetched_to_the_same_bits(unrecorded: None, tmp_path: Path) -> None:
+    rows = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i % 7},{int(i % 4 == 0)}" for i in range(400))
+    (tmp_path / "clicks.csv").write_text("one,two,number,clicked\n" + rows)
+    given = [
+        "recipe=ctr",
+        f"data.path={tmp_path / 'clicks.csv'}",
+        "data.label=clicked",
+        "model.factory=examples.own_model:Factors",
+    ]
+    given += ["devices=cpu*2", "train.batch_size=32", "train.epochs=5"]
+    reports = [run_job(load_config(None, [*given, f"train.pipeline={mode}"]), load_settings()) for mode in ("exact", "off")]
+    assert reports[0].metrics["auc"] > 0.95
+    assert reports[0].digests == reports[1].digests
+
+
+@pytest.mark.parametrize("name", ["Ratings", "FromFrame", "FromDataset"])
+def test_own_recipes_train(name: str, unrecorded: None) -> None:
+    recipe = f"recipe=examples.own_recipe:{name}"
+    report = run_job(load_config(None, [recipe, "devices=cpu*2", "data.num_ratings=2000"]), load_settings())
+    assert report.metrics["right"] > 0.95
+    assert load_model(report.run_name).users.num_rows == 50
+
+
+def test_an_own_recipe_is_on_record_under_its_import_path(data_dir: Path) -> None:
+    """MLflow takes neither dots nor colons in a model's name."""
+    from mlflow.tracking import MlflowClient
+
+    report = run_job(load_config(None, ["recipe=examples.own_recipe:Ratings", "train.epochs=1"]), load_settings())
+    client = MlflowClient(report.tracking_uri)
+    run = client.get_run(report.run_id)
+    assert run.data.params["recipe"] == "examples.own_recipe:Ratings"
+    assert run.data.metrics["final/right"] == report.metrics["right"]
+    assert {model.name for model in client.search_logged_models([run.info.experiment_id])} == {
+        f"examples-own_recipe-Ratings-{Path(report.best_checkpoint).name}"
+    }
+
+
+def test_an_own_recipe_on_the_command_line(tmp_path: Path, unrecorded: None) -> None:
+    command = [sys.executable, "-m", "dphybrid", "train", "--recipe", "examples.own_recipe:Ratings"]
+    shown = subprocess.run([*command, "--help"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert "Made-up ratings of 50 users for 40 films." in " ".join(shown.split())
+    told = tmp_path / "report.json"
+    values = ["--data.num-ratings", "2000", "--devices", "cpu*2", "--report", str(told)]
+    subprocess.run([*command, *values], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert json.loads(told.read_text())["metrics"]["right"] > 0.95
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(REPOSITORY / "examples/own_recipe.py", tmp_path / "elsewhere" / "films.py")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "elsewhere")}
+    command[-1] = "films:Ratings"
+    done = subprocess.run([*command, *values], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "right 1" in done.stdout
+
+
+def test_from_a_dataframe_to_predictions(unrecorded: None) -> None:
+    done = subprocess.run([sys.executable, REPOSITORY / "examples/dataframe.py"], capture_output=True, text=True, check=True)
+    (right,) = re.findall(r"([\d.]+)% of 200 new rows are right", done.stdout)
+    assert float(right) > 90
