@@ -191,8 +191,9 @@ class DataParallel(nn.DataParallel):
             sizes = self.sizes(rows)
             places = self.devices.replicas[: len(sizes)]
             with stage("scatter"):
-                replica_inputs = split(inputs, places, sizes, self.dim)
-                replica_kwargs = split(kwargs, places, sizes, self.dim)
+                seen: dict[int, list[Any]] = {}
+                replica_inputs = split(inputs, places, sizes, self.dim, seen)
+                replica_kwargs = split(kwargs, places, sizes, self.dim, seen)
         with stage("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(replica_inputs)])
         if self.check_synchrony and (names := differing_replicas(replicas)):
@@ -216,7 +217,7 @@ class DataParallel(nn.DataParallel):
         settled, training = self._record.settled, self.training
         if all((training, leaf) in settled for leaf in leaves):
             return
-        if min(sizes) == max(sizes):
+        if min(sizes) == max(sizes) or any(leaf.rows != 1 for leaf in leaves):
             refuse_chance_rows(self.module, inputs, outputs, leaves, sizes, self.dim, self.devices.home)
         settled.update((training, leaf) for leaf in leaves)
 
@@ -275,9 +276,14 @@ class DataParallel(nn.DataParallel):
         if record.in_place is not False:
             place = nullcontext() if self.stage is None or not self.training else self.stage("host_to_device")
             with place:
-                inputs, kwargs = map_tensors(
-                    lambda t: t.clone() if t.device == home else t.to(home, non_blocking=True), (inputs, kwargs)
-                )
+                copies: dict[int, Tensor] = {}  # a tensor given twice stays one
+
+                def copied(t: Tensor) -> Tensor:
+                    if id(t) not in copies:
+                        copies[id(t)] = t.clone() if t.device == home else t.to(home, non_blocking=True)
+                    return copies[id(t)]
+
+                inputs, kwargs = map_tensors(copied, (inputs, kwargs))
             given = [tensor for _, tensor in tensors_of((inputs, kwargs))]
             before = [_version(tensor) for tensor in given]
             output = self.module(*inputs, **kwargs)

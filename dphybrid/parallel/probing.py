@@ -44,6 +44,7 @@ def refuse_chance_rows(
             stacklevel=4,
         )
         return
+    shapes = {path: tensor.shape for path, tensor in tensors_of(outputs[0])}
     for leaf in leaves:
         tensor = found.pop(leaf.path, None)
         if tensor is None or tensor.dim() != leaf.rank or tensor.shape[dim] != leaf.rows * (share + 1):
@@ -52,6 +53,16 @@ def refuse_chance_rows(
                 f"{leaf.path}: {leaf.rows * share} rows for a share of {share} samples by chance: with {share + 1} samples it {size}; return "
                 f"the batch on dim {dim}, with the same number of rows for each sample (transpose an RNN's state, expand what belongs to no sample)"
             )
+        if any(pair == (share, share + 1) for pair in _others(shapes[leaf.path], tensor.shape, dim)):
+            raise UserError(
+                f"{leaf.path}: size {tuple(tensor.shape)} for {share + 1} samples: samples are on two dims, each against all others of its own share "
+                "alone; compute that outside of the data-parallel block"
+            )
+    if minor := _sample_minor(leaves, module, inputs, share, len(sizes), dim, home):
+        raise UserError(
+            f"{minor}: its rows go through all samples once and then again; the shares' rows would be mixed: return all rows of a sample one behind "
+            "the other (repeat_interleave instead of repeat, a stack on dim 1), or each part as an output of its own"
+        )
     if found:
         raise UserError(
             f"{next(iter(found))}: there with {share + 1} samples, not with {share}; return tensors, not a list of samples"
@@ -74,6 +85,41 @@ def _may_be_chance(module: nn.Module, inputs: Any, outputs: list[Any], leaves: l
     if any(_is_elsewhere(shape, share, dim) for shape in shapes[:own]) or any(share in shape for shape in shapes[own:]):
         return True
     return share in _lengths(outputs[0])
+
+
+def _others(one: torch.Size, two: torch.Size, dim: int) -> Iterator[tuple[int, int]]:
+    """Yield the sizes of two tensors on all dims but `dim`."""
+    for axis, pair in enumerate(zip(one, two, strict=True)):
+        if axis != dim % len(one):
+            yield pair
+
+
+def _sample_minor(
+    leaves: list[Leaf], module: nn.Module, inputs: Any, share: int, count: int, dim: int, home: torch.device
+) -> str | None:
+    """Return the path of an output with several rows a sample that are not side by side, as those of torch.cat([x, -x]).
+
+    Sizes do not tell: `share` and `share + 1` samples are computed in evaluation mode, and their rows compared.
+    """
+    several = [leaf for leaf in leaves if leaf.rows > 1]
+    if not several:
+        return None
+    try:
+        one, two = (
+            dict(tensors_of(_with_one_more(module, inputs, rows, count, dim, home, training=False)))
+            for rows in (share, share + 1)
+        )
+    except Exception:  # noqa: BLE001 # not made to be evaluated
+        return None
+    for leaf in several:
+        if leaf.path in one and leaf.path in two:
+            a, b = one[leaf.path].movedim(dim, 0), two[leaf.path].movedim(dim, 0)
+            if len(a) != leaf.rows * share or len(b) != leaf.rows * (share + 1) or a.shape[1:] != b.shape[1:]:
+                continue
+            outer = b.unflatten(0, (leaf.rows, share + 1))[:, :share].flatten(0, 1)
+            if not torch.allclose(a, b[: len(a)], equal_nan=True) and torch.allclose(a, outer, equal_nan=True):
+                return leaf.path
+    return None
 
 
 def _is_elsewhere(shape: torch.Size, share: int, dim: int) -> bool:
@@ -99,10 +145,13 @@ def _lengths(value: Any) -> Iterator[int]:
 
 
 @torch.no_grad()
-def _with_one_more(module: nn.Module, inputs: Any, rows: int, count: int, dim: int, home: torch.device) -> Any:
+def _with_one_more(
+    module: nn.Module, inputs: Any, rows: int, count: int, dim: int, home: torch.device, training: bool = True
+) -> Any:
     args, kwargs = _first_rows(inputs, rows, dim, home)
     with own_random_state(home), as_replica(0, count):
-        return throwaway(module, home)(*args, **kwargs)
+        copy = throwaway(module, home)
+        return (copy if training else copy.eval())(*args, **kwargs)
 
 
 def _first_rows(value: Any, rows: int, dim: int, home: torch.device) -> Any:

@@ -33,7 +33,8 @@ def scatter_kwargs(
     devices = resolve_devices(devices)
     sizes = _sizes(inputs, kwargs or {}, len(devices), dim)
     places = devices.replicas[: len(sizes)]
-    return tuple(split(tuple(inputs), places, sizes, dim)), tuple(split(dict(kwargs or {}), places, sizes, dim))
+    shares = split((tuple(inputs), dict(kwargs or {})), places, sizes, dim)
+    return tuple(share[0] for share in shares), tuple(share[1] for share in shares)
 
 
 def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], num_devices: int, dim: int) -> list[int]:
@@ -43,9 +44,15 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], num_devices: int, dim:
     return split_sizes(rows, num_devices) if rows else [0]
 
 
-def split(value: Any, places: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
-    """Split what `batch_rows` has found fit to be split."""
+def split(
+    value: Any, places: Sequence[torch.device], sizes: list[int], dim: int, seen: dict[int, list[Any]] | None = None
+) -> list[Any]:
+    """Split what `batch_rows` has found fit to be split. seen: tensors that were split before; one given twice stays one in each share."""
     if isinstance(value, Tensor):
+        if seen is not None:
+            if id(value) not in seen:
+                seen[id(value)] = split(value, places, sizes, dim)
+            return seen[id(value)]
         # A copy also where the device is the same: an in-place first operation must not reach the caller's batch.
         return [
             part.to(place, non_blocking=True, copy=True) for part, place in zip(_rows(value, sizes, dim), places, strict=True)
@@ -60,7 +67,8 @@ def split(value: Any, places: Sequence[torch.device], sizes: list[int], dim: int
             )
         return list(value.tensors)
     if is_nest(value):
-        columns = [split(item, places, sizes, dim) for item in items_of(value)]
+        seen = {} if seen is None else seen
+        columns = [split(item, places, sizes, dim, seen) for item in items_of(value)]
         return [rebuild(value, [column[j] for column in columns]) for j in range(len(places))]
     return [value] * len(places)
 

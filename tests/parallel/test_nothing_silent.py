@@ -109,6 +109,30 @@ def test_outputs_that_have_the_shares_rows_by_chance(name: str, mode: Any) -> No
     assert DataParallel(Chance(), "cpu*2", mode=mode, probe=False)(x) is not None  # what torch would give
 
 
+@pytest.mark.parametrize("devices", ["cpu*2", "cpu*3"])
+def test_outputs_whose_rows_go_through_the_samples_twice(devices: str) -> None:
+    x = torch.randn(8, 3)
+    for twice in (lambda x: torch.cat([x, -x]), lambda x: x.repeat(2, 1)):
+        module = nn.Sequential(nn.Dropout(0.5), Does(twice))
+        with pytest.raises(UserError, match="output: its rows go through all samples once and then again"):
+            DataParallel(module, devices)(x)
+    for by_sample in (lambda x: x.repeat_interleave(2, 0), lambda x: torch.stack([x, -x], 1).flatten(0, 1)):
+        assert torch.equal(DataParallel(Does(by_sample), devices)(x), by_sample(x))
+
+
+def test_samples_against_all_others_in_equal_shares() -> None:
+    with pytest.raises(UserError, match="output: size .5, 5. for 5 samples: samples are on two dims"):
+        DataParallel(Does(lambda x: x @ x.t()), "cpu*2")(torch.randn(8, 3))
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
+def test_a_tensor_given_twice_stays_one(devices: str) -> None:
+    x, wrapped = torch.zeros(4, 2), DataParallel(Does(lambda a, b, *, c: (a.add_(1), b[0], c)), devices)
+    for _ in range(2):
+        assert all(torch.equal(out, torch.ones(4, 2)) for out in wrapped(x, [x], c=x))
+    assert torch.equal(x, torch.zeros(4, 2))
+
+
 def test_outputs_of_shares_of_two_sizes_need_no_second_look() -> None:
     calls: list[int] = []
 
