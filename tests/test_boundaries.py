@@ -47,3 +47,10 @@ def test_the_library_knows_no_prefect_and_mlflow_in_tracking_alone(file: Path) -
     assert "prefect" not in names or file.parent.name == "orchestration"
     assert "flows" not in names
     assert "mlflow" not in names or file.parent.name == "tracking"
+
+
+def test_arrows_between_the_rooms_run_downwards_only() -> None:
+    tool = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    done = subprocess.run([sys.executable, "-c", tool], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "0 broken" in done.stdout

@@ -25,8 +25,8 @@ from dphybrid.gpus import (
     try_lease,
     visible,
 )
-from dphybrid.gpus.hours import parse_training_hours
 from dphybrid.util.errors import UserError
+from dphybrid.util.hours import parse_training_hours
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state
 from tests.waiting import patience, wait_until

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,6 @@ def check(args: argparse.Namespace) -> int:
     """Print what of a model differs or breaks under data parallelism; 1 when something breaks."""
     from dphybrid.jobs.check import check_target
 
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     breaks = 0
     for block, findings in check_target(args.target, load_config(args.config, overrides_from_args(args)), load_settings()):
         print(f"{block}: {'nothing found' if not findings else f'{len(findings)} found'}")
@@ -113,7 +113,7 @@ def devices(args: argparse.Namespace) -> int:
     """Show the GPUs, or ask a run to give way."""
     from rich.console import Console
 
-    from dphybrid.gpus import Inventory, ask_for, lease_folder, visible
+    from dphybrid.gpus import Inventory, Policy, ask_for, lease_folder, visible
     from dphybrid.gpus.table import gpu_table, show_live
 
     settings, names = load_settings(), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -130,8 +130,8 @@ def devices(args: argparse.Namespace) -> int:
         print(ask_for(folder, chosen[args.ask]))
         return 0
     if args.live:
-        show_live(inventory, names, folder, settings.gpu_policy)
-    Console().print(gpu_table(units, names, folder, settings.gpu_policy))
+        show_live(inventory, names, folder, Policy.of(settings))
+    Console().print(gpu_table(units, names, folder, Policy.of(settings)))
     return 0
 
 
@@ -236,3 +236,25 @@ def validate(args: argparse.Namespace) -> int:
     for line in importlib.import_module("dphybrid.orchestration.validate").check_prefect_yaml(args.file):
         print(line)
     return 0
+
+
+def hand_on(command: str, argv: Sequence[str]) -> int:
+    """Run a command that lives beside Prefect, by name: nothing below may need Prefect."""
+    module = {"worker": "dphybrid.orchestration.worker", "deploy": "dphybrid.orchestration.setup"}[command]
+    try:
+        main = importlib.import_module(module).main
+    except ImportError as error:
+        print(f"error: Prefect cannot be imported ({error}); `dphybrid doctor` says what is wrong", file=sys.stderr)
+        return 2
+    return int(main(argv))
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Read prepared folders and checkpoints whole; 1 when one is damaged."""
+    from dphybrid.jobs.verify import verify_places
+
+    damaged = 0
+    for line, good in verify_places(args.places, load_settings()):
+        damaged += not good
+        print(f"{'ok ' if good else 'BAD'} {line}", flush=True)
+    return 1 if damaged else 0

@@ -55,6 +55,12 @@ run any number of times, and beside running trainings. The exit code is 1 when s
 """
 
 
+VERIFY_HELP = """\
+Every file is read and compared with the sums that were written with it. Each place gives a line; the exit code is 1 when one is damaged.
+Training, prediction and registration check what they use by themselves; this is for the rest: after a power failure, or on an old disk.
+"""
+
+
 def _at_least_one(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
@@ -189,6 +195,26 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         predict.add_argument(f"--data.{name}", dest=name.replace("-", "_"), help=f"{what} (as in training)")
     predict.set_defaults(function=commands.predict)
 
+    verify = subparsers.add_parser(
+        "verify",
+        help="read prepared folders and checkpoints whole, and name what is damaged",
+        epilog=VERIFY_HELP,
+        formatter_class=raw,
+    )
+    verify.add_argument(
+        "places",
+        nargs="*",
+        metavar="PLACE",
+        help="a run's name, a prepared folder or a checkpoint folder (all of DPHYBRID_DATA_DIR)",
+    )
+    verify.set_defaults(function=commands.verify)
+
+    for name, sentence in (
+        ("worker", "take training runs from a Prefect work pool, politely"),
+        ("deploy", "set a Prefect server up: pool, queues, deployments, automation; or bring it up to date"),
+    ):
+        subparsers.add_parser(name, help=sentence)  # `main` hands these on to their own parsers
+
     subparsers.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=commands.doctor)
     parser.commands = subparsers.choices
     return parser
@@ -197,5 +223,11 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 2 for wrong input, 130 when interrupted."""
     given = sys.argv[1:] if argv is None else argv
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(
+            str(Path.cwd())
+        )  # recipes and models of your own, as `python -m` finds them; last, so that nothing is shadowed
+    if given[:1] in (["worker"], ["deploy"]):
+        return commands.hand_on(given[0], given[1:])
     args = make_parser(given).parse_args(given)
     return run_cli(lambda: args.function(args))

@@ -10,10 +10,9 @@ from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dphybrid.gpus.hours import parse_training_hours
-from dphybrid.gpus.inventory import Policy
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
+from dphybrid.util.hours import parse_training_hours
 
 RENAMED = {"DPHYBRID_QUIET_HOURS": "DPHYBRID_TRAINING_HOURS", "DPHYBRID_UPLOAD_LIMIT_MB": "DPHYBRID_UPLOAD_LIMIT_MIB"}
 """Variables of former versions, which go on working: old name -> name."""
@@ -119,11 +118,6 @@ class Settings(BaseSettings):
     def worker_may(self) -> frozenset[str]:
         """The names in `worker_allows`."""
         return frozenset(filter(None, self.worker_allows.split(",")))
-
-    @property
-    def gpu_policy(self) -> Policy:
-        ignored = tuple(name.strip() for name in self.gpu_ignore.split(",") if name.strip())
-        return Policy(self.gpu_free_share, self.gpu_max_load, self.gpu_window_s, ignored)
 
     @cached_property
     def mlflow_uri(self) -> str | None:

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
 
 GIB = 2**30
@@ -65,6 +66,12 @@ class Policy:
     max_utilisation: int = 10
     window_s: float = 2.0
     ignore: tuple[str, ...] = ("Xorg", "Xwayland", "gnome-shell")
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Policy":
+        """Return the policy that the settings say."""
+        ignored = tuple(name.strip() for name in settings.gpu_ignore.split(",") if name.strip())
+        return cls(settings.gpu_free_share, settings.gpu_max_load, settings.gpu_window_s, ignored)
 
 
 class Inventory:

@@ -10,11 +10,11 @@ import torch
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.gpus import Gpu, Inventory, Lease, Wanted, acquire, lease_folder, visible
-from dphybrid.gpus.hours import parse_training_hours
+from dphybrid.gpus import Gpu, Inventory, Lease, Policy, Wanted, acquire, lease_folder, visible
 from dphybrid.parallel import resolve_devices
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
 from dphybrid.util.errors import UserError
+from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.stop import StopRequest
 
 REAL_NVML = "pynvml"
@@ -87,7 +87,7 @@ def leased_devices(
         inventory,
         lease_folder(settings.lease_dir),
         run=run,
-        policy=settings.gpu_policy,
+        policy=Policy.of(settings),
         names=os.environ.get("CUDA_VISIBLE_DEVICES"),
         timeout_s=settings.gpu_wait_s,
         poll_s=settings.gpu_poll_s,

@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import NoReturn
 
 from dphybrid.config.settings import Settings
-from dphybrid.gpus import Gpu, asked_by
-from dphybrid.gpus.hours import parse_training_hours
+from dphybrid.gpus import Gpu, Policy, asked_by
 from dphybrid.gpus.inventory import GIB, describe_process, foreign_processes
 from dphybrid.gpus.leasing import LeasedDevices
+from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.stop import Interrupted, StopRequest
 from dphybrid.util.watching import watching
 
@@ -68,7 +68,7 @@ def reason_to_yield(devices: LeasedDevices, settings: Settings, now: datetime) -
 
 def _crowded(gpu: Gpu, settings: Settings) -> str | None:
     # Processes of other containers have numbers that could be our own, so only those seen here count.
-    others = [process for process in foreign_processes(gpu, settings.gpu_policy) if process.owner]
+    others = [process for process in foreign_processes(gpu, Policy.of(settings)) if process.owner]
     if not others:
         return None
     if settings.yield_to_others == "always":

@@ -1,6 +1,7 @@
 """Loads checkpoints back from MLflow: by model, by registered name and alias, or as a plain folder."""
 
 import atexit
+import importlib
 import json
 import os
 import shutil
@@ -13,42 +14,9 @@ from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 
 
-class LoadedCheckpoint:
-    """A checkpoint as MLflow's pyfunc hands it out. folder: its files; state: its page; tensors: the blocks by name."""
-
-    def __init__(self, folder: Path) -> None:
-        from dphybrid.training.checkpoint import verify_checkpoint
-
-        self.folder = folder
-        self.state = verify_checkpoint(folder)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The experiment's values."""
-        return self.state.config
-
-    def tensors(self) -> dict[str, Any]:
-        """Read the dense blocks' tensors by name."""
-        from dphybrid.training.tensor_file import read_tensors
-
-        return read_tensors(self.folder / "blocks.safetensors")
-
-    def model(self, devices: str = "cpu") -> Any:
-        """Build the model on `devices` and fill it: `mlflow.pyfunc.load_model(uri).unwrap_python_model()` is not needed for that."""
-        from dphybrid.jobs.load import model_from_checkpoint
-
-        return model_from_checkpoint(self.folder, devices)
-
-    def predict(self, batch: Any) -> Any:
-        """Run the model on a batch (dict of tensors with samples on dim 0)."""
-        import torch
-
-        with torch.no_grad():
-            return self.model().eval()(batch)
-
-
-def _load_pyfunc(path: str) -> LoadedCheckpoint:
-    return LoadedCheckpoint(Path(path))
+def _load_pyfunc(path: str) -> Any:
+    """Load a model that was recorded before `dphybrid.jobs.pyfunc` was its loader; MLflow finds this function by its name."""
+    return importlib.import_module("dphybrid.jobs.pyfunc")._load_pyfunc(path)
 
 
 def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:

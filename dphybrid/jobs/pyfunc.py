@@ -1,0 +1,65 @@
+"""Checkpoints as MLflow's own models: what `mlflow.pyfunc.load_model` and `mlflow models serve` load and ask."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.jobs.load import model_from_checkpoint
+from dphybrid.jobs.predict import Predictor
+from dphybrid.training.checkpoint import verify_checkpoint
+from dphybrid.training.tensor_file import read_tensors
+
+
+class LoadedCheckpoint:
+    """A checkpoint as MLflow's pyfunc hands it out. folder: its files; state: its page; both models are built when first asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state = verify_checkpoint(folder)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The experiment's values."""
+        return self.state.config
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Read the dense blocks' tensors by name."""
+        return read_tensors(self.folder / "blocks.safetensors")
+
+    def model(self, devices: str = "cpu") -> nn.Module:
+        """Build the model anew on `devices` and fill it."""
+        return model_from_checkpoint(self.folder, devices)
+
+    @cached_property
+    def _module(self) -> nn.Module:
+        return self.model().eval()
+
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor(self.folder)
+
+    def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
+        """Return the probability (B,) of the positive class for the rows of a frame; for a batch of tensors, what the model returns.
+
+        data: a DataFrame (pandas, polars) or columns by name, for recipes that read tables; or the model's own batch, a dict of tensors
+        with samples on dim 0. Raises UserError when columns are missing, or when the model cannot read rows of a table.
+        """
+        if isinstance(data, Mapping) and data and all(isinstance(value, Tensor) for value in data.values()):
+            with torch.no_grad():
+                return self._module(data)
+        frame = {str(name): data[name] for name in data.columns} if hasattr(data, "columns") else data
+        return self._predictor.predict({name: _plain(column) for name, column in frame.items()})
+
+
+def _plain(column: Any) -> Any:
+    """A pandas column as the values that polars takes."""
+    return column.to_list() if hasattr(column, "to_list") else column
+
+
+def _load_pyfunc(path: str) -> LoadedCheckpoint:
+    """What MLflow calls: the name is its own."""
+    return LoadedCheckpoint(Path(path))
