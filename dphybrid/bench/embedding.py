@@ -5,9 +5,12 @@ take turns, warm-up left out: a busy moment of the machine hits them alike.
 """
 
 import argparse
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,29 +26,59 @@ from dphybrid.embedding.optim import make_row_optimizer
 from dphybrid.embedding.pipeline import RowPipeline
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.files import write_json
+from dphybrid.util.memory import keep_freed_memory, page_faults
 
 Step = Callable[[], object]
 
 
+@dataclass(frozen=True)
+class Timing:
+    """What a contestant took over all rounds: the median, from the lowest tenth to the highest, CPU time and page faults of the process."""
+
+    ms: float
+    low_ms: float
+    high_ms: float
+    cpu_ms: float
+    faults: int
+
+    def __str__(self) -> str:
+        return f"{self.ms:10.3f}  ({self.low_ms:.3f} to {self.high_ms:.3f}; CPU {self.cpu_ms:.3f}; {self.faults} faults)"
+
+
 def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed: int = 0) -> Tensor:
-    """Return int64 ids whose frequencies fall like rank ** -exponent, spread over the whole table by a fixed permutation's stride."""
+    """Return int64 ids whose frequencies fall like rank ** -exponent, neighbours in rank far apart in the table."""
     chance = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     power = 1 - exponent
     ranks = ((num_rows**power * chance + 1 - chance) ** (1 / power)).long().clamp_(1, num_rows) - 1
-    stride = 1_000_003 if num_rows % 1_000_003 else 1
+    stride = max(1, int(num_rows * 0.6180339887))
+    while math.gcd(stride, num_rows) > 1:
+        stride += 1
     return ranks * stride % num_rows
 
 
-def medians_ms(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3) -> dict[str, float]:
-    """Return the median milliseconds of each contestant over `rounds` rounds in which they take turns."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+def race(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3, *, cold: bool = False) -> dict[str, Timing]:
+    """Time each contestant over `rounds` rounds in which they take turns. cold: with other memory in the caches before each turn."""
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contestants}
+    other = torch.zeros(2**24 if cold else 0)
     for turn in range(warm_up + rounds):
         for name, step in contestants.items():
-            start = time.perf_counter()
+            other.add_(1)
+            faults, cpu, start = page_faults(), time.process_time(), time.perf_counter()
             step()
+            took, busy = time.perf_counter() - start, time.process_time() - cpu
             if turn >= warm_up:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
+                found[name].append((1e3 * took, 1e3 * busy, page_faults() - faults))
+    timings = {}
+    for name, rows in found.items():
+        walls, cpus, all_faults = (sorted(column) for column in zip(*rows, strict=True))
+        low, high = walls[rounds // 10], walls[-1 - rounds // 10]
+        timings[name] = Timing(statistics.median(walls), low, high, statistics.median(cpus), int(statistics.median(all_faults)))
+    return timings
+
+
+def medians_ms(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3) -> dict[str, float]:
+    """Return the medians of `race` alone."""
+    return {name: timing.ms for name, timing in race(contestants, rounds, warm_up).items()}
 
 
 def copy_gib_per_s() -> float:
@@ -54,32 +87,39 @@ def copy_gib_per_s() -> float:
     return 0.25 / (medians_ms({"copy": lambda: target.copy_(source)}, 5)["copy"] / 1e3)
 
 
-def step_costs(num_rows: int, dim: int, num_ids: int, rounds: int, exponent: float = 1.05) -> dict[str, float]:
-    """Return ms of one whole step on the CPU (lookup, backward, update) by contestant, and of the host's share alone.
+def step_costs(
+    num_rows: int, dim: int, num_ids: int, rounds: int, exponent: float = 1.05, *, cold: bool = False
+) -> dict[str, Timing]:
+    """Time one whole step on the CPU (lookup, backward, update) by contestant, and of the host's share alone.
 
     The host's share is what is left when a device sums the gradients of repeated ids: sorting, gathering and updating unique rows. Dense
     contestants are left out where their gradient would take more than 1 GiB.
     """
-    ids = zipf_ids(num_rows, (num_ids,), exponent)
+    batches = [
+        zipf_ids(num_rows, (num_ids,), exponent, seed) for seed in range(4)
+    ]  # they take turns: one batch's rows would stay in the caches
     grads_ND = torch.randn(num_ids, dim, generator=torch.Generator().manual_seed(1))
     contestants: dict[str, Step] = {}
     for name in ("sgd", "adagrad", "adam", "lazy-adam"):
         table = HostEmbedding(num_rows, dim)
         rows = make_row_optimizer(name, {"t": table}, lr=0.01)
-        grads_UD = torch.randn(len(ids.unique()), dim)
-        buffer_UD = torch.empty_like(grads_UD)
+        buffer_ND = torch.empty_like(grads_ND)
+        for_whole, for_host = _cycle(batches), _cycle(batches)
 
-        def whole(table: HostEmbedding = table, rows: Any = rows) -> None:
+        def whole(table: HostEmbedding = table, rows: Any = rows, turns: Iterator[Tensor] = for_whole) -> None:
             rows.zero_grad()
-            table(ids).backward(grads_ND)
+            table(next(turns)).backward(grads_ND)
             rows.step()
 
         def host(
-            table: HostEmbedding = table, rows: Any = rows, grads_UD: Tensor = grads_UD, buffer_UD: Tensor = buffer_UD
+            table: HostEmbedding = table,
+            rows: Any = rows,
+            buffer_ND: Tensor = buffer_ND,
+            turns: Iterator[Tensor] = for_host,
         ) -> None:
-            unique_U = sort_ids(ids, num_rows).unique_U
-            kernels.gather(table.weight, unique_U, buffer_UD)
-            table.set_row_gradients(unique_U, grads_UD)
+            unique_U = sort_ids(next(turns), num_rows).unique_U
+            kernels.gather(table.weight, unique_U, buffer_ND[: len(unique_U)])
+            table.set_row_gradients(unique_U, grads_ND[: len(unique_U)])
             rows.step()
 
         contestants[f"dphybrid {name}"] = whole
@@ -95,22 +135,33 @@ def step_costs(num_rows: int, dim: int, num_ids: int, rounds: int, exponent: flo
         embedding = nn.Embedding(num_rows, dim, sparse=sparse)
         optimizer = kind(embedding.parameters(), lr=0.01)
 
-        def step(embedding: nn.Embedding = embedding, optimizer: Any = optimizer) -> None:
+        for_stock = _cycle(batches)
+
+        def step(embedding: nn.Embedding = embedding, optimizer: Any = optimizer, turns: Iterator[Tensor] = for_stock) -> None:
             optimizer.zero_grad()
-            embedding(ids).backward(grads_ND)
+            embedding(next(turns)).backward(grads_ND)
             optimizer.step()
 
         contestants[name] = step
     if find_spec("fbgemm_gpu"):
-        contestants |= _fbgemm([num_rows], dim, ids, grads_ND)
-    return medians_ms(contestants, rounds)
+        contestants |= _fbgemm([num_rows], dim, batches, grads_ND)
+    return race(contestants, rounds, cold=cold)
 
 
 def many_tables_costs(
-    batch_size: int, rounds: int, num_tables: int = 26, rows_each: int = 100_000, dim: int = 16
-) -> dict[str, float]:
+    batch_size: int,
+    rounds: int,
+    num_tables: int = 26,
+    rows_each: int = 100_000,
+    dim: int = 16,
+    *,
+    cold: bool = False,
+) -> dict[str, Timing | float]:
     """Return ms of a step over many small tables: one flat table with shifted ids against one nn.EmbeddingBag a table, and FBGEMM's tables."""
-    ids_BF = torch.stack([zipf_ids(rows_each, (batch_size,), seed=column) for column in range(num_tables)], 1)
+    batches = [
+        torch.stack([zipf_ids(rows_each, (batch_size,), seed=100 * turn + column) for column in range(num_tables)], 1)
+        for turn in range(4)
+    ]
     grads_BFD = torch.randn(batch_size, num_tables, dim)
     table = HostEmbedding(num_tables * rows_each, dim)
     rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
@@ -118,47 +169,51 @@ def many_tables_costs(
     bags = nn.ModuleList(nn.EmbeddingBag(rows_each, dim, mode="sum", sparse=True) for _ in range(num_tables))
     sgd, adagrad = torch.optim.SGD(bags.parameters(), lr=0.01), torch.optim.Adagrad(bags.parameters(), lr=0.01)
 
+    turns = _cycle(batches)
+
     def ours() -> None:
         rows.zero_grad()
-        table(ids_BF + offsets_F).backward(grads_BFD)
+        table(next(turns) + offsets_F).backward(grads_BFD)
         rows.step()
 
-    def theirs(optimizer: torch.optim.Optimizer) -> None:
+    def theirs(optimizer: torch.optim.Optimizer, turns: Iterator[Tensor]) -> None:
         optimizer.zero_grad()
-        columns = [bag(ids_B.unsqueeze(1)) for bag, ids_B in zip(bags, ids_BF.T.contiguous(), strict=True)]
+        columns = [bag(ids_B.unsqueeze(1)) for bag, ids_B in zip(bags, next(turns).T.contiguous(), strict=True)]
         torch.stack(columns, 1).backward(grads_BFD)
         optimizer.step()
 
     contestants: dict[str, Step] = {
         "dphybrid adagrad, one flat table": ours,
-        f"{num_tables} x EmbeddingBag(sparse) + SGD": lambda: theirs(sgd),
-        f"{num_tables} x EmbeddingBag(sparse) + Adagrad": lambda: theirs(adagrad),
+        f"{num_tables} x EmbeddingBag(sparse) + SGD": partial(theirs, sgd, _cycle(batches)),
+        f"{num_tables} x EmbeddingBag(sparse) + Adagrad": partial(theirs, adagrad, _cycle(batches)),
     }
     if find_spec("fbgemm_gpu"):
-        contestants |= _fbgemm([rows_each] * num_tables, dim, ids_BF.T.reshape(-1), grads_BFD.flatten(1))
-    found = medians_ms(contestants, rounds)
-    if "fbgemm row-wise adagrad" in found:
-        found["FBGEMM / dphybrid row-wise adagrad"] = found["fbgemm row-wise adagrad"] / found["dphybrid adagrad, one flat table"]
+        contestants |= _fbgemm([rows_each] * num_tables, dim, [ids_BF.T.reshape(-1) for ids_BF in batches], grads_BFD.flatten(1))
+    timings = race(contestants, rounds, cold=cold)
+    found: dict[str, Timing | float] = {**timings}
+    if "fbgemm row-wise adagrad" in timings:
+        ours_ms = timings["dphybrid adagrad, one flat table"].ms
+        found["FBGEMM / dphybrid row-wise adagrad"] = timings["fbgemm row-wise adagrad"].ms / ours_ms
     return found
 
 
-def _fbgemm(rows_of_tables: list[int], dim: int, ids_TB: Tensor, grads: Tensor) -> dict[str, Step]:
-    """FBGEMM's table-batched embedding on the CPU. ids_TB: B ids of each table, flat. grads: (B, T * dim)."""
+def _fbgemm(rows_of_tables: list[int], dim: int, batches: list[Tensor], grads: Tensor) -> dict[str, Step]:
+    """FBGEMM's table-batched embedding on the CPU. batches: of B ids of each table, flat. grads: (B, T * dim)."""
     from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 
     kinds = {"sgd": training.OptimType.EXACT_SGD, "row-wise adagrad": training.OptimType.EXACT_ROWWISE_ADAGRAD}
-    offsets = torch.arange(len(ids_TB) + 1)
+    offsets = torch.arange(len(batches[0]) + 1)
     steps: dict[str, Step] = {}
     for name, kind in kinds.items():
         places = [(rows, dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU) for rows in rows_of_tables]
         tables = training.SplitTableBatchedEmbeddingBagsCodegen(places, optimizer=kind, learning_rate=0.01)
-        steps[f"fbgemm {name}"] = partial(_backward, partial(tables, ids_TB, offsets), grads)
+        steps[f"fbgemm {name}"] = partial(_backward, tables, _cycle(batches), offsets, grads)
     return steps
 
 
-def _backward(forward: Callable[[], Tensor], grads: Tensor) -> None:
-    forward().backward(grads)
+def _backward(tables: Callable[..., Tensor], turns: Iterator[Tensor], offsets: Tensor, grads: Tensor) -> None:
+    tables(next(turns), offsets).backward(grads)
 
 
 def size_costs(dim: int, num_ids: int, rounds: int, sizes: tuple[int, ...] = (100_000, 10_000_000)) -> dict[str, float]:
@@ -252,37 +307,45 @@ def pipeline_costs(
 
 
 def run(threads: tuple[int, ...] = (1, 2), rounds: int = 15, scale: float = 1.0) -> dict[str, Any]:
-    """Measure everything for each number of threads; return nested dicts of milliseconds and ratios. scale: of table sizes and ids."""
-    num_rows, dim, num_ids = int(1_000_000 * scale), 64, int(53_248 * scale)
+    """Measure everything for each number of threads; return nested dicts of timings and ratios. scale: of table sizes and ids."""
     before = torch.get_num_threads()
-    results: dict[str, Any] = {"torch": torch.__version__, "shape": f"{num_rows:,} x {dim}, {num_ids:,} Zipf(1.05) ids"}
+    results: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "freed memory stays": keep_freed_memory(),
+        "load before": os.getloadavg()[0],
+    }
     try:
         for count in threads:
             torch.set_num_threads(count)
-            bandwidth = copy_gib_per_s()
             # torch's sparse Adagrad warns unless told whether to check; checks would slow it down.
             with torch.sparse.check_sparse_tensor_invariants(False):
-                step_ms = step_costs(num_rows, dim, num_ids, rounds)
-                many_ms = {
-                    f"26 tables, batch {batch_size}": many_tables_costs(batch_size, rounds, rows_each=int(100_000 * scale))
-                    for batch_size in (128, 2048)
-                }
-            num_unique = len(zipf_ids(num_rows, (num_ids,)).unique())
-            # Unique rows read for the lookup and for the update, written once; expanded rows written, their gradients read, sums written.
-            moved = 4 * dim * (3 * num_unique + 2 * num_ids + num_unique)
-            floor = moved / 2**30 / bandwidth * 1e3
-            results[f"threads={count}"] = {
-                "copy GiB/s": bandwidth,
-                "step ms": step_ms,
-                "ratios": ratios(step_ms) | {"dphybrid adagrad / floor": step_ms["dphybrid adagrad"] / floor},
-                "floor ms": floor,
-                **many_ms,
-                "by table size": size_costs(16, int(20_000 * scale), rounds, (int(100_000 * scale), int(10_000_000 * scale))),
-                **pipelines(num_rows, dim, scale, min(9, rounds)),
-            }
+                results[f"threads={count}"] = _with_threads(rounds, scale)
     finally:
         torch.set_num_threads(before)
-    return results
+    return results | {"load after": os.getloadavg()[0]}
+
+
+def _with_threads(rounds: int, scale: float) -> dict[str, Any]:
+    rows, ids = int(1_000_000 * scale), int(53_248 * scale)
+    bandwidth = copy_gib_per_s()
+    results: dict[str, Any] = {"copy GiB/s": bandwidth}
+    for num_rows, dim, num_ids in ((rows, 64, ids), (max(2, rows // 5), 256, max(1, ids // 3))):
+        num_unique = len(zipf_ids(num_rows, (num_ids,)).unique())
+        # Unique rows read for the lookup and for the update, written once; expanded rows written, their gradients read, sums written.
+        floor_ms = 4 * dim * (3 * num_unique + 2 * num_ids + num_unique) / 2**30 / bandwidth * 1e3
+        shape = f"{num_rows:,} x {dim}, {num_ids:,} Zipf(1.05) ids"
+        for caches in ("warm", "cold"):
+            timings = step_costs(num_rows, dim, num_ids, rounds, cold=caches == "cold")
+            floor = {"floor ms": floor_ms, "dphybrid adagrad / floor": timings["dphybrid adagrad"].ms / floor_ms}
+            results[f"{shape}, {caches} caches"] = {**timings, "ratios": {**ratios(timings), **floor}}
+    for batch_size in (128, 2048):
+        for caches in ("warm", "cold"):
+            results[f"26 tables, batch {batch_size}, {caches} caches"] = many_tables_costs(
+                batch_size, rounds, rows_each=int(100_000 * scale), cold=caches == "cold"
+            )
+    results["by table size"] = size_costs(16, int(20_000 * scale), rounds, (int(100_000 * scale), int(10_000_000 * scale)))
+    return results | pipelines(rows, 64, scale, min(9, rounds))
 
 
 def pipelines(num_rows: int, dim: int, scale: float, repeats: int) -> dict[str, dict[str, float]]:
@@ -300,9 +363,10 @@ def pipelines(num_rows: int, dim: int, scale: float, repeats: int) -> dict[str, 
     }
 
 
-def ratios(step_ms: Mapping[str, float]) -> dict[str, float]:
+def ratios(timings: Mapping[str, Timing]) -> dict[str, float]:
     """Return how many times as long torch's sparse steps and, where it is installed, FBGEMM's take: against the whole step, and against
     the host's share of it."""
+    step_ms = {name: timing.ms for name, timing in timings.items()}
     found = {}
     for name in ("sgd", "row-wise adagrad"):
         if f"fbgemm {name}" in step_ms:
@@ -312,6 +376,14 @@ def ratios(step_ms: Mapping[str, float]) -> dict[str, float]:
         found[f"{stock} / dphybrid {ours}"] = theirs / step_ms[f"dphybrid {ours}"]
         found[f"{stock} / dphybrid {ours}, host share"] = theirs / step_ms[f"dphybrid {ours}, host share"]
     return found
+
+
+def plain(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results as what JSON holds."""
+    return {
+        name: plain(value) if isinstance(value, Mapping) else asdict(value) if isinstance(value, Timing) else value
+        for name, value in results.items()
+    }
 
 
 def table_text(results: Mapping[str, Any], indent: str = "") -> str:
@@ -328,7 +400,13 @@ def table_text(results: Mapping[str, Any], indent: str = "") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the host embedding engine beside torch's own.")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of torch threads (default: 1 2)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        nargs="+",
+        default=[n for n in (1, 2, 4, 8, 16) if n <= (os.cpu_count() or 1)],
+        help="numbers of threads (default: 1, 2, 4, 8 and 16 as far as there are cores)",
+    )
     parser.add_argument("--rounds", type=int, default=15, help="rounds behind each median (default: 15)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on table sizes and ids (default: 1)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

@@ -86,8 +86,9 @@ def bench(args: argparse.Namespace) -> int:
     else:
         from dphybrid.bench import embedding as rows_bench
 
-        result = rows_bench.run(rounds=args.repeats or 15)
-        print(rows_bench.table_text(result))
+        timings = rows_bench.run(rounds=args.repeats or 15)
+        print(rows_bench.table_text(timings))
+        result = rows_bench.plain(timings)
     if args.out:
         write_json(args.out, result)
     return 0

@@ -1,5 +1,6 @@
 """Storage in memory and in files, pooled lookups, collections of tables, and what the package imports."""
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dphybrid.bench.embedding import run, table_text
+from dphybrid.bench.embedding import plain, run, table_text, zipf_ids
 from dphybrid.embedding import (
     HostEmbedding,
     HostEmbeddingCollection,
@@ -171,10 +172,19 @@ def test_needs_torch_and_numpy_before_numba_is_used() -> None:
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs() -> None:
     results = run((1,), rounds=1, scale=0.01)
-    assert results["threads=1"]["ratios"]
     assert "SparseAdam / dphybrid adam" in table_text(results)
+    assert "faults)" in table_text(results)
+    json.dumps(plain(results))
+
+
+def test_zipf_ids_lie_all_over_the_table() -> None:
+    for num_rows in (1_000_000, 100_000, 1_000_003):
+        ids = zipf_ids(num_rows, (20_000,))
+        per_tenth = torch.bincount(ids.unique() * 10 // num_rows, minlength=10)
+        assert per_tenth.min() > 0.8 * per_tenth.float().mean()
 
 
 @pytest.mark.skipif(not find_spec("fbgemm_gpu"), reason="fbgemm-gpu-cpu is not installed")
