@@ -165,7 +165,7 @@ def verify_checkpoint(path: Path, known: bool = True) -> CheckpointState:
     known: files that were whole when they were read before, and have not been touched since, are not read again.
     """
     page = read_state(path)
-    verify_files(path, page.sha256, "use another checkpoint", known)
+    verify_files(path, page.sha256, "use another checkpoint, or delete this one's folder", known)
     return page
 
 
