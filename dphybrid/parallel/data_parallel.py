@@ -284,21 +284,22 @@ class DataParallel(nn.DataParallel):
                     return copies[id(t)]
 
                 inputs, kwargs = map_tensors(copied, (inputs, kwargs))
-            given = [tensor for _, tensor in tensors_of((inputs, kwargs))]
-            before = [_version(tensor) for tensor in given]
+            given = _tensors((inputs, kwargs), [])
+            before = _versions(given)
             output = self.module(*inputs, **kwargs)
             if not record.in_place and None not in before:  # without versions, in inference mode, it cannot be seen
-                record.in_place = [_version(tensor) for tensor in given] != before
+                record.in_place = _versions(given) != before
             return output
-        named = list(tensors_of((inputs, kwargs), "inputs"))
-        before = [_version(tensor) for _, tensor in named]
+        given = _tensors((inputs, kwargs), [])
+        before = _versions(given)
+        args, named = inputs, kwargs
         if home.type != "cpu" or self.whole or len(self.devices) > 1:
             with nullcontext() if self.stage is None or not self.training else self.stage("host_to_device"):
-                inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
-        output = self.module(*inputs, **kwargs)
-        for (path, tensor), version in zip(named, before, strict=True):
-            if _version(tensor) != version:
-                _refuse_late_change(path)
+                args, named = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
+        output = self.module(*args, **named)
+        if _versions(given) != before:
+            changed = {id(tensor) for tensor, version in zip(given, before, strict=True) if _versions([tensor]) != [version]}
+            _refuse_late_change(next(path for path, tensor in tensors_of((inputs, kwargs), "inputs") if id(tensor) in changed))
         return output
 
     def _note(self, input_sizes: tuple[Size, ...], output_sizes: tuple[Size, ...]) -> None:
@@ -422,9 +423,28 @@ def _in_step(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     return inputs + [()] * (count - len(inputs)), kwargs + [{}] * (count - len(kwargs))
 
 
-def _version(tensor: Tensor) -> int | None:
-    """How often the tensor was changed in place; None for inference tensors, which do not count."""
-    return None if tensor.is_inference() else tensor._version
+def _tensors(value: Any, found: list[Tensor]) -> list[Tensor]:
+    """Add all tensors of a nest to `found`: `tensors_of` without the paths, for every call."""
+    kind = type(value)
+    if kind is Tensor:
+        found.append(value)
+    elif kind is tuple or kind is list:
+        for item in value:
+            _tensors(item, found)
+    elif kind is dict:
+        for item in value.values():
+            _tensors(item, found)
+    elif value is not None:
+        found += [tensor for _, tensor in tensors_of(value)]
+    return found
+
+
+def _versions(tensors: list[Tensor]) -> list[int | None]:
+    """Return how often each tensor was changed in place; None for inference tensors, which do not count."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _refuse_late_change(path: str) -> None:
