@@ -36,6 +36,8 @@ class Settings(BaseSettings):
     the memory: slower, but exact all the same."""
     tracking_uri: str | None = None
     """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir; none: nothing is recorded."""
+    tracking_detail: Literal["brief", "full"] = "brief"
+    """brief: about 20 metrics a run, and the finer ones in a table among its artifacts (details/); full: all of them as metrics."""
     upload_limit_mib: int = Field(default=900, ge=1)
     """Files of a checkpoint above this many MiB are not uploaded to an MLflow server but recorded by path and digest."""
     factory_packages: str = ""

@@ -64,7 +64,8 @@ class SplitsPage(Page):
 class Report(Page):
     """What a run came to; `--report FILE` writes it as JSON.
 
-    stages: seconds; stages_ms: milliseconds of an average step. registered_as: "" where the registry did not take it; not_registered says why then.
+    views: name -> address of MLflow's tables of all runs. stages: seconds; stages_ms: milliseconds of an average step.
+    registered_as: "" where the registry did not take it; not_registered says why then.
     """
 
     run_name: str
@@ -73,6 +74,7 @@ class Report(Page):
     run_url: str
     tracking_uri: str
     ui_command: str
+    views: dict[str, str] = Field(default_factory=dict)
     metrics: dict[str, float]
     best_checkpoint: str
     latest_checkpoint: str

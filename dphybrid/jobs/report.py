@@ -12,6 +12,7 @@ from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import given_values
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.balance import balance_warnings
+from dphybrid.tracking.report import REPORT_PAGE, run_report_html, run_report_markdown
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.retention import checkpoint_uid
@@ -28,6 +29,7 @@ def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
         settings.mlflow_dir,
         upload_limit=settings.upload_limit_mib * 2**20,
         must_answer=must_answer,
+        detail=settings.tracking_detail,
     )
 
 
@@ -57,6 +59,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
         run_url=tracker.run_url,
         tracking_uri=tracker.tracking_uri,
         ui_command=tracker.ui_command,
+        views=tracker.views,
         metrics=metrics,
         best_checkpoint=result.best_checkpoint,
         latest_checkpoint=result.checkpoint,
@@ -74,10 +77,14 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, splits, run.config))
-    _log_figures(tracker, result, table)
+    pictures = _pictures(result, table)
+    for name, picture in pictures.items():
+        tracker.log_figure(name, picture)
     tracker.log_file(run.folder / "report.json", "")
     tracker.log_text("config.json", run.config.model_dump_json(indent=1))
-    tracker.set_description(_page(report, table, run, data))
+    facts, values = report.model_dump() | _facts(table, run, data), run.config.model_dump(mode="json")
+    tracker.log_text(REPORT_PAGE, run_report_html(facts, values, pictures, run.page.links))
+    tracker.set_description(run_report_markdown(facts, values, run.page.links))
     tracker.finish("FINISHED")
     return report
 
@@ -94,6 +101,7 @@ def _closing_words(report: Report) -> str:
     lines += [f"NOT registered as {report.not_registered}"] if report.not_registered else []
     lines += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
     lines += [f"             {report.run_url}"] if report.run_url not in ("", report.ui_command) else []
+    lines += [f"All runs:    {address} ({name})" for name, address in report.views.items()]
     lines += [f"Note:        {warning}" for warning in report.warnings]
     return "\n".join(lines)
 
@@ -116,26 +124,25 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
     return summary | {"summary/train_s": total}
 
 
-def _log_figures(tracker: Tracker, result: ResultPage, table: Table) -> None:
+def _pictures(result: ResultPage, table: Table) -> dict[str, bytes]:
     from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
 
+    pictures = {"figures/where_time_goes.png": stage_figure(result.stages)}
     if table:
-        tracker.log_figure("figures/rows_per_replica.png", rows_per_replica_figure(table))
-    tracker.log_figure("figures/where_time_goes.png", stage_figure(result.stages))
+        pictures["figures/rows_per_replica.png"] = rows_per_replica_figure(table)
     history = result.history
     if len(history) > 1:
         curves = {name: [(row["step"], row[name]) for row in history] for name in history[0] if name != "step"}
-        tracker.log_figure("figures/learning_curves.png", curves_figure(curves, "step"))
+        pictures["figures/learning_curves.png"] = curves_figure(curves, "step")
+    return pictures
 
 
-def _page(report: Report, table: Table, run: Run, data: Prepared) -> str:
-    from dphybrid.tracking.report import run_report_markdown
-
-    facts = {
+def _facts(table: Table, run: Run, data: Prepared) -> dict[str, Any]:
+    """Return what the run's page tells besides the report."""
+    return {
         "splits": table,
         "given": flatten(given_values(run.config)),
         "data_name": data.path.name,
         "data_source": data_source(run.config),
         "data_lines": data.describe().splitlines(),
     }
-    return run_report_markdown(report.model_dump() | facts, run.config.model_dump(mode="json"), run.page.links)

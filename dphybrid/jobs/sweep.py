@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -77,8 +78,16 @@ def make_grid(config: ExperimentConfig, grid: Mapping[str, Sequence[Any]], sweep
         except UserError as error:
             shown = ", ".join(f"{name}={value}" for name, value in chosen.items())
             raise UserError(f"grid: cell {number} ({shown}): {error}") from error
-        cells.append(Cell(name=f"{sweep}-{number:0{len(str(count))}d}", values=chosen, config=cell))
+        name = f"{sweep}-{number:0{len(str(count))}d}{_differing(chosen)}"
+        cells.append(Cell(name=name, values=chosen, config=cell))
     return Grid(cells, next(iter(grid)))
+
+
+def _differing(chosen: Mapping[str, str]) -> str:
+    """Return what tells a cell apart, for its name: `-cpux8-b512-lr0.01`."""
+    short = {"devices": "", "train.batch_size": "b"}
+    words = (short.get(name, name.rpartition(".")[2]) + value.replace("*", "x") for name, value in chosen.items())
+    return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word)}" for word in words)[:80]
 
 
 def _text(value: Any) -> str:

@@ -47,6 +47,7 @@ from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.files import clear_leftovers, disk_errors_told, make_folder, write_text
 from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from dphybrid.util.text import printable
 
 
 def run_job(
@@ -106,7 +107,7 @@ def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
     with compiling_kernels(config, settings.data_dir / "compiled"), preparation_progress() as progress:
         prepared = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)
-    print(prepared.describe(), flush=True)
+    print(printable(prepared.describe()), flush=True)
     return str(prepared.path)
 
 

@@ -39,6 +39,11 @@ class Tracker:
         return ""
 
     @property
+    def views(self) -> dict[str, str]:
+        """Name -> address of the views of all runs."""
+        return {}
+
+    @property
     def ui_command(self) -> str:
         """What to type, or open, to get there."""
         return ""

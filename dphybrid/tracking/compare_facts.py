@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import cached_property
 
 from dphybrid.util.errors import UserError
+from dphybrid.util.text import printable
 
 GROUPS = {"devices": "devices.resolved", "batch": "train.batch_size", "recipe": "recipe"}
 """Short names for what runs are often grouped by; any other name is a param's."""
@@ -158,7 +159,7 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
     rows = overview(runs, param)
     short = {name: name.rpartition(".")[2] if name != DEVICES else "devices" for name in rows[0]}
     titles = [short[name] for name in rows[0]]
-    cells = [titles, *([_plain(value) for value in row.values()] for row in rows)]
+    cells = [titles, *([printable(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[place]) for row in cells) for place in range(len(titles))]
     left = [place == 0 or as_number(cells[1][place].rstrip("%").replace(",", "")) is None for place in range(len(titles))]
     lines = [
@@ -166,7 +167,7 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
         for row in cells
     ]
     same = {name: value for name, value in runs[0].params.items() if name in ("recipe", DEVICES, "train.batch_size")}
-    shared = ", ".join(f"{name} {_plain(value)}" for name, value in same.items() if name not in differing(runs))
+    shared = ", ".join(f"{name} {printable(value)}" for name, value in same.items() if name not in differing(runs))
     notes = [f"the same in all: {shared}"] if shared else []
     if "speed-up" in rows[0]:
         notes.append(f"speed-up: over the first value of {param} among runs that agree in all else but the seed")
@@ -175,7 +176,7 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
             total = sum(run.stages_ms.values()) or 1.0
             largest = sorted(run.stages_ms.items(), key=lambda item: -item[1])[:4]
             shares = ", ".join(f"{stage} {ms / total:.0%}" for stage, ms in largest)
-            notes.append(f"{_plain(run.name)}: {number(total)} ms a step: {shares}")
+            notes.append(f"{printable(run.name)}: {number(total)} ms a step: {shares}")
     return "\n".join([*lines, "", *notes]).rstrip()
 
 
@@ -192,7 +193,3 @@ def number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _plain(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)

@@ -44,5 +44,6 @@ def _details_table(journal: Journal) -> bytes:
 
 def _details_folder(journal: Journal) -> str:
     """Return where the table goes: each attempt of a run has its own, from its first step on."""
-    first = min(step for _, step, _, _ in journal.details())
+    steps = (step for _, step, name, _ in journal.details() if step > 0 and not name.startswith("system/"))  # those count seconds
+    first = min(steps, default=0)
     return f"{DETAILS_FOLDER}/from-step-{first:06d}"

@@ -19,8 +19,9 @@ from dphybrid.tracking.base import CheckpointCard, Detail, Status, Tracker
 from dphybrid.tracking.delivery import deliver
 from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.mlflow_writer import MlflowWriter
-from dphybrid.tracking.names import is_detail
+from dphybrid.tracking.names import is_detail, safe_name
 from dphybrid.tracking.sender import Sender
+from dphybrid.tracking.views import RESULT, SPEED, view_path
 from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 
@@ -38,7 +39,7 @@ class MlflowTracker(Tracker):
     checkpoint is not uploaded but recorded by path and digest. detail: brief keeps the finer metrics for a table, full sends all.
     """
 
-    def __init__(self, tracking_uri: str, experiment: str, store: Path, upload_limit: int, detail: Detail = "full") -> None:
+    def __init__(self, tracking_uri: str, experiment: str, store: Path, upload_limit: int, detail: Detail = "brief") -> None:
         self._uri = tracking_uri
         self.tracking_uri = masked(tracking_uri)
         self.run_id = ""
@@ -51,6 +52,10 @@ class MlflowTracker(Tracker):
     @property
     def run_url(self) -> str:
         return run_address(self._uri, self._experiment_id, self.run_id)
+
+    @property
+    def views(self) -> dict[str, str]:
+        return {name: f"{ui_address(self._uri)}/#{view_path(self._experiment_id, name)}" for name in (RESULT, SPEED)}
 
     @property
     def ui_command(self) -> str:
@@ -109,6 +114,8 @@ class MlflowTracker(Tracker):
         fine = {name: value for name, value in values.items() if self._brief and is_detail(name)}
         rest = {name: value for name, value in values.items() if name not in fine}
         self._append({"op": "metrics", "step": 0, "values": rest, "details": fine})
+        if finals := [safe_name(name) for name in values if name.startswith("final/")]:
+            self._append({"op": "views", "finals": finals})
 
     def log_text(self, name: str, text: str) -> None:
         self._log_content("file", name, masked(text).encode())
@@ -232,8 +239,7 @@ def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: P
         return str(found.experiment_id)
     # A database keeps the artifact folder of an experiment for ever, so it must not depend on where the first run started.
     location = None if tracking_uri.startswith("http") else (store / "artifacts").as_uri()
-    note = "dphybrid: hybrid models, their splits, timings and checkpoints. Group runs by the parameter devices.resolved."
-    tags = {"mlflow.note.content": note, "mlflow.experimentKind": "custom_model_development"}
+    tags = {"mlflow.experimentKind": "custom_model_development"}
     try:
         return str(client.create_experiment(name, artifact_location=location, tags=tags))
     except MlflowException:

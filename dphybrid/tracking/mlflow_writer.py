@@ -14,6 +14,7 @@ from dphybrid.tracking.checkpoint_models import CheckpointModels
 from dphybrid.tracking.journal import Record
 from dphybrid.tracking.names import safe_name
 from dphybrid.tracking.sender import Refused
+from dphybrid.tracking.views import write_views
 
 _MAX_METRICS, _MAX_PAIRS, _MAX_PARAM, _MAX_TAG = 1000, 100, 6000, 8000
 LOSSES_TAG = "dphybrid.lost_records"
@@ -46,6 +47,7 @@ class MlflowWriter:
             "register": self._models.register,
             "status": self._status,
             "losses": self._losses,
+            "views": self._views,
         }
         self._known = False
 
@@ -143,3 +145,7 @@ class MlflowWriter:
         lines = [line for line in note.splitlines() if not line.startswith(_LOSSES_LINE)]
         text = "\n".join([f"{_LOSSES_LINE} {record['text']}", "", *lines]) if record["text"] else "\n".join(lines)
         self._client.set_tag(self._run_id, "mlflow.note.content", text[:_MAX_TAG])
+
+    def _views(self, record: Record) -> None:
+        """Make the experiment's saved views show what its runs end with."""
+        write_views(self._client, self._client.get_run(self._run_id).info.experiment_id, record["finals"])

@@ -24,7 +24,7 @@ def open_tracker(
     *,
     upload_limit: int = 900 * 2**20,
     must_answer: bool = True,
-    detail: Detail = "full",
+    detail: Detail = "brief",
 ) -> Tracker:
     """Return a tracker for `experiment`.
 

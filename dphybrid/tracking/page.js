@@ -78,7 +78,7 @@ function drawTable() {
     const box = element("input", first);
     box.type = "checkbox";
     box.checked = !hidden.has(run.id);
-    box.title = `show ${run.name}`;
+    box.setAttribute("aria-label", `show ${run.name}`);
     box.onchange = () => { box.checked ? hidden.delete(run.id) : hidden.add(run.id); drawAll(); };
     element("span", first, "", "dot").style.background = colour(run);
     const link = element("a", first, run.name);

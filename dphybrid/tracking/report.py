@@ -1,33 +1,89 @@
-"""The one-page report of a run, in Markdown: it stands first on the run's page."""
+"""The report of a run: in Markdown, first on the run's page, and as a page of its own among the artifacts."""
 
-from collections.abc import Mapping
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Any
+
+from dphybrid.util.masking import masked
+from dphybrid.util.text import as_markdown, printable
+
+REPORT_PAGE = "Report.html"
+"""The capital puts it before the other artifacts."""
+
+_COLUMN = re.compile(r"^(?P<column>.*?) {2,}(?P<role>[a-z]+) +(?P<ids>[\d,]+)  (?P<values>.*)$")
 
 
 def run_report_markdown(report: Mapping[str, Any], config: Mapping[str, Any], links: Mapping[str, str] | None = None) -> str:
-    """Return the page.
+    """Return the report in Markdown: what came of the run first, then its data, splits and times.
 
-    report: the fields of `dphybrid.jobs.report.Report`, and given (flags), data_name, data_source, data_lines. links: name -> address for the
-    first line, such as the flow run's.
+    report: the fields of `dphybrid.jobs.pages.Report`, and given (flags), data_name, data_source, data_lines. links: name -> address, such
+    as the flow run's.
     """
-    parts = [" · ".join(f"[{name}]({address})" for name, address in (links or {}).items())]
-    held_out = ", ".join(f"{name} **{value:.4f}**" for name, value in report["metrics"].items())
+    results = ", ".join(f"{as_markdown(name)} **{value:.4f}**" for name, value in report["metrics"].items())
     where = f"batch {config['train']['batch_size']}, seed {config['train']['seed']}"
-    parts.append(f"**{config['recipe']}** on `{report['devices']}`, {where}: {held_out}")
-    parts += [f"> **Note:** {warning}" for warning in report["warnings"]]
-    parts += [f"> **Not registered as** {report['not_registered']}"] if report["not_registered"] else []
-    lines = "\n".join(f"- {line.strip()}" for line in report["data_lines"][:30])
-    parts.append(
-        f"### Data\n\n`{report['data_name']}` from `{report['data_source']}`, digest `{report['digests']['data'][:16]}`\n\n{lines}"
-    )
+    parts = [f"**{config['recipe']}** on `{report['devices']}`, {where}: {results}"]
+    parts.append(" · ".join(f"[{as_markdown(name)}]({address})" for name, address in (links or {}).items()))
+    parts += [f"> **Note:** {as_markdown(warning)}" for warning in report["warnings"]]
+    parts += [f"> **Not registered as** {as_markdown(report['not_registered'])}"] if report["not_registered"] else []
+    before, columns, after = _data(report["data_lines"])
+    source = as_markdown(report["data_source"])
+    parts.append(f"### Data\n\n`{report['data_name']}` from {source}, digest `{report['digests']['data'][:16]}`")
+    parts.append("\n".join(f"- {as_markdown(line)}" for line in [*before, *after][:12]))
+    if columns:
+        rows = [{name: as_markdown(value) for name, value in row.items()} for row in columns]
+        parts.append(_table(rows, ("column", "role", "ids", "values"), f"`{REPORT_PAGE}`"))
     parts.append("### How batches were split\n\n" + _table(report["splits"], ("where", "split", "device", "steps")))
     parts.append(_where_time_went(report))
     parts.append(_how_to_load(report, config["recipe"]))
-    flags = " ".join(f"--{name.replace('_', '-')} {value!r}" for name, value in report.get("given", {}).items())
-    parts.append(
-        f"### Reproduce\n\n```\ndphybrid train {flags}\n```\n`config.json` holds every value, the tags versions and commit."
-    )
+    parts.append(f"### Reproduce\n\n```\n{_command(report)}\n```\n`config.json` holds every value, the tags versions and commit.")
     return "\n\n".join(part for part in parts if part)
+
+
+def run_report_html(
+    report: Mapping[str, Any], config: Mapping[str, Any], pictures: Mapping[str, bytes], links: Mapping[str, str] | None = None
+) -> str:
+    """Return the report as a page that needs nothing else. pictures: file name -> PNG; the rest as for `run_report_markdown`."""
+    import jinja2
+
+    source = files("dphybrid.tracking").joinpath("report.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    before, columns, after = _data(report["data_lines"])
+    total = sum(report["stages"].values()) or 1.0
+    page = environment.from_string(source).render(
+        report=report,
+        config=config,
+        links={name: address for name, address in (links or {}).items() if address.startswith(("http://", "https://"))},
+        lines=[*before, *after],
+        columns=columns,
+        stages=[(name, seconds, seconds / total) for name, seconds in report["stages"].items() if seconds / total > 0.005],
+        pictures={name.rpartition("/")[2]: base64.b64encode(picture).decode() for name, picture in pictures.items()},
+        command=_command(report),
+    )
+    return printable(page)
+
+
+def _data(lines: Sequence[str]) -> tuple[list[str], list[dict[str, str]], list[str]]:
+    """Return the lines before the table of columns, its rows, and the lines after it."""
+    before: list[str] = []
+    columns: list[dict[str, str]] = []
+    after: list[str] = []
+    heads = [place for place, line in enumerate(lines) if line.split()[:3] == ["column", "role", "ids"]]
+    for place, line in enumerate(printable(line).strip() for line in lines):
+        found = _COLUMN.match(line) if heads and place > heads[0] and not after else None
+        if found:
+            columns.append(found.groupdict())
+        elif heads and place > heads[0]:
+            after.append(line)
+        elif not heads or place < heads[0]:
+            before.append(line)
+    return before, columns, after
+
+
+def _command(report: Mapping[str, Any]) -> str:
+    given = report.get("given", {}).items()
+    return printable(masked(" ".join(["dphybrid train", *(f"--{name.replace('_', '-')} {value!r}" for name, value in given)])))
 
 
 def _where_time_went(report: Mapping[str, Any]) -> str:
@@ -54,11 +110,11 @@ def _how_to_load(report: Mapping[str, Any], recipe: str) -> str:
     return "### Load the best checkpoint\n\n```python\nimport dphybrid\n\n" + "\n".join(lines) + "\n```"
 
 
-def _table(rows: Any, columns: tuple[str, ...]) -> str:
+def _table(rows: Any, columns: tuple[str, ...], more: str = "`split_shapes.json`") -> str:
     if not rows:
         return "nothing recorded"
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(str(row[column]) for column in columns) + " |" for row in list(rows)[:24]]
     if len(rows) > 24:
-        lines.append(f"\n{len(rows) - 24} more in `split_shapes.json`.")
+        lines.append(f"\n{len(rows) - 24} more in {more}.")
     return "\n".join(lines)

@@ -56,9 +56,10 @@ def test_clicks_train_to_the_same_bits(clicks: list[str], data_dir: Path, monkey
     assert not list((data_dir / "tables").iterdir())
 
 
-def test_what_the_engine_did_is_on_record(clicks: list[str], data_dir: Path) -> None:
+def test_what_the_engine_did_is_on_record(clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 
+    monkeypatch.setenv("DPHYBRID_TRACKING_DETAIL", "full")
     report = train(*clicks, "devices=cpu*2", "train.log_every=4")
     assert report.run_id is not None
     client = MlflowClient(report.tracking_uri)

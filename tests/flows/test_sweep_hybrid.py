@@ -43,7 +43,7 @@ def test_wrong_grids_are_told_before_anything_runs(data_dir: Path) -> None:
         with pytest.raises(UserError, match=words):
             make_grid(config, grid, "s", settings)
     grid = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
-    assert [cell.name for cell in grid.cells] == ["s-1", "s-2", "s-3", "s-4"]
+    assert [cell.name for cell in grid.cells][::3] == ["s-1-epochs1-lr0.1", "s-4-epochs2-lr0.2"]
     assert [(c.config.train.epochs, c.config.table.lr) for c in grid.cells] == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
     assert cells_at_once(grid, settings) == 1
 
@@ -77,8 +77,8 @@ def test_a_sweep_runs_at_once_tries_again_and_compares(tmp_path: Path, monkeypat
     )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "Sweep widths: 3 runs, 3 at once" in ended.stdout
-    assert "widths-2: once more" in ended.stdout
-    assert re.search(r"widths-3 ended with 1: .*always fails", ended.stdout)
+    assert "widths-2-dim8: once more" in ended.stdout
+    assert re.search(r"widths-3-dim9 ended with 1: .*always fails", ended.stdout)
     assert len(list(marks.iterdir())) == 2
     assert len(list(tmp_path.glob("hopeless-*"))) == 2
     folder = tmp_path / "data" / "sweeps" / "widths"

@@ -122,15 +122,41 @@ def test_splits_and_figures_open_as_table_and_pictures(seen: Seen) -> None:
 
 def test_charts_of_three_runs_are_grouped(seen: Seen) -> None:
     address = f"{seen.server.uri}/#/experiments/{seen.experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
-    page = seen.open(address, "charts", "timing_mean")
+    page = seen.open(address, "charts", "valid")
     text = page.inner_text("body")
     for report in seen.reports:
         assert report.run_name in text
-    for section in ("perf", "summary", "timing", "timing_mean", "train", "valid"):
+    for section in ("final", "perf", "summary", "train", "valid"):
         assert page.get_by_text(section, exact=True).count() >= 1, section
-    page.get_by_text("timing_mean", exact=True).first.scroll_into_view_if_needed()
+    for section in ("checkpoint", "embedding", "timing", "timing_mean"):
+        assert page.get_by_text(section, exact=True).count() == 0, section
+
+
+@pytest.mark.parametrize(("view", "columns"), [("Result", ["final/mse", "devices.resolved"]), ("Speed", ["summary/step_ms_p50"])])
+@pytest.mark.parametrize("width", [1440, 1000])
+def test_a_view_is_one_sorted_table_reached_from_the_experiment(seen: Seen, view: str, columns: list[str], width: int) -> None:
+    page = seen.open(f"{seen.server.uri}/#/experiments/{seen.experiment_id}/runs?workflowType=machine_learning", "runs", view)
+    address = page.get_by_role("link", name=view, exact=True).first.get_attribute("href")  # it opens a page of its own
+    assert seen.reports[0].views[view] == f"{seen.server.uri}/{address}"
+    page.close()
+    page = seen.browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(seen.reports[0].views[view])
+    page.get_by_text("viewing a shared view").first.wait_for(timeout=WAIT_MS)
     page.wait_for_timeout(1500)
-    seen.keep(page, "charts_timing")
+    seen.keep(page, f"view_{view}_{width}")
+    key = {"Result": "final/mse", "Speed": "summary/samples_per_s_median"}[view]
+    assert page.get_by_text(f"Sort: {key}").count() == 1
+    if width > 1200:
+        for column in columns:
+            assert page.get_by_role("columnheader", name=column).count() >= 1, column
+
+
+def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
+    base = seen.reports[2].run_url.partition("?")[0]
+    page = seen.open(f"{base}/artifacts/Report.html?workflowType=machine_learning", "report", "Report.html")
+    frame = page.frame_locator("iframe").first
+    frame.get_by_text("Where time went").first.wait_for(timeout=WAIT_MS)
+    assert frame.locator("img").count() == 3
 
 
 def test_the_compare_view_of_three_runs_shows_what_differs(seen: Seen) -> None:
@@ -143,11 +169,30 @@ def test_the_compare_view_of_three_runs_shows_what_differs(seen: Seen) -> None:
         assert words in text, words
 
 
-def test_the_page_of_a_comparison_shows_its_pictures(seen: Seen, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1440, 1000, 390])
+def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(seen: Seen, tmp_path: Path, width: int) -> None:
     page_file = compare_runs(seen.server.uri, [report.run_id for report in seen.reports], tmp_path)
-    page = seen.open(page_file.as_uri(), "comparison", "Where a step")
-    widths = page.locator("img").evaluate_all("images => images.map(image => image.naturalWidth)")
-    assert len(widths) == 4
-    assert min(widths) > 300
-    assert page.locator("table").first.locator("tr").count() == 4
+    page = seen.browser.new_page(viewport={"width": width, "height": 1000})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: errors.append(request.url) if request.url.startswith("http") else None)
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("body[data-drawn]", timeout=WAIT_MS)
+    page.wait_for_timeout(500)
+    seen.keep(page, f"comparison_{width}")
+    rows = page.locator("#runs tbody tr")
+    assert rows.count() == 3
+    assert rows.first.get_by_role("link").get_attribute("href") == seen.reports[0].run_url
+    assert page.locator("#stages .trace.bars").count() >= 5
+    page.get_by_label(f"show {seen.reports[1].run_name}").uncheck()
+    assert page.evaluate("document.getElementById('stages').data[0].y.length") == 2
+    page.locator("#runs th", has_text="samples/s").click()
+    speeds = [float(text.replace(",", "")) for text in page.locator("#runs tbody tr td:nth-child(4)").all_inner_texts()]
+    assert speeds == sorted(speeds, reverse=True)
+    page.locator("#axis").select_option("times")
+    page.wait_for_timeout(300)
+    assert "seconds" in page.locator("#curves").inner_text()
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
+    sizes = page.locator("text").evaluate_all("all => all.map(one => parseFloat(getComputedStyle(one).fontSize))")
+    assert min(sizes) >= 9
+    assert errors == []

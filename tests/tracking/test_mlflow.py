@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,26 +44,100 @@ def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, Ml
     assert run.data.tags["dphybrid.devices"] == "cpu*3"
     metrics = run.data.metrics
     assert metrics["final/mse"] == pytest.approx(report.metrics["mse"])
-    for name in (
-        "train/loss",
-        "valid/mse",
-        "perf/samples_per_s",
-        "timing/lookup_ms",
-        "timing/scatter_ms",
-        "timing/replicate_ms",
-        "timing/forward_ms",
-        "timing/gather_ms",
-        "perf/step_ms_p95",
-        "summary/step_ms_p50",
-        "summary/step_ms_p95",
-        "split/rows_max",
-        "system/process_rss_mb",
-        "system/page_faults_per_step",
-    ):
-        assert name in metrics, name
-    shares = [value for name, value in metrics.items() if name.startswith("timing_share/")]
-    assert sum(shares) == pytest.approx(100, abs=0.01)
+    assert set(metrics) == {
+        *("train/loss", "train/epoch_loss", "valid/mse", "final/mse", "perf/samples_per_s", "perf/step_ms"),
+        *(f"summary/{name}" for name in ("step_ms_p50", "step_ms_p95", "step_ms_mean", "step_ms_warm_up")),
+        *("summary/samples_per_s_median", "summary/train_s", "system/process_rss_mb"),
+    }
     assert len(client.get_metric_history(report.run_id, "valid/mse")) == 2
+
+
+def test_the_finer_metrics_are_a_table_unless_all_are_asked_for(finished: tuple[Report, MlflowClient], tmp_path: Path) -> None:
+    import polars
+
+    report, client = finished
+    (folder,) = client.list_artifacts(report.run_id, "details")
+    assert folder.path == "details/from-step-000020"
+    table = polars.read_csv(client.download_artifacts(report.run_id, f"{folder.path}/metrics.csv", str(tmp_path)))
+    assert table.columns == ["time_ms", "step", "metric", "value"]
+    names = set(table["metric"])
+    for name in (
+        *("timing/lookup_ms", "timing/scatter_ms", "timing/replicate_ms", "timing/forward_ms", "timing/gather_ms"),
+        *("perf/step_ms_p95", "split/rows_max", "train/lr", "system/cpu_pct", "system/page_faults_per_step"),
+    ):
+        assert name in names, name
+    shares = table.filter(polars.col("metric").str.starts_with("timing_share/"))["value"]
+    assert shares.sum() == pytest.approx(100, abs=0.01)
+    assert table.filter(polars.col("metric") == "timing/forward_ms")["step"].to_list() == list(range(20, 320, 20))
+    tracker = open_tracker(None, "full", tmp_path / "full", detail="full")
+    run_id = tracker.start("run", {}, {}, "")
+    tracker.log_metrics({"timing/forward_ms": 1.0, "train/loss": 2.0}, 1)
+    tracker.log_summary({"timing_mean/forward_ms": 1.0})
+    tracker.finish("FINISHED")
+    there = MlflowClient(tracker.tracking_uri)
+    assert set(there.get_run(run_id).data.metrics) == {"timing/forward_ms", "train/loss", "timing_mean/forward_ms"}
+    assert there.list_artifacts(run_id) == []
+
+
+def test_the_experiment_has_views_with_the_metrics_that_its_runs_end_with(tmp_path: Path) -> None:
+    import base64
+    import zlib
+
+    from dphybrid.tracking.views import write_views
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/m.db")
+    experiment = client.create_experiment("views", tags={"mlflow.note.content": ""})
+
+    def state(view: str) -> dict[str, Any]:
+        page = json.loads(client.get_experiment(experiment).tags[f"mlflow.sharedViewState.{view}"])
+        found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(page["state"].removeprefix("deflate;"))))
+        return found
+
+    write_views(client, experiment, [])
+    assert state("Result")["orderByKey"] == "attributes.start_time"
+    write_views(client, experiment, ["final/log_loss"])
+    write_views(client, experiment, ["final/auc"])
+    assert state("Result")["selectedColumns"][:2] == ["metrics.`final/log_loss`", "metrics.`final/auc`"]
+    assert (state("Result")["orderByKey"], state("Result")["orderByAsc"]) == ("metrics.`final/log_loss`", True)
+    assert (state("Speed")["orderByKey"], state("Speed")["orderByAsc"]) == ("metrics.`summary/samples_per_s_median`", False)
+    note = client.get_experiment(experiment).tags["mlflow.note.content"]
+    assert f"[Speed](#/experiments/{experiment}/runs?viewStateShareKey=Speed&" in note
+    client.set_experiment_tag(experiment, "mlflow.note.content", "our own words")
+    write_views(client, experiment, ["final/mse"])
+    assert client.get_experiment(experiment).tags["mlflow.note.content"] == "our own words"
+
+
+def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, MlflowClient]) -> None:
+    from dphybrid.tracking.report import run_report_html, run_report_markdown
+
+    report, client = finished
+    odd = "<script>alert(1)</script> | `x` \x1b[31m"
+    lines = [
+        f"  {odd}.csv: 10 rows",
+        "  column       role            ids  values such as",
+        f"  {odd}  categorical      12  a | b, <b>c</b>",
+        "  8 rows to train",
+    ]
+    facts = report.model_dump() | {
+        "splits": [row.table_row() for row in report.splits],
+        "given": {"data.label": odd},
+        "data_name": "ctr-1",
+        "data_source": f"{odd}.csv",
+        "data_lines": lines,
+    }
+    config = json.loads(Path(client.download_artifacts(report.run_id, "config.json")).read_text())
+    text = run_report_markdown(facts, config, {"a [link]": "http://127.0.0.1/x"})
+    assert text.splitlines()[0].startswith("**hybrid** on `cpu*3`, batch 64, seed 0: mse **")
+    before_the_command = text.partition("### Reproduce")[0]
+    assert "<script>" not in before_the_command
+    assert "| column | role | ids | values |" in text
+    assert r"| \<script\>alert\(1\)\</script\> \| \`x\` ?\[31m | categorical | 12 | a \| b, \<b\>c\</b\> |" in text
+    assert "\x1b" not in text
+    page = run_report_html(facts, config, {"figures/where_time_goes.png": b"png"}, {"bad": "javascript:alert(1)"})
+    assert "<script" not in page
+    assert "javascript:" not in page
+    assert "\x1b" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` ?[31m</td><td>categorical</td><td>12</td>" in page
 
 
 def test_the_splits_are_a_table_and_plain_lines(finished: tuple[Report, MlflowClient], tmp_path: Path) -> None:
@@ -85,6 +160,7 @@ def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowC
         i.path for i in client.list_artifacts(report.run_id, "figures")
     }
     assert {
+        "Report.html",
         "config.json",
         "report.json",
         "splits.txt",
@@ -92,6 +168,7 @@ def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowC
         "figures/where_time_goes.png",
         "figures/learning_curves.png",
     } <= names
+    assert min(item.path for item in client.list_artifacts(report.run_id)) == "Report.html"
     note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
     for words in (
         "How batches were split",
