@@ -30,7 +30,7 @@ def random_streams(kind: Randomness, places: Sequence[torch.device], at_once: bo
     take turns with it at each draw, so that what they draw does not depend on scheduling.
     """
     generators = [_generator(place) for place in places]
-    seeds = torch.randint(2**62, (len(places),)).tolist() if kind == "independent" else []
+    seeds = torch.randint(2**62, (len(places),), device="cpu").tolist() if kind == "independent" else []
     kept = {id(generator): (generator, generator.get_state()) for generator in generators}
     start = generators[0].get_state()
     lock, crowded = threading.Lock(), at_once and len(kept) < len(places)
