@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dphybrid.config.settings import load_settings
 from dphybrid.gpus import Inventory, Policy, Wanted, acquire, ask_for, asked_by, find_holder, lease_folder, try_lease
+from dphybrid.jobs.train import prepare_data
+from dphybrid.recipes.configs import build_config
 from dphybrid.util.errors import UserError
 from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, shared_folder_fault
 from tests.fake_nvml import gpu, write_state
@@ -140,6 +143,13 @@ def test_what_belongs_to_somebody_else_is_not_ones_own(tmp_path: Path) -> None:
     with pytest.raises(OddFileError, match="belongs to user 65534"):
         own_folder(tmp_path / "folder")
     assert "belongs to user 65534" in str(shared_folder_fault(tmp_path / "folder"))
+
+
+def test_a_data_folder_is_its_owners_unless_it_was_made_otherwise(data_dir: Path) -> None:
+    for mode in (0o700, 0o750):
+        prepare_data(build_config({"recipe": "toy", "devices": "cpu"}), load_settings())
+        assert data_dir.stat().st_mode & 0o777 == mode
+        data_dir.chmod(0o750)
 
 
 def test_a_page_of_ours_still_reads(folder: Path) -> None:

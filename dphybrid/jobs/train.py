@@ -44,7 +44,7 @@ from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.warm_start import warm_start
 from dphybrid.training.warm_up import compiling_kernels
 from dphybrid.util.device_spec import parse_device_spec
-from dphybrid.util.files import clear_leftovers, disk_errors_told, make_folder, write_text
+from dphybrid.util.files import clear_leftovers, disk_errors_told, make_folder, naming, write_text
 from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from dphybrid.util.text import printable
@@ -104,6 +104,10 @@ def _is_stop(error: BaseException) -> bool:
 def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
     """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input."""
     check_devices(config, expected_devices(config, settings))
+    with naming(settings.data_dir):
+        make_folder(
+            settings.data_dir, mode=0o700
+        )  # data, runs and records are their owner's, unless the folder was made otherwise
     with compiling_kernels(config, settings.data_dir / "compiled"), preparation_progress() as progress:
         prepared = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)

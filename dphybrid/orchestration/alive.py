@@ -83,7 +83,8 @@ def start_labels(run: FlowRun, started_by: str) -> dict[str, bool | int | float 
 
 def num_starts(run: FlowRun) -> int:
     """Return how often a run was started."""
-    return int(run.labels.get(BEGUN, 0))
+    starts = run.labels.get(BEGUN)
+    return starts if isinstance(starts, int) else 0
 
 
 def is_orphan() -> bool:
@@ -168,12 +169,12 @@ def queue_dead_runs(told: set[str]) -> list[str]:
             if line is not None:
                 file.unlink(missing_ok=True)
                 lines += [line] if line else []
-        except OddFileError as error:
+        except FileNotFoundError:
+            continue  # its run has ended meanwhile
+        except OSError as error:  # odd, or not to be opened
             if file.name not in told:
                 told.add(file.name)
                 lines.append(f"{error}; it is left alone")
-        except FileNotFoundError:
-            continue  # its run has ended meanwhile
         except UNREACHABLE:
             break
     return lines

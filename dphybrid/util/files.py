@@ -103,11 +103,11 @@ def making(final: Path) -> Iterator[Path]:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, for good; one that is there stays."""
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder, and those above it, for good; one that is there stays as it is. mode: who may enter the folder itself."""
     if not folder.is_dir():
         make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode, exist_ok=True)
         sync(folder.parent)
 
 
