@@ -1,0 +1,147 @@
+"""What README, CONTRIBUTING and the pages of docs/ promise is what the code does."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dphybrid.cli.main import make_parser
+from dphybrid.config.settings import RENAMED, Settings, load_settings
+from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import field_types, load_config
+from dphybrid.recipes.registry import BUILT_IN
+from tests.conftest import REPOSITORY
+
+PAGES = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+}
+EVERYTHING = "\n".join(PAGES.values())
+FENCES = {name: re.findall(r"^```([^\n]*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE) for name, text in PAGES.items()}
+
+GIVEN = {
+    "data-parallel.md": """
+import torch
+from dphybrid.parallel import DataParallel
+module, x = torch.nn.Linear(5, 2), torch.randn(30, 5)
+model, batch = DataParallel(torch.nn.Linear(5, 2), "cpu*2"), x
+"""
+}
+"""What a page's parts of programs take for granted."""
+
+
+def python_of(page: str) -> list[str]:
+    """The page's own Python; what it includes from examples/ is run by tests/test_examples.py."""
+    return [code for language, code in FENCES[page] if language == "python" and "--8<--" not in code]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
+def test_its_python_runs(page: str) -> None:
+    code = "\n".join([GIVEN.get(page, ""), *python_of(page)])
+    if torch.cuda.device_count() < 2:
+        code = re.sub(r"^.*device_ids=\[0, 1\].*$", "", code, flags=re.MULTILINE)
+    exec(compile(code, page, "exec"), {"__name__": "page"})
+
+
+def test_the_loop_in_the_readme_learns_and_splits_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {"__name__": "page"}
+    (code,) = python_of("README.md")
+    exec(compile(code, "README.md", "exec"), names)
+    told = capsys.readouterr().out
+    assert float(re.findall(r"loss ([\d.]+)", told)[0]) < 0.3
+    assert re.findall(r"In Model: input size torch.Size\(\[(\d+), 32\]\)", told) == ["8", "8", "8", "6"]
+
+
+def test_the_model_on_its_page_trains(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = python_of("model.md")
+    (tmp_path / "page_model.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    rows = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{int(i % 4 == 0)}" for i in range(400))
+    (tmp_path / "clicks.csv").write_text("one,two,clicked\n" + rows)
+    data = [f"data.path={tmp_path / 'clicks.csv'}", "data.label=clicked", "model.factory=page_model:Bilinear"]
+    config = load_config(None, ["recipe=ctr", *data, "devices=cpu*2", "train.batch_size=32", "train.epochs=5"])
+    assert run_job(config, load_settings()).metrics["auc"] > 0.95
+
+
+def commands() -> list[str]:
+    """Every command line of the project that a page shows, in a block or within a sentence."""
+    lines = [line for fences in FENCES.values() for language, code in fences if language != "python" for line in code.split("\n")]
+    inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", EVERYTHING, flags=re.DOTALL | re.MULTILINE))
+    parts = [part.strip().removeprefix("$ ") for text in (*lines, *inline) for part in " ".join(text.split()).split("&&")]
+    return sorted({part for part in parts if re.match(r"dphybrid |python -m (?:flows|dphybrid)[ .]", part)})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_is_one_that_there_is(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command, comments=True)
+    if words[0] == "python":
+        assert importlib.util.find_spec(words[2]) is not None
+        if not words[2].startswith("flows."):
+            return
+        words = ["dphybrid", "train", *words[3:]]  # whose flags a flow takes
+    words = words[1:]
+    parser = make_parser(words)
+    if len(words) < 2:  # a name in a sentence
+        assert not words or words[0] in (parser.commands or {})
+        return
+    if "--help" in words:
+        with pytest.raises(SystemExit, match="^0$"):
+            parser.parse_args(words)
+    else:
+        parser.parse_args(words)
+
+
+def test_flags_and_settings_are_ones_that_there_are() -> None:
+    fields = {name for recipe in BUILT_IN for name in field_types(recipe)} | {"data.num_ratings"}  # of the own recipe
+    flags = set(re.findall(r"--((?:data|model|table|train|checkpoint)\.[a-z][\w-]*)", EVERYTHING))
+    assert len(flags) > 20
+    assert {flag.replace("-", "_") for flag in flags} <= fields
+    settings = set(re.findall(r"\bDPHYBRID_([A-Z_]+)\b", EVERYTHING)) - {"NAME"}
+    assert {name.lower() for name in settings} <= Settings.model_fields.keys() | {name[9:].lower() for name in RENAMED}
+
+
+def test_files_and_names_are_where_it_says() -> None:
+    paths = set(re.findall(r"`((?:dphybrid|docs|examples|tests|infra|flows)/[\w./]*)`", EVERYTHING))
+    assert len(paths) > 20
+    assert [path for path in paths if "NAME" not in path and not (REPOSITORY / path).exists()] == []
+    for entry in re.findall(r"^(?:\||\d+\. ).*(?:\n   .*)*", PAGES["where.md"], flags=re.MULTILINE):
+        files = [REPOSITORY / path for path in re.findall(r"`(dphybrid/[\w/]+\.py)`", entry) if "NAME" not in path]
+        there = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        for name in re.findall(r"`([A-Z_][\w.]*)`", entry) if files else ():
+            for part in name.split("."):
+                assert part == "DPHYBRID_NAME" or re.search(rf"\b{part}\b", there), f"{name}: not in {files}"
+
+
+def test_the_tree_in_the_readme_is_the_tree_there_is() -> None:
+    tree = PAGES["README.md"].partition("## Files")[2]
+    listed = set(re.findall(r"^ {2}(\w+(?:\.py|/))", tree, flags=re.MULTILINE))
+    folders = [path for folder in ("flows", "dphybrid") for path in (REPOSITORY / folder).iterdir()]
+    there = {path.name + ("/" if path.is_dir() else "") for path in folders}
+    assert listed == {name for name in there if not name.startswith("__") and name != "py.typed"}
+    for name in re.findall(r"^([\w./]+)", tree.partition("```")[2], flags=re.MULTILINE):
+        if name != "Apache":
+            assert (REPOSITORY / name).exists(), name
+
+
+def test_links_lead_somewhere() -> None:
+    for page, text in PAGES.items():
+        folder = REPOSITORY if (REPOSITORY / page).exists() else REPOSITORY / "docs"
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
+            assert (folder / target).exists(), f"{page}: {target}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings", reason="needs the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "HostEmbedding" in (tmp_path / "site" / "api" / "index.html").read_text()
