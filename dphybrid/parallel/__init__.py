@@ -2,10 +2,11 @@
 
 from dphybrid.parallel.applying import current_replica, parallel_apply
 from dphybrid.parallel.comparison import SplitDifference, compare_split, refuse_split_differences
-from dphybrid.parallel.data_parallel import DataParallel, LossInside, compile_regions, data_parallel, find_data_parallel
+from dphybrid.parallel.data_parallel import DataParallel, data_parallel
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Parts, Whole, parts
+from dphybrid.parallel.regions import LossInside, compile_regions, find_data_parallel
 from dphybrid.parallel.replication import replicate
 from dphybrid.parallel.scattering import scatter, scatter_kwargs
 from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes, splits_table

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
+from dphybrid.parallel.data_parallel import DataParallel
 from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_nest, items_of, map_tensors, rebuild, tensors_of
 from dphybrid.parallel.probing import own_random_state
+from dphybrid.parallel.regions import find_data_parallel
 from dphybrid.parallel.replication import throwaway
 from dphybrid.parallel.scattering import split
 from dphybrid.parallel.splits import split_sizes

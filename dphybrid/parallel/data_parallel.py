@@ -13,6 +13,7 @@ from dphybrid.parallel.gathering import Join, Joining, Leaf, as_device, gather
 from dphybrid.parallel.nests import Whole, batch_rows, map_tensors, tensors_of
 from dphybrid.parallel.probing import refuse_chance_rows
 from dphybrid.parallel.randomness import Randomness, random_streams
+from dphybrid.parallel.record import Key, Record, first_size
 from dphybrid.parallel.replication import (
     differing_replicas,
     refuse_unsuitable,
@@ -24,40 +25,6 @@ from dphybrid.parallel.scattering import Places, scatter_kwargs, split
 from dphybrid.parallel.splits import Size, Split, split_sizes
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
-
-_Key = tuple[tuple[Size, ...], tuple[Size, ...]]
-
-
-class _Record:
-    """What was seen so far. Apart from the module: setting a module's attribute costs more than all the rest of recording.
-
-    last, repeats: the latest split and how often it has come since another one. earlier: how often each came before. modules: the parts
-    found fit to be replicated. settled: outputs whose rows are the samples', with the mode of the module. in_place: does the module change
-    its inputs? None until it has run once.
-    """
-
-    __slots__ = ("earlier", "in_place", "last", "modules", "repeats", "settled")
-
-    def __init__(self) -> None:
-        self.earlier: dict[_Key, int] = {}
-        self.last: _Key | None = None
-        self.repeats = 0
-        self.modules: list[nn.Module] = []
-        self.settled: set[tuple[bool, Leaf]] = set()
-        self.in_place: bool | None = None
-
-    def note(self, key: _Key) -> None:
-        """Count a split. One that comes again and again, as nearly all do, is compared and not looked up: that takes half the time."""
-        if key == self.last:
-            self.repeats += 1
-            return
-        self.earlier = self.counts()
-        self.last, self.repeats = key, 1
-        self.earlier.setdefault(key, 0)
-
-    def counts(self) -> dict[_Key, int]:
-        """Return how often each split came, in order of first appearance."""
-        return {key: count + self.repeats * (key == self.last) for key, count in self.earlier.items()}
 
 
 class DataParallel(nn.DataParallel):
@@ -138,14 +105,14 @@ class DataParallel(nn.DataParallel):
             if getattr(kind, name) is not getattr(DataParallel, name)
         )
         self._bare = len(self.devices) == 1 and home == self._target == torch.device("cpu") and not self.whole
-        self._record = _Record()
+        self._record = Record()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split and outputs that cannot be joined."""
         if self._bare:  # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
             attributes = self.__dict__
             record, module = attributes["_record"], attributes["_modules"]["module"]
-            key: _Key
+            key: Key
             if record.in_place is False and len(inputs) == 1 and not kwargs and type(inputs[0]) is Tensor:
                 x = inputs[0]
                 try:
@@ -157,12 +124,12 @@ class DataParallel(nn.DataParallel):
                     if x._version != version:
                         _refuse_late_change("input 0")
                 try:
-                    key = ((x.shape,), (output.shape if type(output) is Tensor else _first_size(output),))
+                    key = ((x.shape,), (output.shape if type(output) is Tensor else first_size(output),))
                 except RuntimeError:  # a nested tensor, which has no shape
-                    key = ((_first_size(x),), (_first_size(output),))
+                    key = ((first_size(x),), (first_size(output),))
             else:
                 output = self._watched(inputs, kwargs)
-                key = ((_first_size((inputs, kwargs)),), (_first_size(output),))
+                key = ((first_size((inputs, kwargs)),), (first_size(output),))
             if key == record.last:
                 record.repeats += 1
             else:
@@ -200,8 +167,8 @@ class DataParallel(nn.DataParallel):
             raise RuntimeError(f"replicas start from different parameters: {', '.join(names)}")
         outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
         self._note(
-            tuple(_first_size((i, k)) for i, k in zip(replica_inputs, replica_kwargs, strict=True)),
-            tuple(map(_first_size, outputs)),
+            tuple(first_size((i, k)) for i, k in zip(replica_inputs, replica_kwargs, strict=True)),
+            tuple(map(first_size, outputs)),
         )
         with stage("gather"):
             if "gather" in overridden:
@@ -261,7 +228,7 @@ class DataParallel(nn.DataParallel):
 
     def _on_one(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self._watched(inputs, kwargs)
-        self._note((_first_size((inputs, kwargs)),), (_first_size(output),))
+        self._note((first_size((inputs, kwargs)),), (first_size(output),))
         if self._target != self.devices.home:
             output = map_tensors(lambda t: t.to(self._target), output)
         return output
@@ -308,7 +275,7 @@ class DataParallel(nn.DataParallel):
     @contextmanager
     def off_the_record(self) -> Iterator[None]:
         """While the block runs, splits are not recorded."""
-        kept, self._record = self._record, _Record()
+        kept, self._record = self._record, Record()
         try:
             yield
         finally:
@@ -324,7 +291,7 @@ class DataParallel(nn.DataParallel):
         """Return every split seen, in order of first appearance, with how often it happened."""
         return [self._as_split(key) for key in self._record.counts()]
 
-    def _as_split(self, key: _Key) -> Split:
+    def _as_split(self, key: Key) -> Split:
         inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
         return Split(inputs, outputs, devices=self.devices.labels[: len(inputs)], count=self._record.counts()[key])
 
@@ -344,56 +311,6 @@ class DataParallel(nn.DataParallel):
 
     def extra_repr(self) -> str:
         return f"devices={self.devices.text!r}"
-
-
-class LossInside(nn.Module):
-    """A block with its loss, for the inside of a `DataParallel`: only per-sample losses leave the devices, not the logits.
-
-    loss: (output, targets) -> (B,), such as a torch loss with reduction="none". The mean is taken outside, over all samples: a mean of the
-    devices' means weighs the samples of a short last chunk too much.
-    """
-
-    def __init__(self, block: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
-        super().__init__()
-        self.block = block
-        self.loss = loss
-
-    def forward(self, inputs: Any, targets: Any) -> Tensor:
-        """Return the loss of each sample, (B,). inputs: a tensor, or a tuple of arguments. Raises UserError for a loss that is a mean."""
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        loss_B = self.loss(self.block(*arguments), targets)
-        if loss_B.dim() == 0:
-            raise UserError(
-                'LossInside: the loss is one number for the whole chunk; give it reduction="none", one value a sample'
-            )
-        return loss_B
-
-
-def compile_regions(model: nn.Module, **options: Any) -> list[str]:
-    """Compile the modules of a model's data-parallel blocks in place, parameters and state-dict keys as before; return the blocks' names.
-
-    options: those of torch.compile. Raises UserError for a block on several devices: replicas are made anew for each batch, and a graph would run
-    with the weights of the ones that it was made for.
-    """
-    blocks = find_data_parallel(model)
-    for name, block in blocks.items():
-        if len(block.devices) > 1:
-            raise UserError(
-                f"compile: {name or 'the model'} runs on {len(block.devices)} devices ({block.devices.text}), and replicas cannot be "
-                "compiled; use one device, or do not compile"
-            )
-    for block in blocks.values():
-        block.module._compiled_call_impl = torch.compile(_caller(block.module), **options)
-    return list(blocks)
-
-
-def _caller(module: nn.Module) -> Callable[..., Any]:
-    """A function of ours around the call: `module.compile()` leaves modules of torch's own classes, such as nn.Sequential, as they are."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    return call
 
 
 def _untimed(_: str) -> AbstractContextManager[None]:
@@ -500,20 +417,3 @@ def data_parallel(
         inputs = ()
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*arguments, **(module_kwargs or {}))
-
-
-def find_data_parallel(model: nn.Module) -> dict[str, DataParallel]:
-    """Return the data-parallel blocks of a model by dotted name ("" for the model itself)."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, DataParallel)}
-
-
-def _first_size(value: Any) -> Size:
-    if isinstance(value, Tensor):
-        return (value.size(0),) if value.is_nested else tuple(value.shape)
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        for item in value:
-            if size := _first_size(item):
-                return size
-    return ()
