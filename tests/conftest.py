@@ -1,10 +1,12 @@
 """Shared by all tests: one torch thread, and folders of their own."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from dphybrid.embedding.kernels import keep_compiled_in
 from dphybrid.parallel import DataParallel
 
 REPOSITORY = Path(__file__).parent.parent
@@ -12,6 +14,7 @@ SHARED = REPOSITORY.parent / "shared"
 
 torch.set_num_threads(1)
 DataParallel.check_synchrony = True
+keep_compiled_in(Path(tempfile.gettempdir()) / "dphybrid-tests-compiled")  # compiled once, not in each test's data folder
 
 
 @pytest.fixture
