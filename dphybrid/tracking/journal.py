@@ -198,19 +198,20 @@ class Journal:
 
         details: names of those that are kept for the table of details instead of being sent as metrics.
         """
-        kept = {name: value for name, value in metrics.items() if step > self._earlier.get(name, step - 1)}
-        for name in kept:
-            self._fresh_steps[name] = max(step, self._fresh_steps.get(name, step))
+        earlier, fresh, now_ms = self._earlier, self._fresh_steps, int(time.time() * 1000)
+        kept = {name: value for name, value in metrics.items() if name not in earlier or step > earlier[name]}
         if not kept:
             return
-        record: Record = {"op": "metrics", "step": step, "values": {n: v for n, v in kept.items() if n not in details}}
-        if fine := {name: value for name, value in kept.items() if name in details}:
-            record["details"] = fine
-        record["t"] = int(time.time() * 1000)
+        record: Record = {"t": now_ms, "op": "metrics", "step": step, "values": kept}
+        if details:
+            record["values"] = {name: value for name, value in kept.items() if name not in details}
+            record["details"] = {name: value for name, value in kept.items() if name in details}
         self.append(record)
         for name, value in kept.items():
+            if step > fresh.get(name, -1):
+                fresh[name] = step
             if name.startswith(EVALUATED):
-                self._history[1].setdefault(name, []).append([value, step, record["t"]])
+                self._history[1].setdefault(name, []).append([value, step, now_ms])
 
     def count_unkept(self) -> None:
         """Note that a line of metrics could not be written down."""

@@ -7,13 +7,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a line is written at each step
 PRIVATE = 0o600
 """Mode of every file here: records and addresses concern their owner alone."""
 
 
 def encode(number: int, record: dict[str, Any]) -> bytes:
     """Return a record as a line: checksum, number, JSON."""
-    body = b"%d %s" % (number, json.dumps(record, separators=(",", ":")).encode())
+    body = b"%d %s" % (number, _ENCODER.encode(record).encode())
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 

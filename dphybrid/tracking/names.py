@@ -23,6 +23,7 @@ _DETAILS = ("timing/", "timing_mean/", "timing_share/", "embedding/", "split/", 
 _ASKED_FOR = re.compile(r"system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))")
 
 
+@lru_cache(maxsize=4096)
 def is_detail(name: str) -> bool:
     """Tell whether a metric is one that few people look for: it stands in the table of details, unless all are asked for."""
     return name.startswith(_DETAILS) and _ASKED_FOR.fullmatch(name) is None
