@@ -19,7 +19,6 @@ from dphybrid.parallel import DataParallel
 from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe, Task
 
 
-# --8<-- [start:recipe]
 class RatingsData(DataConfig):
     num_ratings: int = Field(default=4000, ge=100)
     """Made-up ratings of 50 users for 40 films."""
@@ -60,9 +59,6 @@ class Ratings(Recipe):
 
     def task(self, info: Mapping[str, Any]) -> Task:
         return Task("right", higher_is_better=True, compute=share_right, reads=("said", "stars"))
-
-
-# --8<-- [end:recipe]
 
 
 class FromFrame(Ratings):

@@ -132,8 +132,9 @@ def test_the_tree_in_the_readme_is_the_tree_there_is() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page, text in PAGES.items():
-        folder = REPOSITORY if (REPOSITORY / page).exists() else REPOSITORY / "docs"
+    infra = {"infra/README.md": (REPOSITORY / "infra/README.md").read_text(encoding="utf-8")}
+    for page, text in (PAGES | infra).items():
+        folder = (REPOSITORY / page).parent if (REPOSITORY / page).exists() else REPOSITORY / "docs"
         for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
             assert (folder / target).exists(), f"{page}: {target}"
 
