@@ -7,6 +7,8 @@ Functions are made for constants (width, kinds of values, rule), which numba kee
 be an intrinsic of `vectors`, as a compiled function that refers to another one is never kept.
 """
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -53,8 +55,14 @@ def lanes_of(dim: int, item_bytes: int) -> int:
 
 
 def compiled(function: Any) -> Any:
-    """Return the function as machine code with a C interface, from numba's cache where it is there."""
-    return numba.cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
+    """Return the function as machine code with a C interface, from numba's cache where it is there, and whole."""
+    make = numba.cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    try:
+        return make(function)
+    except (EOFError, pickle.UnpicklingError):  # numba does not sync its files: cut off as the power failed
+        for index in Path(numba.config.CACHE_DIR).rglob("*.nbi"):
+            index.unlink(missing_ok=True)
+        return make(function)
 
 
 def arrange_kernel() -> Any:

@@ -40,11 +40,11 @@ class Faults:
         real_open = io.open
         self._kept.mkdir(exist_ok=True)
 
-        def opened(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
+        def opened(file: Any, mode: str = "r", buffering: int = -1, *args: Any, opener: Any = None, **kwargs: Any) -> Any:
             if not isinstance(file, str | Path) or not self._below(file) or not set(mode) & set("wax+"):
-                return real_open(file, mode, buffering, *args, **kwargs)
+                return real_open(file, mode, buffering, *args, opener=opener, **kwargs)
             self.hit("open", EMFILE=True)
-            raw = _Raw(self, str(file), mode.replace("t", "").replace("b", ""))
+            raw = _Raw(self, str(file), mode.replace("t", "").replace("b", ""), opener)
             self._unsynced.add(os.fstat(raw.fileno()).st_ino)
             if "b" in mode:
                 return io.BufferedWriter(raw) if buffering else raw
@@ -151,8 +151,8 @@ class Faults:
 
 
 class _Raw(io.FileIO):
-    def __init__(self, faults: Faults, path: str, mode: str) -> None:
-        super().__init__(path, mode)
+    def __init__(self, faults: Faults, path: str, mode: str, opener: Any) -> None:
+        super().__init__(path, mode, opener=opener)
         self._faults = faults
 
     def write(self, data: Any) -> int:
