@@ -39,7 +39,10 @@ from dphybrid.training.checkpoint import (
 )
 from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display, preparation_progress
-from dphybrid.training.loop import Meter, Session, evaluate, keep_checkpoints, make_dense_optimizer, train
+from dphybrid.training.loop import evaluate, keep_checkpoints, train
+from dphybrid.training.observing import Meter
+from dphybrid.training.optimizers import make_dense_optimizer
+from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.warm_start import warm_start
 from dphybrid.training.warm_up import compiling_kernels

@@ -1,112 +1,55 @@
 """The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over held-out rows."""
 
 import gc
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dphybrid.config import ExperimentConfig, TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables
 from dphybrid.parallel import refuse_split_differences
-from dphybrid.tracking import Tracker
-from dphybrid.training.checkpoint import Trained, save_checkpoint
-from dphybrid.training.clock import NOT_A_STEP, StageClock, StepTimes, timed_parts
+from dphybrid.training.checkpoint import save_checkpoint
 from dphybrid.training.display import Display
-from dphybrid.training.memory import PARTS, micro_batches, out_of_memory_report, scale_gradients
+from dphybrid.training.memory import PARTS, micro_batches, num_rows, out_of_memory_report, scale_gradients
 from dphybrid.training.metrics import Task
-from dphybrid.training.profiling import profiled_steps
+from dphybrid.training.observing import Meter, observed
+from dphybrid.training.optimizers import set_learning_rates
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
-from dphybrid.training.split_log import SplitLog
+from dphybrid.training.session import Session
 from dphybrid.util.errors import UserError
-from dphybrid.util.memory import page_faults
-from dphybrid.util.stop import StopRequest
 
 
-@dataclass(frozen=True)
-class Session:
-    """Everything one training run works with.
-
-    facts: what else goes into each checkpoint's page. dataset: name and digest of the data. profile_steps: steps to record in detail.
-    encoder: folder that goes into each checkpoint, so that it can predict; encoder_sums: sha256 of its files, by `encoder/NAME`.
-    """
-
-    config: ExperimentConfig
-    trained: Trained
-    train_data: Dataset
-    valid_data: Dataset
-    task: Task
-    tracker: Tracker
-    clock: StageClock
-    splits: SplitLog
-    stop: StopRequest
-    checkpoints: Path
-    facts: Mapping[str, Any]
-    dataset: tuple[str, str]
-    profile_steps: range = range(0)
-    encoder: Path | None = None
-    encoder_sums: Mapping[str, str] = field(default_factory=dict)
-
-
-def train(session: Session, display: Display, meter: "Meter") -> None:
+def train(session: Session, display: Display, meter: Meter) -> None:
     """Train from where `session.trained.progress` stands to the last epoch, or until no epoch gets better.
 
     meter: gets the speeds and sums, also of a training that is interrupted.
 
     Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.
     """
-    config, progress, clock = session.config.train, session.trained.progress, session.clock
+    config, progress, model = session.config.train, session.trained.progress, session.trained.model
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
-    model, tables = session.trained.model, find_tables(session.trained.model)
     ids_of = model.table_ids if isinstance(model, DeclaresIds) else None
     if config.check_split and progress.step == 0:
         refuse_split_differences(model, next(batches_of_epoch(session)))
-    with (
-        timed_parts(clock, model),
-        profiled_steps(session.profile_steps, session.checkpoints.parent, session.tracker) as profiler,
-        RowPipeline(tables, mode=config.pipeline) as pipeline,
-        clock.stage("other"),
-    ):
-        meter.rows = pipeline if tables else None
+    with observed(session, display, meter) as seen, RowPipeline(find_tables(model), mode=config.pipeline) as pipeline:
+        seen.reads(pipeline)
         while progress.epoch < config.epochs and not _stale(session):
-            session.trained.model.train()  # the last epoch's evaluation left it in the other mode
-            display.epoch(progress.epoch, config.epochs, steps_per_epoch, progress.batch)
-            meter.times.begin()
-            for batch in _timed(clock, pipeline.prefetch(batches_of_epoch(session), ids_of)):
-                if session.profile_steps:
-                    with clock.stage("profile"):
-                        profiler.before(progress.step + 1)
-                _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
+            model.train()  # the last epoch's evaluation left it in the other mode
+            seen.epoch_begins(steps_per_epoch)
+            for batch in seen.batches(pipeline.prefetch(batches_of_epoch(session), ids_of)):
+                set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
+                seen.step_begins()
                 loss, weight = train_step(session, batch)
-                with clock.stage("log"):
-                    meter.add(loss, weight)
-                meter.times.end(full=_rows(batch) == config.batch_size)
-                progress.step += 1
-                if session.profile_steps:
-                    with clock.stage("profile"):
-                        profiler.after(progress.step)
-                progress.batch += 1
-                with clock.stage("log"):
-                    for line in session.splits.after_step(progress.step):
-                        display.line(line)
-                    display.advance(meter.note)
-                if progress.step % config.log_every == 0:
-                    display.line(meter.log())
-                every = session.config.checkpoint.every_steps
-                if every and progress.step % every == 0 and progress.batch < steps_per_epoch:
-                    meter.settle()
-                    checkpoint(session, meter)
+                progress.step, progress.batch = progress.step + 1, progress.batch + 1
+                seen.step_ended(loss, weight, num_rows(batch))
                 if session.stop.pending:
-                    meter.settle()
                     path = checkpoint(session, meter)
                     raise session.stop.interruption(f"after step {progress.step}; {path} goes on with --resume")
-                meter.times.begin()
-            display.line(end_of_epoch(session, meter))
+                if _due(session) and progress.batch < steps_per_epoch:
+                    checkpoint(session, meter)
+            seen.line(end_of_epoch(session, meter))
             checkpoint(session, meter)
     if _stale(session) and progress.epoch < config.epochs:
         display.line(f"stopped early: no better {session.task.metric} for {progress.stale_epochs} epochs")
@@ -123,7 +66,7 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     try:
         loss, weight = _gradients(session, batch)
     except torch.OutOfMemoryError as error:
-        did_not_fit = out_of_memory_report(error, trained.progress.step + 1, _rows(batch), trained.model, trained.dense)
+        did_not_fit = out_of_memory_report(error, trained.progress.step + 1, num_rows(batch), trained.model, trained.dense)
     if did_not_fit:  # outside the handler: its traceback keeps the activations alive
         if trained.progress.micro_batches > 1:
             raise UserError(
@@ -195,7 +138,7 @@ def held_out_outputs(model: nn.Module, data: Dataset, batch_size: int, task: Tas
     return {name: torch.cat(parts) for name, parts in collected.items()}
 
 
-def end_of_epoch(session: Session, meter: "Meter") -> str:
+def end_of_epoch(session: Session, meter: Meter) -> str:
     """Evaluate, log, and move the progress to the next epoch; return the line that tells it."""
     progress, task = session.trained.progress, session.task
     meter.settle()
@@ -220,8 +163,9 @@ def end_of_epoch(session: Session, meter: "Meter") -> str:
     return f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, held out: {shown}{mark}"
 
 
-def checkpoint(session: Session, meter: "Meter") -> Path:
+def checkpoint(session: Session, meter: Meter) -> Path:
     """Write a checkpoint of this moment and remove the ones no longer kept."""
+    meter.settle()
     with session.clock.stage("checkpoint"):
         trained = session.trained
         record = {"splits": session.splits.state(), "clock": session.clock.state(), "meter": meter.state()}
@@ -248,77 +192,6 @@ def keep_checkpoints(session: Session) -> None:
         session.tracker.log_checkpoints(cards, session.dataset)
 
 
-class Meter:
-    """Loss and speed since the last line of metrics. Sums stay on their device until a line needs them."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._sums: tuple[Tensor, Tensor] | None = None
-        self._loss, self._weight = 0.0, 0.0
-        self._steps = 0
-        self.rows: RowPipeline | None = None
-        self.times = StepTimes()
-        self.note = ""
-        self._faults = page_faults()
-
-    def add(self, loss: Tensor, weight: Tensor) -> None:
-        self._sums = (loss.double(), weight.double()) if self._sums is None else (self._sums[0] + loss, self._sums[1] + weight)
-        self._steps += 1
-
-    def settle(self) -> None:
-        """Move what is summed up into the progress. Raises UserError when the loss is no number any more."""
-        if self._sums is None:
-            return
-        loss, weight = (float(value) for value in self._sums)
-        self._sums = None
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the training loss became {loss} by step {self._session.trained.progress.step}; "
-                "lower train.lr or table.lr, or set train.clip_norm; the last checkpoint is kept"
-            )
-        self._loss += loss
-        self._weight += weight
-        progress = self._session.trained.progress
-        progress.epoch_loss += loss
-        progress.epoch_weight += weight
-
-    def state(self) -> dict[str, float]:
-        """Return what `restore` takes, fit for JSON; after `settle`."""
-        return {"loss": self._loss, "weight": self._weight, "steps": self._steps, "timed": self.times.count}
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Go on within the window of metrics in which a checkpoint was made."""
-        self._loss, self._weight = state["loss"], state["weight"]
-        self._steps, self.times.count = int(state["steps"]), int(state["timed"])
-
-    def log(self) -> str:
-        """Log the metrics since the last call and return them as a line."""
-        self.settle()
-        session, step = self._session, self._session.trained.progress.step
-        with session.clock.stage("log"):
-            window = session.clock.window()
-            seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
-            loss = self._loss / max(self._weight, 1e-12)
-            metrics = {
-                "train/loss": loss,
-                "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
-                "perf/step_ms": 1e3 * seconds,
-                "perf/samples_per_s": session.config.train.batch_size / seconds,
-                "system/page_faults_per_step": (page_faults() - self._faults) / self._steps,
-            }
-            self._faults = page_faults()
-            metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
-            metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
-            if self.rows is not None:
-                metrics |= {f"embedding/{name}": value for name, value in self.rows.counters(self._steps).items()}
-            session.tracker.log_metrics(metrics, step)
-        self.note = f"loss {loss:.4g}"
-        self._loss, self._weight, self._steps = 0.0, 0.0, 0
-        epoch = session.trained.progress.epoch + 1
-        speed = f"{metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
-        return f"epoch {epoch} step {step}: train loss {loss:.5g}, {speed}"
-
-
 def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
     """The batches of the current epoch from the progress's next batch on; their order is a function of (seed, epoch)."""
     progress, config = session.trained.progress, session.config.train
@@ -333,54 +206,11 @@ def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
     )
 
 
-def learning_rate_factor(schedule: str, done: float) -> float:
-    """Return the factor on the learning rates when the share `done` (0..1) of all steps is behind us."""
-    floor = 0.01
-    if schedule == "cosine":
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    if schedule == "linear":
-        return 1 - (1 - floor) * min(done, 1.0)
-    return 1.0
-
-
-def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer | None:
-    """Return the optimizer of the dense blocks, or None for a model without dense parameters. One group a device type."""
-    by_type: dict[str, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            by_type.setdefault(parameter.device.type, []).append(parameter)
-    if not by_type:
-        return None
-    # A group that mixes devices loses torch's multi-tensor path for all of them. On the CPU one pass over memory saves a sixth of a small step.
-    fused = {"cpu": {"fused": True}} if config.optimizer in ("adam", "adamw") else {}
-    groups = [{"params": parameters, **fused.get(kind, {})} for kind, parameters in by_type.items()]
-    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer: torch.optim.Optimizer = kinds[config.optimizer](groups, lr=config.lr, weight_decay=config.weight_decay)
-    return optimizer
-
-
-def _set_learning_rates(session: Session, done: float) -> None:
-    factor = learning_rate_factor(session.config.train.schedule, done)
-    if session.trained.dense is not None:
-        for group in session.trained.dense.param_groups:
-            group["lr"] = session.config.train.lr * factor
-    if session.trained.rows is not None:
-        session.trained.rows.lr = session.config.table.lr * factor
-
-
-def _rows(batch: Mapping[str, Tensor]) -> int:
-    return len(next(iter(batch.values())))
+def _due(session: Session) -> bool:
+    every = session.config.checkpoint.every_steps
+    return every > 0 and session.trained.progress.step % every == 0
 
 
 def _stale(session: Session) -> bool:
     patience = session.config.train.patience
     return patience > 0 and session.trained.progress.stale_epochs >= patience
-
-
-def _timed(clock: StageClock, iterator: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    while True:
-        with clock.stage("data"):
-            batch = next(iterator, None)
-        if batch is None:
-            return
-        yield batch

@@ -4,7 +4,7 @@ Gradients of the parts are summed and divided once by the whole batch's terms, s
 dropout, other masks). The batch itself never changes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,11 @@ from dphybrid.parallel import find_data_parallel
 
 PARTS = 4
 """Parts that a batch is computed in after it did not fit. Activations shrink with them, weights and optimizer state do not."""
+
+
+def num_rows(batch: Mapping[str, Tensor]) -> int:
+    """Return the samples of a batch."""
+    return len(next(iter(batch.values())))
 
 
 def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:

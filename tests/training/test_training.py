@@ -18,7 +18,7 @@ from dphybrid.jobs.load import model_from_checkpoint
 from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
-from dphybrid.training.loop import learning_rate_factor
+from dphybrid.training.optimizers import learning_rate_factor
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest

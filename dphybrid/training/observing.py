@@ -1,0 +1,145 @@
+"""What is seen of a training: loss and speed in lines, stages in the clock, splits, a profile. The loop tells it of each epoch and step."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from dphybrid.embedding import RowPipeline
+from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
+from dphybrid.training.display import Display
+from dphybrid.training.profiling import StepProfiler, profiled_steps
+from dphybrid.training.session import Session
+from dphybrid.util.errors import UserError
+from dphybrid.util.memory import page_faults
+
+
+class Meter:
+    """Loss and speed since the last line of metrics. Sums stay on their device until a line needs them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._sums: tuple[Tensor, Tensor] | None = None
+        self._loss, self._weight = 0.0, 0.0
+        self._steps = 0
+        self.rows: RowPipeline | None = None
+        self.times = StepTimes()
+        self.note = ""
+        self._faults = page_faults()
+
+    def add(self, loss: Tensor, weight: Tensor) -> None:
+        self._sums = (loss.double(), weight.double()) if self._sums is None else (self._sums[0] + loss, self._sums[1] + weight)
+        self._steps += 1
+
+    def settle(self) -> None:
+        """Move what is summed up into the progress. Raises UserError when the loss is no number any more."""
+        if self._sums is None:
+            return
+        loss, weight = (float(value) for value in self._sums)
+        self._sums = None
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the training loss became {loss} by step {self._session.trained.progress.step}; "
+                "lower train.lr or table.lr, or set train.clip_norm; the last checkpoint is kept"
+            )
+        self._loss += loss
+        self._weight += weight
+        progress = self._session.trained.progress
+        progress.epoch_loss += loss
+        progress.epoch_weight += weight
+
+    def state(self) -> dict[str, float]:
+        """Return what `restore` takes, fit for JSON; after `settle`."""
+        return {"loss": self._loss, "weight": self._weight, "steps": self._steps, "timed": self.times.count}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on within the window of metrics in which a checkpoint was made."""
+        self._loss, self._weight = state["loss"], state["weight"]
+        self._steps, self.times.count = int(state["steps"]), int(state["timed"])
+
+    def log(self) -> str:
+        """Log the metrics since the last call and return them as a line."""
+        self.settle()
+        session, step = self._session, self._session.trained.progress.step
+        with session.clock.stage("log"):
+            window = session.clock.window()
+            seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
+            loss = self._loss / max(self._weight, 1e-12)
+            metrics = {
+                "train/loss": loss,
+                "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
+                "perf/step_ms": 1e3 * seconds,
+                "perf/samples_per_s": session.config.train.batch_size / seconds,
+                "system/page_faults_per_step": (page_faults() - self._faults) / self._steps,
+            }
+            self._faults = page_faults()
+            metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
+            metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
+            if self.rows is not None:
+                metrics |= {f"embedding/{name}": value for name, value in self.rows.counters(self._steps).items()}
+            session.tracker.log_metrics(metrics, step)
+        self.note = f"loss {loss:.4g}"
+        self._loss, self._weight, self._steps = 0.0, 0.0, 0
+        epoch = session.trained.progress.epoch + 1
+        speed = f"{metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
+        return f"epoch {epoch} step {step}: train loss {loss:.5g}, {speed}"
+
+
+class Observer:
+    """Clock, meter, profiler, splits and display behind the few words that the loop says."""
+
+    def __init__(self, session: Session, display: Display, meter: Meter, profiler: StepProfiler) -> None:
+        self._session, self._display, self._meter, self._profiler = session, display, meter, profiler
+        self.line = display.line
+
+    def reads(self, pipeline: RowPipeline) -> None:
+        """The model's rows come through this pipeline."""
+        self._meter.rows = pipeline if pipeline.tables else None
+
+    def epoch_begins(self, steps: int) -> None:
+        progress = self._session.trained.progress
+        self._display.epoch(progress.epoch, self._session.config.train.epochs, steps, progress.batch)
+
+    def batches(self, source: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yield the batches; waiting for one is the first part of its step."""
+        while True:
+            self._meter.times.begin()
+            with self._session.clock.stage("data"):
+                batch = next(source, None)
+            if batch is None:
+                return
+            yield batch
+
+    def step_begins(self) -> None:
+        if self._session.profile_steps:
+            with self._session.clock.stage("profile"):
+                self._profiler.before(self._session.trained.progress.step + 1)
+
+    def step_ended(self, loss: Tensor, weight: Tensor, rows: int) -> None:
+        """Count a step: its summed loss, its number of terms and of rows."""
+        session, meter, step = self._session, self._meter, self._session.trained.progress.step
+        with session.clock.stage("log"):
+            meter.add(loss, weight)
+        meter.times.end(full=rows == session.config.train.batch_size)
+        if session.profile_steps:
+            with session.clock.stage("profile"):
+                self._profiler.after(step)
+        with session.clock.stage("log"):
+            for line in session.splits.after_step(step):
+                self.line(line)
+            self._display.advance(meter.note)
+        if step % session.config.train.log_every == 0:
+            self.line(meter.log())
+
+
+@contextmanager
+def observed(session: Session, display: Display, meter: Meter) -> Iterator[Observer]:
+    """Yield what the loop tells of its epochs and steps; the clock runs, and the model's parts are timed, while the block does."""
+    clock, folder = session.clock, session.checkpoints.parent
+    with (
+        timed_parts(clock, session.trained.model),
+        profiled_steps(session.profile_steps, folder, session.tracker) as profiler,
+        clock.stage("other"),
+    ):
+        yield Observer(session, display, meter, profiler)
