@@ -115,7 +115,7 @@ def test_files_and_names_are_where_it_says() -> None:
     for entry in re.findall(r"^(?:\||\d+\. ).*(?:\n   .*)*", PAGES["where.md"], flags=re.MULTILINE):
         files = [REPOSITORY / path for path in re.findall(r"`(dphybrid/[\w/]+\.py)`", entry) if "NAME" not in path]
         there = "\n".join(file.read_text(encoding="utf-8") for file in files)
-        for name in re.findall(r"`([A-Z_][\w.]*)`", entry) if files else ():
+        for name in re.findall(r"`([A-Z_][\w.]*|kinds|options|has_header|update_kernel|inferred_role)`", entry) if files else ():
             for part in name.split("."):
                 assert part == "DPHYBRID_NAME" or re.search(rf"\b{part}\b", there), f"{name}: not in {files}"
 
