@@ -1,4 +1,4 @@
-"""The flow `retrain-hybrid`: new data -> prepare -> train on from the champion -> compare on the same held-out rows -> promote or keep.
+"""The flow `retrain-hybrid`: new data -> prepare -> train on from the champion -> compare on the same validation rows -> promote or keep.
 
 `python -m flows.retrain_hybrid` runs it in this process. The work is in `dphybrid.jobs.retrain`.
 """
@@ -106,7 +106,7 @@ def _decided(planned: Plan, decision: Decision) -> State:
     champion = f"version {planned.champion} of {planned.model}" if planned.champion else planned.model
     text = f"{'Promoted' if decision.promoted else 'Kept'} {'over ' if decision.promoted and planned.champion else ''}{champion}: {decision.why}"
     rows = "".join(f"| {name} | {value:.5f} | {decision.challenger[name]:.5f} |\n" for name, value in decision.champion.items())
-    table = f"\n\n| held out | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
+    table = f"\n\n| validation | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
     try:
         create_markdown_artifact(text + table, key="decision", description=planned.model)
     except (httpx.HTTPError, PrefectException) as error:

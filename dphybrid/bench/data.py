@@ -81,5 +81,5 @@ def text(result: dict[str, Any]) -> str:
     rows.append(f"preparing runs at {result['speed_ratio']:.2f} times the speed of the plain parse ({low:.2f} to {high:.2f})")
     rows.append(f"best AUC that any model can reach on it: {result['best_auc']:.4f}")
     if "auc" in result:
-        rows.append(f"held-out AUC of recipe ctr: {result['auc']:.4f}, {result['best_auc'] - result['auc']:.4f} below")
+        rows.append(f"validation AUC of recipe ctr: {result['auc']:.4f}, {result['best_auc'] - result['auc']:.4f} below")
     return "\n".join(rows)

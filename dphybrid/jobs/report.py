@@ -93,7 +93,7 @@ def _closing_words(report: Report) -> str:
     shown = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     lines = [
         "",
-        f"Held out:    {shown}",
+        f"Validation:  {shown}",
         f"Run:         {report.run_name}" + (f", id {report.run_id}" if report.run_id else ", not recorded"),
         f"Best:        {report.best_checkpoint}",
     ]
@@ -132,7 +132,8 @@ def _pictures(result: ResultPage, table: Table) -> dict[str, bytes]:
         pictures["figures/rows_per_replica.png"] = rows_per_replica_figure(table)
     history = result.history
     if len(history) > 1:
-        curves = {name: [(row["step"], row[name]) for row in history] for name in history[0] if name != "step"}
+        named = {name: name.replace("held-out", "validation") for name in history[0] if name != "step"}
+        curves = {shown: [(row["step"], row[name]) for row in history] for name, shown in named.items()}
         pictures["figures/learning_curves.png"] = curves_figure(curves, "step")
     return pictures
 

@@ -1,6 +1,6 @@
 """Retraining: is there something new, the config that goes on from the champion, and whether the challenger takes its place.
 
-Champion and challenger answer the same held-out rows, none of which either was trained on. The difference gets an interval by the paired
+Champion and challenger answer the same validation rows, none of which either was trained on. The difference gets an interval by the paired
 bootstrap (Efron 1979): both are scored on the same resampled rows, many times over.
 """
 
@@ -57,7 +57,7 @@ class Plan(BaseModel):
 
 
 class Decision(Page):
-    """Champion against challenger on the same held-out rows; gain > 0: the challenger is better. low, high: of the 95 % interval."""
+    """Champion against challenger on the same validation rows; gain > 0: the challenger is better. low, high: of the 95 % interval."""
 
     promoted: bool
     why: str
@@ -222,7 +222,7 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
 
 
 def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: float) -> Decision:
-    """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's held-out rows."""
+    """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's validation rows."""
     run = read_run(run_folder)
     config, data = run.config, run.open_data()
     devices = resolve_devices(run.page.devices)
@@ -248,7 +248,7 @@ def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: floa
     promoted = low > min_gain
     verdict = "better" if promoted else "not surely better" if high > min_gain else "not better"
     why = (
-        f"{verdict}: held-out {task.metric} {challenger[task.metric]:.5f} against the champion's {champion[task.metric]:.5f} on the same "
+        f"{verdict}: validation {task.metric} {challenger[task.metric]:.5f} against the champion's {champion[task.metric]:.5f} on the same "
         f"{num_rows:,} rows; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
         + (f", wanted {min_gain:+g}" if min_gain else "")
     )

@@ -343,7 +343,7 @@ def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, fl
 
 
 def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
-    """Evaluate the best checkpoint on the held-out rows, and on test rows where the data has some (`test_...`); log it all as `final/...`."""
+    """Evaluate the best checkpoint on the validation rows, and on test rows where the data has some (`test_...`); log it all as `final/...`."""
     run = read_run(run_folder)
     config, data = run.config, run.open_data()
     result = ResultPage.read(run.folder / "result.json")

@@ -53,7 +53,7 @@ def train(run_folder: str, stop: StopRequest) -> dict[str, Any]:
 
 @task(name="evaluate", cache_policy=NO_CACHE)
 def evaluate(run_folder: str) -> dict[str, float]:
-    """Evaluate the best checkpoint on the held-out rows."""
+    """Evaluate the best checkpoint on the validation rows."""
     return job.evaluate_run(run_folder, load_settings())
 
 
@@ -71,7 +71,9 @@ def report(run_folder: str) -> job.Report:
 def _publish(done: job.Report) -> None:
     create_link_artifact(done.run_url, link_text=f"MLflow run {done.run_name}", key="mlflow-run")
     create_table_artifact(
-        [{"metric": name, "value": value} for name, value in done.metrics.items()], key="metrics", description="Held-out metrics"
+        [{"metric": name, "value": value} for name, value in done.metrics.items()],
+        key="metrics",
+        description="Validation metrics",
     )
     if done.splits:
         create_table_artifact(

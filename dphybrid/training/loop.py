@@ -1,4 +1,4 @@
-"""The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over held-out rows."""
+"""The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over validation rows."""
 
 import gc
 from collections.abc import Iterator
@@ -160,7 +160,7 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
         session.tracker.log_metrics(logged | {"train/epoch_loss": train_loss}, progress.step)
     shown = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
     mark = " (best so far)" if better else ""
-    return f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, held out: {shown}{mark}"
+    return f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, validation: {shown}{mark}"
 
 
 def checkpoint(session: Session, meter: Meter) -> Path:

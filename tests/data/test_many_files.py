@@ -142,7 +142,7 @@ def test_any_number_of_threads_comes_to_the_same_bytes(tmp_path: Path) -> None:
         "from dphybrid.data.table import delimited;"
         "delimited.BLOCK_BYTES = 20_000;"
         f"p = prepare('ctr', TableDataConfig(path={str(file)!r}, label='y'), Path(sys.argv[1]), 0);"
-        "print(json.dumps([p.digest, p.manifest['arrays']]))"
+        "print(json.dumps([p.digest, {n: a.sha256 for n, a in p.manifest.arrays.items()}]))"
     )
     found = [
         subprocess.run(
@@ -166,7 +166,7 @@ def test_the_latest_rows_are_held_out_by_time(tmp_path: Path) -> None:
     held = {days[i] for i in prepared.arrays["valid_rows"]}
     assert min(held) > max(days[i] for i in prepared.arrays["train_rows"])
     assert len(held) == 6
-    assert "held out: day from '2024-01-19' on" in prepared.describe()
+    assert "validation split: day from '2024-01-19' on" in prepared.describe()
 
 
 def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
     assert train.isdisjoint(held)
     assert len(held) == 2
     assert prepared.manifest.facts["unseen"]["user_id"] == 1.0
-    assert "held out: 2 of 12 values of user_id, none of which trains" in prepared.describe()
+    assert "validation split: 2 of 12 values of user_id, none of which trains" in prepared.describe()
     assert "values that no training row has: user_id 100.0%" in prepared.describe()
 
 
@@ -208,7 +208,7 @@ def test_splits_that_contradict_are_refused(values: dict[str, str]) -> None:
 
 def test_a_key_that_would_hold_out_everything_is_told(tmp_path: Path) -> None:
     body = [f"{i * i},one,{i % 2}" for i in range(40)]
-    with pytest.raises(UserError, match=r"data\.split=key: all rows are held out"):
+    with pytest.raises(UserError, match=r"data\.split=key: all rows are in the validation split"):
         ctr(tmp_path, str(write(tmp_path, "x.csv", body, "n,k,y")), split="key", split_column="k")
 
 

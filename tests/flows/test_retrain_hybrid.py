@@ -79,7 +79,7 @@ def test_three_days_of_data(tmp_path: Path, data_dir: Path, prefect_server: None
     assert retrain(min_new_rows=5000).startswith("NotEnoughNew: 2000 new rows, min_new_rows is 5000")
     assert len(list(runs.iterdir())) == 1
     better = retrain(min_new_rows=5000, drift_above=0.2)
-    assert better.startswith("Promoted: Promoted over version 1 of clicks: better: held-out auc")
+    assert better.startswith("Promoted: Promoted over version 1 of clicks: better: validation auc")
     second = registry.champion("clicks")
     assert second is not None
     assert second.number == "2"

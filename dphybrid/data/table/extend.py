@@ -1,5 +1,5 @@
 """A table encoded as an earlier one was, so that what a model learnt on the earlier one still fits: old ids keep their meaning, new values
-get ids behind them, numbers keep their statistics. Rows that the earlier one trained on are never held out.
+get ids behind them, numbers keep their statistics. Rows that the earlier one trained on are never in the validation split.
 
 Letters: B rows, F id columns, N dense columns, V ids of all columns together.
 """
@@ -119,5 +119,5 @@ def extended_split(split: RowSplit, base: Base, key_B: Array) -> tuple[RowSplit,
     held_B = (split.held_B & new_B) | (kept_B & ~trained_B)
     if not held_B.any() or held_B.all():
         raise UserError("data.base: no row is left to hold out that the earlier model was not trained on; wait for more rows")
-    text = f"{split.text}; {new_B.sum():,} rows are new, and no row that {base.prepared.path.name} trained on is held out"
+    text = f"{split.text}; {new_B.sum():,} rows are new, and no row that {base.prepared.path.name} trained on is in the validation split"
     return RowSplit(held_B, text), np.flatnonzero(new_B)

@@ -52,7 +52,7 @@ def check_enough(file: Path | str, first: Rows, num_rows: int) -> None:
     if not num_rows:
         raise UserError(f"data.path={file}: has {'a header and ' if first.header else ''}no rows that can be read")
     if num_rows < 2:
-        raise UserError(f"data.path={file}: has {num_rows} rows; at least 2 are needed, one of them held out")
+        raise UserError(f"data.path={file}: has {num_rows} rows; at least 2 are needed, one of them for validation")
 
 
 def check_rejected(file: Path | str, rejected: Sequence[dict[str, Any]], num_rows: int, max_rejected: float) -> None:

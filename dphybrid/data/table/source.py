@@ -27,7 +27,7 @@ from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
 from dphybrid.util.errors import UserError
 
 UNSEEN_TOLD = 0.0005
-"""Share of held-out values without a training row from which on a person is told."""
+"""Share of validation values without a training row from which on a person is told."""
 SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
 """Files of a folder that are read."""
 
@@ -138,7 +138,7 @@ class TableSource:
         return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, table.rejected, save)
 
     def _fit(self, table: Table, store: ColumnStore, progress: Progress) -> tuple[TableEncoder, dict[str, float]]:
-        """Learn from the training rows; also return the share of held-out values, a category column, that no training row has."""
+        """Learn from the training rows; also return the share of validation values, a category column, that no training row has."""
         held_B = table.split.held_B
         trained = np.flatnonzero(~held_B)
         sample_B = np.zeros(len(held_B), bool)
@@ -189,13 +189,13 @@ class TableSource:
             reason = f"  ({column.reason})" if column.reason else ""
             lines.append(f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  {samples}{reason}")
         lines.append(
-            f"  {split['train_rows']:,} rows to train ({split['train_label_rate']:.1%} of them 1), {split['valid_rows']:,} held out "
+            f"  {split['train_rows']:,} rows to train ({split['train_label_rate']:.1%} of them 1), {split['valid_rows']:,} to validate "
             f"({split['valid_label_rate']:.1%}), {sum(num_ids.values()):,} table rows"
         )
         lines.append(f"  {table.split.text}")
         if new := {name: share for name, share in sorted(unseen.items(), key=lambda item: -item[1])[:5] if share >= UNSEEN_TOLD}:
             shares = ", ".join(f"{name} {share:.1%}" for name, share in new.items())
-            lines.append(f"  held-out values that no training row has: {shares}")
+            lines.append(f"  validation values that no training row has: {shares}")
         for name, (cells, items) in table.left_out.items():
             lines.append(
                 f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left out; max_items in schema.toml"

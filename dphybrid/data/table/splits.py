@@ -24,22 +24,22 @@ class RowSplit:
 def split_rows(
     data: TableDataConfig, seed: int, num_rows: int, num_read: int, codes_B: Array | None, values: pl.Series | None
 ) -> RowSplit:
-    """Choose the held-out rows. Rows from number `num_read` on came from files given as held out.
+    """Choose the validation rows. Rows from number `num_read` on came from files given as held out.
 
     codes_B, values: the split column, as a dictionary's codes (0: no value). Raises UserError when one part would be empty.
     """
     if data.valid_path is not None:
         held_B = np.arange(num_rows) >= num_read
-        text = f"held out: the rows of {data.valid_path}"
+        text = f"validation split: the rows of {data.valid_path}"
     elif codes_B is None or values is None:
         held_B = _random(seed, num_rows, data.valid_fraction)
-        text = f"held out: at random by train.seed={seed}"
+        text = f"validation split: at random by train.seed={seed}"
     else:
         held_B, text = _by_value(data, seed, codes_B, values)
     if not held_B.any() or held_B.all():
         what = "no row is" if not held_B.any() else "all rows are"
         raise UserError(
-            f"data.split={data.split}: {what} held out; give more rows, or another data.valid_fraction or data.split_column"
+            f"data.split={data.split}: {what} in the validation split; give more rows, or another data.valid_fraction or data.split_column"
         )
     return RowSplit(held_B, text)
 
@@ -72,7 +72,9 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, values: pl.Serie
     is_held = np.zeros(len(texts) + 1, bool)
     is_held[1 + np.array(chosen, dtype=np.int64)] = True
     if data.split == "time":
-        text = f"held out: {data.split_column} from {texts[chosen[-1]]!r} on; earlier rows, and those without a value, train"
+        text = (
+            f"validation split: {data.split_column} from {texts[chosen[-1]]!r} on; earlier rows, and those without a value, train"
+        )
     else:
-        text = f"held out: {len(chosen):,} of {len(texts):,} values of {data.split_column}, none of which trains"
+        text = f"validation split: {len(chosen):,} of {len(texts):,} values of {data.split_column}, none of which trains"
     return is_held[codes_B], text

@@ -101,7 +101,7 @@ class TextSource:
         where = str(self.root) if self.root else "the Python reference"
         if len(documents) < 2:
             raise UserError(
-                f"data.path={where}: found {len(documents)} documents with words; two are needed, one of them held out"
+                f"data.path={where}: found {len(documents)} documents with words; two are needed, one of them for validation"
             )
         progress("look for repeated passages", 0, 1)
         held, doubtful = held_out([words for _, words in documents], self.data.valid_fraction, self.seed)
@@ -114,7 +114,7 @@ class TextSource:
         )
         vocabulary = {word: number for number, word in enumerate([UNKNOWN, END, *kept])}
         train_tokens, valid_tokens = (_encode(part, vocabulary) for part in (train, valid))
-        for part, tokens in (("training", train_tokens), ("held-out", valid_tokens)):
+        for part, tokens in (("training", train_tokens), ("validation", valid_tokens)):
             if len(tokens) <= self.data.window:
                 raise UserError(
                     f"data.path={where}: the {part} part has {len(tokens)} tokens, fewer than data.window={self.data.window} asks for; "
@@ -124,12 +124,12 @@ class TextSource:
         lines = [
             f"  text from {where}: {len(documents):,} documents, {len(vocabulary):,} words "
             f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {UNKNOWN})",
-            f"  {len(train_tokens):,} tokens to train; held out: {len(valid)} whole documents, {len(valid_tokens):,} tokens, "
+            f"  {len(train_tokens):,} tokens to train; validation split: {len(valid)} whole documents, {len(valid_tokens):,} tokens, "
             f"{unknown:.1%} of them {UNKNOWN}",
         ]
         if doubtful:
             lines.append(
-                f"  {doubtful} held-out documents repeat passages of others, so the held-out figures flatter; too little text stands alone"
+                f"  {doubtful} validation documents repeat passages of others, so the validation figures flatter; too little text stands alone"
             )
         info = {"num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
