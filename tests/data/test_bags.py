@@ -184,6 +184,7 @@ def test_a_pooled_row_is_the_mean_of_the_items_rows(quiet: Path) -> None:
     info = {"num_ids": [5, 6, 7], "num_dense": 0, "num_bags": 2}
     model = build_model("ctr", ModelContext(resolve_devices("cpu*2"), info, config.model, 0))
     weight = model.table.weight
+    model.region.probe = False  # whose extra forward the hook below would see, too
     seen = []
     model.region.module.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().clone()))
     bags = torch.tensor([[[3, 3, 1], [0, -1, -1]], [[2, -1, -1], [4, 5, -1]]])
