@@ -45,6 +45,7 @@ def test_plan_shows_full_and_last_batch_and_idle_devices(capsys: pytest.CaptureF
         (["train", "--recipe", "ctr"], ["data.path"]),
         (["train", "--model.factory", "no.such:thing", "--recipe", "toy"], ["model.factory", "no.such:thing"]),
         (["train", "--recipe", "toy", "--resume"], ["--resume", "no such run"]),
+        (["train", "--recipe", "toy", "--resume", ""], ["--resume ''", "names no run"]),
         (["train", "--epochs", "3"], ["--epochs", "did you mean --train.epochs", "--help"]),
         (["trian"], ["'trian'", "did you mean 'train'"]),
         (["train", "--recipe", "digits", "--data.path", "no.csv"], ["--data.path", "recipe digits does not use it", "ctr"]),

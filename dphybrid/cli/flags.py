@@ -150,6 +150,8 @@ def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settin
     report: Path | None = args.report
     if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
         raise UserError(f"--report {report}: cannot be written there; name a file in a folder that exists")
+    if args.resume is not None and not args.resume.strip():
+        raise UserError(f"--resume {args.resume!r}: names no run; give its name, or --resume alone for the newest of the recipe")
     for name, value in (("DPHYBRID_TRACKING_URI", args.tracking), ("DPHYBRID_PROFILE", args.profile)):
         if value is not None:
             os.environ[name] = value  # a setting: the flow's tasks read it, too

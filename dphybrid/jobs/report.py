@@ -59,7 +59,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
         run_url=tracker.run_url,
         tracking_uri=tracker.tracking_uri,
         ui_command=tracker.ui_command,
-        views=tracker.views,
+        views=tracker.views if run.page.run_id else {},
         metrics=metrics,
         best_checkpoint=result.best_checkpoint,
         latest_checkpoint=result.checkpoint,
