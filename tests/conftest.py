@@ -20,8 +20,9 @@ keep_compiled_in(Path(tempfile.gettempdir()) / "dphybrid-tests-compiled")  # com
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data folder for this test, and none of the caller's own settings."""
-    for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_TRACKING_URI", "DPHYBRID_DEVICES", "DPHYBRID_EXPERIMENT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_TRACKING_URI", "DPHYBRID_DEVICES", "DPHYBRID_EXPERIMENT", "DPHYBRID_PROFILE"):
+        monkeypatch.setenv(name, "")  # so that what a command puts there goes with this test
+        monkeypatch.delenv(name)
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("DPHYBRID_THREADS", "1")
     monkeypatch.chdir(tmp_path)

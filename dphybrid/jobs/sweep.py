@@ -78,7 +78,9 @@ def make_grid(config: ExperimentConfig, grid: Mapping[str, Sequence[Any]], sweep
         except UserError as error:
             shown = ", ".join(f"{name}={value}" for name, value in chosen.items())
             raise UserError(f"grid: cell {number} ({shown}): {error}") from error
-        name = f"{sweep}-{number:0{len(str(count))}d}{_differing(chosen)}"
+        name = (
+            f"{sweep}-{number:0{len(str(count))}d}{_differing({field: chosen[field] for field in grid if len(grid[field]) > 1})}"
+        )
         cells.append(Cell(name=name, values=chosen, config=cell))
     return Grid(cells, next(iter(grid)))
 

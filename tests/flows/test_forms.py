@@ -91,7 +91,8 @@ def test_a_form_filled_in_by_mouse_trains_what_it_says(team: Team, tmp_path: Pat
         browser.close()
     (run,) = team.post("/flow_runs/filter", {"deployments": {"id": {"any_": [deployments["train-ctr"]["id"]]}}})
     few = {"data_path": str(tmp_path / "clicks.csv"), "label": "clicked", "devices": "cpu", "epochs": 1}
-    assert run["parameters"] == {"config": {"recipe": "ctr"}} | few  # nothing that nobody filled in
+    switches = {"compile": False, "check_split": False}  # a form sends these always
+    assert run["parameters"] == {"config": {"recipe": "ctr", "train": switches}} | few  # nothing else that nobody filled in
     worker = team.start_worker("form")
     team.wait_for(UUID(run["id"]), "Completed", timeout_s=240)
     worker.send_signal(signal.SIGTERM)

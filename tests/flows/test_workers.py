@@ -19,7 +19,7 @@ from tests.flows.servers import Team, kill_tree
 from tests.waiting import patience, wait_until
 
 SHORT = ["recipe=hybrid", "model.factory=slowly:build", "train.epochs=1", "train.batch_size=256"]
-LONG = [*SHORT, "train.epochs=20", "train.patience=0", "model.dropout=0.1", "devices=auto*1"]
+LONG = [*SHORT, "train.epochs=20", "train.patience=0", "devices=auto*1"]
 
 
 @pytest.fixture(autouse=True)

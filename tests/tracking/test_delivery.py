@@ -62,9 +62,10 @@ def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     def refuse(*_: object, **__: object) -> None:
         raise MlflowException("no more versions", error_code=INVALID_PARAMETER_VALUE)
 
-    monkeypatch.setattr(MlflowClient, "create_model_version", refuse)
     config = load_config(None, ["recipe=toy", "checkpoint.register_as=clicks"])
-    report = run_job(config, load_settings())
+    with monkeypatch.context() as refusing:
+        refusing.setattr(MlflowClient, "create_model_version", refuse)
+        report = run_job(config, load_settings())
     assert report.registered_as == ""
     assert report.not_registered == "clicks: no more versions"
     assert "NOT registered as clicks: no more versions" in report.text
@@ -74,8 +75,6 @@ def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     assert "**Not registered as** clicks: no more versions" in note
     assert "models:/clicks@challenger" not in note
     assert "Not everything was recorded: 1 record refused by the server" in capsys.readouterr().out
-    monkeypatch.undo()
-    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(data_dir))
     assert main(["sync"]) == 0  # the registry takes it now
     assert f"{report.run_id}: everything sent" in capsys.readouterr().out
     assert client.get_model_version_by_alias("clicks", "challenger").run_id == report.run_id
