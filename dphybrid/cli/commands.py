@@ -37,13 +37,14 @@ def train(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print how batches will be split, and what each device will hold."""
+    from dphybrid.gpus.leasing import wanted_spec
     from dphybrid.parallel import resolve_devices, split_plan
 
     config, settings = load_config(args.config, overrides_from_args(args)), load_settings()
     batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
     if batch_size < 1 or args.rows < 1:
         raise UserError(f"--batch-size {batch_size} --rows {args.rows}: both must be at least 1")
-    devices = resolve_devices(settings.devices if config.devices == "auto" else config.devices)
+    devices = resolve_devices(wanted_spec(config, settings).text)
     print(split_plan(args.rows, batch_size, devices.labels).text())
     if args.memory:
         from dphybrid.jobs.check import memory_report

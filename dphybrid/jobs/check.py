@@ -8,6 +8,7 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import batches
+from dphybrid.gpus.leasing import wanted_spec
 from dphybrid.parallel import (
     DataParallel,
     SplitDifference,
@@ -28,7 +29,7 @@ COMPARED_ROWS = 64
 
 def memory_report(config: ExperimentConfig, settings: Settings, batch_size: int) -> str:
     """Return each data-parallel block's memory for a full batch, device by device. Prepares the data if need be."""
-    devices = resolve_devices(settings.devices if config.devices == "auto" else config.devices)
+    devices = resolve_devices(wanted_spec(config, settings).text)
     data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
     model = build_from_config(config, data.info, resolve_devices("cpu"))
     sizes = split_sizes(batch_size, len(devices))

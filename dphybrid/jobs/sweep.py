@@ -16,10 +16,9 @@ from pydantic import BaseModel, SerializeAsAny
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus import Inventory, visible
-from dphybrid.gpus.leasing import expected_devices
+from dphybrid.gpus.leasing import expected_devices, wanted_spec
 from dphybrid.jobs.train import Report
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides
-from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json, write_text
 from dphybrid.util.stop import StopRequest
@@ -99,7 +98,7 @@ def _text(value: Any) -> str:
 def cells_at_once(grid: Grid, settings: Settings) -> int:
     """Return how many cells could hold leases at the same time: GPUs by the fewest that a cell takes; 1 on the CPU."""
     units = visible(Inventory(settings.nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    specs = [parse_device_spec(settings.devices if c.config.devices == "auto" else c.config.devices) for c in grid.cells]
+    specs = [wanted_spec(cell.config, settings) for cell in grid.cells]
     if not units or any("cpu" in spec.names for spec in specs):
         return 1
     everything = settings.max_gpus or len(units)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import create_model
 
 from dphybrid.config import CheckpointConfig, DataConfig, ExperimentConfig, ModelConfig, Section, TableConfig, TrainConfig
+from dphybrid.util.errors import UserError
 
 if TYPE_CHECKING:  # a recipe is looked at by the command line and the forms, too: torch and polars wait until work begins
     from torch import nn
@@ -50,9 +51,7 @@ class Recipe:
 
         The simple way to bring data: everything is read here and kept as a prepared folder. seed: for a random split.
         """
-        raise NotImplementedError(
-            f"recipe {self.name}: define rows(data, seed), or source(data, seed) and dataset(prepared, part)"
-        )
+        raise UserError(f"recipe {self.name}: define rows(data, seed), or source(data, seed) and dataset(prepared, part)")
 
     def source(self, data: Any, seed: int) -> "Source":
         """Return where the samples come from, opened but not read; see `dphybrid.data.store.Source`. Raises UserError."""
@@ -73,11 +72,11 @@ class Recipe:
 
         The mean loss is `loss.sum() / weight.sum()`: right for short last chunks, where a mean of means is not.
         """
-        raise NotImplementedError(f"recipe {self.name}: define build(context)")
+        raise UserError(f"recipe {self.name}: define build(context)")
 
     def task(self, info: Mapping[str, Any]) -> "Task":
         """Return the metrics over the validation outputs, which one decides, and its direction. info: the prepared data's facts."""
-        raise NotImplementedError(f"recipe {self.name}: define task(info)")
+        raise UserError(f"recipe {self.name}: define task(info)")
 
     def recognises(self, data: Mapping[str, Any]) -> str | None:
         """Say why these values of the data section call for this recipe, or None. Asked only when no recipe is given."""

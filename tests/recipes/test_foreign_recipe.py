@@ -186,6 +186,19 @@ def test_rows_that_do_not_fit_are_told(
         assert word in told
 
 
+def test_a_recipe_that_lacks_a_part_says_which(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_made.py").write_text("from dphybrid.recipes import Recipe\n\n\nclass R(Recipe):\n    name = 'half'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = find_recipe("half_made:R")
+    for part, ask in (
+        ("rows", lambda: recipe.prepare(recipe.data(), data_dir, 0)),
+        ("build", lambda: recipe.build(None)),  # type: ignore[arg-type]
+        ("task", lambda: recipe.task({})),
+    ):
+        with pytest.raises(UserError, match=rf"recipe half: define {part}\("):
+            ask()
+
+
 def test_a_dataset_and_a_frame_are_enough(tmp_path: Path) -> None:
     import polars as pl
 
