@@ -5,6 +5,7 @@ Letters: N ids of a lookup, U unique ids, D width of a row, X rows of gradients 
 
 import itertools
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,11 @@ class Pending:
         """Note the gradients that have come back."""
         self.grads.append((grads_XD, grads_XD._version))
 
+    @property
+    def filled(self) -> bool:
+        """Has a backward brought gradients?"""
+        return bool(self.grads) or (self.leaf_UD is not None and self.leaf_UD.grad is not None)
+
     def on_the_way(self) -> "list[tuple[Tensor, torch.cuda.Event | None]]":
         """Return the gradients on the host and, where they are still being copied, the event that ends that."""
         if self.leaf_UD is not None and self.leaf_UD.grad is not None and self.channel is not None:
@@ -62,10 +68,11 @@ class TableRows(torch.autograd.Function):
 
 
 class RowGradients:
-    """Collects one table's lookups and hands out their gradients. frozen: rows, ascending, that get none."""
+    """Collects one table's lookups and hands out their gradients. frozen: rows, ascending, that get none. owned: an optimizer takes them."""
 
-    def __init__(self, num_rows: int, counters: Counters) -> None:
-        self.num_rows, self.counters = num_rows, counters
+    def __init__(self, name: str, num_rows: int, counters: Counters) -> None:
+        self.name, self.num_rows, self.counters = name, num_rows, counters
+        self.owned, self._told = False, False
         self.frozen: list[int] = []
         self.factor = 1.0
         self._lookups: list[Pending] = []
@@ -79,7 +86,17 @@ class RowGradients:
         self._lookups, self.factor = [], 1.0
 
     def expect(self, pending: Pending) -> None:
-        """Count in the gradients of a lookup."""
+        """Count in the gradients of a lookup. Those of steps before are let go, with a warning, where no optimizer takes them."""
+        if not self.owned and any(lookup.filled for lookup in self._lookups):
+            self.clear()
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"table {self.name!r}: its rows get gradients and nothing trains them: a table is no parameter of the model. Give it a row "
+                    "optimizer before the first step, rows = dphybrid.embedding.make_row_optimizer('adagrad', find_tables(model), lr=0.1), and "
+                    "call rows.zero_grad() and rows.step() beside the dense optimizer's; or look up under torch.no_grad()",
+                    stacklevel=2,
+                )
         self._lookups.append(pending)
 
     def replace(self, ids_U: Tensor, grads_UD: Tensor) -> None:

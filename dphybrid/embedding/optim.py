@@ -31,6 +31,8 @@ class RowOptimizer(ABC):
         if lr <= 0 or weight_decay < 0:
             raise UserError(f"row optimizer: lr={lr} must be above 0 and weight_decay={weight_decay} not below")
         self.tables = dict(tables)
+        for table in self.tables.values():
+            table.gradients.owned = True
         self.lr = lr
         self.weight_decay = weight_decay
         self.state: dict[str, dict[str, Tensor]] = {name: self.make_state(table) for name, table in self.tables.items()}

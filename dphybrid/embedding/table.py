@@ -67,7 +67,7 @@ class HostEmbedding(nn.Module):
             if fresh and padding_idx is not None:
                 self.weight[padding_idx] = 0.0
         self.counters = Counters()
-        self.gradients = RowGradients(num_rows, self.counters)
+        self.gradients = RowGradients(name, num_rows, self.counters)
         self.gradients.frozen = [] if padding_idx is None else [padding_idx]
         self.ahead = LookupsAhead(self.counters)
         self._anchor = torch.zeros(0, requires_grad=True)

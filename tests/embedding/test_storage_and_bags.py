@@ -139,6 +139,7 @@ def test_a_bfloat16_table_learns_what_plain_rounding_would_lose() -> None:
 
 def test_a_collection_is_its_tables_side_by_side() -> None:
     tables = HostEmbeddingCollection({"user": 30, "item": 5}, 4, padding={"item": 0}, std={"user": 1.0, "item": 0.5})
+    rows = RowSGD({"flat": tables.flat}, lr=1.0)
     ids_BF = torch.tensor([[3, 0], [29, 4]])
     rows_BFD = tables(ids_BF)
     assert torch.equal(rows_BFD[:, 0], tables.weight_of("user")[[3, 29]])
@@ -146,7 +147,7 @@ def test_a_collection_is_its_tables_side_by_side() -> None:
     before = tables.flat.weight.clone()
     rows_BFD.sum().backward()
     tables.bags("item", torch.tensor([0, 2]), torch.tensor([0])).sum().backward()
-    RowSGD({"flat": tables.flat}, lr=1.0).step()
+    rows.step()
     changed = (tables.flat.weight != before).any(1).nonzero().squeeze(1)
     assert changed.tolist() == [3, 29, 32, 34]
     with pytest.raises(ValueError, match=r"'item': id 5 at position \[0, 1\] is no row; rows are 0 to 4"):
