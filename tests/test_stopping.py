@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
@@ -23,6 +22,7 @@ from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from tests.fake_nvml import gpu, write_state
 from tests.test_gpus import stranger  # noqa: F401 - a fixture
 from tests.test_politeness import machine  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 CONFIG = build_config({"recipe": "hybrid", "devices": "auto*1"}).model_dump()
 FIRST_GPU = gpu(0)["uuid"]
@@ -41,10 +41,7 @@ class Asker:
 
     def now(self) -> None:
         self.ask()
-        deadline = time.monotonic() + 10
-        while not self.stop.pending:
-            assert time.monotonic() < deadline, "nobody heard it"
-            time.sleep(0.01)
+        wait_until(lambda: self.stop.pending, "the request was heard", 30, 0.01)
 
 
 @contextmanager
