@@ -1,4 +1,5 @@
-"""Hybrid models: embedding tables in host memory, dense blocks data-parallel on GPUs, every split on record."""
+"""Hybrid models: embedding tables in host memory, dense blocks data-parallel on GPUs, every split on
+record."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,8 @@ __version__ = "0.1.0"
 
 
 def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> "Predictor":
-    """Return the predictor of a trained click model: a run's name, a checkpoint folder, or `models:/NAME@champion`.
+    """Return the predictor of a trained click model: a run's name, a checkpoint folder, or
+    `models:/NAME@champion`.
 
     Raises UserError when there is none.
     """
@@ -21,7 +23,8 @@ def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> "Predictor
 
 
 def load_model(which: str, devices: str = "cpu") -> "nn.Module":
-    """Return the trained module of any recipe: of a run (name or MLflow id), a checkpoint folder, or `models:/NAME@champion`.
+    """Return the trained module of any recipe: of a run (name or MLflow id), a checkpoint folder, or
+    `models:/NAME@champion`.
 
     Raises UserError when there is none.
     """

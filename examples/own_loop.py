@@ -1,8 +1,10 @@
-"""Your own PyTorch loop: a table in host memory, the dense block split over four virtual devices, rows fetched ahead.
+"""Your own PyTorch loop: a table in host memory, the dense block split over four virtual devices, rows
+fetched ahead.
 
     python examples/own_loop.py
 
-Nothing of dphybrid but `embedding` and `parallel` is used: no config, no Prefect, no MLflow. Letters: B samples, F ids a sample.
+Nothing of dphybrid but `embedding` and `parallel` is used: no config, no Prefect, no MLflow. Letters: B
+samples, F ids a sample.
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,8 @@ class Clicks(nn.Module):
 
 
 def batches(seed: int) -> Iterator[dict[str, Tensor]]:
-    """Yield made-up clicks: those on even first ids. A generator of its own, as the pipeline draws batches ahead."""
+    """Yield made-up clicks: those on even first ids. A generator of its own, as the pipeline draws batches
+    ahead."""
     random = torch.Generator().manual_seed(seed)
     for _ in range(NUM_STEPS):
         ids_BF = torch.randint(0, 50, (BATCH_SIZE, 2), generator=random)

@@ -2,7 +2,8 @@
 
     dphybrid train --recipe examples.own_recipe:Ratings --data.num-ratings 5000 --devices 'cpu*2'
 
-`Ratings.rows` returns arrays. `FromFrame` and `FromDataset` differ in that alone: a DataFrame, a map-style torch Dataset.
+`Ratings.rows` returns arrays. `FromFrame` and `FromDataset` differ in that alone: a DataFrame, a map-style
+torch Dataset.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,10 @@ class Net(torch.nn.Module):
     def __init__(self, context: ModelContext[ModelConfig]) -> None:
         super().__init__()
         num_users, num_films = (context.info["num_ids"][name] for name in ("user", "film"))
-        self.users, self.films = context.table(num_users, 8, name="users"), context.table(num_films, 8, name="films")
+        self.users, self.films = (
+            context.table(num_users, 8, name="users"),
+            context.table(num_films, 8, name="films"),
+        )
         self.region = DataParallel(torch.nn.Bilinear(8, 8, 1), context.devices)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
-"""The flow `retrain-hybrid`: new data -> prepare -> train on from the champion -> compare on the same validation rows -> promote or keep.
+"""The flow `retrain-hybrid`: new data -> prepare -> train on from the champion -> compare on the same
+validation rows -> promote or keep.
 
 `python -m flows.retrain_hybrid` runs it in this process. The work is in `dphybrid.jobs.retrain`.
 """
@@ -62,28 +63,44 @@ def retrain_hybrid(
         data_path: File, folder or pattern of the data.
         label: Column with the answer.
         register_as: Name of the model in MLflow's registry.
-        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0.
+        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
+            cuda:0.
         epochs: Passes over the training split.
         overrides: Single values on top of all others, such as `train.batch_size=512`.
         min_new_rows: New rows that are worth a training.
-        drift_above: With fewer rows, so is a column whose values drifted more than this (population stability index); 0: never.
+        drift_above: With fewer rows, so is a column whose values drifted more than this (population stability
+            index); 0: never.
         min_gain: Gain in the metric that the whole 95 % interval must exceed.
         event: What asks for a retraining even without new data.
-        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0: never.
+        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0:
+            never.
     """
     if late := too_late(skip_if_late_min):
         return late
-    few = {"data_path": data_path, "label": label, "register_as": register_as, "devices": devices, "epochs": epochs}
+    few = {
+        "data_path": data_path,
+        "label": label,
+        "register_as": register_as,
+        "devices": devices,
+        "epochs": epochs,
+    }
     chosen = experiment(config, overrides, **few)
     with supervised() as stop:
         return _retrained(chosen, stop, min_new_rows, drift_above, min_gain, event)
 
 
 def _retrained(
-    config: ExperimentConfig, stop: StopRequest, min_new_rows: int, drift_above: float, min_gain: float, event: str
+    config: ExperimentConfig,
+    stop: StopRequest,
+    min_new_rows: int,
+    drift_above: float,
+    min_gain: float,
+    event: str,
 ) -> State:
     settings = load_settings()
-    if before := find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id):  # this very flow run began before
+    if before := find_tagged_run(
+        settings, FLOW_RUN_TAG, runtime.flow_run.id
+    ):  # this very flow run began before
         run = read_run(settings.runs_dir / before)
         name = run.config.checkpoint.register_as or ""
         planned = Plan(config=run.config, model=name, champion=run.page.tags.get(CHAMPION_TAG, ""))
@@ -95,7 +112,11 @@ def _retrained(
         return ended("NothingNew", planned.stop)
     if planned.undecided:
         return _decided(planned, compare(planned.undecided, min_gain))
-    if planned.champion and not before and (wait := reason_to_wait(prepare(planned.config), min_new_rows, drift_above, event)):
+    if (
+        planned.champion
+        and not before
+        and (wait := reason_to_wait(prepare(planned.config), min_new_rows, drift_above, event))
+    ):
         return ended("NotEnoughNew", wait)
     tags = {CHAMPION_TAG: planned.champion} if planned.champion else {}
     report = trained(planned.config, stop, tags=tags)
@@ -104,8 +125,14 @@ def _retrained(
 
 def _decided(planned: Plan, decision: Decision) -> State:
     champion = f"version {planned.champion} of {planned.model}" if planned.champion else planned.model
-    text = f"{'Promoted' if decision.promoted else 'Kept'} {'over ' if decision.promoted and planned.champion else ''}{champion}: {decision.why}"
-    rows = "".join(f"| {name} | {value:.5f} | {decision.challenger[name]:.5f} |\n" for name, value in decision.champion.items())
+    text = (
+        f"{'Promoted' if decision.promoted else 'Kept'} "
+        f"{'over ' if decision.promoted and planned.champion else ''}{champion}: {decision.why}"
+    )
+    rows = "".join(
+        f"| {name} | {value:.5f} | {decision.challenger[name]:.5f} |\n"
+        for name, value in decision.champion.items()
+    )
     table = f"\n\n| validation | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
     try:
         create_markdown_artifact(text + table, key="decision", description=planned.model)
@@ -124,14 +151,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = sys.argv[1:] if argv is None else argv
     add_experiment_flags(parser, recipe_of(given))
-    parser.add_argument("--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)")
     parser.add_argument(
-        "--drift-above", type=float, default=0.0, metavar="X", help="drift that is worth one with fewer rows (0: never)"
+        "--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)"
     )
     parser.add_argument(
-        "--min-gain", type=float, default=0.0, metavar="X", help="gain that the whole 95 %% interval must exceed (0)"
+        "--drift-above",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="drift that is worth one with fewer rows (0: never)",
     )
-    parser.add_argument("--event", default="", metavar="TEXT", help="retrain even without new data, because of this")
+    parser.add_argument(
+        "--min-gain",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="gain that the whole 95 %% interval must exceed (0)",
+    )
+    parser.add_argument(
+        "--event", default="", metavar="TEXT", help="retrain even without new data, because of this"
+    )
     args = parser.parse_args(given)
 
     def run() -> int:

@@ -1,6 +1,8 @@
-"""The flow `sweep-hybrid`: a grid of trainings, as many at once as the GPUs allow, and one page that compares them.
+"""The flow `sweep-hybrid`: a grid of trainings, as many at once as the GPUs allow, and one page that compares
+them.
 
-`python -m flows.sweep_hybrid --grid '{"train.batch_size": [256, 512]}'` runs it in this process. The work is in `dphybrid.jobs.sweep`.
+`python -m flows.sweep_hybrid --grid '{"train.batch_size": [256, 512]}'` runs it in this process. The work is
+in `dphybrid.jobs.sweep`.
 """
 
 import argparse
@@ -26,7 +28,16 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from dphybrid.cli.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, recipe_of, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.jobs.sweep import Cell, CellFailed, Grid, cells_at_once, make_grid, run_cell, sweep_rows, write_sweep
+from dphybrid.jobs.sweep import (
+    Cell,
+    CellFailed,
+    Grid,
+    cells_at_once,
+    make_grid,
+    run_cell,
+    sweep_rows,
+    write_sweep,
+)
 from dphybrid.jobs.train import Report
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
@@ -46,7 +57,11 @@ def _worth_another_try(_task: Any, _run: Any, state: State) -> bool:
 
 
 @task(
-    name="cell", cache_policy=NO_CACHE, task_run_name="{cell.name}", retry_condition_fn=_worth_another_try, retry_delay_seconds=1
+    name="cell",
+    cache_policy=NO_CACHE,
+    task_run_name="{cell.name}",
+    retry_condition_fn=_worth_another_try,
+    retry_delay_seconds=1,
 )
 def train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) -> Report:
     """Train one cell in a process of its own."""
@@ -74,17 +89,20 @@ def sweep_hybrid(
     """Train every combination of the grid's values and compare them on one page.
 
     Args:
-        grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1", "auto*2"]}`.
+        grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1",
+            "auto*2"]}`.
         config: Every value that all cells share; what is left empty is as the recipe sets it.
         data_path: File, folder or pattern of the data.
         label: Column with the answer.
-        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0.
+        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
+            cuda:0.
         epochs: Passes over the training split.
         overrides: Single values on top of all others, such as `train.batch_size=512`.
         sweep: Name of the sweep; one used before goes on with that sweep. Empty: the flow run's.
         at_once: Cells at the same time; 0: as many as GPUs allow.
         retries: How often a failed cell is tried again.
-        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0: never.
+        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0:
+            never.
     """
     if late := too_late(skip_if_late_min):
         return late
@@ -94,7 +112,12 @@ def sweep_hybrid(
 
 
 def _swept(
-    grid: dict[str, list[Any]], config: ExperimentConfig, stop: StopRequest, sweep: str, at_once: int, retries: int
+    grid: dict[str, list[Any]],
+    config: ExperimentConfig,
+    stop: StopRequest,
+    sweep: str,
+    at_once: int,
+    retries: int,
 ) -> State:
     settings = load_settings()
     cells = make_grid(config, grid, sweep, settings)
@@ -107,7 +130,10 @@ def _swept(
     reports: dict[str, Report | str] = {}
     with watched_flow_run(runtime.flow_run.id, stop), runner, _passing_on_the_end(stop):
         futures = [
-            runner.submit(train_cell.with_options(retries=retries), {"cell": cell, "sweep": sweep, "tags": tags, "stop": stop})
+            runner.submit(
+                train_cell.with_options(retries=retries),
+                {"cell": cell, "sweep": sweep, "tags": tags, "stop": stop},
+            )
             for cell in cells.cells
         ]
         for cell, future in zip(cells.cells, futures, strict=True):
@@ -128,7 +154,9 @@ def _passing_on_the_end(stop: StopRequest) -> Iterator[None]:
         raise
 
 
-def _reported(sweep: str, cells: Grid, reports: dict[str, Report | str], folder: Path, settings: Settings) -> State:
+def _reported(
+    sweep: str, cells: Grid, reports: dict[str, Report | str], folder: Path, settings: Settings
+) -> State:
     rows = sweep_rows(cells, reports)
     print(f"Results: {write_sweep(folder, rows)}", flush=True)
     run_ids = [done.run_id for done in reports.values() if isinstance(done, Report) and done.run_id]
@@ -139,7 +167,9 @@ def _reported(sweep: str, cells: Grid, reports: dict[str, Report | str], folder:
         log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
         print(f"Comparison: {page_link(page)}", flush=True)
     try:
-        create_table_artifact(rows, key="sweep", description=f"Sweep {sweep}" + (f"; comparison: {page}" if page else ""))
+        create_table_artifact(
+            rows, key="sweep", description=f"Sweep {sweep}" + (f"; comparison: {page}" if page else "")
+        )
     except (httpx.HTTPError, PrefectException) as error:
         print(f"Prefect's artifact could not be written ({error}); the results are in {folder}")
     if failed := {name: text for name, text in reports.items() if isinstance(text, str)}:
@@ -165,10 +195,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = sys.argv[1:] if argv is None else argv
     add_experiment_flags(parser, recipe_of(given))
-    parser.add_argument("--grid", required=True, metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}')
+    parser.add_argument(
+        "--grid", required=True, metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}'
+    )
     parser.add_argument("--sweep", metavar="NAME", help="name of the sweep; one used before goes on")
-    parser.add_argument("--at-once", type=int, default=0, metavar="N", help="cells at the same time (0: as many as GPUs allow)")
-    parser.add_argument("--retries", type=int, default=1, metavar="N", help="how often a failed cell is tried again (1)")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cells at the same time (0: as many as GPUs allow)",
+    )
+    parser.add_argument(
+        "--retries", type=int, default=1, metavar="N", help="how often a failed cell is tried again (1)"
+    )
     args = parser.parse_args(given)
 
     def run() -> int:
@@ -176,10 +216,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             grid = json.loads(args.grid)
         except ValueError as error:
-            raise UserError(f'--grid {args.grid}: is no JSON ({error}); write {{"train.batch_size": [256, 512]}}') from error
+            raise UserError(
+                f'--grid {args.grid}: is no JSON ({error}); write {{"train.batch_size": [256, 512]}}'
+            ) from error
         with in_this_process():
             state = sweep_hybrid.with_options(log_prints=False)(
-                grid=grid, config=config, sweep=args.sweep, at_once=args.at_once, retries=args.retries, return_state=True
+                grid=grid,
+                config=config,
+                sweep=args.sweep,
+                at_once=args.at_once,
+                retries=args.retries,
+                return_state=True,
             )
         result = state.result(raise_on_failure=False)
         if isinstance(result, UserError):

@@ -1,6 +1,7 @@
 """The flow `train-hybrid`: prepare -> build -> train -> evaluate -> report.
 
-`python -m flows.train_hybrid` runs it in this process; no server is needed. Its steps are in `dphybrid.orchestration.steps`.
+`python -m flows.train_hybrid` runs it in this process; no server is needed. Its steps are in
+`dphybrid.orchestration.steps`.
 """
 
 import argparse
@@ -41,12 +42,14 @@ def train_hybrid(
         config: Every value of the experiment; what is left empty is as the recipe sets it.
         data_path: File, folder or pattern of the data.
         label: Column with the answer.
-        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0.
+        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
+            cuda:0.
         epochs: Passes over the training split.
         overrides: Single values on top of all others, such as `train.batch_size=512`.
         run_name: Name of the run; empty: recipe, devices, time.
         resume: "latest", or a run's name, to go on from its newest checkpoint.
-        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0: never.
+        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0:
+            never.
     """
     if late := too_late(skip_if_late_min):
         return late
@@ -75,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, _, resume, report_path = config_from_args(args)
         with in_this_process() as stop_server:
             try:
-                done = train_hybrid.with_options(log_prints=False)(config=config, run_name=args.run_name, resume=resume)
+                done = train_hybrid.with_options(log_prints=False)(
+                    config=config, run_name=args.run_name, resume=resume
+                )
             except Interrupted as interruption:
                 if interruption.requeue:
                     go_on_later(interruption, load_settings(), stop_server)

@@ -1,4 +1,5 @@
-"""Moved: `python -m dphybrid.orchestration.worker` is what `python -m flows.worker` was; this keeps the old command going in a clone."""
+"""Moved: `python -m dphybrid.orchestration.worker` is what `python -m flows.worker` was; this keeps the old
+command going in a clone."""
 
 import sys
 

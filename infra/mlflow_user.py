@@ -1,6 +1,8 @@
-"""Makes the workstations' user in MLflow, or gives it the password of workstation.env: `infra/run mlflow-user`, on the server.
+"""Makes the workstations' user in MLflow, or gives it the password of workstation.env: `infra/run
+mlflow-user`, on the server.
 
-Arguments: server.env, for the address and the administrator's password; workstation.env, for the user and its password.
+Arguments: server.env, for the address and the administrator's password; workstation.env, for the user and its
+password.
 """
 
 import base64
@@ -27,7 +29,9 @@ def main(server_file: str, workstation_file: str) -> int:
         url = f"http://127.0.0.1:{server['DPHYBRID_MLFLOW_PORT']}/api/2.0/mlflow/users/{verb}"
         page = json.dumps({"username": user, "password": password}).encode()
         try:
-            urllib.request.urlopen(urllib.request.Request(url, page, headers, method=method), timeout=30).read()
+            urllib.request.urlopen(
+                urllib.request.Request(url, page, headers, method=method), timeout=30
+            ).read()
         except urllib.error.HTTPError as error:
             answer = error.read().decode(errors="replace")
             if verb == "create" and "RESOURCE_ALREADY_EXISTS" in answer:
@@ -37,7 +41,10 @@ def main(server_file: str, workstation_file: str) -> int:
         except OSError as error:
             print(f"MLflow does not answer at {url} ({error}); start dphybrid-mlflow first", file=sys.stderr)
             return 1
-        print(f"MLflow user {user}: {'made' if verb == 'create' else 'there, with the password of workstation.env'}")
+        print(
+            f"MLflow user {user}: "
+            f"{'made' if verb == 'create' else 'there, with the password of workstation.env'}"
+        )
         return 0
     return 1
 

@@ -14,13 +14,21 @@ SHARED = REPOSITORY.parent / "shared"
 
 torch.set_num_threads(1)
 DataParallel.check_synchrony = True
-keep_compiled_in(Path(tempfile.gettempdir()) / "dphybrid-tests-compiled")  # compiled once, not in each test's data folder
+keep_compiled_in(
+    Path(tempfile.gettempdir()) / "dphybrid-tests-compiled"
+)  # compiled once, not in each test's data folder
 
 
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data folder for this test, and none of the caller's own settings."""
-    for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_TRACKING_URI", "DPHYBRID_DEVICES", "DPHYBRID_EXPERIMENT", "DPHYBRID_PROFILE"):
+    for name in (
+        "MLFLOW_TRACKING_URI",
+        "DPHYBRID_TRACKING_URI",
+        "DPHYBRID_DEVICES",
+        "DPHYBRID_EXPERIMENT",
+        "DPHYBRID_PROFILE",
+    ):
         monkeypatch.setenv(name, "")  # so that what a command puts there goes with this test
         monkeypatch.delenv(name)
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))

@@ -1,7 +1,9 @@
-"""Stands in for nvidia-ml-py in tests: the same functions, answers and errors, about GPUs that a JSON file describes.
+"""Stands in for nvidia-ml-py in tests: the same functions, answers and errors, about GPUs that a JSON file
+describes.
 
-FAKE_NVML names the file: {"init_error": NAME?, "gpus": [{"uuid", "total_gib", "free_gib", "load", "processes": [[pid, gib], ...],
-"error": NAME?, "mig": [gpu, ...]?, "hides": ["load", "processes"]?}, ...]}. Real processes read it, so a test can change the machine below them.
+FAKE_NVML names the file: {"init_error": NAME?, "gpus": [{"uuid", "total_gib", "free_gib", "load",
+"processes": [[pid, gib], ...], "error": NAME?, "mig": [gpu, ...]?, "hides": ["load", "processes"]?}, ...]}.
+Real processes read it, so a test can change the machine below them.
 """
 
 import json
@@ -31,7 +33,14 @@ def write_state(file: Path, gpus: list[dict[str, Any]], **more: Any) -> None:
 
 def gpu(number: int, **more: Any) -> dict[str, Any]:
     """A free GPU of 80 GiB."""
-    return {"uuid": f"GPU-{number:08d}-fake", "total_gib": 80, "free_gib": 79.5, "load": 0, "processes": [], **more}
+    return {
+        "uuid": f"GPU-{number:08d}-fake",
+        "total_gib": 80,
+        "free_gib": 79.5,
+        "load": 0,
+        "processes": [],
+        **more,
+    }
 
 
 def _raise(name: str) -> None:
@@ -104,7 +113,10 @@ def nvmlDeviceGetComputeRunningProcesses(handle: tuple[int, ...]) -> list[Simple
     found = _find(handle)
     if "processes" in found.get("hides", []):
         _raise("NO_PERMISSION")
-    return [SimpleNamespace(pid=pid, usedGpuMemory=None if gib is None else int(gib * 2**30)) for pid, gib in found["processes"]]
+    return [
+        SimpleNamespace(pid=pid, usedGpuMemory=None if gib is None else int(gib * 2**30))
+        for pid, gib in found["processes"]
+    ]
 
 
 def nvmlDeviceGetUtilizationRates(handle: tuple[int, ...]) -> SimpleNamespace:

@@ -19,7 +19,8 @@ def free_port() -> int:
 
 
 class Postgres:
-    """A server for user dphybrid without a password. Its folder is not pytest's, which other users cannot enter."""
+    """A server for user dphybrid without a password. Its folder is not pytest's, which other users cannot
+    enter."""
 
     def __init__(self) -> None:
         programs = sorted(glob.glob("/usr/lib/postgresql/*/bin"))
@@ -32,7 +33,15 @@ class Postgres:
         if os.geteuid() == 0:  # it refuses to run as root
             shutil.chown(self.folder, "postgres")
             self._as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
-        initdb = [str(self.binaries / "initdb"), "-D", str(self.folder / "data"), "-U", "dphybrid", "--auth=trust", "--no-sync"]
+        initdb = [
+            str(self.binaries / "initdb"),
+            "-D",
+            str(self.folder / "data"),
+            "-U",
+            "dphybrid",
+            "--auth=trust",
+            "--no-sync",
+        ]
         subprocess.run([*self._as_user, *initdb], check=True, capture_output=True, cwd=self.folder)
 
     @property
@@ -45,7 +54,10 @@ class Postgres:
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 -k {self.folder} -c fsync=off"
         command = [str(self.binaries / "pg_ctl"), "-D", str(self.folder / "data"), "-w", "-o", options]
         subprocess.run(
-            [*self._as_user, *command, "-l", str(self.folder / "log"), *what], check=True, capture_output=True, cwd=self.folder
+            [*self._as_user, *command, "-l", str(self.folder / "log"), *what],
+            check=True,
+            capture_output=True,
+            cwd=self.folder,
         )
 
     def end(self) -> None:

@@ -8,7 +8,9 @@ from dphybrid.data.store import Progress
 from dphybrid.recipes import find_recipe
 
 
-def prepare(recipe: str, data: DataConfig | None, folder: Path, seed: int, on_progress: Progress | None = None) -> Prepared:
+def prepare(
+    recipe: str, data: DataConfig | None, folder: Path, seed: int, on_progress: Progress | None = None
+) -> Prepared:
     """Prepare a recipe's data. data: None for the recipe's defaults."""
     found = find_recipe(recipe)
     return found.prepare(found.data() if data is None else data, folder, seed, on_progress)

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-HEAVY = ("torch", "numba", "mlflow", "prefect", "polars", "pydantic", "pydantic_settings", "matplotlib", "sklearn", "rich")
+HEAVY = (
+    "torch",
+    "numba",
+    "mlflow",
+    "prefect",
+    "polars",
+    "pydantic",
+    "pydantic_settings",
+    "matplotlib",
+    "sklearn",
+    "rich",
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +38,9 @@ HEAVY = ("torch", "numba", "mlflow", "prefect", "polars", "pydantic", "pydantic_
 )
 def test_an_import_brings_no_more_than_allowed(module: str, allowed: set[str]) -> None:
     code = f"import sys, {module}; print(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
     assert set(found.stdout.split()) <= allowed
 
 
@@ -41,7 +54,9 @@ def imported_names(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "dphybrid").rglob("*.py")), ids=lambda f: str(f.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "file", sorted((REPOSITORY / "dphybrid").rglob("*.py")), ids=lambda f: str(f.relative_to(REPOSITORY))
+)
 def test_the_library_knows_no_prefect_and_mlflow_in_tracking_alone(file: Path) -> None:
     names = imported_names(file)
     assert "prefect" not in names or file.parent.name == "orchestration"
@@ -51,6 +66,8 @@ def test_the_library_knows_no_prefect_and_mlflow_in_tracking_alone(file: Path) -
 
 def test_arrows_between_the_rooms_run_downwards_only() -> None:
     tool = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    done = subprocess.run([sys.executable, "-c", tool], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    done = subprocess.run(
+        [sys.executable, "-c", tool], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "0 broken" in done.stdout

@@ -11,7 +11,12 @@ from dphybrid.cli.main import main, make_parser
 
 def run(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dphybrid", *argv], capture_output=True, text=True, check=False, cwd=cwd, timeout=300
+        [sys.executable, "-m", "dphybrid", *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        timeout=300,
     )
 
 
@@ -20,11 +25,19 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         make_parser().parse_args(["train", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for word in ("--recipe toy --devices 'cpu*3'", "--train.batch-size", "--resume", "DPHYBRID_DATA_DIR", "Rows of a batch"):
+    for word in (
+        "--recipe toy --devices 'cpu*3'",
+        "--train.batch-size",
+        "--resume",
+        "DPHYBRID_DATA_DIR",
+        "Rows of a batch",
+    ):
         assert word in shown
 
 
-def test_plan_shows_full_and_last_batch_and_idle_devices(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+def test_plan_shows_full_and_last_batch_and_idle_devices(
+    capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
     assert main(["plan", "--devices", "cpu*8", "--batch-size", "30", "--rows", "100"]) == 0
     shown = capsys.readouterr().out.replace(" ", "")
     assert "4,4,4,4,4,4,4,2" in shown
@@ -43,17 +56,25 @@ def test_plan_shows_full_and_last_batch_and_idle_devices(capsys: pytest.CaptureF
         (["train", "--report", "no/such/folder/report.json"], ["--report", "folder that exists"]),
         (["train", "--data.path", "nowhere.txt"], ["nowhere.txt"]),
         (["train", "--recipe", "ctr"], ["data.path"]),
-        (["train", "--model.factory", "no.such:thing", "--recipe", "toy"], ["model.factory", "no.such:thing"]),
+        (
+            ["train", "--model.factory", "no.such:thing", "--recipe", "toy"],
+            ["model.factory", "no.such:thing"],
+        ),
         (["train", "--recipe", "toy", "--resume"], ["--resume", "no such run"]),
         (["train", "--recipe", "toy", "--resume", ""], ["--resume ''", "names no run"]),
         (["train", "--epochs", "3"], ["--epochs", "did you mean --train.epochs", "--help"]),
         (["trian"], ["'trian'", "did you mean 'train'"]),
-        (["train", "--recipe", "digits", "--data.path", "no.csv"], ["--data.path", "recipe digits does not use it", "ctr"]),
+        (
+            ["train", "--recipe", "digits", "--data.path", "no.csv"],
+            ["--data.path", "recipe digits does not use it", "ctr"],
+        ),
         (["train", "--recipe", "no.such:Thing"], ["no.such:Thing", "PYTHONPATH"]),
         (["plan", "--batch-size", "0", "--rows", "5"], ["--batch-size 0"]),
     ],
 )
-def test_wrong_input_is_one_message_and_exit_code_2(argv: list[str], words: list[str], data_dir: Path) -> None:
+def test_wrong_input_is_one_message_and_exit_code_2(
+    argv: list[str], words: list[str], data_dir: Path
+) -> None:
     ended = run(*argv)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr

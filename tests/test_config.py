@@ -1,4 +1,5 @@
-"""One declaration: files, flags and overrides compose, and every mistake is told with its place and remedy."""
+"""One declaration: files, flags and overrides compose, and every mistake is told with its place and
+remedy."""
 
 import argparse
 from pathlib import Path
@@ -37,9 +38,15 @@ def test_every_recipe_is_a_valid_config(recipe: str) -> None:
 
 def test_flags_go_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "experiment.toml"
-    file.write_text('recipe = "ctr"\n[train]\nbatch_size = 64\nlr = 0.5\n[data]\nnumeric = ["age", "hours"]\n')
+    file.write_text(
+        'recipe = "ctr"\n[train]\nbatch_size = 64\nlr = 0.5\n[data]\nnumeric = ["age", "hours"]\n'
+    )
     config = load_config(file, flags("--train.batch-size", "128", "--data.ignore", "a, b", recipe="ctr"))
-    assert (config.train.batch_size, config.train.lr, config.train.epochs) == (128, 0.5, find_recipe("ctr").train["epochs"])
+    assert (config.train.batch_size, config.train.lr, config.train.epochs) == (
+        128,
+        0.5,
+        find_recipe("ctr").train["epochs"],
+    )
     assert config.data.numeric == ("age", "hours")
     assert config.data.ignore == ("a", "b")
 
@@ -69,7 +76,10 @@ def test_every_field_has_a_sentence_and_a_flag() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.batch_size=0", ["train.batch_size", "'0'", "--train.batch-size", "greater than or equal to 1"]),
+        (
+            "train.batch_size=0",
+            ["train.batch_size", "'0'", "--train.batch-size", "greater than or equal to 1"],
+        ),
         ("recipe=txt", ["recipe", "'txt'", "'text'", "'toy'"]),
         ("devices=tpu", ["devices", "'tpu'", "cpu*8"]),
         ("train.bach_size=3", ["train.bach_size", "did you mean 'train.batch_size'"]),
@@ -122,7 +132,10 @@ def test_the_config_cannot_change() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (["recipe=digits", "data.path=x.csv"], ["data.path", "recipe digits does not use it", "text, ctr, kge"]),
+        (
+            ["recipe=digits", "data.path=x.csv"],
+            ["data.path", "recipe digits does not use it", "text, ctr, kge"],
+        ),
         (["recipe=hybrid", "data.path=clicks.csv"], ["data.path", "recipe hybrid"]),
         (["recipe=text", "model.penalty=0.1"], ["model.penalty", "recipe text", "kge"]),
         (["recipe=ctr", "data.window=64"], ["data.window", "text"]),
@@ -135,7 +148,9 @@ def test_values_that_the_recipe_does_not_use_are_refused(values: list[str], word
         assert word in str(told.value)
 
 
-def test_without_a_recipe_the_data_says_which_one_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_recipe_the_data_says_which_one_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.txt").write_text("a\tknows\tb\nb\tknows\tc\n")
     (tmp_path / "words.txt").write_text("plain text, without any tabs\n")
     (tmp_path / "days").mkdir()

@@ -19,10 +19,17 @@ from tests.conftest import REPOSITORY
 
 PAGES = {
     path.name: path.read_text(encoding="utf-8")
-    for path in (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+    for path in (
+        REPOSITORY / "README.md",
+        REPOSITORY / "CONTRIBUTING.md",
+        *sorted((REPOSITORY / "docs").glob("*.md")),
+    )
 }
 EVERYTHING = "\n".join(PAGES.values())
-FENCES = {name: re.findall(r"^```([^\n]*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE) for name, text in PAGES.items()}
+FENCES = {
+    name: re.findall(r"^```([^\n]*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    for name, text in PAGES.items()
+}
 
 GIVEN = {
     "data-parallel.md": """
@@ -57,7 +64,9 @@ def test_the_loop_in_the_readme_learns_and_splits_as_it_says(capsys: pytest.Capt
     assert re.findall(r"In Model: input size torch.Size\(\[(\d+), 32\]\)", told) == ["8", "8", "8", "6"]
 
 
-def test_the_model_on_its_page_trains(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_on_its_page_trains(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (code,) = python_of("model.md")
     (tmp_path / "page_model.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -65,20 +74,34 @@ def test_the_model_on_its_page_trains(data_dir: Path, tmp_path: Path, monkeypatc
     rows = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{int(i % 4 == 0)}" for i in range(400))
     (tmp_path / "clicks.csv").write_text("one,two,clicked\n" + rows)
     data = [f"data.path={tmp_path / 'clicks.csv'}", "data.label=clicked", "model.factory=page_model:Bilinear"]
-    config = load_config(None, ["recipe=ctr", *data, "devices=cpu*2", "train.batch_size=32", "train.epochs=5"])
+    config = load_config(
+        None, ["recipe=ctr", *data, "devices=cpu*2", "train.batch_size=32", "train.epochs=5"]
+    )
     assert run_job(config, load_settings()).metrics["auc"] > 0.95
 
 
 def commands() -> list[str]:
     """Every command line of the project that a page shows, in a block or within a sentence."""
-    lines = [line for fences in FENCES.values() for language, code in fences if language != "python" for line in code.split("\n")]
+    lines = [
+        line
+        for fences in FENCES.values()
+        for language, code in fences
+        if language != "python"
+        for line in code.split("\n")
+    ]
     inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", EVERYTHING, flags=re.DOTALL | re.MULTILINE))
-    parts = [part.strip().removeprefix("$ ") for text in (*lines, *inline) for part in " ".join(text.split()).split("&&")]
+    parts = [
+        part.strip().removeprefix("$ ")
+        for text in (*lines, *inline)
+        for part in " ".join(text.split()).split("&&")
+    ]
     return sorted({part for part in parts if re.match(r"dphybrid |python -m (?:flows|dphybrid)[ .]", part)})
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_is_one_that_there_is(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_command_is_one_that_there_is(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY))
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command, comments=True)
@@ -100,12 +123,16 @@ def test_a_command_is_one_that_there_is(command: str, monkeypatch: pytest.Monkey
 
 
 def test_flags_and_settings_are_ones_that_there_are() -> None:
-    fields = {name for recipe in BUILT_IN for name in field_types(recipe)} | {"data.num_ratings"}  # of the own recipe
+    fields = {name for recipe in BUILT_IN for name in field_types(recipe)} | {
+        "data.num_ratings"
+    }  # of the own recipe
     flags = set(re.findall(r"--((?:data|model|table|train|checkpoint)\.[a-z][\w-]*)", EVERYTHING))
     assert len(flags) > 20
     assert {flag.replace("-", "_") for flag in flags} <= fields
     settings = set(re.findall(r"\bDPHYBRID_([A-Z_]+)\b", EVERYTHING)) - {"NAME"}
-    assert {name.lower() for name in settings} <= Settings.model_fields.keys() | {name[9:].lower() for name in RENAMED}
+    assert {name.lower() for name in settings} <= Settings.model_fields.keys() | {
+        name[9:].lower() for name in RENAMED
+    }
 
 
 def test_files_and_names_are_where_it_says() -> None:
@@ -113,9 +140,15 @@ def test_files_and_names_are_where_it_says() -> None:
     assert len(paths) > 20
     assert [path for path in paths if "NAME" not in path and not (REPOSITORY / path).exists()] == []
     for entry in re.findall(r"^(?:\||\d+\. ).*(?:\n   .*)*", PAGES["where.md"], flags=re.MULTILINE):
-        files = [REPOSITORY / path for path in re.findall(r"`(dphybrid/[\w/]+\.py)`", entry) if "NAME" not in path]
+        files = [
+            REPOSITORY / path for path in re.findall(r"`(dphybrid/[\w/]+\.py)`", entry) if "NAME" not in path
+        ]
         there = "\n".join(file.read_text(encoding="utf-8") for file in files)
-        for name in re.findall(r"`([A-Z_][\w.]*|kinds|options|has_header|update_kernel|inferred_role)`", entry) if files else ():
+        for name in (
+            re.findall(r"`([A-Z_][\w.]*|kinds|options|has_header|update_kernel|inferred_role)`", entry)
+            if files
+            else ()
+        ):
             for part in name.split("."):
                 assert part == "DPHYBRID_NAME" or re.search(rf"\b{part}\b", there), f"{name}: not in {files}"
 
@@ -142,7 +175,16 @@ def test_links_lead_somewhere() -> None:
 @pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "HostEmbedding" in (tmp_path / "site" / "api" / "index.html").read_text()

@@ -40,7 +40,9 @@ def test_the_own_loop_comes_to_the_same_on_one_device() -> None:
     assert own_loop.main("cpu")["last"] == pytest.approx(own_loop.main("cpu*4")["last"], rel=1e-3)
 
 
-def test_the_own_model_learns_pairs_and_is_prefetched_to_the_same_bits(unrecorded: None, tmp_path: Path) -> None:
+def test_the_own_model_learns_pairs_and_is_prefetched_to_the_same_bits(
+    unrecorded: None, tmp_path: Path
+) -> None:
     rows = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i % 7},{int(i % 4 == 0)}" for i in range(400))
     (tmp_path / "clicks.csv").write_text("one,two,number,clicked\n" + rows)
     given = [
@@ -50,7 +52,10 @@ def test_the_own_model_learns_pairs_and_is_prefetched_to_the_same_bits(unrecorde
         "model.factory=examples.own_model:Factors",
     ]
     given += ["devices=cpu*2", "train.batch_size=32", "train.epochs=5"]
-    reports = [run_job(load_config(None, [*given, f"train.pipeline={mode}"]), load_settings()) for mode in ("exact", "off")]
+    reports = [
+        run_job(load_config(None, [*given, f"train.pipeline={mode}"]), load_settings())
+        for mode in ("exact", "off")
+    ]
     assert reports[0].metrics["auc"] > 0.95
     assert reports[0].digests == reports[1].digests
 
@@ -67,7 +72,9 @@ def test_an_own_recipe_is_on_record_under_its_import_path(data_dir: Path) -> Non
     """MLflow takes neither dots nor colons in a model's name."""
     from mlflow.tracking import MlflowClient
 
-    report = run_job(load_config(None, ["recipe=examples.own_recipe:Ratings", "train.epochs=1"]), load_settings())
+    report = run_job(
+        load_config(None, ["recipe=examples.own_recipe:Ratings", "train.epochs=1"]), load_settings()
+    )
     client = MlflowClient(report.tracking_uri)
     run = client.get_run(report.run_id)
     assert run.data.params["recipe"] == "examples.own_recipe:Ratings"
@@ -79,7 +86,9 @@ def test_an_own_recipe_is_on_record_under_its_import_path(data_dir: Path) -> Non
 
 def test_an_own_recipe_on_the_command_line(tmp_path: Path, unrecorded: None) -> None:
     command = [sys.executable, "-m", "dphybrid", "train", "--recipe", "examples.own_recipe:Ratings"]
-    shown = subprocess.run([*command, "--help"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [*command, "--help"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
     assert "Made-up ratings of 50 users for 40 films." in " ".join(shown.split())
     told = tmp_path / "report.json"
     values = ["--data.num-ratings", "2000", "--devices", "cpu*2", "--report", str(told)]
@@ -89,11 +98,15 @@ def test_an_own_recipe_on_the_command_line(tmp_path: Path, unrecorded: None) -> 
     shutil.copy(REPOSITORY / "examples/own_recipe.py", tmp_path / "elsewhere" / "films.py")
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "elsewhere")}
     command[-1] = "films:Ratings"
-    done = subprocess.run([*command, *values], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*command, *values], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert "right 1" in done.stdout
 
 
 def test_from_a_dataframe_to_predictions(unrecorded: None) -> None:
-    done = subprocess.run([sys.executable, REPOSITORY / "examples/dataframe.py"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / "examples/dataframe.py"], capture_output=True, text=True, check=True
+    )
     (right,) = re.findall(r"([\d.]+)% of 200 new rows are right", done.stdout)
     assert float(right) > 90

@@ -1,4 +1,5 @@
-"""GPUs, when they are free, and leases: through a stand-in for NVML that answers and fails as the real library does."""
+"""GPUs, when they are free, and leases: through a stand-in for NVML that answers and fails as the real
+library does."""
 
 import json
 import os
@@ -55,8 +56,12 @@ def fake(machine: Path) -> Inventory:
 
 @pytest.fixture
 def stranger() -> Any:
-    """A process that is not ours in the sense of the library: no child of this one, in the tree of process 1."""
-    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3, stderr=-3).pid)"
+    """A process that is not ours in the sense of the library: no child of this one, in the tree of process
+    1."""
+    code = (
+        "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True, "
+        "stdout=-3, stderr=-3).pid)"
+    )
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     yield pid
     os.kill(pid, signal.SIGKILL)
@@ -68,7 +73,9 @@ def test_the_real_library_without_a_driver_or_with_one_answers() -> None:
     assert bool(units) != bool(inventory.reason)
 
 
-def test_gpus_are_read_with_memory_load_processes_and_owners(machine: Path, fake: Inventory, stranger: int) -> None:
+def test_gpus_are_read_with_memory_load_processes_and_owners(
+    machine: Path, fake: Inventory, stranger: int
+) -> None:
     write_state(machine, [gpu(0, free_gib=42, load=70, processes=[[stranger, 38]]), gpu(1)])
     first, second = fake.read()
     assert (first.label, first.utilisation, first.free_bytes) == ("GPU 0", 70, 42 * 2**30)
@@ -93,7 +100,12 @@ def test_without_a_driver_there_are_no_gpus_and_a_reason(name: str, machine: Pat
 
 def test_what_nvml_does_not_tell_and_gpus_that_fail(machine: Path, fake: Inventory) -> None:
     write_state(
-        machine, [gpu(0, hides=["load", "processes"]), gpu(1, error="GPU_IS_LOST"), gpu(2, processes=[[os.getpid(), None]])]
+        machine,
+        [
+            gpu(0, hides=["load", "processes"]),
+            gpu(1, error="GPU_IS_LOST"),
+            gpu(2, processes=[[os.getpid(), None]]),
+        ],
     )
     hidden, lost, own = fake.read()
     assert hidden.utilisation is None
@@ -126,7 +138,9 @@ def test_cuda_visible_devices_chooses_orders_and_stops_at_the_first_unknown_name
 
 
 def test_mig_devices_are_units_and_one_run_gets_one(machine: Path, fake: Inventory, folder: Path) -> None:
-    parts = [{"uuid": f"MIG-{i}", "total_gib": 10, "free_gib": 10, "load": 0, "processes": []} for i in range(2)]
+    parts = [
+        {"uuid": f"MIG-{i}", "total_gib": 10, "free_gib": 10, "load": 0, "processes": []} for i in range(2)
+    ]
     write_state(machine, [gpu(0, mig=[parts[0], None, parts[1]]), gpu(1)])
     assert [unit.label for unit in fake.read()] == ["GPU 0 MIG 0", "GPU 0 MIG 2", "GPU 1"]
     with acquire(Wanted(), fake, folder, run="a", policy=AT_ONCE) as whole:
@@ -167,7 +181,9 @@ def test_a_forked_child_does_not_keep_a_gpu(fake: Inventory, folder: Path) -> No
         os.waitpid(child, 0)
 
 
-def test_auto_takes_all_that_are_free_and_counts_are_exact(machine: Path, fake: Inventory, folder: Path, stranger: int) -> None:
+def test_auto_takes_all_that_are_free_and_counts_are_exact(
+    machine: Path, fake: Inventory, folder: Path, stranger: int
+) -> None:
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 1]]), gpu(2), gpu(3)])
     with acquire(Wanted(), fake, folder, run="all", policy=AT_ONCE) as lease:
         assert [unit.index for unit in lease.gpus] == [0, 2, 3]
@@ -177,7 +193,16 @@ def test_auto_takes_all_that_are_free_and_counts_are_exact(machine: Path, fake: 
         assert [unit.index for unit in lease.gpus] == [3]
     told: list[str] = []
     with pytest.raises(LeaseTimeoutError, match=r"4 GPUs did not come free .* GPU 1: 1.0 GiB taken by "):
-        acquire(Wanted(count=4), fake, folder, run="four", policy=AT_ONCE, timeout_s=0.1, poll_s=0.02, on_wait=told.append)
+        acquire(
+            Wanted(count=4),
+            fake,
+            folder,
+            run="four",
+            policy=AT_ONCE,
+            timeout_s=0.1,
+            poll_s=0.02,
+            on_wait=told.append,
+        )
     assert len(told) == 1
     with pytest.raises(UserError, match="5 GPUs wanted, 4 are here"):
         acquire(Wanted(count=5), fake, folder, run="five", policy=AT_ONCE)
@@ -196,7 +221,9 @@ def test_a_gpu_must_be_free_over_the_whole_window(machine: Path, fake: Inventory
             return super().read()
 
     policy = Policy(window_s=0.2)
-    with acquire(Wanted(count=1), Flickering("tests.fake_nvml"), folder, run="a", policy=policy, poll_s=0.02) as lease:
+    with acquire(
+        Wanted(count=1), Flickering("tests.fake_nvml"), folder, run="a", policy=policy, poll_s=0.02
+    ) as lease:
         assert [unit.index for unit in lease.gpus] == [1]
 
 
@@ -209,7 +236,17 @@ def test_nothing_starts_outside_the_hours_and_no_ticket_is_held_then(fake: Inven
         return next(answers, None)
 
     told: list[str] = []
-    with acquire(Wanted(), fake, folder, run="a", policy=AT_ONCE, timeout_s=5, poll_s=0.01, on_wait=told.append, closed=closed):
+    with acquire(
+        Wanted(),
+        fake,
+        folder,
+        run="a",
+        policy=AT_ONCE,
+        timeout_s=5,
+        poll_s=0.01,
+        on_wait=told.append,
+        closed=closed,
+    ):
         pass
     assert told == ["training hours begin at 20:00"]
     assert seen[:2] == [[], []]
@@ -224,7 +261,9 @@ def test_training_hours_go_past_midnight_and_know_weekends() -> None:
         ("2026-11-23 07:29", False),
     ):
         assert hours.open_at(datetime.fromisoformat(moment)) is allowed, moment
-    assert hours.open_at(datetime.fromisoformat("2026-11-24 07:29"))  # Tuesday morning belongs to Monday's span
+    assert hours.open_at(
+        datetime.fromisoformat("2026-11-24 07:29")
+    )  # Tuesday morning belongs to Monday's span
     assert hours.closed_reason(datetime.fromisoformat("2026-11-24 08:00")) == "training hours begin at 19:00"
     assert parse_training_hours("").open_at(datetime.fromisoformat("2026-11-24 08:00"))
     for wrong in ("8-20", "25:00-08:00", "foo 20:00-08:00", "20:00"):
@@ -232,7 +271,9 @@ def test_training_hours_go_past_midnight_and_know_weekends() -> None:
             parse_training_hours(wrong)
 
 
-def test_devices_shows_a_table_and_asks_a_run_to_give_way(machine: Path, folder: Path, fake: Inventory, stranger: int) -> None:
+def test_devices_shows_a_table_and_asks_a_run_to_give_way(
+    machine: Path, folder: Path, fake: Inventory, stranger: int
+) -> None:
     write_state(machine, [gpu(0, processes=[[stranger, 38]], free_gib=41), gpu(1), gpu(2)])
     env = os.environ | {
         "DPHYBRID_NVML": "tests.fake_nvml",
@@ -243,7 +284,9 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(machine: Path, folder:
 
     def devices(*argv: str) -> str:
         command = [sys.executable, "-m", "dphybrid", "devices", *argv]
-        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=env).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=env
+        ).stdout
 
     with try_lease(folder, fake.read()[1:2], "night") or pytest.fail("not leased") as lease:
         first, second, hidden = devices().splitlines()[1:]
@@ -264,12 +307,13 @@ from pathlib import Path
 from dphybrid.gpus import Inventory, Policy, Wanted, acquire
 folder, count, hold_s, log = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 def note(what, lease):
-    line = json.dumps({"pid": os.getpid(), "what": what, "gpus": [gpu.index for gpu in lease.gpus], "at": time.monotonic()}) + "\\n"
+    gpus = [gpu.index for gpu in lease.gpus]
+    line = json.dumps({"pid": os.getpid(), "what": what, "gpus": gpus, "at": time.monotonic()}) + "\\n"
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(handle, line.encode())
     os.close(handle)
-with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run=f"run{os.getpid()}", policy=Policy(window_s=0.0),
-             timeout_s=90, poll_s=0.03) as lease:
+with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run=f"run{os.getpid()}",
+             policy=Policy(window_s=0.0), timeout_s=90, poll_s=0.03) as lease:
     note("took", lease)
     time.sleep(hold_s)
     note("gave", lease)
@@ -277,7 +321,9 @@ with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run=f"ru
 
 
 def start(folder: Path, count: int, hold_s: float, log: Path) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-c", RUN, str(folder), str(count), str(hold_s), str(log)], cwd=REPOSITORY)
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, str(folder), str(count), str(hold_s), str(log)], cwd=REPOSITORY
+    )
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:
@@ -302,7 +348,9 @@ def test_twelve_runs_of_one_to_three_gpus_share_four_without_collision_or_deadlo
     assert not used
 
 
-def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(machine: Path, folder: Path, tmp_path: Path) -> None:
+def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(
+    machine: Path, folder: Path, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     first = start(folder, 3, 600, log)
     wait_until(lambda: len(read_log(log)) == 1, "one run has begun", every_s=0.02)

@@ -65,16 +65,26 @@ def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> 
             assert len(devices.lease.gpus if devices.lease else ()) == number
     with leased_devices(config("auto"), settings, run="resumed", replicas=2) as devices:
         assert devices.text == "cpu*2"
-    with pytest.raises(UserError, match="cuda:7 is not here"), leased_devices(config("cuda:7"), settings, run="test"):
+    with (
+        pytest.raises(UserError, match="cuda:7 is not here"),
+        leased_devices(config("cuda:7"), settings, run="test"),
+    ):
         pass
     write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
     with leased_devices(config("auto"), settings, run="test") as devices:
         assert (devices.text, devices.lease) == ("cpu", None)
 
 
-def test_reasons_to_give_way_follow_the_policy(machine: Path, stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_reasons_to_give_way_follow_the_policy(
+    machine: Path,
+    stranger: int,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     noon = datetime.fromisoformat("2026-11-24 12:00")
-    settings = {name: load_settings().model_copy(update={"yield_to_others": name}) for name in ("never", "ask", "always")}
+    settings = {
+        name: load_settings().model_copy(update={"yield_to_others": name})
+        for name in ("never", "ask", "always")
+    }
     with leased_devices(config("auto*2"), settings["ask"], run="night") as devices:
         assert devices.lease is not None
 
@@ -82,7 +92,10 @@ def test_reasons_to_give_way_follow_the_policy(machine: Path, stranger: int, mon
             return [reason_to_yield(devices, settings[name], noon) for name in ("never", "ask", "always")]
 
         assert reasons() == [None, None, None]
-        write_state(machine, [gpu(0, processes=[[os.getpid(), 60]], free_gib=20), gpu(1), gpu(2, processes=[[stranger, 70]])])
+        write_state(
+            machine,
+            [gpu(0, processes=[[os.getpid(), 60]], free_gib=20), gpu(1), gpu(2, processes=[[stranger, 70]])],
+        )
         assert reasons() == [None, None, None]  # our own process, and one on a GPU that is not ours
         write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 30]], free_gib=40), gpu(2)])
         assert reasons()[:2] == [None, None]
@@ -95,12 +108,16 @@ def test_reasons_to_give_way_follow_the_policy(machine: Path, stranger: int, mon
         assert reasons()[0] is None
         assert "asked for GPU 1" in str(reasons()[1])
         hours = settings["never"].model_copy(update={"training_hours": "20:00-08:00"})
-        assert reason_to_yield(devices, hours, noon) == "the end of training hours (training hours begin at 20:00)"
+        assert (
+            reason_to_yield(devices, hours, noon)
+            == "the end of training hours (training hours begin at 20:00)"
+        )
         assert reason_to_yield(devices, hours, noon.replace(hour=23)) is None
 
 
 class Driver:
-    """Stands in for CUDA: it reads CUDA_VISIBLE_DEVICES once, when it is started or asked whether it is there."""
+    """Stands in for CUDA: it reads CUDA_VISIBLE_DEVICES once, when it is started or asked whether it is
+    there."""
 
     def __init__(self, uuids: list[str]) -> None:
         self.uuids, self.seen, self.started = uuids, None, False
@@ -108,7 +125,9 @@ class Driver:
     def look(self) -> int:
         if self.seen is None:
             names = os.environ.get("CUDA_VISIBLE_DEVICES")
-            self.seen = self.uuids if names is None else [uuid for uuid in names.split(",") if uuid in self.uuids]
+            self.seen = (
+                self.uuids if names is None else [uuid for uuid in names.split(",") if uuid in self.uuids]
+            )
         return len(self.seen)
 
     def init(self) -> None:
@@ -135,7 +154,9 @@ def driver(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize(("before", "text"), [("nothing", "cuda:0"), ("looked", "cuda:2"), ("started", "cuda:2")])
+@pytest.mark.parametrize(
+    ("before", "text"), [("nothing", "cuda:0"), ("looked", "cuda:2"), ("started", "cuda:2")]
+)
 def test_a_lease_is_the_gpu_that_cuda_computes_on(before: str, text: str, driver: Driver) -> None:
     if before != "nothing":
         driver.look()
@@ -143,7 +164,9 @@ def test_a_lease_is_the_gpu_that_cuda_computes_on(before: str, text: str, driver
     with leased_devices(config("cuda:2"), load_settings(), run="test") as devices:
         assert devices.text == text
         assert devices.lease is not None
-        assert driver.get_device_properties(int(text[-1])).uuid == devices.lease.gpus[0].uuid.removeprefix("GPU-")
+        assert driver.get_device_properties(int(text[-1])).uuid == devices.lease.gpus[0].uuid.removeprefix(
+            "GPU-"
+        )
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
@@ -158,17 +181,32 @@ def test_a_gpu_that_cuda_does_not_see_is_not_replaced_by_another(driver: Driver)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-OPTIONS = ["--recipe", "ctr", "--devices", "auto*2", "--model.dropout", "0.1", "--train.patience", "0", "--train.log-every", "5"]
+OPTIONS = [
+    "--recipe",
+    "ctr",
+    "--devices",
+    "auto*2",
+    "--model.dropout",
+    "0.1",
+    "--train.patience",
+    "0",
+    "--train.log-every",
+    "5",
+]
 
 
 def train(folder: Path, name: str, epochs: int, log: Path | None = None) -> "subprocess.Popen[bytes]":
     rows = folder / "clicks.csv"
     if not rows.exists():
-        rows.write_text("clicked,site,age\n" + "".join(f"{i % 3 == 0:d},s{i % 7},{i % 50}\n" for i in range(600)))
+        rows.write_text(
+            "clicked,site,age\n" + "".join(f"{i % 3 == 0:d},s{i % 7},{i % 50}\n" for i in range(600))
+        )
     argv = [*OPTIONS, "--data.path", str(rows), "--data.label", "clicked", "--train.epochs", str(epochs)]
     argv += ["--run-name", name, "--train.batch-size", "32", "--report", str(folder / f"{name}.json")]
     with (log or folder / f"{name}.log").open("wb") as stream:
-        return subprocess.Popen([sys.executable, "-m", "dphybrid", "train", *argv], stdout=stream, stderr=stream, env=os.environ)
+        return subprocess.Popen(
+            [sys.executable, "-m", "dphybrid", "train", *argv], stdout=stream, stderr=stream, env=os.environ
+        )
 
 
 @pytest.mark.slow
@@ -187,7 +225,9 @@ def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     polite = train(tmp_path, "polite", 20, log)
     wait_until(lambda: b"epoch 2/20" in log.read_bytes(), "it trains")
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 38]], free_gib=41)])
-    wait_until(lambda: b"Waiting for GPUs: GPU 1: 38.0 GiB taken by" in log.read_bytes(), "it waits for the GPU")
+    wait_until(
+        lambda: b"Waiting for GPUs: GPU 1: 38.0 GiB taken by" in log.read_bytes(), "it waits for the GPU"
+    )
     assert find_holder(folder, free[0]["uuid"]) is None
     assert find_holder(folder, free[1]["uuid"]) is None
     assert polite.poll() is None
@@ -217,7 +257,10 @@ def test_ctrl_c_while_waiting_leaves_nothing(machine: Path, tmp_path: Path, stra
 def test_settings_go_by_their_former_names_too(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("DPHYBRID_TRAINING_HOURS", "DPHYBRID_UPLOAD_LIMIT_MIB"):  # so that they are put back, whatever becomes of them
+    for name in (
+        "DPHYBRID_TRAINING_HOURS",
+        "DPHYBRID_UPLOAD_LIMIT_MIB",
+    ):  # so that they are put back, whatever becomes of them
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("DPHYBRID_QUIET_HOURS", "20:00-08:00")

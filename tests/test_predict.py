@@ -1,4 +1,5 @@
-"""Predictions for new files: the numbers of the evaluation, whatever the file's form; unknown values, odd rows, other models refused."""
+"""Predictions for new files: the numbers of the evaluation, whatever the file's form; unknown values, odd
+rows, other models refused."""
 
 import json
 import subprocess
@@ -29,7 +30,8 @@ def rows(num_rows: int, seed: int) -> list[str]:
     age, city = random.integers(18, 80, num_rows), random.integers(0, 6, num_rows)
     clicked = random.random(num_rows) < 1 / (1 + np.exp(-(age - 50) / 10 - (city - 3)))
     return [
-        f"{a},{'abcdef'[c]},u{random.integers(40)},{'yes' if y else 'no'}" for a, c, y in zip(age, city, clicked, strict=True)
+        f"{a},{'abcdef'[c]},u{random.integers(40)},{'yes' if y else 'no'}"
+        for a, c, y in zip(age, city, clicked, strict=True)
     ]
 
 
@@ -51,7 +53,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, 
         ]
         report = run_job(
             load_config(
-                None, ["recipe=ctr", *values, "train.epochs=2", "model.dim=4", "model.hidden=16", "checkpoint.register_as=clicks"]
+                None,
+                [
+                    "recipe=ctr",
+                    *values,
+                    "train.epochs=2",
+                    "model.dim=4",
+                    "model.hidden=16",
+                    "checkpoint.register_as=clicks",
+                ],
             ),
             load_settings(),
         )
@@ -78,7 +88,9 @@ def test_the_command_gives_the_evaluations_numbers(
         assert roc_auc_score(labels, found["probability"]) == pytest.approx(report.metrics["auc"], abs=1e-6)
 
 
-def test_any_form_of_the_file_gives_the_same(trained: tuple[Report, Path], predictor: Predictor, tmp_path: Path) -> None:
+def test_any_form_of_the_file_gives_the_same(
+    trained: tuple[Report, Path], predictor: Predictor, tmp_path: Path
+) -> None:
     _, folder = trained
     body = rows(500, 1)
     expected = predict(predictor, folder / "held.csv", tmp_path)
@@ -87,7 +99,9 @@ def test_any_form_of_the_file_gives_the_same(trained: tuple[Report, Path], predi
     )
     pl.read_csv(folder / "held.csv").write_parquet(tmp_path / "typed.parquet")
     for number in range(3):
-        (tmp_path / f"part-{number}.csv").write_text("\n".join([HEADER, *body[number * 200 : number * 200 + 200]]))
+        (tmp_path / f"part-{number}.csv").write_text(
+            "\n".join([HEADER, *body[number * 200 : number * 200 + 200]])
+        )
     for name in ("no_label.tsv", "typed.parquet", "part-*.csv"):
         assert predict(predictor, tmp_path / name, tmp_path).tolist() == expected.tolist(), name
     frame = pl.read_csv(folder / "held.csv")
@@ -97,7 +111,9 @@ def test_any_form_of_the_file_gives_the_same(trained: tuple[Report, Path], predi
 
 def predict(predictor: Predictor, path: Path, folder: Path) -> np.ndarray:
     predictor.predict_file(str(path), folder / "out.csv")
-    return pl.read_csv(folder / "out.csv", schema_overrides={"probability": pl.Float32})["probability"].to_numpy()
+    return pl.read_csv(folder / "out.csv", schema_overrides={"probability": pl.Float32})[
+        "probability"
+    ].to_numpy()
 
 
 def test_the_champion_is_loaded_by_name(trained: tuple[Report, Path], predictor: Predictor) -> None:
@@ -131,7 +147,9 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
     assert main([*command, "--data.max-rejected", "0.5"]) == 0
     assert pl.read_parquet(out)["line"].to_list() == [2, 4, 5]
-    (rejected,) = (json.loads(line) for line in (tmp_path / "out.parquet.rejected.jsonl").read_text().splitlines())
+    (rejected,) = (
+        json.loads(line) for line in (tmp_path / "out.parquet.rejected.jsonl").read_text().splitlines()
+    )
     assert (rejected["line"], rejected["reason"]) == (3, "2 values, expected 4")
     said = capsys.readouterr().out
     assert "1 rows cannot be read and are left out" in said
@@ -151,11 +169,23 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(
     ],
 )
 def test_wrong_calls_end_with_a_message(
-    trained: tuple[Report, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], words: list[str]
+    trained: tuple[Report, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, object],
+    words: list[str],
 ) -> None:
     (tmp_path / "x.csv").write_text(str(change.get("text", "\n".join([HEADER, *rows(5, 2)]))))
-    name, out = str(change.get("model", trained[0].run_name)), str(tmp_path / str(change.get("out", "out.csv")))
-    assert main(["predict", name, "--data.path", str(tmp_path / "x.csv"), "--out", out, *change.get("flags", [])]) == 2  # type: ignore[misc]
+    name, out = (
+        str(change.get("model", trained[0].run_name)),
+        str(tmp_path / str(change.get("out", "out.csv"))),
+    )
+    assert (
+        main(
+            ["predict", name, "--data.path", str(tmp_path / "x.csv"), "--out", out, *change.get("flags", [])]
+        )
+        == 2
+    )  # type: ignore[misc]
     said = capsys.readouterr().err
     for word in words:
         assert word in said
@@ -169,7 +199,9 @@ def test_a_checkpoint_of_another_recipe_is_refused(data_dir: Path) -> None:
 
 
 def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: Path) -> None:
-    report = run_job(load_config(None, ["recipe=hybrid", "train.epochs=1", "checkpoint.register_as=any"]), load_settings())
+    report = run_job(
+        load_config(None, ["recipe=hybrid", "train.epochs=1", "checkpoint.register_as=any"]), load_settings()
+    )
     whole = model_from_checkpoint(report.best_checkpoint).state_dict()
     folder = str(Path(report.best_checkpoint).parent.parent)
     for which in (report.run_name, report.run_id, folder, report.best_checkpoint, "models:/any@challenger"):
@@ -185,7 +217,9 @@ def test_files_of_another_form_are_said_to_be_so(trained: tuple[Report, Path], t
     predictor, out = Predictor(report.best_checkpoint), tmp_path / "out.csv"
     with pytest.raises(UserError, match="data.max_rejected = 2"):
         predictor.predict_file(folder / "held.csv", out, max_rejected=2)
-    with pytest.raises(UserError, match="data.delimitr: there is no such field; did you mean 'data.delimiter'"):
+    with pytest.raises(
+        UserError, match="data.delimitr: there is no such field; did you mean 'data.delimiter'"
+    ):
         predictor.predict_file(folder / "held.csv", out, delimitr=";")
     (tmp_path / "semicolons.csv").write_text((folder / "held.csv").read_text().replace(",", ";"))
     assert predictor.predict_file(tmp_path / "semicolons.csv", out, delimiter=";").num_rows == 500
@@ -200,9 +234,18 @@ def test_a_mapped_table_gives_the_same_bits_and_leaves_the_file_alone(trained: t
     assert (folder / "tables" / "table.safetensors").read_bytes() == before
 
 
-def test_a_table_of_half_the_size_comes_back_as_such(trained: tuple[Report, Path], data_dir: Path, tmp_path: Path) -> None:
+def test_a_table_of_half_the_size_comes_back_as_such(
+    trained: tuple[Report, Path], data_dir: Path, tmp_path: Path
+) -> None:
     clicks = trained[1] / "clicks.csv"
-    values = [f"data.path={clicks}", "data.label=clicked", "table.dtype=bfloat16", "train.epochs=1", "model.dim=4", "devices=cpu"]
+    values = [
+        f"data.path={clicks}",
+        "data.label=clicked",
+        "table.dtype=bfloat16",
+        "train.epochs=1",
+        "model.dim=4",
+        "devices=cpu",
+    ]
     report = run_job(load_config(None, ["recipe=ctr", *values]), load_settings())
     folder = report.best_checkpoint
     mapped, whole = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
@@ -221,10 +264,12 @@ from dphybrid.jobs.load import model_from_checkpoint
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.parallel import resolve_devices
 from dphybrid.training.checkpoint import Progress, Trained, save_checkpoint
-config, info, folder = build_config({"recipe": "ctr"}), {"num_ids": [4_000_000], "num_dense": 0}, Path(sys.argv[1])
+config, folder = build_config({"recipe": "ctr"}), Path(sys.argv[1])
+info = {"num_ids": [4_000_000], "num_dense": 0}
 if len(sys.argv) > 2:
     model = build_model("ctr", ModelContext(resolve_devices("cpu"), info, config.model, 0))
-    save_checkpoint(folder, Trained(model, None, None, Progress()), config.model_dump(mode="json"), {"info": info})
+    trained = Trained(model, None, None, Progress())
+    save_checkpoint(folder, trained, config.model_dump(mode="json"), {"info": info})
 else:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = model_from_checkpoint(folder / "step-000000", mapped=True).eval()
@@ -234,5 +279,7 @@ else:
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path), "write"], check=True)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True
+    )
     assert int(done.stdout) < 60  # MiB; the table has 244

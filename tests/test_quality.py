@@ -21,5 +21,8 @@ def test_text_reaches_a_perplexity_under_30(data_dir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not ADULT.is_file(), reason="UCI Adult is not here")
 def test_ctr_reaches_its_auc_on_adult(data_dir: Path) -> None:
-    report = run_job(load_config(None, ["recipe=ctr", f"data.path={ADULT}", "data.label=14", "train.epochs=4"]), load_settings())
+    report = run_job(
+        load_config(None, ["recipe=ctr", f"data.path={ADULT}", "data.label=14", "train.epochs=4"]),
+        load_settings(),
+    )
     assert report.metrics["auc"] >= 0.915

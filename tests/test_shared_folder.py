@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import Inventory, Policy, Wanted, acquire, ask_for, asked_by, find_holder, lease_folder, try_lease
+from dphybrid.gpus import (
+    Inventory,
+    Policy,
+    Wanted,
+    acquire,
+    ask_for,
+    asked_by,
+    find_holder,
+    lease_folder,
+    try_lease,
+)
 from dphybrid.jobs.train import prepare_data
 from dphybrid.recipes.configs import build_config
 from dphybrid.util.errors import UserError
@@ -66,7 +76,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def take(folder: Path, count: int) -> list[str]:
     policy = Policy(window_s=0)
-    with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run="mine", policy=policy, poll_s=0.01) as lease:
+    with acquire(
+        Wanted(count=count), Inventory("tests.fake_nvml"), folder, run="mine", policy=policy, poll_s=0.01
+    ) as lease:
         return [unit.label for unit in lease.gpus]
 
 

@@ -1,4 +1,5 @@
-"""A request to stop that comes before training begins is kept: the run ends when its model is built, or its checkpoint loaded."""
+"""A request to stop that comes before training begins is kept: the run ends when its model is built, or its
+checkpoint loaded."""
 
 import os
 import signal
@@ -133,7 +134,9 @@ def test_a_request_ends_the_preparation_and_the_waiting_for_gpus(
     with pytest.raises(Interrupted, match="a test before it was built") as caught:
         run(1, stop)
     assert caught.value.run is None
-    monkeypatch.setattr(job, "prepare_data", lambda *args: (prepare(*args), os.kill(os.getpid(), signal.SIGINT))[0])
+    monkeypatch.setattr(
+        job, "prepare_data", lambda *args: (prepare(*args), os.kill(os.getpid(), signal.SIGINT))[0]
+    )
     with pytest.raises(Interrupted, match="Ctrl-C") as caught:  # at once
         run(1, StopRequest())
     monkeypatch.setattr(job, "prepare_data", prepare)
@@ -145,7 +148,10 @@ def test_a_request_ends_the_preparation_and_the_waiting_for_gpus(
         stop.ask("a test")
 
     config = build_config(CONFIG)
-    with pytest.raises(Interrupted), leasing.leased_devices(config, load_settings(), run="run", on_wait=waits, stop=stop):
+    with (
+        pytest.raises(Interrupted),
+        leasing.leased_devices(config, load_settings(), run="run", on_wait=waits, stop=stop),
+    ):
         pass
     assert len(told) == 1
 

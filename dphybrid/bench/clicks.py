@@ -1,7 +1,8 @@
-"""Made-up clicks in the Criteo display format, with a planted answer: label, 13 heavy-tailed integers, 26 hexadecimal categories.
+"""Made-up clicks in the Criteo display format, with a planted answer: label, 13 heavy-tailed integers, 26
+hexadecimal categories.
 
-Categories follow Zipf's law. The log-odds of a click are a sum over columns of a weight for the value, so the best AUC that any model can
-reach is that of the log-odds themselves.
+Categories follow Zipf's law. The log-odds of a click are a sum over columns of a weight for the value, so the
+best AUC that any model can reach is that of the log-odds themselves.
 """
 
 from dataclasses import dataclass
@@ -33,13 +34,18 @@ class PlantedClicks:
 
 
 def write_clicks(file: Path, num_rows: int, seed: int = 0, *, header: bool = True) -> PlantedClicks:
-    """Write a CSV file of clicks block by block; the same seed gives the same bytes. Says what the best AUC is."""
+    """Write a CSV file of clicks block by block; the same seed gives the same bytes. Says what the best AUC
+    is."""
     from sklearn.metrics import roc_auc_score
 
     random = np.random.default_rng([seed, 0])
     columns = [_Categories(random, VOCABULARIES[i % len(VOCABULARIES)]) for i in range(NUM_CATEGORIES)]
     slopes = random.normal(0, 0.25, NUM_INTEGERS)
-    names = ["label", *(f"I{i + 1}" for i in range(NUM_INTEGERS)), *(f"C{i + 1}" for i in range(NUM_CATEGORIES))]
+    names = [
+        "label",
+        *(f"I{i + 1}" for i in range(NUM_INTEGERS)),
+        *(f"C{i + 1}" for i in range(NUM_CATEGORIES)),
+    ]
     labels, odds = [], []
     with file.open("wb") as stream:
         for number, start in enumerate(range(0, num_rows, _BLOCK)):
@@ -50,13 +56,17 @@ def write_clicks(file: Path, num_rows: int, seed: int = 0, *, header: bool = Tru
             for i in range(NUM_INTEGERS):
                 value_B = random.normal(0, 1, rows)
                 missing_B = random.random(rows) < MISSING
-                series[names[1 + i]] = pl.Series(np.expm1(1.5 + 1.2 * value_B).astype(np.int64)).set(pl.Series(missing_B), None)
+                series[names[1 + i]] = pl.Series(np.expm1(1.5 + 1.2 * value_B).astype(np.int64)).set(
+                    pl.Series(missing_B), None
+                )
                 logit_B += np.where(missing_B, 0.0, slopes[i] * value_B)
             for i, column in enumerate(columns):
                 series[names[1 + NUM_INTEGERS + i]], weight_B = column.draw(random, rows)
                 logit_B += weight_B
             label_B = (random.random(rows) < 1 / (1 + np.exp(-logit_B))).astype(np.int64)
-            pl.DataFrame({"label": label_B, **series}).select(names).write_csv(stream, include_header=header and number == 0)
+            pl.DataFrame({"label": label_B, **series}).select(names).write_csv(
+                stream, include_header=header and number == 0
+            )
             labels.append(label_B)
             odds.append(logit_B)
     label_B, logit_B = np.concatenate(labels), np.concatenate(odds)
@@ -67,7 +77,11 @@ class _Categories:
     """A column of hexadecimal values by frequency, the first ones with a weight."""
 
     def __init__(self, random: np.random.Generator, size: int) -> None:
-        codes = random.choice(2**32, size=size, replace=False) if size < 1000 else np.unique(random.integers(0, 2**32, 2 * size))
+        codes = (
+            random.choice(2**32, size=size, replace=False)
+            if size < 1000
+            else np.unique(random.integers(0, 2**32, 2 * size))
+        )
         codes = random.permutation(codes)[:size]
         self.values = pl.Series([f"{code:08x}" for code in codes.tolist()])
         self.weights = np.zeros(size)
@@ -78,4 +92,6 @@ class _Categories:
     def draw(self, random: np.random.Generator, rows: int) -> tuple[pl.Series, Array]:
         place_B = np.minimum(np.searchsorted(self.upto, random.random(rows)), len(self.values) - 1)
         missing_B = random.random(rows) < MISSING
-        return self.values[place_B].set(pl.Series(missing_B), None), np.where(missing_B, 0.0, self.weights[place_B])
+        return self.values[place_B].set(pl.Series(missing_B), None), np.where(
+            missing_B, 0.0, self.weights[place_B]
+        )

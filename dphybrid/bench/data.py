@@ -1,6 +1,7 @@
 """Side by side, in one run: preparing a made-up file of clicks, and polars' own plain parse of the same file.
 
-Each runs in a process of its own, in turns, so that a busy moment of the machine hits both alike and each one's memory is its own.
+Each runs in a process of its own, in turns, so that a busy moment of the machine hits both alike and each
+one's memory is its own.
 """
 
 import json
@@ -26,12 +27,14 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes import find_recipe
 from dphybrid.data.table import source as table
 from dphybrid.bench.data import measured
-measured(lambda: find_recipe("ctr").prepare(TableDataConfig(path=sys.argv[1], label="label"), Path(sys.argv[2]), 0))
+config = TableDataConfig(path=sys.argv[1], label="label")
+measured(lambda: find_recipe("ctr").prepare(config, Path(sys.argv[2]), 0))
 """
 
 
 def measured(work: Any) -> None:
-    """Do the work and print its seconds, on the clock and of all cores, and the process's largest memory in MiB."""
+    """Do the work and print its seconds, on the clock and of all cores, and the process's largest memory in
+    MiB."""
     import resource
     import time
 
@@ -42,7 +45,8 @@ def measured(work: Any) -> None:
 
 
 def run(rounds: int = 5, num_rows: int = NUM_ROWS, file: Path | None = None) -> dict[str, Any]:
-    """Write the file (into `file`, else for the while), then measure; return medians and the best AUC any model can reach on it."""
+    """Write the file (into `file`, else for the while), then measure; return medians and the best AUC any
+    model can reach on it."""
     with tempfile.TemporaryDirectory(prefix="dphybrid-bench-") as name:
         folder = Path(name)
         planted = write_clicks(file or folder / "clicks.csv", num_rows)
@@ -54,9 +58,12 @@ def run(rounds: int = 5, num_rows: int = NUM_ROWS, file: Path | None = None) -> 
                 times[what].append(json.loads(done.stdout))
         size = planted.file.stat().st_size
     found: dict[str, Any] = {
-        what: {key: statistics.median(one[key] for one in each) for key in each[0]} for what, each in times.items()
+        what: {key: statistics.median(one[key] for one in each) for key in each[0]}
+        for what, each in times.items()
     }
-    ratios = sorted(plain["seconds"] / own["seconds"] for plain, own in zip(times["plain"], times["prepare"], strict=True))
+    ratios = sorted(
+        plain["seconds"] / own["seconds"] for plain, own in zip(times["plain"], times["prepare"], strict=True)
+    )
     return {
         "num_rows": num_rows,
         "mib": size / 2**20,
@@ -76,10 +83,19 @@ def text(result: dict[str, Any]) -> str:
     for what, name in (("plain", "polars.read_csv"), ("prepare", "prepare")):
         one = result[what]
         speed = result["num_rows"] / one["seconds"]
-        rows.append(f"  {name:<20} {one['seconds']:>8.2f} {one['cpu_seconds']:>9.2f} {speed:>11,.0f} {one['peak_mib']:>9,.0f}")
+        rows.append(
+            f"  {name:<20} {one['seconds']:>8.2f} {one['cpu_seconds']:>9.2f} {speed:>11,.0f} "
+            f"{one['peak_mib']:>9,.0f}"
+        )
     low, high = result["speed_ratios"][0], result["speed_ratios"][-1]
-    rows.append(f"preparing runs at {result['speed_ratio']:.2f} times the speed of the plain parse ({low:.2f} to {high:.2f})")
+    rows.append(
+        f"preparing runs at {result['speed_ratio']:.2f} times the speed of the plain parse ({low:.2f} to "
+        f"{high:.2f})"
+    )
     rows.append(f"best AUC that any model can reach on it: {result['best_auc']:.4f}")
     if "auc" in result:
-        rows.append(f"validation AUC of recipe ctr: {result['auc']:.4f}, {result['best_auc'] - result['auc']:.4f} below")
+        rows.append(
+            f"validation AUC of recipe ctr: {result['auc']:.4f}, {result['best_auc'] - result['auc']:.4f} "
+            "below"
+        )
     return "\n".join(rows)

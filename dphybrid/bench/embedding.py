@@ -1,7 +1,8 @@
-"""Side by side, in one run: the engine against torch's own embeddings and optimizers, and the pipeline against itself.
+"""Side by side, in one run: the engine against torch's own embeddings and optimizers, and the pipeline
+against itself.
 
-`python -m dphybrid.bench.embedding [--json FILE]` prints the tables; `run` returns the numbers. Medians of rounds in which all contestants
-take turns, warm-up left out: a busy moment of the machine hits them alike.
+`python -m dphybrid.bench.embedding [--json FILE]` prints the tables; `run` returns the numbers. Medians of
+rounds in which all contestants take turns, warm-up left out: a busy moment of the machine hits them alike.
 """
 
 import argparse
@@ -33,7 +34,8 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """What a contestant took over all rounds: the median, from the lowest tenth to the highest, CPU time and page faults of the process."""
+    """What a contestant took over all rounds: the median, from the lowest tenth to the highest, CPU time and
+    page faults of the process."""
 
     ms: float
     low_ms: float
@@ -42,11 +44,15 @@ class Timing:
     faults: int
 
     def __str__(self) -> str:
-        return f"{self.ms:10.3f}  ({self.low_ms:.3f} to {self.high_ms:.3f}; CPU {self.cpu_ms:.3f}; {self.faults} faults)"
+        return (
+            f"{self.ms:10.3f}  ({self.low_ms:.3f} to {self.high_ms:.3f}; CPU {self.cpu_ms:.3f}; "
+            f"{self.faults} faults)"
+        )
 
 
 def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed: int = 0) -> Tensor:
-    """Return int64 ids whose frequencies fall like rank ** -exponent, neighbours in rank far apart in the table."""
+    """Return int64 ids whose frequencies fall like rank ** -exponent, neighbours in rank far apart in the
+    table."""
     chance = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     power = 1 - exponent
     ranks = ((num_rows**power * chance + 1 - chance) ** (1 / power)).long().clamp_(1, num_rows) - 1
@@ -56,8 +62,11 @@ def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed
     return ranks * stride % num_rows
 
 
-def race(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3, *, cold: bool = False) -> dict[str, Timing]:
-    """Time each contestant over `rounds` rounds in which they take turns. cold: with other memory in the caches before each turn."""
+def race(
+    contestants: Mapping[str, Step], rounds: int, warm_up: int = 3, *, cold: bool = False
+) -> dict[str, Timing]:
+    """Time each contestant over `rounds` rounds in which they take turns. cold: with other memory in the
+    caches before each turn."""
     found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contestants}
     other = torch.zeros(2**24 if cold else 0)
     for turn in range(warm_up + rounds):
@@ -72,7 +81,9 @@ def race(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3, *, cold
     for name, rows in found.items():
         walls, cpus, all_faults = (sorted(column) for column in zip(*rows, strict=True))
         low, high = walls[rounds // 10], walls[-1 - rounds // 10]
-        timings[name] = Timing(statistics.median(walls), low, high, statistics.median(cpus), int(statistics.median(all_faults)))
+        timings[name] = Timing(
+            statistics.median(walls), low, high, statistics.median(cpus), int(statistics.median(all_faults))
+        )
     return timings
 
 
@@ -82,7 +93,8 @@ def medians_ms(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3) -
 
 
 def copy_gib_per_s() -> float:
-    """Return the machine's copy bandwidth (bytes read plus bytes written) on arrays of 128 MiB, with torch's present number of threads."""
+    """Return the machine's copy bandwidth (bytes read plus bytes written) on arrays of 128 MiB, with torch's
+    present number of threads."""
     source, target = torch.ones(2**25), torch.empty(2**25)
     return 0.25 / (medians_ms({"copy": lambda: target.copy_(source)}, 5)["copy"] / 1e3)
 
@@ -92,8 +104,8 @@ def step_costs(
 ) -> dict[str, Timing]:
     """Time one whole step on the CPU (lookup, backward, update) by contestant, and of the host's share alone.
 
-    The host's share is what is left when a device sums the gradients of repeated ids: sorting, gathering and updating unique rows. Dense
-    contestants are left out where their gradient would take more than 1 GiB.
+    The host's share is what is left when a device sums the gradients of repeated ids: sorting, gathering and
+    updating unique rows. Dense contestants are left out where their gradient would take more than 1 GiB.
     """
     batches = [
         zipf_ids(num_rows, (num_ids,), exponent, seed) for seed in range(4)
@@ -106,7 +118,9 @@ def step_costs(
         buffer_ND = torch.empty_like(grads_ND)
         for_whole, for_host = _cycle(batches), _cycle(batches)
 
-        def whole(table: HostEmbedding = table, rows: Any = rows, turns: Iterator[Tensor] = for_whole) -> None:
+        def whole(
+            table: HostEmbedding = table, rows: Any = rows, turns: Iterator[Tensor] = for_whole
+        ) -> None:
             rows.zero_grad()
             table(next(turns)).backward(grads_ND)
             rows.step()
@@ -137,7 +151,11 @@ def step_costs(
 
         for_stock = _cycle(batches)
 
-        def step(embedding: nn.Embedding = embedding, optimizer: Any = optimizer, turns: Iterator[Tensor] = for_stock) -> None:
+        def step(
+            embedding: nn.Embedding = embedding,
+            optimizer: Any = optimizer,
+            turns: Iterator[Tensor] = for_stock,
+        ) -> None:
             optimizer.zero_grad()
             embedding(next(turns)).backward(grads_ND)
             optimizer.step()
@@ -157,9 +175,12 @@ def many_tables_costs(
     *,
     cold: bool = False,
 ) -> dict[str, Timing | float]:
-    """Return ms of a step over many small tables: one flat table with shifted ids against one nn.EmbeddingBag a table, and FBGEMM's tables."""
+    """Return ms of a step over many small tables: one flat table with shifted ids against one nn.EmbeddingBag
+    a table, and FBGEMM's tables."""
     batches = [
-        torch.stack([zipf_ids(rows_each, (batch_size,), seed=100 * turn + column) for column in range(num_tables)], 1)
+        torch.stack(
+            [zipf_ids(rows_each, (batch_size,), seed=100 * turn + column) for column in range(num_tables)], 1
+        )
         for turn in range(4)
     ]
     grads_BFD = torch.randn(batch_size, num_tables, dim)
@@ -167,7 +188,10 @@ def many_tables_costs(
     rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
     offsets_F = torch.arange(num_tables) * rows_each
     bags = nn.ModuleList(nn.EmbeddingBag(rows_each, dim, mode="sum", sparse=True) for _ in range(num_tables))
-    sgd, adagrad = torch.optim.SGD(bags.parameters(), lr=0.01), torch.optim.Adagrad(bags.parameters(), lr=0.01)
+    sgd, adagrad = (
+        torch.optim.SGD(bags.parameters(), lr=0.01),
+        torch.optim.Adagrad(bags.parameters(), lr=0.01),
+    )
 
     turns = _cycle(batches)
 
@@ -178,7 +202,9 @@ def many_tables_costs(
 
     def theirs(optimizer: torch.optim.Optimizer, turns: Iterator[Tensor]) -> None:
         optimizer.zero_grad()
-        columns = [bag(ids_B.unsqueeze(1)) for bag, ids_B in zip(bags, next(turns).T.contiguous(), strict=True)]
+        columns = [
+            bag(ids_B.unsqueeze(1)) for bag, ids_B in zip(bags, next(turns).T.contiguous(), strict=True)
+        ]
         torch.stack(columns, 1).backward(grads_BFD)
         optimizer.step()
 
@@ -188,7 +214,9 @@ def many_tables_costs(
         f"{num_tables} x EmbeddingBag(sparse) + Adagrad": partial(theirs, adagrad, _cycle(batches)),
     }
     if find_spec("fbgemm_gpu"):
-        contestants |= _fbgemm([rows_each] * num_tables, dim, [ids_BF.T.reshape(-1) for ids_BF in batches], grads_BFD.flatten(1))
+        contestants |= _fbgemm(
+            [rows_each] * num_tables, dim, [ids_BF.T.reshape(-1) for ids_BF in batches], grads_BFD.flatten(1)
+        )
     timings = race(contestants, rounds, cold=cold)
     found: dict[str, Timing | float] = {**timings}
     if "fbgemm row-wise adagrad" in timings:
@@ -198,15 +226,21 @@ def many_tables_costs(
 
 
 def _fbgemm(rows_of_tables: list[int], dim: int, batches: list[Tensor], grads: Tensor) -> dict[str, Step]:
-    """FBGEMM's table-batched embedding on the CPU. batches: of B ids of each table, flat. grads: (B, T * dim)."""
+    """FBGEMM's table-batched embedding on the CPU. batches: of B ids of each table, flat. grads: (B, T *
+    dim)."""
     from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 
-    kinds = {"sgd": training.OptimType.EXACT_SGD, "row-wise adagrad": training.OptimType.EXACT_ROWWISE_ADAGRAD}
+    kinds = {
+        "sgd": training.OptimType.EXACT_SGD,
+        "row-wise adagrad": training.OptimType.EXACT_ROWWISE_ADAGRAD,
+    }
     offsets = torch.arange(len(batches[0]) + 1)
     steps: dict[str, Step] = {}
     for name, kind in kinds.items():
-        places = [(rows, dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU) for rows in rows_of_tables]
+        places = [
+            (rows, dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU) for rows in rows_of_tables
+        ]
         tables = training.SplitTableBatchedEmbeddingBagsCodegen(places, optimizer=kind, learning_rate=0.01)
         steps[f"fbgemm {name}"] = partial(_backward, tables, _cycle(batches), offsets, grads)
     return steps
@@ -216,8 +250,11 @@ def _backward(tables: Callable[..., Tensor], turns: Iterator[Tensor], offsets: T
     tables(next(turns), offsets).backward(grads)
 
 
-def size_costs(dim: int, num_ids: int, rounds: int, sizes: tuple[int, ...] = (100_000, 10_000_000)) -> dict[str, float]:
-    """Return ms of a row-wise Adagrad step by table size, for the same number of unique ids spread over the table."""
+def size_costs(
+    dim: int, num_ids: int, rounds: int, sizes: tuple[int, ...] = (100_000, 10_000_000)
+) -> dict[str, float]:
+    """Return ms of a row-wise Adagrad step by table size, for the same number of unique ids spread over the
+    table."""
     contestants: dict[str, Step] = {}
     for num_rows in sizes:
         generator = torch.Generator().manual_seed(num_rows)
@@ -228,7 +265,10 @@ def size_costs(dim: int, num_ids: int, rounds: int, sizes: tuple[int, ...] = (10
         turns = _cycle(batches)
 
         def step(
-            table: HostEmbedding = table, rows: Any = rows, turns: Iterator[Tensor] = turns, grads: Tensor = grads_ND
+            table: HostEmbedding = table,
+            rows: Any = rows,
+            turns: Iterator[Tensor] = turns,
+            grads: Tensor = grads_ND,
         ) -> None:
             rows.zero_grad()
             table(next(turns)).backward(grads)
@@ -244,13 +284,21 @@ def _cycle(batches: list[Tensor]) -> Iterator[Tensor]:
 
 
 def pipeline_costs(
-    num_rows: int, dim: int, batch_size: int, columns: int, steps: int, devices: str = "cpu", repeats: int = 9, hidden: int = 128
+    num_rows: int,
+    dim: int,
+    batch_size: int,
+    columns: int,
+    steps: int,
+    devices: str = "cpu",
+    repeats: int = 9,
+    hidden: int = 128,
 ) -> dict[str, float]:
-    """Return ms of a training step of a small network on `devices` with the pipeline off and exact, their ratio, and the counters of a
-    step with the exact one.
+    """Return ms of a training step of a small network on `devices` with the pipeline off and exact, their
+    ratio, and the counters of a step with the exact one.
 
-    On a GPU also: device ms, what a step takes there with its rows already in place; host ms, of sorting, gathering, repairing and updating;
-    copy ms; and overlap efficiency, the largest of the three by the step: 1 means that all else is hidden behind it.
+    On a GPU also: device ms, what a step takes there with its rows already in place; host ms, of sorting,
+    gathering, repairing and updating; copy ms; and overlap efficiency, the largest of the three by the step:
+    1 means that all else is hidden behind it.
     """
     from dphybrid.parallel import DataParallel, parts
 
@@ -297,17 +345,22 @@ def pipeline_costs(
             torch.cuda.synchronize()
 
         contestants["device"] = on_device
-    found = {f"{name} ms": value / steps for name, value in medians_ms(contestants, repeats, warm_up=2).items()}
+    found = {
+        f"{name} ms": value / steps for name, value in medians_ms(contestants, repeats, warm_up=2).items()
+    }
     found["exact / off"] = found["exact ms"] / found["off ms"]
     if gpu:
         found["host ms"] = sum(counters[f"{part}_ms"] for part in ("dedup", "gather", "repair", "update"))
         found["copy ms"] = counters["h2d_ms"] + counters["d2h_ms"]
-        found["overlap efficiency"] = max(found["host ms"], found["copy ms"], found["device ms"]) / found["exact ms"]
+        found["overlap efficiency"] = (
+            max(found["host ms"], found["copy ms"], found["device ms"]) / found["exact ms"]
+        )
     return found | counters
 
 
 def run(threads: tuple[int, ...] = (1, 2), rounds: int = 15, scale: float = 1.0) -> dict[str, Any]:
-    """Measure everything for each number of threads; return nested dicts of timings and ratios. scale: of table sizes and ids."""
+    """Measure everything for each number of threads; return nested dicts of timings and ratios. scale: of
+    table sizes and ids."""
     before = torch.get_num_threads()
     results: dict[str, Any] = {
         "torch": torch.__version__,
@@ -332,19 +385,25 @@ def _with_threads(rounds: int, scale: float) -> dict[str, Any]:
     results: dict[str, Any] = {"copy GiB/s": bandwidth}
     for num_rows, dim, num_ids in ((rows, 64, ids), (max(2, rows // 5), 256, max(1, ids // 3))):
         num_unique = len(zipf_ids(num_rows, (num_ids,)).unique())
-        # Unique rows read for the lookup and for the update, written once; expanded rows written, their gradients read, sums written.
+        # Unique rows read for the lookup and for the update, written once; expanded rows written, their
+        # gradients read, sums written.
         floor_ms = 4 * dim * (3 * num_unique + 2 * num_ids + num_unique) / 2**30 / bandwidth * 1e3
         shape = f"{num_rows:,} x {dim}, {num_ids:,} Zipf(1.05) ids"
         for caches in ("warm", "cold"):
             timings = step_costs(num_rows, dim, num_ids, rounds, cold=caches == "cold")
-            floor = {"floor ms": floor_ms, "dphybrid adagrad / floor": timings["dphybrid adagrad"].ms / floor_ms}
+            floor = {
+                "floor ms": floor_ms,
+                "dphybrid adagrad / floor": timings["dphybrid adagrad"].ms / floor_ms,
+            }
             results[f"{shape}, {caches} caches"] = {**timings, "ratios": {**ratios(timings), **floor}}
     for batch_size in (128, 2048):
         for caches in ("warm", "cold"):
             results[f"26 tables, batch {batch_size}, {caches} caches"] = many_tables_costs(
                 batch_size, rounds, rows_each=int(100_000 * scale), cold=caches == "cold"
             )
-    results["by table size"] = size_costs(16, int(20_000 * scale), rounds, (int(100_000 * scale), int(10_000_000 * scale)))
+    results["by table size"] = size_costs(
+        16, int(20_000 * scale), rounds, (int(100_000 * scale), int(10_000_000 * scale))
+    )
     return results | pipelines(rows, 64, scale, min(9, rounds))
 
 
@@ -356,7 +415,14 @@ def pipelines(num_rows: int, dim: int, scale: float, repeats: int) -> dict[str, 
     shapes = {"batch 256": (16, int(256 * scale), 40), "batch 2048": (dim, int(2048 * scale), 10)}
     return {
         f"pipeline on {place}, {name}": pipeline_costs(
-            num_rows, width, max(2, batch_size), 26, steps, place, repeats, hidden=2048 if place.startswith("cuda") else 128
+            num_rows,
+            width,
+            max(2, batch_size),
+            26,
+            steps,
+            place,
+            repeats,
+            hidden=2048 if place.startswith("cuda") else 128,
         )
         for place in places
         for name, (width, batch_size, steps) in shapes.items()
@@ -364,13 +430,15 @@ def pipelines(num_rows: int, dim: int, scale: float, repeats: int) -> dict[str, 
 
 
 def ratios(timings: Mapping[str, Timing]) -> dict[str, float]:
-    """Return how many times as long torch's sparse steps and, where it is installed, FBGEMM's take: against the whole step, and against
-    the host's share of it."""
+    """Return how many times as long torch's sparse steps and, where it is installed, FBGEMM's take: against
+    the whole step, and against the host's share of it."""
     step_ms = {name: timing.ms for name, timing in timings.items()}
     found = {}
     for name in ("sgd", "row-wise adagrad"):
         if f"fbgemm {name}" in step_ms:
-            found[f"FBGEMM / dphybrid {name}"] = step_ms[f"fbgemm {name}"] / step_ms[f"dphybrid {name.split()[-1]}"]
+            found[f"FBGEMM / dphybrid {name}"] = (
+                step_ms[f"fbgemm {name}"] / step_ms[f"dphybrid {name.split()[-1]}"]
+            )
     for stock, ours in (("SparseAdam", "adam"), ("Adagrad", "adagrad")):
         theirs = step_ms[f"sparse=True + {stock}"]
         found[f"{stock} / dphybrid {ours}"] = theirs / step_ms[f"dphybrid {ours}"]
@@ -381,7 +449,11 @@ def ratios(timings: Mapping[str, Timing]) -> dict[str, float]:
 def plain(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the results as what JSON holds."""
     return {
-        name: plain(value) if isinstance(value, Mapping) else asdict(value) if isinstance(value, Timing) else value
+        name: plain(value)
+        if isinstance(value, Mapping)
+        else asdict(value)
+        if isinstance(value, Timing)
+        else value
         for name, value in results.items()
     }
 
@@ -394,7 +466,9 @@ def table_text(results: Mapping[str, Any], indent: str = "") -> str:
         if isinstance(value, Mapping):
             lines += [f"{indent}{name}", table_text(value, indent + "  ")]
         else:
-            lines.append(f"{indent}{name:<{width}}  {f'{value:10.3f}' if isinstance(value, float) else value}")
+            lines.append(
+                f"{indent}{name:<{width}}  {f'{value:10.3f}' if isinstance(value, float) else value}"
+            )
     return "\n".join(lines)
 
 

@@ -1,8 +1,10 @@
-"""What splitting costs: a plain call, torch's nn.DataParallel on the CPU, and ours, in one run. Medians of microseconds, warm-up apart."""
+"""What splitting costs: a plain call, torch's nn.DataParallel on the CPU, and ours, in one run. Medians of
+microseconds, warm-up apart."""
 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ WARM_UP = 30
 
 
 def run(repeats: int = 200) -> dict[str, Any]:
-    """Measure; return {"rows": [{"what", "identity_us", "mlp_us", "step_us"}, ...]} with the thread count and version."""
+    """Measure; return {"rows": [{"what", "identity_us", "mlp_us", "step_us"}, ...]} with the thread count and
+    version."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -22,7 +25,7 @@ def run(repeats: int = 200) -> dict[str, Any]:
             "plain call": lambda module: module,
             "nn.DataParallel, no GPU": nn.DataParallel,
             "dphybrid, cpu": lambda module: DataParallel(module, "cpu"),
-            **{f"dphybrid, cpu*{n}": (lambda module, n=n: DataParallel(module, f"cpu*{n}")) for n in (2, 3, 8)},  # type: ignore[misc]
+            **{f"dphybrid, cpu*{n}": partial(DataParallel, devices=f"cpu*{n}") for n in (2, 3, 8)},
         }
         if torch.cuda.is_available():
             makers["nn.DataParallel, cuda:0"] = lambda module: nn.DataParallel(module.cuda(), device_ids=[0])
@@ -30,13 +33,19 @@ def run(repeats: int = 200) -> dict[str, Any]:
             makers["dphybrid, cuda:0*2"] = lambda module: DataParallel(module, "cuda:0*2")
         x = torch.randn(64, 64)
         identity = _interleaved(
-            {name: make(nn.Identity()) for name, make in makers.items() if "cuda" not in name}, x, repeats, backward=False
+            {name: make(nn.Identity()) for name, make in makers.items() if "cuda" not in name},
+            x,
+            repeats,
+            backward=False,
         )
         mlp = _interleaved({name: make(_mlp()) for name, make in makers.items()}, x, repeats, backward=False)
         step = _interleaved({name: make(_mlp()) for name, make in makers.items()}, x, repeats, backward=True)
     finally:
         torch.set_num_threads(threads)
-    rows = [{"what": name, "identity_us": identity.get(name), "mlp_us": mlp[name], "step_us": step[name]} for name in makers]
+    rows = [
+        {"what": name, "identity_us": identity.get(name), "mlp_us": mlp[name], "step_us": step[name]}
+        for name in makers
+    ]
     return {"torch": torch.__version__, "threads": 1, "repeats": repeats, "rows": rows}
 
 
@@ -44,7 +53,9 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
 
 
-def _interleaved(calls: dict[str, nn.Module], x: torch.Tensor, repeats: int, backward: bool) -> dict[str, float]:
+def _interleaved(
+    calls: dict[str, nn.Module], x: torch.Tensor, repeats: int, backward: bool
+) -> dict[str, float]:
     """Medians of calls that take turns, so that a busy machine is equally unfair to all."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(WARM_UP + repeats):
@@ -64,7 +75,10 @@ def _interleaved(calls: dict[str, nn.Module], x: torch.Tensor, repeats: int, bac
 
 def text(result: dict[str, Any]) -> str:
     """Return the figures as a table."""
-    lines = [f"torch {result['torch']}, 1 thread, medians of {result['repeats']} calls in us; batch 64 x 64", ""]
+    lines = [
+        f"torch {result['torch']}, 1 thread, medians of {result['repeats']} calls in us; batch 64 x 64",
+        "",
+    ]
     lines.append(f"  {'':<26}{'identity':>10}{'MLP':>10}{'MLP + backward':>16}")
     for row in result["rows"]:
         identity = f"{row['identity_us']:.1f}" if row["identity_us"] is not None else "-"

@@ -20,10 +20,16 @@ METRICS = 25
 def run(rounds: int = 15, steps: int = 40, step_ms: float = 10.0) -> dict[str, Any]:
     """Measure and return the figures.
 
-    rounds: blocks of `steps` steps, on and off in turns. step_ms: about how long a step of matrix products takes.
+    rounds: blocks of `steps` steps, on and off in turns. step_ms: about how long a step of matrix products
+    takes.
     """
     work = _work_of(step_ms)
-    result: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "metrics": METRICS, "cases": []}
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "metrics": METRICS,
+        "cases": [],
+    }
     with tempfile.TemporaryDirectory() as folder:
         recording = open_tracker(None, "bench", Path(folder))
         recording.start("bench", {}, {}, "")
@@ -48,8 +54,11 @@ def _work_of(step_ms: float) -> Callable[[], None]:
     return lambda: once(repeats)
 
 
-def _block(work: Callable[[], None], tracker: Tracker, every: int, first: int, steps: int) -> tuple[float, float]:
-    """Return milliseconds a step takes: by the clock on the wall, and of processor time in the training thread."""
+def _block(
+    work: Callable[[], None], tracker: Tracker, every: int, first: int, steps: int
+) -> tuple[float, float]:
+    """Return milliseconds a step takes: by the clock on the wall, and of processor time in the training
+    thread."""
     wall, processor = time.perf_counter(), time.thread_time()
     for step in range(first, first + steps):
         work()
@@ -58,7 +67,9 @@ def _block(work: Callable[[], None], tracker: Tracker, every: int, first: int, s
     return 1e3 * (time.perf_counter() - wall) / steps, 1e3 * (time.thread_time() - processor) / steps
 
 
-def _case(work: Callable[[], None], recording: Tracker, every: int, rounds: int, steps: int) -> dict[str, Any]:
+def _case(
+    work: Callable[[], None], recording: Tracker, every: int, rounds: int, steps: int
+) -> dict[str, Any]:
     off = Tracker()
     _block(work, recording, every, 0, steps)  # warm-up
     pairs = []
@@ -89,17 +100,26 @@ def _calls_us(recording: Tracker) -> dict[str, float]:
 
 def text(result: dict[str, Any]) -> str:
     """Return the figures as a table for people."""
-    lines = [f"{'recorded':>16}  {'off, ms':>9}  {'on, ms':>9}  {'on / off':>9}  {'quartiles':>15}  {'thread time':>11}"]
+    lines = [
+        f"{'recorded':>16}  {'off, ms':>9}  {'on, ms':>9}  {'on / off':>9}  {'quartiles':>15}  "
+        f"{'thread time':>11}"
+    ]
     for case in result["cases"]:
         low, high = case["ratio_quartiles"]
         lines.append(
-            f"{'every step' if case['log_every'] == 1 else 'every {} steps'.format(case['log_every']):>16}  {case['step_ms_off']:>9.2f}  "
-            f"{case['step_ms_on']:>9.2f}  {case['ratio_median']:>9.4f}  {low:>7.4f} {high:>7.4f}  {case['thread_ratio_median']:>11.4f}"
+            f"{'every step' if case['log_every'] == 1 else 'every {} steps'.format(case['log_every']):>16}  "
+            f"{case['step_ms_off']:>9.2f}  "
+            f"{case['step_ms_on']:>9.2f}  {case['ratio_median']:>9.4f}  {low:>7.4f} {high:>7.4f}  "
+            f"{case['thread_ratio_median']:>11.4f}"
         )
     call = result["call_us"]
-    lines.append("thread time: processor time of the training thread, on / off; what other programs take does not count in it")
     lines.append(
-        f"one call with {result['metrics']} numbers: p50 {call['p50']:.0f} us, p95 {call['p95']:.0f} us, max {call['max']:.0f} us; "
+        "thread time: processor time of the training thread, on / off; what other programs take does not "
+        "count in it"
+    )
+    lines.append(
+        f"one call with {result['metrics']} numbers: p50 {call['p50']:.0f} us, p95 {call['p95']:.0f} us, "
+        f"max {call['max']:.0f} us; "
         f"torch {result['torch']}, {result['threads']} threads"
     )
     return "\n".join(lines)

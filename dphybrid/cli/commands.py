@@ -1,4 +1,5 @@
-"""What the commands of `dphybrid` do, each from its parsed flags to its exit code. Heavy imports wait until their command runs."""
+"""What the commands of `dphybrid` do, each from its parsed flags to its exit code. Heavy imports wait until
+their command runs."""
 
 import argparse
 import importlib
@@ -58,7 +59,9 @@ def check(args: argparse.Namespace) -> int:
     from dphybrid.jobs.check import check_target
 
     breaks = 0
-    for block, findings in check_target(args.target, load_config(args.config, overrides_from_args(args)), load_settings()):
+    for block, findings in check_target(
+        args.target, load_config(args.config, overrides_from_args(args)), load_settings()
+    ):
         print(f"{block}: {'nothing found' if not findings else f'{len(findings)} found'}")
         for finding in findings:
             print(f"  {finding.text()}")
@@ -96,7 +99,8 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _bench_clicks(rounds: int, num_rows: int) -> dict[str, Any]:
-    """Measure preparing, then train recipe ctr on the same file, for an epoch and without a row for each rare value."""
+    """Measure preparing, then train recipe ctr on the same file, for an epoch and without a row for each rare
+    value."""
     from dphybrid.bench import data as data_bench
     from dphybrid.jobs.train import run_job
 
@@ -105,7 +109,10 @@ def _bench_clicks(rounds: int, num_rows: int) -> dict[str, Any]:
     file.parent.mkdir(parents=True, exist_ok=True)
     result = data_bench.run(rounds, num_rows, file)
     report = run_job(
-        load_config(None, ["recipe=ctr", f"data.path={file}", "data.label=label", "data.min_count=50", "train.epochs=1"]),
+        load_config(
+            None,
+            ["recipe=ctr", f"data.path={file}", "data.label=label", "data.min_count=50", "train.epochs=1"],
+        ),
         settings,
     )
     return result | {"auc": report.metrics["auc"]}
@@ -151,10 +158,14 @@ def prepare(args: argparse.Namespace) -> int:
     from dphybrid.jobs.train import prepare_data
 
     if args.schema is not None and not args.schema.absolute().parent.is_dir():
-        raise UserError(f"--schema {args.schema}: cannot be written there; name a file in a folder that exists")
+        raise UserError(
+            f"--schema {args.schema}: cannot be written there; name a file in a folder that exists"
+        )
     config = load_config(args.config, overrides_from_args(args))
     if args.schema is not None and not find_recipe(config.recipe).tabular:
-        raise UserError(f"--schema {args.schema}: recipe {config.recipe} has no columns; {', '.join(tabular_names())} has")
+        raise UserError(
+            f"--schema {args.schema}: recipe {config.recipe} has no columns; {', '.join(tabular_names())} has"
+        )
     folder = Path(prepare_data(config, load_settings()))
     if args.schema is not None:
         shutil.copyfile(folder / "schema.toml", args.schema)
@@ -168,7 +179,11 @@ def predict(args: argparse.Namespace) -> int:
     from dphybrid.jobs.predict import Predictor
     from dphybrid.training.display import preparation_progress
 
-    given = {name: getattr(args, name) for name in ("header", "delimiter", "max_rejected") if getattr(args, name) is not None}
+    given = {
+        name: getattr(args, name)
+        for name in ("header", "delimiter", "max_rejected")
+        if getattr(args, name) is not None
+    }
     if args.batch_size < 1:
         raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
     predictor = Predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
@@ -176,7 +191,10 @@ def predict(args: argparse.Namespace) -> int:
         done = predictor.predict_file(args.path, args.out, progress, **given)
     print(f"{done.num_rows:,} predictions of {predictor.encoder.label}={predictor.classes[1]}: {done.out}")
     if done.num_rejected:
-        print(f"{done.num_rejected:,} rows cannot be read and are left out: {done.out}.rejected.jsonl says which and why")
+        print(
+            f"{done.num_rejected:,} rows cannot be read and are left out: {done.out}.rejected.jsonl says "
+            "which and why"
+        )
     if done.wrong_numbers:
         print(f"{done.wrong_numbers:,} values of numeric columns are no numbers and count as missing")
     return 0
@@ -193,7 +211,14 @@ def sync(args: argparse.Namespace) -> int:
     def tell(run_id: str, records: int) -> None:
         print(f"{run_id}: sending {records:,} records", flush=True)
 
-    done = sync(settings.mlflow_dir, uri, settings.experiment, settings.upload_limit_mib * 2**20, wait_s=args.wait, on_run=tell)
+    done = sync(
+        settings.mlflow_dir,
+        uri,
+        settings.experiment,
+        settings.upload_limit_mib * 2**20,
+        wait_s=args.wait,
+        on_run=tell,
+    )
     print(done.text())
     return 0 if done.whole else 1
 
@@ -206,7 +231,9 @@ def compare(args: argparse.Namespace) -> int:
     settings = load_settings()
     experiment = args.experiment or settings.experiment
     if not args.runs and args.sweep is None and args.experiment is None:
-        raise UserError("name runs to compare, or --experiment NAME, or --sweep ID; see `dphybrid compare --help`")
+        raise UserError(
+            "name runs to compare, or --experiment NAME, or --sweep ID; see `dphybrid compare --help`"
+        )
     if args.out.exists() and not args.out.is_dir():
         raise UserError(f"--out {args.out}: is a file; name a folder for the page and its pictures")
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
@@ -246,7 +273,10 @@ def hand_on(command: str, argv: Sequence[str]) -> int:
     try:
         main = importlib.import_module(module).main
     except ImportError as error:
-        print(f"error: Prefect cannot be imported ({error}); `dphybrid doctor` says what is wrong", file=sys.stderr)
+        print(
+            f"error: Prefect cannot be imported ({error}); `dphybrid doctor` says what is wrong",
+            file=sys.stderr,
+        )
         return 2
     return int(main(argv))
 

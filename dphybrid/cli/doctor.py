@@ -1,4 +1,5 @@
-"""`dphybrid doctor`: does this machine have what the project needs? Each line says what was found and, when it is wrong, the remedy."""
+"""`dphybrid doctor`: does this machine have what the project needs? Each line says what was found and, when
+it is wrong, the remedy."""
 
 import json
 import os
@@ -48,7 +49,11 @@ def _torch() -> tuple[bool, str]:
     import torch
 
     gpus = torch.cuda.device_count()
-    return True, f"torch {torch.__version__}, {gpus} GPUs, {torch.get_num_threads()} CPU threads (DPHYBRID_THREADS sets them)"
+    return (
+        True,
+        f"torch {torch.__version__}, {gpus} GPUs, {torch.get_num_threads()} CPU threads (DPHYBRID_THREADS "
+        "sets them)",
+    )
 
 
 def _gpus(settings: Settings) -> tuple[bool, str]:
@@ -57,11 +62,15 @@ def _gpus(settings: Settings) -> tuple[bool, str]:
     inventory = Inventory(settings.nvml)
     units = visible(inventory.read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if units:
-        return True, f"NVML: {len(units)} GPUs are visible ({', '.join(sorted({unit.name for unit in units}))})"
+        return (
+            True,
+            f"NVML: {len(units)} GPUs are visible ({', '.join(sorted({unit.name for unit in units}))})",
+        )
     if torch.cuda.device_count():
         return (
             False,
-            f"NVML does not show the GPUs that torch sees ({inventory.reason}): they are used without leases; remedy: update the driver",
+            f"NVML does not show the GPUs that torch sees ({inventory.reason}): they are used without "
+            "leases; remedy: update the driver",
         )
     return True, f"NVML: no GPUs ({inventory.reason or 'none is visible'})"
 
@@ -72,7 +81,10 @@ def _leases(settings: Settings) -> tuple[bool, str]:
     except UserError as error:
         return False, str(error)
     if fault := shared_folder_fault(folder):
-        return False, f"leases: {fault}; remedy: as root `chown root {folder}`, and infra/tmpfiles.d for the next boot"
+        return (
+            False,
+            f"leases: {fault}; remedy: as root `chown root {folder}`, and infra/tmpfiles.d for the next boot",
+        )
     return True, f"leases are kept in {folder}"
 
 
@@ -84,14 +96,16 @@ def _threads(settings: Settings) -> tuple[bool, str]:
     threads = settings.threads or cores
     if threads * runs > cores and runs > 1:
         return False, (
-            f"threads: {runs} runs at once with {threads} threads each, and {cores} cores; set DPHYBRID_THREADS={max(1, cores // runs)}"
+            f"threads: {runs} runs at once with {threads} threads each, and {cores} cores; set "
+            f"DPHYBRID_THREADS={max(1, cores // runs)}"
         )
     return True, f"threads: {threads} for each of up to {runs} runs at once, {cores} cores"
 
 
 def _prefect() -> tuple[list[tuple[bool, str]], bool]:
     """Return the checks of Prefect's half, and whether a server is set."""
-    # By name and in another process: nothing here may need Prefect, and a broken set of versions fails at import.
+    # By name and in another process: nothing here may need Prefect, and a broken set of versions fails at
+    # import.
     command = [sys.executable, "-m", "dphybrid.orchestration.doctor"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode == 0:
@@ -107,10 +121,15 @@ def _mlflow_server(settings: Settings) -> tuple[bool, str]:
         return True, "MLflow server: none is set (MLFLOW_TRACKING_URI)"
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
     answer, now = ask(
-        f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1", f"{user}:{password}" if user else None
+        f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1",
+        f"{user}:{password}" if user else None,
     )
     if isinstance(answer, str):
-        return False, f"MLflow server {url}: {answer}; remedy: correct MLFLOW_TRACKING_URI, _USERNAME or _PASSWORD, or start it"
+        return (
+            False,
+            f"MLflow server {url}: {answer}; remedy: correct MLFLOW_TRACKING_URI, _USERNAME or _PASSWORD, "
+            "or start it",
+        )
     return same_clock(f"MLflow server {url}: answers", answer, now)
 
 
@@ -135,14 +154,19 @@ def _shared(settings: Settings, with_server: bool) -> tuple[bool, str]:
     if kind.startswith(_NETWORK_DISKS):
         return True, f"checkpoints: on {kind}, which other workstations can see"
     return True, (
-        f"checkpoints: on a disk of this machine ({kind}); another workstation can go on with a run only where it sees {settings.data_dir}"
+        f"checkpoints: on a disk of this machine ({kind}); another workstation can go on with a run only "
+        f"where it sees {settings.data_dir}"
     )
 
 
 def _secrets() -> tuple[bool, str]:
     folder = Path(os.environ.get("DPHYBRID_ETC", "/etc/dphybrid"))
     try:
-        open_files = [str(file) for file in folder.glob("*.*") if file.suffix in (".env", ".ini") and file.stat().st_mode & 0o077]
+        open_files = [
+            str(file)
+            for file in folder.glob("*.*")
+            if file.suffix in (".env", ".ini") and file.stat().st_mode & 0o077
+        ]
     except OSError:
         return True, f"secrets: {folder} is closed to this user"
     if open_files:

@@ -1,4 +1,5 @@
-"""What every command of the project shares: its parser, the flags of an experiment, and how mistakes and interruptions are told."""
+"""What every command of the project shares: its parser, the flags of an experiment, and how mistakes and
+interruptions are told."""
 
 import argparse
 import os
@@ -17,22 +18,24 @@ from dphybrid.util.masking import masked
 
 TRAIN_HELP = """\
 examples:
-  %(prog)s                                    the word language model, on the Python reference that ships with Python
+  %(prog)s                                    the word language model, on Python's own reference manual
   %(prog)s --recipe toy --devices 'cpu*3'     the tutorials' toy model, split over three virtual devices
   %(prog)s --recipe ctr --data.path clicks.csv --data.label clicked
   %(prog)s --data.path my_texts/ --train.epochs 3 --train.batch-size 64
   %(prog)s --resume                           go on with the newest run of the recipe
   %(prog)s --config experiment.toml --report result.json
 
-The flags above are those of one recipe, with its values in brackets: `--help --recipe ctr` shows ctr's. Without --recipe the data
-says which one is meant: a label or a table means ctr, a folder of triples kge, anything else text. A recipe of your own is named as
---recipe package.module:NAME. A TOML file has the same names: `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
+The flags above are those of one recipe, with its values in brackets: `--help --recipe ctr` shows ctr's.
+Without --recipe the data says which one is meant: a label or a table means ctr, a folder of triples kge,
+anything else text. A recipe of your own is named as --recipe package.module:NAME. A TOML file has the same
+names: `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
 Data, checkpoints and the MLflow store lie under DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but wrong flags end in one message that says what was meant. recipe: whose values it offers as flags."""
+    """argparse, but wrong flags end in one message that says what was meant. recipe: whose values it offers
+    as flags."""
 
     recipe: str | None = None
     commands: "dict[str, Parser] | None" = None
@@ -68,7 +71,8 @@ def _field_of(flag: str) -> str:
 
 
 def recipe_of(argv: Sequence[str]) -> str:
-    """Return the recipe that a command line means, for the flags that it offers; mistakes are left for `load_config`."""
+    """Return the recipe that a command line means, for the flags that it offers; mistakes are left for
+    `load_config`."""
     given: dict[str, str] = {}
     for place, text in enumerate(argv):
         if text.startswith(("--recipe", "--config", "--data.")):
@@ -76,7 +80,9 @@ def recipe_of(argv: Sequence[str]) -> str:
             given[_field_of(name)] = value if equals else next(iter(argv[place + 1 : place + 2]), "")
     try:
         values = read_config_file(Path(given["config"])) if "config" in given else {}
-        values = merge(values, parse_overrides([f"{name}={value}" for name, value in given.items() if name != "config"]))
+        values = merge(
+            values, parse_overrides([f"{name}={value}" for name, value in given.items() if name != "config"])
+        )
         name = values.get("recipe") or infer_recipe(values)[0]
         return find_recipe(name).key
     except (UserError, OSError, TypeError):
@@ -84,11 +90,15 @@ def recipe_of(argv: Sequence[str]) -> str:
 
 
 def add_config_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:
-    """Add one flag a field of the recipe's config (`--train.batch-size N`), grouped by section, and `--config FILE`."""
+    """Add one flag a field of the recipe's config (`--train.batch-size N`), grouped by section, and `--config
+    FILE`."""
     if isinstance(parser, Parser):
         parser.recipe = recipe
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML (or JSON) file with the values to set; flags go over it"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML (or JSON) file with the values to set; flags go over it",
     )
     groups: dict[str, Any] = {}
     for name, (kind, sentence, default) in field_types(recipe).items():
@@ -116,7 +126,11 @@ def _metavar(kind: Any) -> str:
 
 def overrides_from_args(args: argparse.Namespace) -> list[str]:
     """Return the flags that were given as override texts."""
-    return [f"{key.removeprefix('config.')}={value}" for key, value in vars(args).items() if key.startswith("config.")]
+    return [
+        f"{key.removeprefix('config.')}={value}"
+        for key, value in vars(args).items()
+        if key.startswith("config.")
+    ]
 
 
 def add_train_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:
@@ -128,19 +142,26 @@ def add_train_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> N
         metavar="RUN",
         help="go on with a run (name or MLflow id); alone: the newest of this recipe",
     )
-    parser.add_argument("--run-name", metavar="NAME", help="name of the run and its folder (default: recipe, devices, time)")
+    parser.add_argument(
+        "--run-name", metavar="NAME", help="name of the run and its folder (default: recipe, devices, time)"
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what the run came to as JSON")
     parser.add_argument(
-        "--profile", metavar="FIRST-LAST", help="steps to record with torch's profiler, such as 20-24 (opens in Perfetto)"
+        "--profile",
+        metavar="FIRST-LAST",
+        help="steps to record with torch's profiler, such as 20-24 (opens in Perfetto)",
     )
     add_experiment_flags(parser, recipe)
 
 
 def add_experiment_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:
-    """Add the config's flags, and where it is recorded: all that a command needs which makes several runs, or names them itself."""
+    """Add the config's flags, and where it is recorded: all that a command needs which makes several runs, or
+    names them itself."""
     parser.set_defaults(**{name: parser.get_default(name) for name in ("resume", "report", "profile")})
     parser.add_argument(
-        "--tracking", metavar="URI", help="MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)"
+        "--tracking",
+        metavar="URI",
+        help="MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)",
     )
     add_config_flags(parser, recipe)
 
@@ -151,7 +172,10 @@ def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settin
     if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
         raise UserError(f"--report {report}: cannot be written there; name a file in a folder that exists")
     if args.resume is not None and not args.resume.strip():
-        raise UserError(f"--resume {args.resume!r}: names no run; give its name, or --resume alone for the newest of the recipe")
+        raise UserError(
+            f"--resume {args.resume!r}: names no run; give its name, or --resume alone for the newest of "
+            "the recipe"
+        )
     for name, value in (("DPHYBRID_TRACKING_URI", args.tracking), ("DPHYBRID_PROFILE", args.profile)):
         if value is not None:
             os.environ[name] = value  # a setting: the flow's tasks read it, too
@@ -170,7 +194,8 @@ def tags_from_args(args: argparse.Namespace) -> dict[str, str]:
 
 
 def run_cli(function: Callable[[], int | None]) -> int:
-    """Call `function`; tell a UserError in one message with exit code 2, an interruption with 130 (128 + the signal that asked for it)."""
+    """Call `function`; tell a UserError in one message with exit code 2, an interruption with 130 (128 + the
+    signal that asked for it)."""
     try:
         return function() or 0
     except UserError as error:

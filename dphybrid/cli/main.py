@@ -20,8 +20,8 @@ examples:
   %(prog)s my_models:build_block              a function without arguments, or one that takes a ModelContext
   %(prog)s --recipe text                      the model of a recipe
 
-Each finding says whether it BREAKS (fails, or computes on the wrong weights, on two GPUs) or differs (other results than on one
-device), where, and the remedy. The exit code is 1 when something breaks.
+Each finding says whether it BREAKS (fails, or computes on the wrong weights, on two GPUs) or differs (other
+results than on one device), where, and the remedy. The exit code is 1 when something breaks.
 """
 
 
@@ -46,18 +46,21 @@ examples:
   %(prog)s ctr-cpu-1121-044553 --data.path new.csv --out predictions.parquet
   %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
 
-The file of predictions has a row for each row read: its file, its line, and the probability of the label's positive value.
+The file of predictions has a row for each row read: its file, its line, and the probability of the label's
+positive value.
 """
 
 SYNC_HELP = """\
-Training never waits for MLflow: what could not be sent stays in DPHYBRID_DATA_DIR/mlflow/spool. Run this when the server is back; it may
-run any number of times, and beside running trainings. The exit code is 1 when something still waits.
+Training never waits for MLflow: what could not be sent stays in DPHYBRID_DATA_DIR/mlflow/spool. Run this when
+the server is back; it may run any number of times, and beside running trainings. The exit code is 1 when
+something still waits.
 """
 
 
 VERIFY_HELP = """\
-Every file is read and compared with the sums that were written with it. Each place gives a line; the exit code is 1 when one is damaged.
-Training, prediction and registration check what they use by themselves; this is for the rest: after a power failure, or on an old disk.
+Every file is read and compared with the sums that were written with it. Each place gives a line; the exit
+code is 1 when one is damaged. Training, prediction and registration check what they use by themselves; this
+is for the rest: after a power failure, or on an old disk.
 """
 
 
@@ -72,34 +75,58 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     recipe = recipe_of(argv)
     parser = Parser(
         prog="dphybrid",
-        description="Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record.",
+        description="Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split "
+        "on record.",
     )
     parser.add_argument("--version", action="version", version=f"dphybrid {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     raw = argparse.RawDescriptionHelpFormatter
 
     train = subparsers.add_parser(
-        "train", help="train without Prefect (the same job as the flow)", epilog=TRAIN_HELP, formatter_class=raw
+        "train",
+        help="train without Prefect (the same job as the flow)",
+        epilog=TRAIN_HELP,
+        formatter_class=raw,
     )
     add_train_flags(train, recipe)
     train.add_argument(
-        "--tag", action="append", default=[], metavar="NAME=VALUE", help="a tag for the MLflow run; may be repeated"
+        "--tag",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a tag for the MLflow run; may be repeated",
     )
     train.set_defaults(function=commands.train)
 
     plan = subparsers.add_parser(
-        "plan", help="show how batches will be split, before anything runs", epilog=PLAN_HELP, formatter_class=raw
+        "plan",
+        help="show how batches will be split, before anything runs",
+        epilog=PLAN_HELP,
+        formatter_class=raw,
     )
-    plan.add_argument("--batch-size", type=int, metavar="N", help="rows of a batch over all devices (default: the recipe's)")
     plan.add_argument(
-        "--rows", type=int, required=True, metavar="N", help="rows of an epoch, so that the last batch is shown too"
+        "--batch-size", type=int, metavar="N", help="rows of a batch over all devices (default: the recipe's)"
     )
-    plan.add_argument("--memory", action="store_true", help="also build the recipe's model and estimate each device's memory")
+    plan.add_argument(
+        "--rows",
+        type=int,
+        required=True,
+        metavar="N",
+        help="rows of an epoch, so that the last batch is shown too",
+    )
+    plan.add_argument(
+        "--memory",
+        action="store_true",
+        help="also build the recipe's model and estimate each device's memory",
+    )
     add_config_flags(plan, recipe)
     plan.set_defaults(function=commands.plan)
 
     check = subparsers.add_parser(
-        "check", help="list what of a model differs or breaks under data parallelism", epilog=CHECK_HELP, formatter_class=raw
+        "check",
+        help="list what of a model differs or breaks under data parallelism",
+        epilog=CHECK_HELP,
+        formatter_class=raw,
     )
     check.add_argument(
         "target",
@@ -111,7 +138,9 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     check.set_defaults(function=commands.check)
 
     bench = subparsers.add_parser(
-        "bench", help="measure splitting, row updates and preparing beside torch's and polars' own, and what recording costs"
+        "bench",
+        help="measure splitting, row updates and preparing beside torch's and polars' own, and what "
+        "recording costs",
     )
     bench.add_argument("what", choices=["parallel", "embedding", "tracking", "data"], help="what to measure")
     bench.add_argument(
@@ -120,9 +149,13 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         metavar="N",
         help="calls a figure is the median of (200; embedding, tracking: 15; data: 5)",
     )
-    bench.add_argument("--rows", type=_at_least_one, metavar="N", help="rows of the made-up file of clicks (data: 2,000,000)")
     bench.add_argument(
-        "--train", action="store_true", help="also train ctr on that file, an epoch, and compare with the best AUC (data)"
+        "--rows", type=_at_least_one, metavar="N", help="rows of the made-up file of clicks (data: 2,000,000)"
+    )
+    bench.add_argument(
+        "--train",
+        action="store_true",
+        help="also train ctr on that file, an epoch, and compare with the best AUC (data)",
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     bench.set_defaults(function=commands.bench)
@@ -134,16 +167,31 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         formatter_class=raw,
     )
     compare.add_argument("runs", nargs="*", metavar="RUN", help="MLflow ids or names of runs")
-    compare.add_argument("--experiment", metavar="NAME", help="where the runs are; alone: all its finished runs (the newest 24)")
+    compare.add_argument(
+        "--experiment",
+        metavar="NAME",
+        help="where the runs are; alone: all its finished runs (the newest 24)",
+    )
     compare.add_argument("--sweep", metavar="ID", help="the runs of a sweep")
     compare.add_argument(
-        "--group-by", default="devices", metavar="NAME", help="devices, or a param such as train.batch_size (devices)"
+        "--group-by",
+        default="devices",
+        metavar="NAME",
+        help="devices, or a param such as train.batch_size (devices)",
     )
     compare.add_argument(
-        "--out", type=Path, default=Path("comparison"), metavar="FOLDER", help="where the page goes (comparison)"
+        "--out",
+        type=Path,
+        default=Path("comparison"),
+        metavar="FOLDER",
+        help="where the page goes (comparison)",
     )
-    compare.add_argument("--text", action="store_true", help="print the comparison here instead of writing a page")
-    compare.add_argument("--log", action="store_true", help="also put the page into MLflow, as a run of its own")
+    compare.add_argument(
+        "--text", action="store_true", help="print the comparison here instead of writing a page"
+    )
+    compare.add_argument(
+        "--log", action="store_true", help="also put the page into MLflow, as a run of its own"
+    )
     compare.set_defaults(function=commands.compare)
 
     sync = subparsers.add_parser(
@@ -152,41 +200,71 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         epilog=SYNC_HELP,
         formatter_class=raw,
     )
-    sync.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="how long each run may take (60)")
+    sync.add_argument(
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="how long each run may take (60)"
+    )
     sync.set_defaults(function=commands.sync)
 
-    devices = subparsers.add_parser("devices", help="show the GPUs: memory, load, who uses them, which run has leased them")
+    devices = subparsers.add_parser(
+        "devices", help="show the GPUs: memory, load, who uses them, which run has leased them"
+    )
     devices.add_argument("--live", action="store_true", help="go on showing them until Ctrl-C")
     devices.add_argument("--ask", type=int, metavar="N", help="ask the run on cuda:N to give its GPUs back")
     devices.set_defaults(function=commands.devices)
-    rollback = subparsers.add_parser("rollback", help="make the former champion of a registered model the champion again")
+    rollback = subparsers.add_parser(
+        "rollback", help="make the former champion of a registered model the champion again"
+    )
     rollback.add_argument("model", metavar="MODEL", help="name in MLflow's model registry")
-    rollback.add_argument("--to", metavar="VERSION", help="version to go back to (the champion before this one)")
+    rollback.add_argument(
+        "--to", metavar="VERSION", help="version to go back to (the champion before this one)"
+    )
     rollback.set_defaults(function=commands.rollback)
 
-    validate = subparsers.add_parser("validate", help="check deployments: what Prefect's server does not check, too")
-    validate.add_argument("file", nargs="?", type=Path, default=Path("prefect.yaml"), help="a prefect.yaml (the one here)")
+    validate = subparsers.add_parser(
+        "validate", help="check deployments: what Prefect's server does not check, too"
+    )
+    validate.add_argument(
+        "file", nargs="?", type=Path, default=Path("prefect.yaml"), help="a prefect.yaml (the one here)"
+    )
     validate.set_defaults(function=commands.validate)
 
     prepare = subparsers.add_parser(
-        "prepare", help="read the data, show its columns and splits, and stop", epilog=PREPARE_HELP, formatter_class=raw
+        "prepare",
+        help="read the data, show its columns and splits, and stop",
+        epilog=PREPARE_HELP,
+        formatter_class=raw,
     )
-    prepare.add_argument("--schema", type=Path, metavar="FILE", help="also write the columns' roles there, to be edited (ctr)")
+    prepare.add_argument(
+        "--schema", type=Path, metavar="FILE", help="also write the columns' roles there, to be edited (ctr)"
+    )
     add_config_flags(prepare, recipe)
     prepare.set_defaults(function=commands.prepare)
 
     predict = subparsers.add_parser(
-        "predict", help="score the rows of new files with a trained click model", epilog=PREDICT_HELP, formatter_class=raw
+        "predict",
+        help="score the rows of new files with a trained click model",
+        epilog=PREDICT_HELP,
+        formatter_class=raw,
     )
     predict.add_argument(
-        "model", metavar="RUN_OR_MODEL", help="a run (name or MLflow id), a checkpoint folder, or models:/NAME@champion"
+        "model",
+        metavar="RUN_OR_MODEL",
+        help="a run (name or MLflow id), a checkpoint folder, or models:/NAME@champion",
     )
     predict.add_argument(
-        "--data.path", dest="path", required=True, metavar="PATH", help="CSV, TSV or Parquet: a file, folder or pattern"
+        "--data.path",
+        dest="path",
+        required=True,
+        metavar="PATH",
+        help="CSV, TSV or Parquet: a file, folder or pattern",
     )
-    predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="predictions, as .parquet or .csv")
+    predict.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="predictions, as .parquet or .csv"
+    )
     predict.add_argument("--devices", default="cpu", help="where the model runs (cpu)")
-    predict.add_argument("--batch-size", type=int, default=8192, metavar="N", help="rows of a batch over all devices (8192)")
+    predict.add_argument(
+        "--batch-size", type=int, default=8192, metavar="N", help="rows of a batch over all devices (8192)"
+    )
     for name, what in (
         ("header", "does the first line name the columns: auto, yes, no"),
         ("delimiter", "character between columns"),
@@ -215,7 +293,9 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     ):
         subparsers.add_parser(name, help=sentence)  # `main` hands these on to their own parsers
 
-    subparsers.add_parser("doctor", help="check versions, folders and servers").set_defaults(function=commands.doctor)
+    subparsers.add_parser("doctor", help="check versions, folders and servers").set_defaults(
+        function=commands.doctor
+    )
     parser.commands = subparsers.choices
     return parser
 

@@ -1,8 +1,10 @@
-"""What an experiment is: sections of values, each declared once with type, default, bound, unit and a sentence.
+"""What an experiment is: sections of values, each declared once with type, default, bound, unit and a
+sentence.
 
-One declaration feeds the Prefect form, TOML files, the command line and MLflow's params. Every field changes results; where an experiment
-runs is in `dphybrid.config.settings`. `table`, `train` and `checkpoint` are common to all recipes; `data` and `model` are a recipe's own
-classes (`dphybrid.recipes`). Needs pydantic alone.
+One declaration feeds the Prefect form, TOML files, the command line and MLflow's params. Every field changes
+results; where an experiment runs is in `dphybrid.config.settings`. `table`, `train` and `checkpoint` are
+common to all recipes; `data` and `model` are a recipe's own classes (`dphybrid.recipes`). Needs pydantic
+alone.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,7 +15,9 @@ from dphybrid.util.device_spec import parse_device_spec
 
 
 def _split_names(value: Any) -> Any:
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    return (
+        tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    )
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
@@ -26,14 +30,16 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    """Where the samples come from and how they are read. A recipe's own class adds the fields; this one has none."""
+    """Where the samples come from and how they are read. A recipe's own class adds the fields; this one has
+    none."""
 
 
 class ModelConfig(Section):
     """Which network, and how large. A recipe's own class adds the fields."""
 
     factory: str | None = None
-    """Your own model, `package.module:function`; it is called with a dphybrid.recipes.ModelContext. Empty: the recipe's model."""
+    """Your own model, `package.module:function`; it is called with a dphybrid.recipes.ModelContext. Empty:
+    the recipe's model."""
     dtype: Literal["float32", "float64"] = "float32"
     """Number format of tables and blocks; float64 is for comparing results to the last digit."""
 
@@ -42,7 +48,8 @@ class TableConfig(Section):
     """How rows of the host tables are trained."""
 
     optimizer: Literal["adagrad", "adam", "lazy-adam", "sgd"] = "adam"
-    """Row-wise optimizer: adagrad and adam keep one number a row, lazy-adam two a weight, sgd none. Only rows of the batch change."""
+    """Row-wise optimizer: adagrad and adam keep one number a row, lazy-adam two a weight, sgd none. Only rows
+    of the batch change."""
     lr: float = Field(default=0.01, gt=0.0)
     """Learning rate of the rows."""
     weight_decay: float = Field(default=0.0, ge=0.0)
@@ -60,10 +67,11 @@ class TrainConfig(Section):
     batch_size: int = Field(default=16, ge=1)
     """Rows of a batch over all devices together; each device gets about batch_size / devices of them."""
     warm_start: str | None = None
-    """Checkpoint folder whose weights a new run starts from. Rows of values that are new since data.base start as the unknown one's."""
+    """Checkpoint folder whose weights a new run starts from. Rows of values that are new since data.base
+    start as the unknown one's."""
     shuffle_rows: int = Field(default=2**24, ge=1)
-    """Rows shuffled as one. An epoch of more rows is dealt out in blocks of 4,096 neighbours, and shuffled so many rows at a time: for files larger
-    than memory, which are read in long runs then."""
+    """Rows shuffled as one. An epoch of more rows is dealt out in blocks of 4,096 neighbours, and shuffled so
+    many rows at a time: for files larger than memory, which are read in long runs then."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Start of every random choice: same seed, same devices, same bits."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
@@ -73,7 +81,8 @@ class TrainConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay of the dense blocks."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """Course of both learning rates over the run: constant, or down to a hundredth by a half cosine or a line."""
+    """Course of both learning rates over the run: constant, or down to a hundredth by a half cosine or a
+    line."""
     clip_norm: float = Field(default=1.0, ge=0.0)
     """Largest global norm of the gradients of blocks and rows together; 0: no clipping."""
     patience: int = Field(default=3, ge=0)
@@ -81,14 +90,17 @@ class TrainConfig(Section):
     log_every: int = Field(default=20, ge=1)
     """Steps between two lines of metrics."""
     pipeline: Literal["off", "exact"] = "exact"
-    """exact looks up the rows of the next batch while this one computes, and repairs those that changed: the same bits as off."""
+    """exact looks up the rows of the next batch while this one computes, and repairs those that changed: the
+    same bits as off."""
     print_splits: Literal["new", "each"] = "new"
     """Print how a batch was split when that split is new, or in each step."""
     check_split: bool = False
-    """Compute the first batch unsplit and split before training, in evaluation mode, and stop where a module computes across the batch.
-    One device: in two shares. Costs about three forwards without gradients, and the memory of a whole batch's on the first device."""
+    """Compute the first batch unsplit and split before training, in evaluation mode, and stop where a module
+    computes across the batch. One device: in two shares. Costs about three forwards without gradients, and
+    the memory of a whole batch's on the first device."""
     compile: bool = False
-    """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results differ by rounding."""
+    """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results
+    differ by rounding."""
 
 
 class CheckpointConfig(Section):
@@ -103,19 +115,23 @@ class CheckpointConfig(Section):
     keep_every: int = Field(default=0, ge=0)
     """Also keep each checkpoint whose step is a multiple of this; 0: none."""
     register_as: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[^/:]+$")
-    """Name in MLflow's model registry; the best checkpoint becomes its newest version, with the alias challenger. Empty: not registered."""
+    """Name in MLflow's model registry; the best checkpoint becomes its newest version, with the alias
+    challenger. Empty: not registered."""
 
 
 class ExperimentConfig(Section):
-    """A whole experiment. Each recipe has a class of its own below this one, with its own sections and defaults.
+    """A whole experiment. Each recipe has a class of its own below this one, with its own sections and
+    defaults.
 
     Build one with `dphybrid.recipes.build_config`, which finds the recipe's class.
     """
 
     recipe: str = "text"
-    """Kind of experiment: a recipe's name, or your own as `package.module:NAME`. It sets every value that is not given."""
+    """Kind of experiment: a recipe's name, or your own as `package.module:NAME`. It sets every value that is
+    not given."""
     devices: str = "auto"
-    """Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1, cuda:0*4 (four of one GPU)."""
+    """Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0,
+    cuda:0,cuda:1, cuda:0*4 (four of one GPU)."""
     data: SerializeAsAny[DataConfig] = DataConfig()
     model: SerializeAsAny[ModelConfig] = ModelConfig()
     table: TableConfig = TableConfig()
@@ -135,7 +151,9 @@ def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
         below = out.get(key)
-        out[key] = merge(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
+        out[key] = (
+            merge(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
+        )
     return out
 
 

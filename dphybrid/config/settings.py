@@ -1,4 +1,5 @@
-"""Where experiments run: folders, devices, threads, servers. Read from DPHYBRID_* variables and a `.env` file; never part of a result."""
+"""Where experiments run: folders, devices, threads, servers. Read from DPHYBRID_* variables and a `.env`
+file; never part of a result."""
 
 import os
 import sys
@@ -14,7 +15,10 @@ from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.hours import parse_training_hours
 
-RENAMED = {"DPHYBRID_QUIET_HOURS": "DPHYBRID_TRAINING_HOURS", "DPHYBRID_UPLOAD_LIMIT_MB": "DPHYBRID_UPLOAD_LIMIT_MIB"}
+RENAMED = {
+    "DPHYBRID_QUIET_HOURS": "DPHYBRID_TRAINING_HOURS",
+    "DPHYBRID_UPLOAD_LIMIT_MB": "DPHYBRID_UPLOAD_LIMIT_MIB",
+}
 """Variables of former versions, which go on working: old name -> name."""
 
 
@@ -30,19 +34,23 @@ class Settings(BaseSettings):
     devices: str = "auto"
     """Devices for experiments that say devices=auto."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads for torch; 0: torch's own choice. A fixed number makes CPU results repeat bit for bit on another machine."""
+    """CPU threads for torch; 0: torch's own choice. A fixed number makes CPU results repeat bit for bit on
+    another machine."""
     table_storage: Literal["memory", "mmap"] = "memory"
-    """Where tables and their optimizers' states lie: memory, or mmap, files in data_dir/tables as long as the run lasts, for tables larger than
-    the memory: slower, but exact all the same."""
+    """Where tables and their optimizers' states lie: memory, or mmap, files in data_dir/tables as long as the
+    run lasts, for tables larger than the memory: slower, but exact all the same."""
     tracking_uri: str | None = None
-    """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir; none: nothing is recorded."""
+    """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir; none:
+    nothing is recorded."""
     tracking_detail: Literal["brief", "full"] = "brief"
-    """brief: about 20 metrics a run, and the finer ones in a table among its artifacts (details/); full: all of them as metrics."""
+    """brief: about 20 metrics a run, and the finer ones in a table among its artifacts (details/); full: all
+    of them as metrics."""
     upload_limit_mib: int = Field(default=900, ge=1)
-    """Files of a checkpoint above this many MiB are not uploaded to an MLflow server but recorded by path and digest."""
+    """Files of a checkpoint above this many MiB are not uploaded to an MLflow server but recorded by path and
+    digest."""
     factory_packages: str = ""
-    """Packages, separated by commas, whose functions may build the models of checkpoints that come from elsewhere (model.factory). Those of
-    runs in data_dir may name any: they are your own."""
+    """Packages, separated by commas, whose functions may build the models of checkpoints that come from
+    elsewhere (model.factory). Those of runs in data_dir may name any: they are your own."""
     profile: str | None = None
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default="dphybrid", min_length=1)
@@ -64,17 +72,19 @@ class Settings(BaseSettings):
     gpu_ignore: str = "Xorg,Xwayland,gnome-shell"
     """Commands whose processes on a GPU do not count, separated by commas."""
     yield_to_others: Literal["never", "ask", "always"] = "ask"
-    """When training gives its GPUs back to others: never; ask: when someone types `dphybrid devices --ask N`, or memory runs out; always: also
-    when another process appears on them."""
+    """When training gives its GPUs back to others: never; ask: when someone types `dphybrid devices --ask N`,
+    or memory runs out; always: also when another process appears on them."""
     training_hours: str = ""
-    """When training may use GPUs, in this machine's time: `20:00-08:00`, `mon-fri 19:00-07:30, sat, sun`; empty: always."""
+    """When training may use GPUs, in this machine's time: `20:00-08:00`, `mon-fri 19:00-07:30, sat, sun`;
+    empty: always."""
     worker_allows: str = ""
-    """What a worker takes from Prefect besides parameters, separated by commas: command, env, working_dir, pull_steps. Whoever reaches
-    Prefect's server runs commands as the worker's user then."""
+    """What a worker takes from Prefect besides parameters, separated by commas: command, env, working_dir,
+    pull_steps. Whoever reaches Prefect's server runs commands as the worker's user then."""
     requeue_after_s: float = Field(default=60.0, ge=0)
     """Seconds after which a run that gave its GPUs back asks for them again."""
     nvml: str = "pynvml"
-    """Module with NVML's functions. Another one than pynvml stands in for it; its GPUs are virtual devices on the CPU."""
+    """Module with NVML's functions. Another one than pynvml stands in for it; its GPUs are virtual devices on
+    the CPU."""
 
     @field_validator("data_dir")
     @classmethod
@@ -149,12 +159,17 @@ def _take_over_old_names() -> None:
     for old, new in RENAMED.items():
         value = given.get(old)
         if value is not None and new not in given:
-            os.environ[new] = value  # told once: it is there from now on, also for the processes this one starts
-            print(f"Note: {old} is called {new} now; the old name goes on working", file=sys.stderr, flush=True)
+            os.environ[new] = (
+                value  # told once: it is there from now on, also for the processes this one starts
+            )
+            print(
+                f"Note: {old} is called {new} now; the old name goes on working", file=sys.stderr, flush=True
+            )
 
 
 def load_settings() -> Settings:
-    """Read the settings; tell which variables go by another name now. Raises UserError that names the variable."""
+    """Read the settings; tell which variables go by another name now. Raises UserError that names the
+    variable."""
     _take_over_old_names()
     try:
         settings = Settings()

@@ -27,7 +27,8 @@ class TableDataConfig(DataConfig):
     schema_file: str | None = None
     """Roles and encodings of the columns, as a prepared folder's schema.toml has them."""
     base: str | None = None
-    """Prepared folder of an earlier run: its ids and statistics are kept and grown, so that its model can be trained on."""
+    """Prepared folder of an earlier run: its ids and statistics are kept and grown, so that its model can be
+    trained on."""
     header: Literal["auto", "yes", "no"] = "auto"
     """Does the first line name the columns? auto looks at the file."""
     delimiter: str = "auto"
@@ -41,7 +42,8 @@ class TableDataConfig(DataConfig):
     valid_fraction: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Share of the rows in the validation split."""
     split: Literal["random", "time", "key"] = "random"
-    """Validation split: random rows, the latest by data.split_column (time), or whole values of it, so that no user is in both splits (key)."""
+    """Validation split: random rows, the latest by data.split_column (time), or whole values of it, so that
+    no user is in both splits (key)."""
     split_column: str | None = None
     """Column that data.split goes by."""
     valid_path: str | None = None
@@ -53,10 +55,12 @@ class TableDataConfig(DataConfig):
     def _split_has_its_column(self) -> Self:
         if (self.split == "random") != (self.split_column is None):
             raise ValueError(
-                f"split={self.split} with split_column={self.split_column}: time and key need a column, random has none"
+                f"split={self.split} with split_column={self.split_column}: time and key need a column, "
+                "random has none"
             )
         if self.valid_path is not None and self.split != "random":
             raise ValueError(
-                f"valid_path={self.valid_path} with split={self.split}: the files are the split; give one of the two"
+                f"valid_path={self.valid_path} with split={self.split}: the files are the split; give one "
+                "of the two"
             )
         return self

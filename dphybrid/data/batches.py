@@ -43,7 +43,10 @@ class ArrayDataset(Dataset):
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
         rows_B = self.part_rows[index_B]
-        return {name: torch.from_numpy(_wide(np.ascontiguousarray(array[rows_B]))) for name, array in self.arrays.items()}
+        return {
+            name: torch.from_numpy(_wide(np.ascontiguousarray(array[rows_B])))
+            for name, array in self.arrays.items()
+        }
 
 
 def _wide(array: Array) -> Array:
@@ -66,15 +69,17 @@ def batches(
     start_batch: int = 0,
     shuffle_rows: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: at most so many are shuffled as one, see
-    `shuffled_windows`; None: all."""
+    """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: at most so many are shuffled
+    as one, see `shuffled_windows`; None: all."""
     view = dataset.at_epoch(seed, epoch) if shuffle else dataset
     if not shuffle:
         for start in range(start_batch * batch_size, len(view), batch_size):
             yield view.fetch(np.arange(start, min(start + batch_size, len(view))))
         return
     rest = np.arange(0)
-    for window in shuffled_windows(len(view), seed, epoch, shuffle_rows or len(view), start_batch * batch_size):
+    for window in shuffled_windows(
+        len(view), seed, epoch, shuffle_rows or len(view), start_batch * batch_size
+    ):
         rest = np.concatenate([rest, window])
         whole = len(rest) - len(rest) % batch_size
         for start in range(0, whole, batch_size):
@@ -84,12 +89,16 @@ def batches(
         yield view.fetch(rest)
 
 
-def shuffled_windows(num_rows: int, seed: int, epoch: int, window_rows: int, skipped: int = 0) -> Iterator[Array]:
-    """Yield the numbers 0 to num_rows - 1 in the order of an epoch, at most `window_rows` (rounded to blocks) at a time.
+def shuffled_windows(
+    num_rows: int, seed: int, epoch: int, window_rows: int, skipped: int = 0
+) -> Iterator[Array]:
+    """Yield the numbers 0 to num_rows - 1 in the order of an epoch, at most `window_rows` (rounded to blocks)
+    at a time.
 
-    Up to `window_rows` rows are shuffled as one. More are dealt out in blocks of `BLOCK_ROWS` neighbours, in random order, to windows, and
-    shuffled within their window: what is read at a time of a file larger than memory lies in long runs then, and no order of all rows
-    needs to be kept. skipped: leaves out so many at the beginning.
+    Up to `window_rows` rows are shuffled as one. More are dealt out in blocks of `BLOCK_ROWS` neighbours, in
+    random order, to windows, and shuffled within their window: what is read at a time of a file larger than
+    memory lies in long runs then, and no order of all rows needs to be kept. skipped: leaves out so many at
+    the beginning.
     """
     random = np.random.default_rng([seed, epoch])
     if num_rows <= window_rows:
@@ -101,7 +110,9 @@ def shuffled_windows(num_rows: int, seed: int, epoch: int, window_rows: int, ski
     for number, first in enumerate(range(0, max(1, len(starts)), blocks_of_window)):
         window_starts = starts[first : first + blocks_of_window]
         rows = (window_starts[:, None] + np.arange(BLOCK_ROWS)).ravel()
-        if first + blocks_of_window >= len(starts):  # the last window takes the rows of the block that is not whole
+        if first + blocks_of_window >= len(
+            starts
+        ):  # the last window takes the rows of the block that is not whole
             rows = np.concatenate([rows, np.arange(whole, num_rows)])
         if skipped < len(rows):
             yield np.random.default_rng([seed, epoch, number]).permutation(rows)[skipped:]

@@ -38,6 +38,9 @@ class MadeSource:
     def read(self, progress: Progress, scratch: Path) -> Content:
         num_train, num_valid = self.num_train, self.num_valid
         arrays, info, words = self.make(np.random.default_rng([self.seed, 7]), num_train + num_valid)
-        parts = {"train_rows": np.arange(num_train), "valid_rows": np.arange(num_train, num_train + num_valid)}
+        parts = {
+            "train_rows": np.arange(num_train),
+            "valid_rows": np.arange(num_train, num_train + num_valid),
+        }
         lines = [f"  {words}: {num_train:,} rows to train, {num_valid:,} to validate"]
         return Content("arrays", arrays | parts, info, lines, tuple(arrays))

@@ -25,9 +25,9 @@ def prepare_source(
 ) -> Prepared:
     """Return the prepared data of a source under `folder`, building it when it is not there.
 
-    name: of the recipe. seed: chooses what is held out for validation. on_progress(what, done, total) is called along the way. view: see
-    `Prepared`. The same bytes and values give the same digest on any machine. Raises UserError for input that cannot be used; nothing
-    half-made is left then.
+    name: of the recipe. seed: chooses what is held out for validation. on_progress(what, done, total) is
+    called along the way. view: see `Prepared`. The same bytes and values give the same digest on any machine.
+    Raises UserError for input that cannot be used; nothing half-made is left then.
     """
     progress = on_progress or _silent
     try:
@@ -44,16 +44,23 @@ def prepare_source(
             if error.errno in DISK_TROUBLE:
                 raise
             raise _unreadable(error) from error
-        if changed := [file for file, now, then in zip(source.files, after, before, strict=True) if now != then]:
-            raise UserError(f"data.path: {changed[0]} changed while it was read; run again when it is complete")
+        if changed := [
+            file for file, now, then in zip(source.files, after, before, strict=True) if now != then
+        ]:
+            raise UserError(
+                f"data.path: {changed[0]} changed while it was read; run again when it is complete"
+            )
         return replace(content, extra={**(content.extra or {}), "source_digest": combined_digest(digests)})
 
-    facts = json.dumps({"recipe": name, "seed": seed, "encoder": ENCODER_VERSION, **source.options}, sort_keys=True)
+    facts = json.dumps(
+        {"recipe": name, "seed": seed, "encoder": ENCODER_VERSION, **source.options}, sort_keys=True
+    )
     return replace(build_once(folder, name, combined_digest([facts.encode(), *digests]), make), view=view)
 
 
 def source_digest(source: Source) -> str:
-    """Return the digest of the source's bytes alone: it changes when data arrives. Raises UserError for a source that is not there."""
+    """Return the digest of the source's bytes alone: it changes when data arrives. Raises UserError for a
+    source that is not there."""
     try:
         return combined_digest(source.digests(_silent))
     except OSError as error:
@@ -65,7 +72,10 @@ def _stamps(source: Source) -> list[tuple[int, int]]:
 
 
 def _unreadable(error: OSError) -> UserError:
-    return UserError(f"data.path: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its permissions")
+    return UserError(
+        f"data.path: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its "
+        "permissions"
+    )
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -1,7 +1,8 @@
 """Prepared data: a folder of memory-mapped arrays named by the digest of what went in.
 
-Built under a temporary name and renamed when complete; a lock of the kernel lets processes that want the same folder build it once, and
-ends with its process, so that whoever comes next clears away what a killed one left.
+Built under a temporary name and renamed when complete; a lock of the kernel lets processes that want the same
+folder build it once, and ends with its process, so that whoever comes next clears away what a killed one
+left.
 """
 
 import hashlib
@@ -53,8 +54,10 @@ class ArrayFacts(BaseModel):
 class Manifest(Page):
     """`manifest.json`: what a prepared folder holds.
 
-    info: facts that models need. description: lines for people. rejected: rows left out. base: the prepared folder that was extended.
-    split: how the validation split was chosen. files: sha256 of the other files by name. facts: what else the source tells.
+    info: facts that models need. description: lines for people. rejected: rows left out. base: the prepared
+    folder that was extended.
+    split: how the validation split was chosen. files: sha256 of the other files by name. facts: what else the
+    source tells.
     """
 
     digest: str
@@ -75,17 +78,23 @@ class Manifest(Page):
     def upgraded(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {**values, "facts": {name: value for name, value in values.items() if name not in cls.model_fields}}
+        return {
+            **values,
+            "facts": {name: value for name, value in values.items() if name not in cls.model_fields},
+        }
 
     @property
     def sums(self) -> dict[str, str]:
         """The sha256 of every file by its name in the folder."""
-        return {f"{name}.npy": facts.sha256 for name, facts in self.arrays.items() if facts.sha256} | self.files
+        return {
+            f"{name}.npy": facts.sha256 for name, facts in self.arrays.items() if facts.sha256
+        } | self.files
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared folder. reused: it was there before this call. view: makes a split of it, as its recipe reads it; None: rows of arrays."""
+    """A prepared folder. reused: it was there before this call. view: makes a split of it, as its recipe
+    reads it; None: rows of arrays."""
 
     path: Path
     manifest: Manifest
@@ -113,7 +122,11 @@ class Prepared:
     @property
     def parts(self) -> list[str]:
         """What the rows are divided into: train, valid, and test where the source comes with one."""
-        return [part for part in ("train", "valid", "test") if any(name.startswith(f"{part}_") for name in self.manifest.arrays)]
+        return [
+            part
+            for part in ("train", "valid", "test")
+            if any(name.startswith(f"{part}_") for name in self.manifest.arrays)
+        ]
 
     def dataset(self, part: str) -> Dataset:
         """Return one of the parts, as the recipe reads it."""
@@ -140,7 +153,8 @@ def _no_more_files(_: Path) -> None:
 
 @dataclass(frozen=True)
 class Content:
-    """What a source comes to: arrays to save, facts for models, lines for people, rejected rows. save: writes more files into the folder."""
+    """What a source comes to: arrays to save, facts for models, lines for people, rejected rows. save: writes
+    more files into the folder."""
 
     kind: str
     arrays: Mapping[str, Array | Streamed]
@@ -168,8 +182,8 @@ class Source(Protocol):
         ...
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        """Read and encode everything; scratch: an empty folder that lasts until the content is written. Raises UserError for input that
-        cannot be used."""
+        """Read and encode everything; scratch: an empty folder that lasts until the content is written.
+        Raises UserError for input that cannot be used."""
         ...
 
 
@@ -188,14 +202,19 @@ def open_prepared(path: Path) -> Prepared:
         if found != facts.bytes:
             raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {_ANEW}")
         if _header_of(file) != (facts.shape, facts.dtype):
-            raise UserError(f"{file}: is damaged (its header is not that of a {facts.shape} array of {facts.dtype}); {_ANEW}")
+            raise UserError(
+                f"{file}: is damaged (its header is not that of a {facts.shape} array of {facts.dtype}); "
+                f"{_ANEW}"
+            )
     return Prepared(path, manifest)
 
 
 def verify_prepared(path: Path, known: bool = False) -> Prepared:
-    """Open a prepared folder and check every byte of it against its manifest. Raises UserError that names the first damaged file.
+    """Open a prepared folder and check every byte of it against its manifest. Raises UserError that names the
+    first damaged file.
 
-    known: files that were whole when they were written or read before, and have not been touched since, are not read again.
+    known: files that were whole when they were written or read before, and have not been touched since, are
+    not read again.
     """
     prepared = open_prepared(path)
     verify_files(path, prepared.manifest.sums, _ANEW, known)
@@ -214,7 +233,8 @@ def _header_of(file: Path) -> tuple[tuple[int, ...], str] | None:
 
 
 def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Content]) -> Prepared:
-    """Return the prepared folder `folder/name-digest`, built by `make(scratch folder)` when it is not there yet.
+    """Return the prepared folder `folder/name-digest`, built by `make(scratch folder)` when it is not there
+    yet.
 
     Raises UserError when the folder is damaged or cannot be written; nothing half-made is left then.
     """
@@ -224,7 +244,9 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
     with _told(folder):
         make_folder(folder)
         with locked(folder / f".{final.name}.lock"):
-            clear_leftovers(folder, final.name)  # of a killed process: whoever holds the lock is the only one alive
+            clear_leftovers(
+                folder, final.name
+            )  # of a killed process: whoever holds the lock is the only one alive
             if final.exists():  # another process was faster
                 return open_prepared(final)
             with making(final) as partial:
@@ -241,7 +263,8 @@ def _told(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{folder}: prepared data cannot be written there: {error}; make room, or name another folder in DPHYBRID_DATA_DIR"
+            f"{folder}: prepared data cannot be written there: {error}; make room, or name another folder "
+            "in DPHYBRID_DATA_DIR"
         ) from error
 
 
@@ -251,7 +274,10 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
         sums = mapped(lambda name: _save(partial / f"{name}.npy", content.arrays[name]), content.arrays)
         arrays = {
             name: ArrayFacts(
-                shape=array.shape, dtype=str(array.dtype), bytes=(partial / f"{name}.npy").stat().st_size, sha256=found
+                shape=array.shape,
+                dtype=str(array.dtype),
+                bytes=(partial / f"{name}.npy").stat().st_size,
+                sha256=found,
             )
             for (name, array), found in zip(content.arrays.items(), sums, strict=True)
         }
@@ -287,7 +313,8 @@ def _save(file: Path, array: Array | Streamed) -> str:
     """Write an array as numpy's format has it; return the file's sha256."""
     total, head = hashlib.sha256(), io.BytesIO()
     np.lib.format.write_array_header_1_0(
-        head, {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+        head,
+        {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape},
     )
     with naming(file), file.open("wb") as stream:
         for piece in itertools.chain([head.getbuffer()], _pieces(array)):
@@ -305,7 +332,8 @@ def _pieces(array: Array | Streamed) -> Iterator[memoryview]:
 
 
 def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
-    """Return one digest a file, in the given order: the sha256 of its pieces' sha256, which threads compute."""
+    """Return one digest a file, in the given order: the sha256 of its pieces' sha256, which threads
+    compute."""
 
     def digest(piece: tuple[Path, int]) -> bytes:
         with piece[0].open("rb", buffering=0) as stream:

@@ -1,7 +1,15 @@
 """Embedding tables in host memory, and the optimizers of their rows. Needs torch, numpy and numba."""
 
 from dphybrid.embedding.collection import HostEmbeddingCollection
-from dphybrid.embedding.optim import LazyAdam, RowAdagrad, RowAdam, RowOptimizer, RowSGD, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding.optim import (
+    LazyAdam,
+    RowAdagrad,
+    RowAdam,
+    RowOptimizer,
+    RowSGD,
+    clip_grad_norm_,
+    make_row_optimizer,
+)
 from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
 from dphybrid.embedding.table import HostEmbedding, find_tables
 from dphybrid.embedding.vocabulary import GrowingVocabulary, HashedVocabulary

@@ -1,10 +1,13 @@
-"""A table's lookups for replicas: prepared ahead of their use, repaired where an update has changed their rows since.
+"""A table's lookups for replicas: prepared ahead of their use, repaired where an update has changed their
+rows since.
 
-Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row, V rows of the table.
+Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row, V
+rows of the table.
 
-Rows change only through updates, which put the ids of each on record together with the table tensor's version before and after. A lookup
-carries the version read before its gathering began, so every update that may have run beside the gathering comes later and
-its rows are read again. A change that is not on record (a loaded state dict, an edit by hand) makes all rows be read again.
+Rows change only through updates, which put the ids of each on record together with the table tensor's version
+before and after. A lookup carries the version read before its gathering began, so every update that may have
+run beside the gathering comes later and its rows are read again. A change that is not on record (a loaded
+state dict, an edit by hand) makes all rows be read again.
 """
 
 import time
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Lookup:
-    """One batch's ids of one table, any shape, and each replica's rows as they were at `version` of the table."""
+    """One batch's ids of one table, any shape, and each replica's rows as they were at `version` of the
+    table."""
 
     ids: Tensor
     shares: list[Share]
@@ -45,7 +49,8 @@ class Lookup:
 class LookupsAhead:
     """What a table's lookups need to know of replicas, of batches to come and of updates.
 
-    Methods are told the table: did this refer to it, only the garbage collector would free a table, and two runs' tables would be there at once.
+    Methods are told the table: did this refer to it, only the garbage collector would free a table, and two
+    runs' tables would be there at once.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -70,9 +75,11 @@ class LookupsAhead:
         return self._sizes_of is not None
 
     def prepare(self, table: "HostEmbedding", ids: Tensor, threads: int | None = 1) -> Lookup | None:
-        """Check `ids`, find each replica's unique ones and send their rows on the way; None where none are delivered.
+        """Check `ids`, find each replica's unique ones and send their rows on the way; None where none are
+        delivered.
 
-        May run in another thread, beside updates; then with `threads` 1. Raises UserError for ids that are no rows.
+        May run in another thread, beside updates; then with `threads` 1. Raises UserError for ids that are no
+        rows.
         """
         if self._sizes_of is None:  # rows are read from the table itself when they are used
             return None
@@ -86,17 +93,26 @@ class LookupsAhead:
             start = time.perf_counter()
             where = sort_ids(ids_BX.reshape(-1), table.num_rows)
             dedup_s += time.perf_counter() - start
-            shares.append(channel.send(where, ids_BX.shape, lambda ids_U, out_UD: _read(table, ids_U, out_UD, threads), like))
+            shares.append(
+                channel.send(
+                    where, ids_BX.shape, lambda ids_U, out_UD: _read(table, ids_U, out_UD, threads), like
+                )
+            )
         return Lookup(ids, shares, version, 1e3 * dedup_s)
 
     def expect(self, lookups: Sequence[Lookup]) -> None:
-        """Use these prepared lookups for the next calls with equal ids, each once; earlier ones are forgotten."""
+        """Use these prepared lookups for the next calls with equal ids, each once; earlier ones are
+        forgotten."""
         self._expected = list(lookups)
 
     def lookup_of(self, table: "HostEmbedding", ids: Tensor) -> Lookup:
         """Return the lookup of ids, prepared or done now, with the rows as the table holds them now."""
         for place, lookup in enumerate(self._expected):
-            if ids.shape == lookup.ids.shape and ids.dtype == torch.int64 and torch.equal(ids.cpu(), lookup.ids):
+            if (
+                ids.shape == lookup.ids.shape
+                and ids.dtype == torch.int64
+                and torch.equal(ids.cpu(), lookup.ids)
+            ):
                 self._counters.prepared += lookup.num_unique
                 del self._expected[place]
                 self.repair(table, lookup)
@@ -115,7 +131,8 @@ class LookupsAhead:
             channel.settle_times()
 
     def record_changes(self, updates: int) -> None:
-        """Remember which rows the last `updates` updates changed (0: no longer), so that `repair` can be selective."""
+        """Remember which rows the last `updates` updates changed (0: no longer), so that `repair` can be
+        selective."""
         self._changes = deque(maxlen=updates) if updates else None
 
     @property
@@ -129,22 +146,26 @@ class LookupsAhead:
             self._changes.append((before, after, ids_U))
 
     def repair(self, table: "HostEmbedding", lookup: Lookup) -> None:
-        """Bring the rows of prepared shares to what the table holds now, sending again no more than what was changed.
+        """Bring the rows of prepared shares to what the table holds now, sending again no more than what was
+        changed.
 
-        A row that an update wrote while it was being read may be torn: it belongs to a change after the lookup's version, so it is
-        read again.
+        A row that an update wrote while it was being read may be torn: it belongs to a change after the
+        lookup's version, so it is read again.
         """
         now = table.weight._version
         if now == lookup.version:
             return
         start = time.perf_counter()
         changes = [change for change in self._changes or () if change[1] > lookup.version]
-        # Recorded changes must follow each other without a gap from at or before the lookup's version until now.
+        # Recorded changes must follow each other without a gap from at or before the lookup's version until
+        # now.
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
         known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
         uniques = [share.where.unique_U for share in lookup.shares]
         places = (
-            self._changed_places(changes, uniques, table.num_rows) if known else [torch.arange(len(ids_U)) for ids_U in uniques]
+            self._changed_places(changes, uniques, table.num_rows)
+            if known
+            else [torch.arange(len(ids_U)) for ids_U in uniques]
         )
         for (channel, share), ids_U, places_C in zip(self.shares_of(lookup), uniques, places, strict=True):
             if len(places_C):
@@ -155,7 +176,9 @@ class LookupsAhead:
         self._counters.repaired += sum(len(places_C) for places_C in places)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
 
-    def _changed_places(self, changes: list[tuple[int, int, Tensor]], uniques: list[Tensor], num_rows: int) -> list[Tensor]:
+    def _changed_places(
+        self, changes: list[tuple[int, int, Tensor]], uniques: list[Tensor], num_rows: int
+    ) -> list[Tensor]:
         """Return, for each tensor of unique ids, the places of those that were changed."""
         if self._mark is None:  # a byte a row; takes memory where it is touched
             self._mark = zero_rows((num_rows,), torch.uint8)

@@ -1,4 +1,5 @@
-"""Many tables of one width in one flat table: one sort, one gather and one update a step instead of one a table.
+"""Many tables of one width in one flat table: one sort, one gather and one update a step instead of one a
+table.
 
 Letters: B samples, F columns (one id column a table here), N ids of a bag lookup, D width of a row.
 """
@@ -18,9 +19,10 @@ from dphybrid.util.errors import UserError
 class HostEmbeddingCollection(nn.Module):
     """Tables name -> num_rows, laid one after the other in `flat`, a HostEmbedding of the sum of their rows.
 
-    dim: width of all rows. padding: name -> id that stays zero and is never trained. std: of the start values, one for all or name -> std.
-    options: what else `HostEmbedding` takes (seed, dtype, storage, path). Row optimizers and `RowPipeline` see `flat` alone; give the
-    latter `flat_ids(...)`.
+    dim: width of all rows. padding: name -> id that stays zero and is never trained. std: of the start
+    values, one for all or name -> std.
+    options: what else `HostEmbedding` takes (seed, dtype, storage, path). Row optimizers and `RowPipeline`
+    see `flat` alone; give the latter `flat_ids(...)`.
     """
 
     def __init__(
@@ -35,17 +37,24 @@ class HostEmbeddingCollection(nn.Module):
     ) -> None:
         super().__init__()
         if not tables or min(tables.values()) < 1:
-            raise UserError(f"collection {name!r}: tables={dict(tables)}; give at least one table, each with at least one row")
+            raise UserError(
+                f"collection {name!r}: tables={dict(tables)}; give at least one table, each with at least "
+                "one row"
+            )
         self.num_rows, self.dim = dict(tables), dim
         starts = [0, *itertools.accumulate(tables.values())]
         self.starts = dict(zip(tables, starts[:-1], strict=True))
         self._starts_F = torch.tensor(starts[:-1])
         self._num_rows_F = torch.tensor(list(tables.values()))
-        self.flat = HostEmbedding(starts[-1], dim, std=1.0 if isinstance(std, Mapping) else std, name=name, **options)
+        self.flat = HostEmbedding(
+            starts[-1], dim, std=1.0 if isinstance(std, Mapping) else std, name=name, **options
+        )
         if isinstance(std, Mapping):
             for table, start in self.starts.items():
                 self.flat.weight[start : start + tables[table]] *= std[table]
-        self._padding = {table: self.starts[table] + self._known(table, row) for table, row in (padding or {}).items()}
+        self._padding = {
+            table: self.starts[table] + self._known(table, row) for table, row in (padding or {}).items()
+        }
         for row in self._padding.values():
             self.flat.weight[row] = 0.0
         self.flat.gradients.frozen = sorted(self._padding.values())
@@ -66,14 +75,16 @@ class HostEmbeddingCollection(nn.Module):
         """
         if ids_BF.dtype != torch.int64 or ids_BF.shape[-1] != len(self.num_rows):
             raise UserError(
-                f"ids are {ids_BF.dtype} of shape {tuple(ids_BF.shape)}; give int64 with {len(self.num_rows)} columns, one a table"
+                f"ids are {ids_BF.dtype} of shape {tuple(ids_BF.shape)}; give int64 with "
+                f"{len(self.num_rows)} columns, one a table"
             )
         wrong = (ids_BF < 0) | (ids_BF >= self._num_rows_F)
         if bool(wrong.any()):
             place = wrong.nonzero()[0].tolist()
             table = list(self.num_rows)[place[-1]]
             raise UserError(
-                f"table {table!r}: id {int(ids_BF[tuple(place)])} at position {place} is no row; rows are 0 to {self.num_rows[table] - 1}"
+                f"table {table!r}: id {int(ids_BF[tuple(place)])} at position {place} is no row; rows are 0 "
+                f"to {self.num_rows[table] - 1}"
             )
         return ids_BF + self._starts_F
 
@@ -87,15 +98,25 @@ class HostEmbeddingCollection(nn.Module):
         self.flat.place_on(devices, sizes_of)
 
     def replica_rows(self, ids_BF: Tensor) -> list[Tensor]:
-        """Return for each used replica rows_bFD of its share of the samples, on its device; see `HostEmbedding.replica_rows`."""
+        """Return for each used replica rows_bFD of its share of the samples, on its device; see
+        `HostEmbedding.replica_rows`."""
         return self.flat.replica_rows(self.flat_ids(ids_BF))
 
-    def bags(self, table: str, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None) -> Tensor:
+    def bags(
+        self,
+        table: str,
+        ids_N: Tensor,
+        offsets_B: Tensor,
+        *,
+        mode: str = "sum",
+        weights_N: Tensor | None = None,
+    ) -> Tensor:
         """Return pooled_BD of bags of ids of one table; see `HostEmbedding.bags`."""
         wrong = (ids_N < 0) | (ids_N >= self.num_rows[table])
         if bool(wrong.any()):
             place = int(wrong.nonzero()[0])
             raise UserError(
-                f"table {table!r}: id {int(ids_N[place])} at position [{place}] is no row; rows are 0 to {self.num_rows[table] - 1}"
+                f"table {table!r}: id {int(ids_N[place])} at position [{place}] is no row; rows are 0 to "
+                f"{self.num_rows[table] - 1}"
             )
         return self.flat.bags(ids_N + self.starts[table], offsets_B, mode=mode, weights_N=weights_N)

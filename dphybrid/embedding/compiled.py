@@ -1,10 +1,13 @@
-"""The row kernels, as numba compiles them: each a loop over blocks of rows that any number of threads may enter at once.
+"""The row kernels, as numba compiles them: each a loop over blocks of rows that any number of threads may
+enter at once.
 
-A kernel has one argument, the address of a page of int64 numbers, most of them addresses. PAGE[0] counts the blocks that were taken:
-whoever comes takes the next one until none is left. Blocks own their rows, so bits depend neither on the threads nor on who took what.
+A kernel has one argument, the address of a page of int64 numbers, most of them addresses. PAGE[0] counts the
+blocks that were taken: whoever comes takes the next one until none is left. Blocks own their rows, so bits
+depend neither on the threads nor on who took what.
 
-Functions are made for constants (width, kinds of values, rule), which numba keeps in its cache by their values; what a function uses besides must
-be an intrinsic of `vectors`, as a compiled function that refers to another one is never kept.
+Functions are made for constants (width, kinds of values, rule), which numba keeps in its cache by their
+values; what a function uses besides must be an intrinsic of `vectors`, as a compiled function that refers to
+another one is never kept.
 """
 
 import pickle
@@ -50,12 +53,14 @@ DIGIT_BITS = 11
 
 
 def lanes_of(dim: int, item_bytes: int) -> int:
-    """Return the largest power of two that divides `dim`, at most a cache line's: rows need no remainder then."""
+    """Return the largest power of two that divides `dim`, at most a cache line's: rows need no remainder
+    then."""
     return min(dim & -dim, LINE // item_bytes)
 
 
 def compiled(function: Any) -> Any:
-    """Return the function as machine code with a C interface, from numba's cache where it is there, and whole."""
+    """Return the function as machine code with a C interface, from numba's cache where it is there, and
+    whole."""
     make = numba.cfunc(types.void(types.int64), cache=True, error_model="numpy")
     try:
         return make(function)
@@ -68,10 +73,12 @@ def compiled(function: Any) -> Any:
 def arrange_kernel() -> Any:
     """Find the unique keys of all ids and where each one's gradients lie. One thread.
 
-    PAGE: 1 segments, 2 their number, 3 ids in all, 4 bits of a place, 5 bits of a key, 6 and 7 scratch (int64 each id), 8 scratch (counts),
-    9 address of each id's gradient by unsorted place, 10 frozen keys (sorted), 11 their number. Out: 12 number of unique keys, 13 keys,
-    14 bounds (int32 pairs), 15 addresses of gradients, sorted by key, 16 place among the unique keys by id (int32; 0: not wanted).
-    A segment: address of int64 ids, their number, first key, address of gradients, bytes of one, address of each id's gradient's row or 0.
+    PAGE: 1 segments, 2 their number, 3 ids in all, 4 bits of a place, 5 bits of a key, 6 and 7 scratch (int64
+    each id), 8 scratch (counts), 9 address of each id's gradient by unsorted place, 10 frozen keys (sorted),
+    11 their number. Out: 12 number of unique keys, 13 keys, 14 bounds (int32 pairs), 15 addresses of
+    gradients, sorted by key, 16 place among the unique keys by id (int32; 0: not wanted). A segment: address
+    of int64 ids, their number, first key, address of gradients, bytes of one, address of each id's gradient's
+    row or 0.
     """
 
     def arrange(page: int) -> None:
@@ -143,7 +150,9 @@ def arrange_kernel() -> Any:
                 write_int32(bounds + 8 * unique + 4, n + 1)
                 if inverse:
                     write_int32(inverse + 4 * place, unique)
-            write_int(sorted_places + 8 * n, grads + row_bytes * place if direct else read_int(places + 8 * place))
+            write_int(
+                sorted_places + 8 * n, grads + row_bytes * place if direct else read_int(places + 8 * place)
+            )
         for n in range(count, count + AHEAD):  # asked for ahead, but not used
             write_int(sorted_places + 8 * n, 0)
         write_int(page + 96, unique + 1)
@@ -154,7 +163,8 @@ def arrange_kernel() -> Any:
 def gather_kernel(dim: int, stored: int) -> Any:
     """Copy rows, bfloat16 as float32.
 
-    PAGE: 1 ids (int64), 2 their number, 3 of a block, 4 table, 5 rows of it, 6 target. Out: 7 is 1 when an id is no row.
+    PAGE: 1 ids (int64), 2 their number, 3 of a block, 4 table, 5 rows of it, 6 target. Out: 7 is 1 when an id
+    is no row.
     """
     item, out_item = ITEM_BYTES[stored], ITEM_BYTES[stored] if stored != vectors.BFLOAT16 else 4
     lanes = lanes_of(dim, out_item)
@@ -184,8 +194,8 @@ def gather_kernel(dim: int, stored: int) -> Any:
 
 
 def sum_kernel(dim: int, stored: int) -> Any:
-    """Sum rows that lie anywhere, in order. PAGE: 1 sums to make, 2 of a block, 3 bounds (int32 pairs), 4 addresses of rows, 5 target,
-    6 squares of each sum's 2-norm (float64; 0: not wanted).
+    """Sum rows that lie anywhere, in order. PAGE: 1 sums to make, 2 of a block, 3 bounds (int32 pairs), 4
+    addresses of rows, 5 target, 6 squares of each sum's 2-norm (float64; 0: not wanted).
     """
     item, out_item = ITEM_BYTES[stored], ITEM_BYTES[stored] if stored != vectors.BFLOAT16 else 4
     kind = vectors.FLOAT64 if stored == vectors.FLOAT64 else vectors.FLOAT32
@@ -221,12 +231,13 @@ def sum_kernel(dim: int, stored: int) -> Any:
 
 
 def update_kernel(rule: int, dim: int, stored: int) -> Any:
-    """Sum each touched row's gradients in their order, scale, decay, apply the rule, write row and states: one pass over memory.
+    """Sum each touched row's gradients in their order, scale, decay, apply the rule, write row and states:
+    one pass over memory.
 
-    PAGE: 1 touched rows, 2 of a block, 3 keys, 4 bounds, 5 addresses of gradients, 6 tables, 7 their number, 8 weight decay, 9 learning
-    rate, 10 eps, 11 and 12 betas, 13 and 14 bias corrections by step (float64), 15 the last one's step.
-    A table: first key, address of rows, of states 1 to 3, start of its noise, factor on its gradients. States: Adagrad: sum. Adams: mean,
-    square, steps (int32).
+    PAGE: 1 touched rows, 2 of a block, 3 keys, 4 bounds, 5 addresses of gradients, 6 tables, 7 their number,
+    8 weight decay, 9 learning rate, 10 eps, 11 and 12 betas, 13 and 14 bias corrections by step (float64), 15
+    the last one's step. A table: first key, address of rows, of states 1 to 3, start of its noise, factor on
+    its gradients. States: Adagrad: sum. Adams: mean, square, steps (int32).
     """
     item = ITEM_BYTES[stored]
     kind = vectors.FLOAT64 if stored == vectors.FLOAT64 else vectors.FLOAT32
@@ -235,12 +246,19 @@ def update_kernel(rule: int, dim: int, stored: int) -> Any:
     four = 4 * lanes
     in_fours = dim // four * four
     row_bytes, state_bytes = dim * item, dim * real
-    is_sgd, is_adagrad, is_adam, is_lazy = (int(rule == number_of) for number_of in (SGD, ADAGRAD, ADAM, LAZY_ADAM))
+    is_sgd, is_adagrad, is_adam, is_lazy = (
+        int(rule == number_of) for number_of in (SGD, ADAGRAD, ADAM, LAZY_ADAM)
+    )
     is_rounded = int(stored == vectors.BFLOAT16)
     has_moments = is_adam + is_lazy
 
     def update(page: int) -> None:
-        count, size, keys, bounds = read_int(page + 8), read_int(page + 16), read_int(page + 24), read_int(page + 32)
+        count, size, keys, bounds = (
+            read_int(page + 8),
+            read_int(page + 16),
+            read_int(page + 24),
+            read_int(page + 32),
+        )
         grads, tables, num_tables = read_int(page + 40), read_int(page + 48), read_int(page + 56)
         decay, rate, eps = read_float(page + 64), read_float(page + 72), fill(read_float(page + 80), kind, 1)
         beta1, beta2 = read_float(page + 88), read_float(page + 96)
@@ -288,7 +306,10 @@ def update_kernel(rule: int, dim: int, stored: int) -> Any:
                 for d in range(0, in_fours, four):
                     grad = read_int(grads + 8 * first) + d * real
                     a, b = load(grad, kind, lanes), load(grad + lanes * real, kind, lanes)
-                    c, e = load(grad + 2 * lanes * real, kind, lanes), load(grad + 3 * lanes * real, kind, lanes)
+                    c, e = (
+                        load(grad + 2 * lanes * real, kind, lanes),
+                        load(grad + 3 * lanes * real, kind, lanes),
+                    )
                     for n in range(first + 1, last):
                         grad = read_int(grads + 8 * n) + d * real
                         a, b = a + load(grad, kind, lanes), b + load(grad + lanes * real, kind, lanes)

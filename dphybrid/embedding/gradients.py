@@ -22,10 +22,11 @@ from dphybrid.embedding.replicas import Channel
 
 @dataclass
 class Pending:
-    """Where the gradients of one lookup are: in `grads`, or in those of `leaf_UD`, on the device that `channel` leads to.
+    """Where the gradients of one lookup are: in `grads`, or in those of `leaf_UD`, on the device that
+    `channel` leads to.
 
-    sources_N: which gradient an id has, where several ids share one. grads: with their versions; they are read at the latest by the next
-    update and must stay as they are until then.
+    sources_N: which gradient an id has, where several ids share one. grads: with their versions; they are
+    read at the latest by the next update and must stay as they are until then.
     """
 
     ids_N: Tensor
@@ -44,16 +45,20 @@ class Pending:
         return bool(self.grads) or (self.leaf_UD is not None and self.leaf_UD.grad is not None)
 
     def on_the_way(self) -> "list[tuple[Tensor, torch.cuda.Event | None]]":
-        """Return the gradients on the host and, where they are still being copied, the event that ends that."""
+        """Return the gradients on the host and, where they are still being copied, the event that ends
+        that."""
         if self.leaf_UD is not None and self.leaf_UD.grad is not None and self.channel is not None:
             return [self.channel.start_receiving(self.leaf_UD.grad)]
         if any(grads_XD._version != version for grads_XD, version in self.grads):
-            raise RuntimeError("the gradient of looked-up rows was changed in place between backward() and the update")
+            raise RuntimeError(
+                "the gradient of looked-up rows was changed in place between backward() and the update"
+            )
         return [(grads_XD, None) for grads_XD, _ in self.grads]
 
 
 class TableRows(torch.autograd.Function):
-    """rows_ND -> the same; their gradient goes to `pending`. anchor: makes autograd come back here, gets none."""
+    """rows_ND -> the same; their gradient goes to `pending`. anchor: makes autograd come back here, gets
+    none."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, rows: Tensor, pending: Pending) -> Tensor:
@@ -68,7 +73,8 @@ class TableRows(torch.autograd.Function):
 
 
 class RowGradients:
-    """Collects one table's lookups and hands out their gradients. frozen: rows, ascending, that get none. owned: an optimizer takes them."""
+    """Collects one table's lookups and hands out their gradients. frozen: rows, ascending, that get none.
+    owned: an optimizer takes them."""
 
     def __init__(self, name: str, num_rows: int, counters: Counters) -> None:
         self.name, self.num_rows, self.counters = name, num_rows, counters
@@ -86,15 +92,19 @@ class RowGradients:
         self._lookups, self.factor = [], 1.0
 
     def expect(self, pending: Pending) -> None:
-        """Count in the gradients of a lookup. Those of steps before are let go, with a warning, where no optimizer takes them."""
+        """Count in the gradients of a lookup. Those of steps before are let go, with a warning, where no
+        optimizer takes them."""
         if not self.owned and any(lookup.filled for lookup in self._lookups):
             self.clear()
             if not self._told:
                 self._told = True
                 warnings.warn(
-                    f"table {self.name!r}: its rows get gradients and nothing trains them: a table is no parameter of the model. Give it a row "
-                    "optimizer before the first step, rows = dphybrid.embedding.make_row_optimizer('adagrad', find_tables(model), lr=0.1), and "
-                    "call rows.zero_grad() and rows.step() beside the dense optimizer's; or look up under torch.no_grad()",
+                    f"table {self.name!r}: its rows get gradients and nothing trains them: a table is no "
+                    "parameter of the model. Give it a row "
+                    "optimizer before the first step, rows = "
+                    "dphybrid.embedding.make_row_optimizer('adagrad', find_tables(model), lr=0.1), and "
+                    "call rows.zero_grad() and rows.step() beside the dense optimizer's; or look up under "
+                    "torch.no_grad()",
                     stacklevel=2,
                 )
         self._lookups.append(pending)
@@ -128,7 +138,8 @@ class RowGradients:
 
 
 def arrange_gradients(tables: Sequence[RowGradients], dtype: torch.dtype) -> tuple[Arranged, list[int]]:
-    """Return the gradients (of `dtype`) of several tables by key, and each table's first key: those of all tables before come first."""
+    """Return the gradients (of `dtype`) of several tables by key, and each table's first key: those of all
+    tables before come first."""
     for table in tables:
         table.start()
     segments: list[tuple[Segment, int]] = []
@@ -143,8 +154,8 @@ def arrange_gradients(tables: Sequence[RowGradients], dtype: torch.dtype) -> tup
 
 
 def merge_gradients(tables: Sequence[RowGradients], dim: int, dtype: torch.dtype) -> Tensor:
-    """Sum the gradients of each row of several tables, in the place of those of single lookups; return the squares (float64) of the
-    rows' norms.
+    """Sum the gradients of each row of several tables, in the place of those of single lookups; return the
+    squares (float64) of the rows' norms.
     """
     arranged, first_keys = arrange_gradients(tables, dtype)
     sums_UD, squares_U = kernels.sum_rows(arranged, dim, dtype)

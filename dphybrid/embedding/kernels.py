@@ -1,4 +1,5 @@
-"""What the compiled kernels do, as functions of tensors. numba is imported, and a kernel compiled, when it is first needed.
+"""What the compiled kernels do, as functions of tensors. numba is imported, and a kernel compiled, when it is
+first needed.
 
 Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a table.
 """
@@ -31,7 +32,8 @@ _BLOCK_BYTES = 2**16
 
 
 def keep_compiled_in(folder: Path) -> None:
-    """Have compiled kernels kept under `folder`, unless the user said where (NUMBA_CACHE_DIR) or numba is in use already.
+    """Have compiled kernels kept under `folder`, unless the user said where (NUMBA_CACHE_DIR) or numba is in
+    use already.
 
     A folder for each state of the sources, as numba would not notice a change in what a kernel is made of.
     """
@@ -41,7 +43,9 @@ def keep_compiled_in(folder: Path) -> None:
 
 def _sources_digest() -> str:
     here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / name).read_bytes() for name in ("compiled.py", "vectors.py"))).hexdigest()[:12]
+    return hashlib.sha256(
+        b"".join((here / name).read_bytes() for name in ("compiled.py", "vectors.py"))
+    ).hexdigest()[:12]
 
 
 @cache
@@ -60,7 +64,8 @@ def _kernel(name: str, *constants: int) -> Kernel:
 
 
 def warm_up(rule: str, dim: int, dtype: torch.dtype) -> None:
-    """Make ready what lookups and updates of tables of this width and type will call. Without numba it does nothing."""
+    """Make ready what lookups and updates of tables of this width and type will call. Without numba it does
+    nothing."""
     if importlib.util.find_spec("numba") is None:
         return  # said when a table is used
     _kernel("arrange")
@@ -85,7 +90,8 @@ def _share(count: int, row_bytes: int, threads: int | None) -> tuple[int, int]:
 
 
 def gather(weight_VD: Tensor, ids_N: Tensor, out_ND: Tensor, threads: int | None = None) -> bool:
-    """Copy the rows ids_N (int64) to out_ND, bfloat16 as float32; return False, with out_ND in parts, when an id is no row.
+    """Copy the rows ids_N (int64) to out_ND, bfloat16 as float32; return False, with out_ND in parts, when an
+    id is no row.
 
     threads: at most; None: torch's number where that pays.
     """
@@ -100,7 +106,8 @@ def gather(weight_VD: Tensor, ids_N: Tensor, out_ND: Tensor, threads: int | None
 
 @dataclass
 class Segment:
-    """Ids whose gradients lie in the rows of one tensor: id n's in row n or, where there are `sources_N`, in row sources_N[n]."""
+    """Ids whose gradients lie in the rows of one tensor: id n's in row n or, where there are `sources_N`, in
+    row sources_N[n]."""
 
     ids_N: Tensor
     rows_XD: Tensor
@@ -111,8 +118,8 @@ class Segment:
 class Arranged:
     """Unique keys of several tables' ids, ascending, and where each one's gradients lie, in their order.
 
-    A key is the row's number in its table plus the rows of all tables before. bounds_U2: from where to where in `places_N`, which
-    holds addresses. held: what the addresses point to.
+    A key is the row's number in its table plus the rows of all tables before. bounds_U2: from where to where
+    in `places_N`, which holds addresses. held: what the addresses point to.
     """
 
     keys_U: Tensor
@@ -123,7 +130,11 @@ class Arranged:
 
 
 def arrange(
-    segments: Sequence[tuple[Segment, int]], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
+    segments: Sequence[tuple[Segment, int]],
+    num_keys: int,
+    frozen: Sequence[int] = (),
+    *,
+    inverse: bool = False,
 ) -> Arranged:
     """Sort the ids of segments, each with its table's first key, stably. frozen: ascending keys to leave out.
 
@@ -132,12 +143,21 @@ def arrange(
     count = sum(len(segment.ids_N) for segment, _ in segments)
     place_bits, key_bits = max(1, count.bit_length()), max(1, (num_keys - 1).bit_length())
     if place_bits + key_bits > 63 or count > 2**31 - 1:
-        raise UserError(f"{count:,} ids of {num_keys:,} rows at once: their numbers do not fit into 64 bits; use smaller batches")
+        raise UserError(
+            f"{count:,} ids of {num_keys:,} rows at once: their numbers do not fit into 64 bits; use "
+            "smaller batches"
+        )
     lines, held = [], []
     for segment, first_key in segments:
         ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
         held.append((ids_N, rows_XD, sources_N))
-        lines += [ids_N.data_ptr(), len(ids_N), first_key, rows_XD.data_ptr(), rows_XD.stride(0) * rows_XD.element_size()]
+        lines += [
+            ids_N.data_ptr(),
+            len(ids_N),
+            first_key,
+            rows_XD.data_ptr(),
+            rows_XD.stride(0) * rows_XD.element_size(),
+        ]
         lines.append(0 if sources_N is None else sources_N.data_ptr())
     keys_U, bounds_U2 = torch.empty(count, dtype=torch.int64), torch.empty((count, 2), dtype=torch.int32)
     places_N = torch.empty(count + _compiled().AHEAD, dtype=torch.int64)
@@ -147,15 +167,33 @@ def arrange(
     scratch = torch.empty(3 * count + (1 << _compiled().DIGIT_BITS), dtype=torch.int64)
     first, second, third, counts = (scratch.data_ptr() + 8 * count * part for part in range(4))
     table, frozen_keys = (ctypes.c_int64 * len(lines))(*lines), (ctypes.c_int64 * len(frozen))(*frozen)
-    numbers = [ctypes.addressof(table), len(segments), count, place_bits, key_bits, first, second, counts, third]
-    numbers += [ctypes.addressof(frozen_keys), len(frozen), 0, keys_U.data_ptr(), bounds_U2.data_ptr(), places_N.data_ptr()]
+    numbers = [
+        ctypes.addressof(table),
+        len(segments),
+        count,
+        place_bits,
+        key_bits,
+        first,
+        second,
+        counts,
+        third,
+    ]
+    numbers += [
+        ctypes.addressof(frozen_keys),
+        len(frozen),
+        0,
+        keys_U.data_ptr(),
+        bounds_U2.data_ptr(),
+        places_N.data_ptr(),
+    ]
     numbers.append(0 if inverse_N is None else inverse_N.data_ptr())
     unique = int(_call(_kernel("arrange"), numbers)[12])
     return Arranged(keys_U[:unique], bounds_U2[:unique], places_N, inverse_N, held)
 
 
 def sum_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (sums_UD, squares_U): of each key's rows, which are of `dtype`, and the square (float64) of each sum's 2-norm."""
+    """Return (sums_UD, squares_U): of each key's rows, which are of `dtype`, and the square (float64) of each
+    sum's 2-norm."""
     count = len(arranged.keys_U)
     sums_UD = torch.empty((count, dim), dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     squares_U = torch.empty(count, dtype=torch.float64)
@@ -172,12 +210,19 @@ def _sum(bounds_U2: Tensor, places_N: Tensor, out_UD: Tensor, dtype: torch.dtype
 
 
 def pool(weight_VD: Tensor, ids_N: Tensor, ends_B: Tensor) -> Tensor:
-    """Return pooled_BD, the sums of bags of rows: bag b has the ids (int64, in range) from ends_B[b - 1] to before ends_B[b]."""
+    """Return pooled_BD, the sums of bags of rows: bag b has the ids (int64, in range) from ends_B[b - 1] to
+    before ends_B[b]."""
     dim = weight_VD.shape[1]
-    pooled_BD = torch.empty((len(ends_B), dim), dtype=torch.float32 if weight_VD.dtype == torch.bfloat16 else weight_VD.dtype)
+    pooled_BD = torch.empty(
+        (len(ends_B), dim), dtype=torch.float32 if weight_VD.dtype == torch.bfloat16 else weight_VD.dtype
+    )
     places_N = torch.full((len(ids_N) + _compiled().AHEAD,), weight_VD.data_ptr())
     places_N[: len(ids_N)] += ids_N * (dim * weight_VD.element_size())
-    bounds_B2 = torch.stack([torch.nn.functional.pad(ends_B[:-1], (1, 0)), ends_B], 1).int() if len(ends_B) else ends_B
+    bounds_B2 = (
+        torch.stack([torch.nn.functional.pad(ends_B[:-1], (1, 0)), ends_B], 1).int()
+        if len(ends_B)
+        else ends_B
+    )
     _sum(bounds_B2, places_N, pooled_BD, weight_VD.dtype)
     return pooled_BD
 
@@ -199,8 +244,8 @@ def update(
     arranged: Arranged,
     tables: Sequence[tuple[int, Tensor, Sequence[Tensor], int, float]],
 ) -> None:
-    """Change the rows and states of the arranged keys. tables: (first key, weight_VD, states, start of the noise, factor on gradients), all
-    of one width and type.
+    """Change the rows and states of the arranged keys. tables: (first key, weight_VD, states, start of the
+    noise, factor on gradients), all of one width and type.
     """
     count, weight_VD = len(arranged.keys_U), tables[0][1]
     if not count:
@@ -208,12 +253,24 @@ def update(
     dim = weight_VD.shape[1]
     lines: list[int] = []
     for first_key, weight, states, noise, factor in tables:
-        lines += [first_key, weight.data_ptr(), *(state.data_ptr() for state in states), *(0,) * (3 - len(states)), noise]
+        lines += [
+            first_key,
+            weight.data_ptr(),
+            *(state.data_ptr() for state in states),
+            *(0,) * (3 - len(states)),
+            noise,
+        ]
         lines += _bits(factor)
     page = (ctypes.c_int64 * len(lines))(*lines)
     fixes = rule.corrections or (torch.ones(1, dtype=torch.float64),) * 2
     size, threads = _share(count, dim * weight_VD.element_size(), None)
-    numbers = [count, size, arranged.keys_U.data_ptr(), arranged.bounds_U2.data_ptr(), arranged.places_N.data_ptr()]
+    numbers = [
+        count,
+        size,
+        arranged.keys_U.data_ptr(),
+        arranged.bounds_U2.data_ptr(),
+        arranged.places_N.data_ptr(),
+    ]
     numbers += [ctypes.addressof(page), len(tables), *_bits(rule.decay, rule.lr, rule.eps, *rule.betas)]
     numbers += [fixes[0].data_ptr(), fixes[1].data_ptr(), len(fixes[0]) - 1]
     _call(_kernel("update", RULES[rule.name], dim, KINDS[weight_VD.dtype]), numbers, threads)

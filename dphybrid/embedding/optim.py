@@ -1,8 +1,9 @@
 """Optimizers of table rows: they read and write only the rows that the batch touched.
 
-"Lazy" throughout: momentum, decay and weight decay of a row stand still while no batch touches it. On rows that every step touches, RowSGD and
-LazyAdam equal torch's SGD and Adam; RowAdagrad and RowAdam keep one second moment a row (the mean of the squared gradient), as FBGEMM's
-EXACT_ROWWISE_ADAGRAD and PARTIAL_ROWWISE_ADAM do.
+"Lazy" throughout: momentum, decay and weight decay of a row stand still while no batch touches it. On rows
+that every step touches, RowSGD and LazyAdam equal torch's SGD and Adam; RowAdagrad and RowAdam keep one
+second moment a row (the mean of the squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
+PARTIAL_ROWWISE_ADAM do.
 """
 
 import math
@@ -29,13 +30,17 @@ class RowOptimizer(ABC):
 
     def __init__(self, tables: Mapping[str, HostEmbedding], lr: float, weight_decay: float = 0.0) -> None:
         if lr <= 0 or weight_decay < 0:
-            raise UserError(f"row optimizer: lr={lr} must be above 0 and weight_decay={weight_decay} not below")
+            raise UserError(
+                f"row optimizer: lr={lr} must be above 0 and weight_decay={weight_decay} not below"
+            )
         self.tables = dict(tables)
         for table in self.tables.values():
             table.gradients.owned = True
         self.lr = lr
         self.weight_decay = weight_decay
-        self.state: dict[str, dict[str, Tensor]] = {name: self.make_state(table) for name, table in self.tables.items()}
+        self.state: dict[str, dict[str, Tensor]] = {
+            name: self.make_state(table) for name, table in self.tables.items()
+        }
         for name, table in self.tables.items():
             if table.weight.dtype == torch.bfloat16:
                 self.state[name][_ROUNDINGS] = torch.zeros(1, dtype=torch.int64)
@@ -46,14 +51,16 @@ class RowOptimizer(ABC):
 
     @abstractmethod
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
-        """Return the zero state of a table, one row of state a row of table, in the order in which the rule's kernel has them."""
+        """Return the zero state of a table, one row of state a row of table, in the order in which the rule's
+        kernel has them."""
 
     @abstractmethod
     def rule(self) -> Rule:
         """Return the rule with its present numbers."""
 
     def step(self) -> None:
-        """Apply the gradients of all lookups since `zero_grad`: tables of one width and type are sorted and updated in one go.
+        """Apply the gradients of all lookups since `zero_grad`: tables of one width and type are sorted and
+        updated in one go.
 
         What that takes is counted on the first of them.
         """
@@ -68,7 +75,9 @@ class RowOptimizer(ABC):
         lines, changed = [], []
         for name, table, first_key in zip(names, tables, first_keys, strict=True):
             state = {key: value for key, value in self.state[name].items() if key != _ROUNDINGS}
-            lines.append((first_key, table.weight, [*state.values()], self._noise(name), table.gradients.factor))
+            lines.append(
+                (first_key, table.weight, [*state.values()], self._noise(name), table.gradients.factor)
+            )
             changed += [table.weight, *state.values()]
         versions = [table.weight._version for table in tables]
         kernels.update(self.rule(), arranged, lines)
@@ -84,11 +93,14 @@ class RowOptimizer(ABC):
         counters.update_ms += 1e3 * (time.perf_counter() - start) - waited
 
     def _noise(self, name: str) -> int:
-        """Where the noise of a bfloat16 table starts, from a counter in the state: a resumed run rounds as the unbroken one would."""
+        """Where the noise of a bfloat16 table starts, from a counter in the state: a resumed run rounds as
+        the unbroken one would."""
         if _ROUNDINGS not in self.state[name]:
             return 0
         self.state[name][_ROUNDINGS] += 1
-        mixed = (int(self.state[name][_ROUNDINGS]) * 1_000_003 + self._numbers[name]) * 0x9E3779B97F4A7C15 % 2**64
+        mixed = (
+            (int(self.state[name][_ROUNDINGS]) * 1_000_003 + self._numbers[name]) * 0x9E3779B97F4A7C15 % 2**64
+        )
         return mixed - 2**64 if mixed >= 2**63 else mixed
 
     def zero_grad(self) -> None:
@@ -107,14 +119,20 @@ class RowOptimizer(ABC):
             value.copy_(flat[key])
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError that names missing, unexpected and differently shaped entries of a state that is to be loaded."""
+        """Raise UserError that names missing, unexpected and differently shaped entries of a state that is to
+        be loaded."""
         own = {key: tuple(value.shape) for key, value in self.state_dict().items()}
         problems = [f"missing {key}" for key in own.keys() - shapes.keys()]
         problems += [f"unexpected {key}" for key in shapes.keys() - own.keys()]
         common = own.keys() & shapes.keys()
-        problems += [f"{key} is {shapes[key]}, expected {own[key]}" for key in common if shapes[key] != own[key]]
+        problems += [
+            f"{key} is {shapes[key]}, expected {own[key]}" for key in common if shapes[key] != own[key]
+        ]
         if problems:
-            raise UserError(f"row optimizer state does not fit: {'; '.join(sorted(problems))}; was table.optimizer another one?")
+            raise UserError(
+                f"row optimizer state does not fit: {'; '.join(sorted(problems))}; was table.optimizer "
+                "another one?"
+            )
 
 
 class RowSGD(RowOptimizer):
@@ -130,7 +148,9 @@ class RowSGD(RowOptimizer):
 class RowAdagrad(RowOptimizer):
     """Adagrad with one accumulator a row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps)."""
 
-    def __init__(self, tables: Mapping[str, HostEmbedding], lr: float, weight_decay: float = 0.0, eps: float = 1e-10) -> None:
+    def __init__(
+        self, tables: Mapping[str, HostEmbedding], lr: float, weight_decay: float = 0.0, eps: float = 1e-10
+    ) -> None:
         self.eps = eps
         super().__init__(tables, lr, weight_decay)
 
@@ -142,7 +162,8 @@ class RowAdagrad(RowOptimizer):
 
 
 class _Adam(RowOptimizer):
-    """What both Adams share. The step count is the row's own, so that a rare row's bias correction is right."""
+    """What both Adams share. The step count is the row's own, so that a rare row's bias correction is
+    right."""
 
     row_wise: bool
 
@@ -192,12 +213,18 @@ _ROUNDINGS = "roundings"
 
 
 def _unbiased(beta: float) -> Tensor:
-    """Return 1 - beta ** k for k = 0, 1, ... up to where it is 1 in float64: looked up, as computing it for every row takes longer."""
+    """Return 1 - beta ** k for k = 0, 1, ... up to where it is 1 in float64: looked up, as computing it for
+    every row takes longer."""
     last = 1 if beta == 0 else math.ceil(-60 * math.log(2) / math.log(beta)) + 1
     return -torch.expm1(torch.arange(last + 1, dtype=torch.float64) * (math.log(beta) if beta else -math.inf))
 
 
-ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "adam": RowAdam, "lazy-adam": LazyAdam}
+ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
+    "sgd": RowSGD,
+    "adagrad": RowAdagrad,
+    "adam": RowAdam,
+    "lazy-adam": LazyAdam,
+}
 
 
 def make_row_optimizer(name: str, tables: Mapping[str, HostEmbedding], **options: Any) -> RowOptimizer:
@@ -208,8 +235,11 @@ def make_row_optimizer(name: str, tables: Mapping[str, HostEmbedding], **options
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], tables: Mapping[str, HostEmbedding], max_norm: float) -> float:
-    """Scale the gradients of dense parameters and of touched rows so that their common 2-norm is at most `max_norm`.
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], tables: Mapping[str, HostEmbedding], max_norm: float
+) -> float:
+    """Scale the gradients of dense parameters and of touched rows so that their common 2-norm is at most
+    `max_norm`.
 
     Returns the norm before scaling. torch's function of the same name cannot do this: it knows no rows.
     """

@@ -8,16 +8,20 @@ How a training loop uses it (the loop is the same with mode "off"):
             ...                                                      # backward, clip, optimizer.step()
             metrics |= pipeline.counters()
 
-The worker draws the next batch, sorts each replica's ids, gathers their unique rows and sends them to its device. `HostEmbedding` recognises
-a prepared lookup by the equality of its ids (53,248 ids: 0.05 ms), sends the rows again that an update has changed since they were gathered,
-and goes on as if it had gathered them itself. Thus a lookup that was not announced is simply done on the spot, and tables, losses and states
-have the same bits as with mode "off". A process that uses no GPU gets no worker: it would take turns with the step it is to run beside
-(measured on two cores: steps of 3 ms got a tenth longer, on two virtual devices up to three quarters).
+The worker draws the next batch, sorts each replica's ids, gathers their unique rows and sends them to its
+device. `HostEmbedding` recognises a prepared lookup by the equality of its ids (53,248 ids: 0.05 ms), sends
+the rows again that an update has changed since they were gathered, and goes on as if it had gathered them
+itself. Thus a lookup that was not announced is simply done on the spot, and tables, losses and states have
+the same bits as with mode "off". A process that uses no GPU gets no worker: it would take turns with the step
+it is to run beside (measured on two cores: steps of 3 ms got a tenth longer, on two virtual devices up to
+three quarters).
 
-Why that is exact: see `ahead`. The worker never writes to a table, so an evaluation or a checkpoint in between needs no draining. (The
-hazard and its remedy are those of FBGEMM's prefetch; see the comment on outdated caches in its table-batched embeddings.)
+Why that is exact: see `ahead`. The worker never writes to a table, so an evaluation or a checkpoint in
+between needs no draining. (The hazard and its remedy are those of FBGEMM's prefetch; see the comment on
+outdated caches in its table-batched embeddings.)
 
-The worker draws batches ahead of their use: their source must not depend on torch's global generator or on what the step does.
+The worker draws batches ahead of their use: their source must not depend on torch's global generator or on
+what the step does.
 """
 
 import queue
@@ -55,13 +59,18 @@ class DeclaresIds(Protocol):
 class RowPipeline:
     """Hands out batches and has their lookups prepared ahead; see the module's description.
 
-    tables: as `find_tables` gives them. mode: "exact", or "off" for handing out batches as they come. lookahead: batches prepared ahead
-    at most (>= 1). on_cpu: have a worker although no GPU is used, which costs time and shows that the bits stay the same.
-    Raises UserError for other values.
+    tables: as `find_tables` gives them. mode: "exact", or "off" for handing out batches as they come.
+    lookahead: batches prepared ahead at most (>= 1). on_cpu: have a worker although no GPU is used, which
+    costs time and shows that the bits stay the same. Raises UserError for other values.
     """
 
     def __init__(
-        self, tables: Mapping[str, HostEmbedding], *, mode: str = "exact", lookahead: int = 1, on_cpu: bool = False
+        self,
+        tables: Mapping[str, HostEmbedding],
+        *,
+        mode: str = "exact",
+        lookahead: int = 1,
+        on_cpu: bool = False,
     ) -> None:
         if mode not in ("off", "exact"):
             raise UserError(f"pipeline={mode!r}: use off or exact")
@@ -75,20 +84,24 @@ class RowPipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Stop the worker and let go of what it has prepared. Called by leaving the `with` block, however it is left."""
+        """Stop the worker and let go of what it has prepared. Called by leaving the `with` block, however it
+        is left."""
         for run in list(self._runs):
             run.stop()
 
     def prefetch(self, batches: Iterable[Batch], ids_of: IdsOf[Batch] | None = None) -> Iterator[Batch]:
-        """Yield the batches in order. ids_of: says which ids of which table the model will look up for a batch (one tensor, or a list
-        of one tensor a lookup); None: it does not say.
+        """Yield the batches in order. ids_of: says which ids of which table the model will look up for a
+        batch (one tensor, or a list of one tensor a lookup); None: it does not say.
 
-        An exception of the batch source or of `ids_of`, and an id out of range, end the loop where its batch would have come, with the
-        worker's own traceback. Leaving the loop early, by `break` or an exception, stops the worker.
+        An exception of the batch source or of `ids_of`, and an id out of range, end the loop where its batch
+        would have come, with the worker's own traceback. Leaving the loop early, by `break` or an exception,
+        stops the worker.
         """
         has_worker = self.mode == "exact" and (self.on_cpu or torch.cuda.is_initialized())
         if not has_worker or ids_of is None or not self.tables:
@@ -96,7 +109,8 @@ class RowPipeline:
             return
         run: _Run[Batch] = _Run(batches, ids_of, self.tables, self.lookahead)
         self._runs.append(run)
-        # Updates between a lookup's gathering and its use: at most one a batch ahead, and one more that was running.
+        # Updates between a lookup's gathering and its use: at most one a batch ahead, and one more that was
+        # running.
         for table in self.tables.values():
             table.ahead.record_changes(self.lookahead + 2)
         try:
@@ -117,8 +131,10 @@ class RowPipeline:
     def counters(self, steps: int = 1) -> dict[str, float]:
         """Return what happened since the last call, summed over tables, divided by `steps`.
 
-        The entries of `counters.Counters`, and: prepare_ms: of the worker, all in all. wait_ms: of the loop for the worker. Three
-        ratios: unique_ratio: unique / ids. prepared_ratio: unique rows that came prepared. conflict_ratio: prepared rows read again.
+        The entries of `counters.Counters`, and: prepare_ms: of the worker, all in all. wait_ms: of the loop
+        for the worker. Three
+        ratios: unique_ratio: unique / ids. prepared_ratio: unique rows that came prepared. conflict_ratio:
+        prepared rows read again.
         """
         totals, seen = self._totals(), self._seen
         self._seen = totals
@@ -150,7 +166,11 @@ class _Run(Generic[Batch]):
     """One worker thread over one iterable of batches."""
 
     def __init__(
-        self, batches: Iterable[Batch], ids_of: IdsOf[Batch], tables: Mapping[str, HostEmbedding], lookahead: int
+        self,
+        batches: Iterable[Batch],
+        ids_of: IdsOf[Batch],
+        tables: Mapping[str, HostEmbedding],
+        lookahead: int,
     ) -> None:
         self.prepare_s = self.wait_s = 0.0
         self._iterator, self._ids_of, self._tables = iter(batches), ids_of, tables
@@ -194,7 +214,8 @@ class _Run(Generic[Batch]):
                 ids = self._ids_of(batch)
                 if unknown := ids.keys() - self._tables.keys():
                     raise UserError(
-                        f"ids for the tables {sorted(unknown)}, which the model lacks; it has {', '.join(self._tables)}"
+                        f"ids for the tables {sorted(unknown)}, which the model lacks; it has "
+                        f"{', '.join(self._tables)}"
                     )
                 lookups = {}
                 for name, wanted in ids.items():

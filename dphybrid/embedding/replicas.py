@@ -2,14 +2,17 @@
 
 Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row.
 
-Each replica gets the unique rows of its own share, straight from the table to its device: gathered into a pinned buffer, sent on a stream
-of its own together with the indices that expand them, while the devices still work on the batch before. Rows that an update
-has changed since are sent again just before they are used. On the device the rows are a leaf; gradients of repeated ids are summed
-there, so that one gradient a unique row comes back.
+Each replica gets the unique rows of its own share, straight from the table to its device: gathered into a
+pinned buffer, sent on a stream of its own together with the indices that expand them, while the devices still
+work on the batch before. Rows that an update has changed since are sent again just before they are used. On
+the device the rows are a leaf; gradients of repeated ids are summed there, so that one gradient a unique row
+comes back.
 
-Pinned buffers go round by torch's caching host allocator: one is given out again when the copies from or to it have ended.
+Pinned buffers go round by torch's caching host allocator: one is given out again when the copies from or to
+it have ended.
 
-On the CPU (virtual devices) the same code runs: buffers are plain memory, a device copy is a copy, streams and events do nothing.
+On the CPU (virtual devices) the same code runs: buffers are plain memory, a device copy is a copy, streams
+and events do nothing.
 """
 
 import time
@@ -51,8 +54,8 @@ class DeviceRows(torch.autograd.Function):
 class Share:
     """One replica's part of a lookup, on its way to the device or there.
 
-    where: its unique ids, on the host. shape: of its ids. rows_UD, inverse_N, order_N, starts_U: on the device. memory: what
-    they are views of. ready: when they have arrived (None on the CPU).
+    where: its unique ids, on the host. shape: of its ids. rows_UD, inverse_N, order_N, starts_U: on the
+    device. memory: what they are views of. ready: when they have arrived (None on the CPU).
     """
 
     where: Occurrences
@@ -67,7 +70,8 @@ class Share:
 
 
 class Channel:
-    """The way to one replica's device and back. Sending may happen in a worker thread, repairing and receiving in the main one."""
+    """The way to one replica's device and back. Sending may happen in a worker thread, repairing and
+    receiving in the main one."""
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
         self.device, self._counters = device, counters
@@ -76,10 +80,18 @@ class Channel:
         self._back = torch.cuda.Stream(device) if self._cuda else None
         self._timed: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def send(self, where: Occurrences, shape: torch.Size, read: Callable[[Tensor, Tensor], None], like: Tensor) -> Share:
-        """Have `read(ids_U, out_UD)` fill a buffer with the rows, and start sending it. like: an empty tensor (0, D) of the rows' type."""
+    def send(
+        self, where: Occurrences, shape: torch.Size, read: Callable[[Tensor, Tensor], None], like: Tensor
+    ) -> Share:
+        """Have `read(ids_U, out_UD)` fill a buffer with the rows, and start sending it. like: an empty tensor
+        (0, D) of the rows' type."""
         unique, ids = len(where.unique_U), len(where.order_N)
-        parts = _layout([((unique, like.shape[1]), like.dtype), *[((n,), where.order_N.dtype) for n in (ids, ids, unique)]])
+        parts = _layout(
+            [
+                ((unique, like.shape[1]), like.dtype),
+                *[((n,), where.order_N.dtype) for n in (ids, ids, unique)],
+            ]
+        )
         memory = self._host_memory(parts[-1][0].stop)
         rows_UD, inverse_N, order_N, starts_U = _views(memory, parts)
         start = time.perf_counter()
@@ -161,7 +173,9 @@ class Channel:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _layout(wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[slice, tuple[int, ...], torch.dtype]]:
+def _layout(
+    wanted: Sequence[tuple[tuple[int, ...], torch.dtype]],
+) -> list[tuple[slice, tuple[int, ...], torch.dtype]]:
     """Places of several tensors, one behind the other in one piece of memory."""
     parts, start = [], 0
     for shape, dtype in wanted:

@@ -1,4 +1,5 @@
-"""Where a table's rows lie: in memory, or in a file that is mapped into memory. Start values with the same bits for any thread count."""
+"""Where a table's rows lie: in memory, or in a file that is mapped into memory. Start values with the same
+bits for any thread count."""
 
 import math
 import mmap
@@ -29,11 +30,14 @@ _INIT_BLOCK_ROWS = 65536
 
 
 def available_memory_bytes() -> int:
-    """Return what this process can still get: free memory of the machine, or less where a control group sets a limit."""
+    """Return what this process can still get: free memory of the machine, or less where a control group sets
+    a limit."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        values = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        values = {
+            name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)
+        }
         pages = values.get("MemAvailable", pages)
     except OSError:
         pass  # not Linux: free pages are the best that is known
@@ -47,7 +51,8 @@ def available_memory_bytes() -> int:
 
 
 def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros in huge pages where the system has them: random rows of a large table then cost few address look-ups.
+    """Return zeros in huge pages where the system has them: random rows of a large table then cost few
+    address look-ups.
 
     Pages get memory when they are first written.
     """
@@ -62,7 +67,8 @@ def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
-    """Raise UserError, with the numbers, when `num_bytes` do not fit into memory or, with a folder, on its disk. what: starts the message."""
+    """Raise UserError, with the numbers, when `num_bytes` do not fit into memory or, with a folder, on its
+    disk. what: starts the message."""
     if folder is None:
         free, remedy = available_memory_bytes(), "use fewer or narrower rows, bfloat16, or storage mmap"
         place = f"{free / GIB:.3g} GiB of memory are free"
@@ -86,23 +92,28 @@ def _new_rows(kind: Literal["unfilled", "deferred"]) -> Iterator[None]:
 
 
 def deferred_rows() -> AbstractContextManager[None]:
-    """Tables made within get neither memory nor start values, because their `weight` will be replaced by a file's."""
+    """Tables made within get neither memory nor start values, because their `weight` will be replaced by a
+    file's."""
     return _new_rows("deferred")
 
 
 def unfilled_rows() -> AbstractContextManager[None]:
-    """Tables made within hold zeros, which take no memory before they are written: for tables that are only looked at, or loaded at once.
+    """Tables made within hold zeros, which take no memory before they are written: for tables that are only
+    looked at, or loaded at once.
 
     A table with a file of its own, which outlives the process, gets its start values all the same.
     """
     return _new_rows("unfilled")
 
 
-def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: Path | None, name: str) -> tuple[Tensor, bool]:
+def open_rows(
+    num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: Path | None, name: str
+) -> tuple[Tensor, bool]:
     """Return (weight of shape (num_rows, dim), whether it must still be filled).
 
-    storage: "memory", or "mmap": the file `path`, made when absent, opened as it is when it has the right size; where `path` is a folder, a
-    file without a name in it, gone with the process. Raises UserError, with the numbers, when the table would not fit or the file has another size.
+    storage: "memory", or "mmap": the file `path`, made when absent, opened as it is when it has the right
+    size; where `path` is a folder, a file without a name in it, gone with the process. Raises UserError, with
+    the numbers, when the table would not fit or the file has another size.
     """
     fill = _NEW_ROWS.get() == "filled"
     if _NEW_ROWS.get() == "deferred":
@@ -126,7 +137,8 @@ def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: P
         check_fits(size, shape, path.parent)
     elif path.stat().st_size != size:
         raise UserError(
-            f"{shape} {size / GIB:.3g} GiB, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it made for another table?"
+            f"{shape} {size / GIB:.3g} GiB, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it "
+            "made for another table?"
         )
     return map_file(temporary(path) if fresh else path, (num_rows, dim), dtype), fresh
 
@@ -134,20 +146,29 @@ def open_rows(num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: P
 def open_states(
     wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], path: Path | None, *, fresh: bool, name: str
 ) -> dict[str, Tensor]:
-    """Return states of a table's rows by name, given their shapes and types: zeros, or what was in the files `PATH.STATE` beside a table's
-    file that was opened as it is.
+    """Return states of a table's rows by name, given their shapes and types: zeros, or what was in the files
+    `PATH.STATE` beside a table's file that was opened as it is.
 
-    path: the table's file, or the folder of files without a name; None: memory. fresh: the table is new, and so are its states. name: the
-    table's. Raises UserError, with the numbers, when they would not fit or a file is another optimizer's.
+    path: the table's file, or the folder of files without a name; None: memory. fresh: the table is new, and
+    so are its states. name: the table's. Raises UserError, with the numbers, when they would not fit or a
+    file is another optimizer's.
     """
     folder = path if path is None or path.is_dir() else path.parent
     sizes = {state: math.prod(shape) * dtype.itemsize for state, (shape, dtype) in wanted.items()}
-    files = {state: path.with_name(f"{path.name}.{state}") for state in wanted} if path is not None and path != folder else {}
+    files = (
+        {state: path.with_name(f"{path.name}.{state}") for state in wanted}
+        if path is not None and path != folder
+        else {}
+    )
     if fresh:
         for file in files.values():
             file.unlink(missing_ok=True)
     missing = [state for state in wanted if state not in files or not files[state].exists()]
-    check_fits(sum(sizes[state] for state in missing), f"table {name!r}: the optimizer's states of its rows are", folder)
+    check_fits(
+        sum(sizes[state] for state in missing),
+        f"table {name!r}: the optimizer's states of its rows are",
+        folder,
+    )
     states = {}
     for state, (shape, dtype) in wanted.items():
         if not files:
@@ -155,13 +176,16 @@ def open_states(
             continue
         file = files[state]
         if state not in missing and file.stat().st_size != sizes[state]:
-            raise UserError(f"table {name!r}: {file} has another size than state {state}; was the optimizer another one?")
+            raise UserError(
+                f"table {name!r}: {file} has another size than state {state}; was the optimizer another one?"
+            )
         states[state] = map_file(file, shape, dtype)
     return states
 
 
 def map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the values of a file, which grows with zeros to the size of `shape` where it is smaller; what is written goes to the file."""
+    """Return the values of a file, which grows with zeros to the size of `shape` where it is smaller; what is
+    written goes to the file."""
     return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 
@@ -173,7 +197,8 @@ def zero_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
 
 @contextmanager
 def finished_file(path: Path) -> Iterator[None]:
-    """Give the file that the block fills its final name, by which it is complete, or remove it when the block is left early."""
+    """Give the file that the block fills its final name, by which it is complete, or remove it when the block
+    is left early."""
     try:
         yield
         sync(temporary(path))
@@ -184,7 +209,8 @@ def finished_file(path: Path) -> Iterator[None]:
 
 
 def fill_normal(weight: Tensor, std: float, seed: int) -> None:
-    """Fill `weight` (V, D) from normal(0, std) with as many threads as torch uses; the bits depend on the seed alone."""
+    """Fill `weight` (V, D) from normal(0, std) with as many threads as torch uses; the bits depend on the
+    seed alone."""
 
     def fill(block: int) -> None:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)

@@ -28,14 +28,16 @@ from dphybrid.util.errors import UserError
 class HostEmbedding(nn.Module):
     """An embedding table (num_rows, dim) that stays on the CPU whatever `.to()` or `.cuda()` does.
 
-    The table is no parameter: neither autograd nor a torch optimizer sees it. A lookup returns rows whose gradients are collected by unique
-    row, so gradients exist for the touched rows only; a row optimizer of `dphybrid.embedding` applies them in place.
+    The table is no parameter: neither autograd nor a torch optimizer sees it. A lookup returns rows whose
+    gradients are collected by unique row, so gradients exist for the touched rows only; a row optimizer of
+    `dphybrid.embedding` applies them in place.
 
-    num_rows, dim: shape of the table. padding_idx: a row that stays zero and is never trained. std: of the normal start values.
-    seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows are looked up as float32 then, and
-    updates are rounded stochastically). storage: "memory", or "mmap" with the file `path`, which outlives the process and, once
-    there, is opened as it is; or with a folder as `path`, for a file that is gone with the process.
-    Raises UserError, with the numbers, when the table would not fit.
+    num_rows, dim: shape of the table. padding_idx: a row that stays zero and is never trained. std: of the
+    normal start values.
+    seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows are looked up
+    as float32 then, and updates are rounded stochastically). storage: "memory", or "mmap" with the file
+    `path`, which outlives the process and, once there, is opened as it is; or with a folder as `path`, for a
+    file that is gone with the process. Raises UserError, with the numbers, when the table would not fit.
     """
 
     def __init__(
@@ -78,14 +80,18 @@ class HostEmbedding(nn.Module):
         return torch.float32 if self.weight.dtype == torch.bfloat16 else self.weight.dtype
 
     def zero_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-        """Return the states of a row optimizer, in memory or files like the table's own rows; see `storage.open_states`."""
+        """Return the states of a row optimizer, in memory or files like the table's own rows; see
+        `storage.open_states`."""
         return open_states(wanted, self._path, fresh=self._fresh, name=self.name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         return self  # moving or casting the model leaves the table where and as it is
 
     def _replicate_for_data_parallel(self) -> Self:
-        raise UserError(f"table {self.name!r} is inside a DataParallel block; look rows up outside and hand them to the block")
+        raise UserError(
+            f"table {self.name!r} is inside a DataParallel block; look rows up outside and hand them to the "
+            "block"
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight
@@ -106,16 +112,20 @@ class HostEmbedding(nn.Module):
                 missing_keys.append(key)
             return
         if state_dict[key].shape != self.weight.shape:
-            error_msgs.append(f"{key}: shape {tuple(state_dict[key].shape)} in the file, {tuple(self.weight.shape)} in the table")
+            error_msgs.append(
+                f"{key}: shape {tuple(state_dict[key].shape)} in the file, {tuple(self.weight.shape)} in "
+                "the table"
+            )
             return
         self.weight.copy_(state_dict[key])
 
     @outside_of_graphs
     def forward(self, ids: Tensor, *, by_replica: bool = False) -> Tensor | list[Tensor]:
-        """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the CPU. by_replica: see `replica_rows`.
+        """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the CPU. by_replica: see
+        `replica_rows`.
 
-        With gradients enabled, remembers the lookup until `clear_row_gradients`. Raises UserError for ids of another type or
-        out of range, naming table, value and position.
+        With gradients enabled, remembers the lookup until `clear_row_gradients`. Raises UserError for ids of
+        another type or out of range, naming table, value and position.
         """
         if by_replica and self.ahead.is_placed:
             return self._rows_by_replica(ids)
@@ -138,20 +148,30 @@ class HostEmbedding(nn.Module):
         return linked
 
     @outside_of_graphs
-    def bags(self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None) -> Tensor:
-        """Return pooled_BD, the sum or mean of the rows of each bag; bag b is ids_N[offsets_B[b] : offsets_B[b + 1]], perhaps empty.
+    def bags(
+        self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None
+    ) -> Tensor:
+        """Return pooled_BD, the sum or mean of the rows of each bag; bag b is ids_N[offsets_B[b] :
+        offsets_B[b + 1]], perhaps empty.
 
-        weights_N: a factor for each id (mode "sum" only), gets a gradient when it wants one. Raises UserError like `forward`.
+        weights_N: a factor for each id (mode "sum" only), gets a gradient when it wants one. Raises UserError
+        like `forward`.
         """
         if mode not in ("sum", "mean") or (mode == "mean" and weights_N is not None):
-            raise UserError(f"table {self.name!r}: mode={mode!r}; use sum (with or without weights_N) or mean (without)")
+            raise UserError(
+                f"table {self.name!r}: mode={mode!r}; use sum (with or without weights_N) or mean (without)"
+            )
         if weights_N is not None:
             rows_ND = self(ids_N.reshape(-1))
-            return F.embedding_bag(torch.arange(len(rows_ND)), rows_ND, offsets_B, mode="sum", per_sample_weights=weights_N)
+            return F.embedding_bag(
+                torch.arange(len(rows_ND)), rows_ND, offsets_B, mode="sum", per_sample_weights=weights_N
+            )
         ids_N = whole_numbers(ids_N, self.name).reshape(-1)
         if not all_in_range(ids_N, self.num_rows):
             raise no_row(ids_N, self.num_rows, self.name)
-        ends_B = torch.cat([offsets_B[1:], offsets_B.new_tensor([len(ids_N)])]) if len(offsets_B) else offsets_B
+        ends_B = (
+            torch.cat([offsets_B[1:], offsets_B.new_tensor([len(ids_N)])]) if len(offsets_B) else offsets_B
+        )
         pooled_BD = kernels.pool(self.weight, ids_N, ends_B)
         lengths_B = ends_B - offsets_B
         if torch.is_grad_enabled():
@@ -160,17 +180,20 @@ class HostEmbedding(nn.Module):
         return pooled_BD / lengths_B.clamp(min=1).unsqueeze(1) if mode == "mean" else pooled_BD
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
-        """Say where `replica_rows` delivers. devices: one a replica. sizes_of(rows): the rows of each replica's share of a batch, in order.
+        """Say where `replica_rows` delivers. devices: one a replica. sizes_of(rows): the rows of each
+        replica's share of a batch, in order.
 
         For a region: `table.place_on(region.devices.replicas, region.sizes)`.
         """
         self.ahead.place_on(devices, sizes_of)
 
     def replica_rows(self, ids: Tensor) -> list[Tensor]:
-        """Return for each used replica the rows of its share of `ids` (B, ...) on its device, as (b, ..., dim).
+        """Return for each used replica the rows of its share of `ids` (B, ...) on its device, as (b, ...,
+        dim).
 
-        Only the unique rows of a share travel, straight to their device, and only their summed gradients come back. A region takes
-        them as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the CPU. Raises UserError like `forward`.
+        Only the unique rows of a share travel, straight to their device, and only their summed gradients come
+        back. A region takes them as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the
+        CPU. Raises UserError like `forward`.
         """
         rows: list[Tensor] = self(ids, by_replica=True)
         return rows
@@ -199,7 +222,8 @@ class HostEmbedding(nn.Module):
         return asdict(self.counters)
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:
-        """Return (ids_U sorted and unique, grads_UD) over all lookups since the last clearing, or None when no row has a gradient."""
+        """Return (ids_U sorted and unique, grads_UD) over all lookups since the last clearing, or None when
+        no row has a gradient."""
         if not self.gradients:
             return None
         arranged, _ = arrange_gradients([self.gradients], self.row_dtype)

@@ -1,8 +1,10 @@
-"""Several threads in one kernel: the team that torch has already, so that no second pool competes with it for the cores.
+"""Several threads in one kernel: the team that torch has already, so that no second pool competes with it for
+the cores.
 
-numba's own pools are not used: the first parallel call of one sets torch's number of threads anew, one layer kills forked children and the other
-one the process when two threads call it at once. torch's OpenMP library has no such habits, needs no parallel compilation (9 s), and
-`torch.set_num_threads`, hence DPHYBRID_THREADS, governs all.
+numba's own pools are not used: the first parallel call of one sets torch's number of threads anew, one layer
+kills forked children and the other one the process when two threads call it at once. torch's OpenMP library
+has no such habits, needs no parallel compilation (9 s), and `torch.set_num_threads`, hence DPHYBRID_THREADS,
+governs all.
 """
 
 import ctypes
@@ -44,7 +46,10 @@ def _team() -> Callable[[Kernel, int, int], None]:
             library = ctypes.CDLL(line)
             if hasattr(library, "GOMP_parallel"):
                 start = library.GOMP_parallel
-                start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+                start.argtypes, start.restype = (
+                    [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint],
+                    None,
+                )
                 return lambda kernel, page, threads: start(kernel.address, page, threads, 0)
     return _with_python_threads  # another OpenMP, or none
 

@@ -1,8 +1,9 @@
-"""Vectors of a fixed number of lanes for numba, and loads and stores at plain addresses: what compiled row kernels are made of.
+"""Vectors of a fixed number of lanes for numba, and loads and stores at plain addresses: what compiled row
+kernels are made of.
 
-A vector's lanes are part of its type, so a sum over lanes has one order and one result on every processor; without them LLVM may not
-reorder a float sum and takes twice as long for a row. Addresses are int64. Kinds: how values lie in memory (`FLOAT32`, `FLOAT64`,
-`BFLOAT16`, which is float32 in a vector).
+A vector's lanes are part of its type, so a sum over lanes has one order and one result on every processor;
+without them LLVM may not reorder a float sum and takes twice as long for a row. Addresses are int64. Kinds:
+how values lie in memory (`FLOAT32`, `FLOAT64`, `BFLOAT16`, which is float32 in a vector).
 """
 
 import operator
@@ -40,7 +41,11 @@ class _VectorModel(models.PrimitiveModel):
 def _arithmetic(symbol: Any, method: str) -> None:
     class Template(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
-            return signature(args[0], *args) if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1] else None
+            return (
+                signature(args[0], *args)
+                if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]
+                else None
+            )
 
     infer_global(symbol)(Template)
 
@@ -49,7 +54,12 @@ def _arithmetic(symbol: Any, method: str) -> None:
         return getattr(builder, method)(*args)
 
 
-for _symbol, _method in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
+for _symbol, _method in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
     _arithmetic(_symbol, _method)
 
 
@@ -82,7 +92,9 @@ def store(typing: Any, address: Any, vector: Any) -> Any:
     """Write a vector's values to `address` as they are."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0], vector.llvm), align=8 if vector.kind == FLOAT64 else 4)
+        builder.store(
+            args[1], _pointer(builder, args[0], vector.llvm), align=8 if vector.kind == FLOAT64 else 4
+        )
         return context.get_dummy_value()
 
     return types.void(address, vector), generate
@@ -90,7 +102,8 @@ def store(typing: Any, address: Any, vector: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def store_rounded(typing: Any, address: Any, vector: Any, row_noise: Any, column: Any) -> Any:
-    """Write float32 values as bfloat16, up or down by chance: noise below the kept bits, a hash of `row_noise` and the column."""
+    """Write float32 values as bfloat16, up or down by chance: noise below the kept bits, a hash of
+    `row_noise` and the column."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lanes = vector.lanes
@@ -98,13 +111,19 @@ def store_rounded(typing: Any, address: Any, vector: Any, row_noise: Any, column
 
         def spread(value: Any) -> Any:
             one = builder.insert_element(ir.Constant(integers, ir.Undefined), value, _I32(0))
-            return builder.shuffle_vector(one, ir.Constant(integers, ir.Undefined), ir.Constant(integers, [0] * lanes))
+            return builder.shuffle_vector(
+                one, ir.Constant(integers, ir.Undefined), ir.Constant(integers, [0] * lanes)
+            )
 
         column32 = builder.trunc(context.cast(builder, args[3], column, types.int64), _I32)
         places = builder.add(spread(column32), ir.Constant(integers, list(range(lanes))))
-        noise = builder.add(builder.mul(places, _wide(lanes, 0x9E3779B1)), spread(builder.trunc(args[2], _I32)))
+        noise = builder.add(
+            builder.mul(places, _wide(lanes, 0x9E3779B1)), spread(builder.trunc(args[2], _I32))
+        )
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the end of MurmurHash3
-            noise = builder.mul(builder.xor(noise, builder.lshr(noise, _wide(lanes, shift))), _wide(lanes, factor))
+            noise = builder.mul(
+                builder.xor(noise, builder.lshr(noise, _wide(lanes, shift))), _wide(lanes, factor)
+            )
         noise = builder.lshr(noise, _wide(lanes, 16))
         bits = builder.lshr(builder.add(builder.bitcast(args[1], integers), noise), _wide(lanes, 16))
         halves = ir.VectorType(ir.IntType(16), lanes)
@@ -120,7 +139,9 @@ def fill(typing: Any, value: Any, kind: Any, lanes: Any) -> Any:
     out = Vector(FLOAT64 if kind.literal_value == FLOAT64 else FLOAT32, lanes.literal_value)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        number = context.cast(builder, args[0], value, types.float64 if out.kind == FLOAT64 else types.float32)
+        number = context.cast(
+            builder, args[0], value, types.float64 if out.kind == FLOAT64 else types.float32
+        )
         return _spread(builder, number, out)
 
     return out(value, kind, lanes), generate
@@ -164,7 +185,9 @@ def root(typing: Any, vector: Any) -> Any:
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         name = f"llvm.sqrt.v{vector.lanes}{'f64' if vector.kind == FLOAT64 else 'f32'}"
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector.llvm, [vector.llvm]), name)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector.llvm, [vector.llvm]), name
+        )
         return builder.call(function, [args[0]])
 
     return vector(vector), generate
@@ -206,7 +229,11 @@ def _writer(llvm: ir.Type) -> Any:
     return write
 
 
-read_int, read_int32, read_float = _reader(types.int64, _I64), _reader(types.int32, _I32), _reader(types.float64, ir.DoubleType())
+read_int, read_int32, read_float = (
+    _reader(types.int64, _I64),
+    _reader(types.int32, _I32),
+    _reader(types.float64, ir.DoubleType()),
+)
 write_int, write_int32, write_float = _writer(_I64), _writer(_I32), _writer(ir.DoubleType())
 
 
@@ -222,7 +249,8 @@ def take_next(typing: Any, address: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def prefetch(typing: Any, address: Any, writing: Any) -> Any:
-    """Ask for the cache line of an address, which need not exist. Ahead by occurrence: 1.9 ms where 2.8 are needed without."""
+    """Ask for the cache line of an address, which need not exist. Ahead by occurrence: 1.9 ms where 2.8 are
+    needed without."""
     wanted = writing.literal_value
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -237,7 +265,8 @@ def prefetch(typing: Any, address: Any, writing: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def stack(typing: Any, num_bytes: Any) -> Any:
-    """Return the address of memory on the stack, aligned to a cache line: a row's summed gradient stays next to the core."""
+    """Return the address of memory on the stack, aligned to a cache line: a row's summed gradient stays next
+    to the core."""
     size = num_bytes.literal_value
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:

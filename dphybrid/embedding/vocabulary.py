@@ -1,7 +1,7 @@
 """From ids of any size to rows of a table: by hashing, or by giving each new id the next free row.
 
-Rows 0 to `unknown_rows` - 1 are reserved for ids that have no row of their own. An id always means the same of these rows, so that
-rare ids are told apart a little even there.
+Rows 0 to `unknown_rows` - 1 are reserved for ids that have no row of their own. An id always means the same
+of these rows, so that rare ids are told apart a little even there.
 """
 
 from typing import Any, Self
@@ -18,7 +18,8 @@ _LATELY = 2**16
 
 
 def mixed(ids: Tensor, seed: int = 0) -> Tensor:
-    """Return int64 ids, any shape, as well-spread values from 0 to 2**63 - 1: the finalizer of splitmix64 (Steele et al. 2014)."""
+    """Return int64 ids, any shape, as well-spread values from 0 to 2**63 - 1: the finalizer of splitmix64
+    (Steele et al. 2014)."""
     values = ids + _signed(0x9E3779B97F4A7C15 * (seed + 1))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values = (values ^ _shifted(values, shift)) * _signed(factor)
@@ -38,15 +39,17 @@ def _shifted(values: Tensor, places: int) -> Tensor:
 def _check(num_rows: int, unknown_rows: int) -> None:
     if not 0 < unknown_rows < num_rows:
         raise UserError(
-            f"vocabulary: unknown_rows={unknown_rows} of num_rows={num_rows}; reserve at least 1 and leave at least 1"
+            f"vocabulary: unknown_rows={unknown_rows} of num_rows={num_rows}; reserve at least 1 and leave "
+            "at least 1"
         )
 
 
 class HashedVocabulary:
-    """Each id has a row by its hash; some share one. No id is unknown, but for `missing`, which stands for "no value".
+    """Each id has a row by its hash; some share one. No id is unknown, but for `missing`, which stands for
+    "no value".
 
-    num_rows: of the table. unknown_rows: reserved, of which `missing` has the first. seed: of the hash. Raises UserError for sizes that do
-    not go together.
+    num_rows: of the table. unknown_rows: reserved, of which `missing` has the first. seed: of the hash.
+    Raises UserError for sizes that do not go together.
     """
 
     def __init__(self, num_rows: int, *, unknown_rows: int = 1, seed: int = 0, missing: int = -1) -> None:
@@ -60,12 +63,14 @@ class HashedVocabulary:
 
 
 class GrowingVocabulary(nn.Module):
-    """Each id that training meets gets the next free row; ids met in evaluation only, or when all rows are taken, get a reserved one.
+    """Each id that training meets gets the next free row; ids met in evaluation only, or when all rows are
+    taken, get a reserved one.
 
-    num_rows: of the table. unknown_rows: reserved. Part of a model, it is saved and loaded with it. Finding rows takes the time of a
-    binary search; new ids are added in blocks, so that a step does not pay for the whole vocabulary.
-    With a pipeline, map ids where batches are made or in `table_ids`, in the order of training: then a row does not depend on the prefetching.
-    Raises UserError for sizes that do not go together.
+    num_rows: of the table. unknown_rows: reserved. Part of a model, it is saved and loaded with it. Finding
+    rows takes the time of a binary search; new ids are added in blocks, so that a step does not pay for the
+    whole vocabulary. With a pipeline, map ids where batches are made or in `table_ids`, in the order of
+    training: then a row does not depend on the prefetching. Raises UserError for sizes that do not go
+    together.
     """
 
     ids_V: Tensor
@@ -96,8 +101,8 @@ class GrowingVocabulary(nn.Module):
         return int(self.used) - self.unknown_rows
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of int64 ids, any shape. In training mode, ids without a row get one as long as there are free ones, in the order
-        in which they stand."""
+        """Return the rows of int64 ids, any shape. In training mode, ids without a row get one as long as
+        there are free ones, in the order in which they stand."""
         rows = self._find(ids)
         if self.training and int(self.used) < self.num_rows and bool((rows < 0).any()):
             self._add(ids[rows < 0])

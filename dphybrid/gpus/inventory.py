@@ -1,6 +1,8 @@
-"""What NVML says of this machine's GPUs: memory, load, processes and their owners; and when a GPU counts as free.
+"""What NVML says of this machine's GPUs: memory, load, processes and their owners; and when a GPU counts as
+free.
 
-Units are whole GPUs and, where a GPU is in MIG mode, its MIG devices. Index order is NVML's, the order of the PCI bus.
+Units are whole GPUs and, where a GPU is in MIG mode, its MIG devices. Index order is NVML's, the order of the
+PCI bus.
 """
 
 import importlib
@@ -21,7 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Process:
-    """A compute process on a GPU. memory_bytes, owner, since and command are None where the system does not tell."""
+    """A compute process on a GPU. memory_bytes, owner, since and command are None where the system does not
+    tell."""
 
     pid: int
     memory_bytes: int | None
@@ -34,8 +37,9 @@ class Process:
 class Gpu:
     """A GPU, or a MIG device of one, at one moment.
 
-    label: "GPU 1", or "GPU 1 MIG 0". utilisation: per cent of the last moment, None where NVML does not tell (MIG). parent: UUID of the
-    whole GPU that a MIG device belongs to. fault: what is wrong with it; a GPU with a fault is never free.
+    label: "GPU 1", or "GPU 1 MIG 0". utilisation: per cent of the last moment, None where NVML does not tell
+    (MIG). parent: UUID of the whole GPU that a MIG device belongs to. fault: what is wrong with it; a GPU
+    with a fault is never free.
     """
 
     index: int
@@ -58,8 +62,8 @@ class Gpu:
 class Policy:
     """When a GPU is free: all of this must hold over `window_s` seconds.
 
-    free_share: share of its memory that must be free. max_utilisation: per cent. ignore: commands whose processes do not count, such as
-    those of the desktop.
+    free_share: share of its memory that must be free. max_utilisation: per cent. ignore: commands whose
+    processes do not count, such as those of the desktop.
     """
 
     free_share: float = 0.9
@@ -75,7 +79,8 @@ class Policy:
 
 
 class Inventory:
-    """Reads the GPUs through a module with NVML's functions (nvidia-ml-py's `pynvml`, or one that stands in for it).
+    """Reads the GPUs through a module with NVML's functions (nvidia-ml-py's `pynvml`, or one that stands in
+    for it).
 
     reason: why the last reading found none. Raises UserError when the module cannot be imported.
     """
@@ -84,12 +89,15 @@ class Inventory:
         try:
             self._nvml: Any = importlib.import_module(module)
         except ImportError as error:
-            raise UserError(f"DPHYBRID_NVML={module!r}: cannot be imported ({error}); the usual one is pynvml") from error
+            raise UserError(
+                f"DPHYBRID_NVML={module!r}: cannot be imported ({error}); the usual one is pynvml"
+            ) from error
         self.reason = ""
         self._open = False
 
     def read(self) -> tuple[Gpu, ...]:
-        """Return all units now; none, with a `reason`, where there is no driver. One that fails is there with its fault."""
+        """Return all units now; none, with a `reason`, where there is no driver. One that fails is there with
+        its fault."""
         nvml = self._nvml
         try:
             if not self._open:
@@ -97,7 +105,10 @@ class Inventory:
                 self._open = True
             count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError as error:
-            self.reason, self._open = f"NVML: {error}", False  # a reloaded driver is found again at the next reading
+            self.reason, self._open = (
+                f"NVML: {error}",
+                False,
+            )  # a reloaded driver is found again at the next reading
             return ()
         units = tuple(unit for index in range(count) for unit in self._units(index))
         self.reason = "" if units else "NVML reports no GPU"
@@ -124,7 +135,9 @@ class Inventory:
             except nvml.NVMLError_NotFound:
                 continue  # slots are numbered with gaps
             uuid = nvml.nvmlDeviceGetUUID(handle)
-            units.append(self._unit(handle, Gpu(index, f"GPU {index} MIG {number}", uuid, parent=parent_uuid)))
+            units.append(
+                self._unit(handle, Gpu(index, f"GPU {index} MIG {number}", uuid, parent=parent_uuid))
+            )
         return units
 
     def _unit(self, handle: Any, unit: Gpu) -> Gpu:
@@ -138,7 +151,9 @@ class Inventory:
             name=nvml.nvmlDeviceGetName(handle),
             total_bytes=int(memory.total),
             free_bytes=int(memory.free),
-            utilisation=None if unit.is_mig else self._ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+            utilisation=None
+            if unit.is_mig
+            else self._ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
             processes=tuple(_process(int(found.pid), found.usedGpuMemory) for found in running),
             parent=unit.parent,
         )
@@ -158,14 +173,20 @@ def _process(pid: int, memory_bytes: int | None) -> Process:
         owner_id = place.stat().st_uid
         command = (place / "comm").read_text(encoding="utf-8").strip()
         ticks = int((place / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
-        boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        boot = next(
+            int(line.split()[1])
+            for line in Path("/proc/stat").read_text().splitlines()
+            if line.startswith("btime")
+        )
     except (OSError, ValueError):  # ended meanwhile, or of another container
         return Process(pid, memory_bytes)
     try:
         owner = pwd.getpwuid(owner_id).pw_name
     except KeyError:
         owner = f"user {owner_id}"
-    return Process(pid, memory_bytes, owner, datetime.fromtimestamp(boot + ticks / os.sysconf("SC_CLK_TCK")), command)
+    return Process(
+        pid, memory_bytes, owner, datetime.fromtimestamp(boot + ticks / os.sysconf("SC_CLK_TCK")), command
+    )
 
 
 def is_own(pid: int) -> bool:
@@ -190,13 +211,19 @@ def describe_process(process: Process) -> str:
     """Return `38.0 GiB taken by ann since 09:12 (python, pid 4711)`."""
     memory = "memory" if process.memory_bytes is None else f"{process.memory_bytes / GIB:.1f} GiB"
     since = "" if process.since is None else f" since {clock_time(process.since)}"
-    what = f"{process.command}, pid {process.pid}" if process.command else f"pid {process.pid} of another container"
+    what = (
+        f"{process.command}, pid {process.pid}"
+        if process.command
+        else f"pid {process.pid} of another container"
+    )
     return f"{memory} taken by {process.owner or 'somebody'}{since} ({what})"
 
 
 def clock_time(moment: datetime) -> str:
     """Return 09:12, with the date when it was not today."""
-    return moment.strftime("%H:%M" if moment.date() == datetime.now(moment.tzinfo).date() else "%Y-%m-%d %H:%M")
+    return moment.strftime(
+        "%H:%M" if moment.date() == datetime.now(moment.tzinfo).date() else "%Y-%m-%d %H:%M"
+    )
 
 
 def busy_reason(gpu: Gpu, policy: Policy) -> str | None:
@@ -207,16 +234,21 @@ def busy_reason(gpu: Gpu, policy: Policy) -> str | None:
         return f"{gpu.label}: " + ", ".join(describe_process(process) for process in foreign)
     if gpu.free_bytes < policy.free_share * gpu.total_bytes:
         used = (gpu.total_bytes - gpu.free_bytes) / GIB
-        return f"{gpu.label}: {used:.1f} of {gpu.total_bytes / GIB:.1f} GiB in use by processes that cannot be seen from here"
+        return (
+            f"{gpu.label}: {used:.1f} of {gpu.total_bytes / GIB:.1f} GiB in use by processes that cannot "
+            "be seen from here"
+        )
     if gpu.utilisation is not None and gpu.utilisation > policy.max_utilisation:
         return f"{gpu.label}: at {gpu.utilisation} % load"
     return None
 
 
 def visible(units: Iterable[Gpu], names: str | None) -> list[Gpu]:
-    """Return the units that CUDA_VISIBLE_DEVICES=`names` leaves, in its order (None: all); as in CUDA, the first unknown name ends the list.
+    """Return the units that CUDA_VISIBLE_DEVICES=`names` leaves, in its order (None: all); as in CUDA, the
+    first unknown name ends the list.
 
-    A number names a GPU in NVML's order (CUDA_DEVICE_ORDER=PCI_BUS_ID), or the first MIG device of one in MIG mode.
+    A number names a GPU in NVML's order (CUDA_DEVICE_ORDER=PCI_BUS_ID), or the first MIG device of one in MIG
+    mode.
     """
     units = list(units)
     if names is None:
@@ -226,7 +258,9 @@ def visible(units: Iterable[Gpu], names: str | None) -> list[Gpu]:
         if name.isdigit():
             matching = [unit for unit in units if unit.index == int(name)][:1]
         else:
-            matching = [unit for unit in units if name.startswith(("GPU-", "MIG-")) and unit.uuid.startswith(name)]
+            matching = [
+                unit for unit in units if name.startswith(("GPU-", "MIG-")) and unit.uuid.startswith(name)
+            ]
         if len(matching) != 1:
             break
         chosen += [unit for unit in matching if unit not in chosen]

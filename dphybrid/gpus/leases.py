@@ -1,7 +1,9 @@
-"""Leases: one lock file a GPU, held by `flock` in the process that computes, so that the kernel gives the GPU back however it ends.
+"""Leases: one lock file a GPU, held by `flock` in the process that computes, so that the kernel gives the GPU
+back however it ends.
 
-The files stay where they are; whether one is locked is what counts. Their text says who holds them, for people. All users of the
-machine write into the folder, so nothing in it is trusted: no links, no waiting, regular files alone, and pages are checked.
+The files stay where they are; whether one is locked is what counts. Their text says who holds them, for
+people. All users of the machine write into the folder, so nothing in it is trusted: no links, no waiting,
+regular files alone, and pages are checked.
 """
 
 import fcntl
@@ -53,7 +55,8 @@ class Holder(BaseModel):
 
 
 class Lease:
-    """The right to use some GPUs, until `release`, the end of the `with` block, or the end of this process."""
+    """The right to use some GPUs, until `release`, the end of the `with` block, or the end of this
+    process."""
 
     def __init__(self, gpus: Sequence[Gpu], handles: Sequence[int], folder: Path) -> None:
         self.gpus = tuple(gpus)
@@ -83,7 +86,9 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
 
@@ -116,26 +121,39 @@ def lease_folder(wanted: Path) -> Path:
         if os.access(folder, os.W_OK):
             fault = shared_folder_fault(folder)
             if fault and "belongs to" not in fault:
-                raise UserError(f"DPHYBRID_LEASE_DIR={str(wanted)!r}: {fault}; run `install -d -m 1777 -o root {folder}` as root")
+                raise UserError(
+                    f"DPHYBRID_LEASE_DIR={str(wanted)!r}: {fault}; run `install -d -m 1777 -o root "
+                    f"{folder}` as root"
+                )
             return folder
-    raise UserError(f"DPHYBRID_LEASE_DIR={str(wanted)!r}: cannot be written; run `install -d -m 1777 {wanted}` as root")
+    raise UserError(
+        f"DPHYBRID_LEASE_DIR={str(wanted)!r}: cannot be written; run `install -d -m 1777 {wanted}` as root"
+    )
 
 
 def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
-    """Lock all of `gpus`, or none: in the order of their UUIDs, without waiting. None when somebody holds one of them."""
+    """Lock all of `gpus`, or none: in the order of their UUIDs, without waiting. None when somebody holds one
+    of them."""
     handles: list[int] = []
     try:
         for gpu in sorted(gpus, key=lambda gpu: gpu.uuid):
             file = _lock_file(folder, gpu.uuid)
             handles.append(_open_shared(file))
             _lock_now(handles[-1])
-            if not _stands_at(file, handles[-1]):  # removed between opening and locking: the next one would lock another file
+            if not _stands_at(
+                file, handles[-1]
+            ):  # removed between opening and locking: the next one would lock another file
                 raise BlockingIOError
     except (BlockingIOError, OddFileError):
         for handle in handles:
             os.close(handle)
         return None
-    page = {"pid": os.getpid(), "user": user_name(), "run": run, "since": datetime.now().astimezone().isoformat()}
+    page = {
+        "pid": os.getpid(),
+        "user": user_name(),
+        "run": run,
+        "since": datetime.now().astimezone().isoformat(),
+    }
     for handle in handles:
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(page).encode(), 0)
@@ -178,7 +196,10 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
         os.utime(handle)
     finally:
         os.close(handle)
-    return f"{gpu.label} is {holder.text()}; asked to give way (it will unless its DPHYBRID_YIELD_TO_OTHERS is never)"
+    return (
+        f"{gpu.label} is {holder.text()}; asked to give way (it will unless its DPHYBRID_YIELD_TO_OTHERS "
+        "is never)"
+    )
 
 
 def asked_by(lease: Lease) -> str | None:
@@ -240,14 +261,17 @@ def _ask_file(folder: Path, uuid: str) -> Path:
 
 
 def _open_shared(file: Path) -> int:
-    # Not O_CREAT alone: in a sticky folder the kernel refuses it for a file of another user (fs.protected_regular).
+    # Not O_CREAT alone: in a sticky folder the kernel refuses it for a file of another user
+    # (fs.protected_regular).
     while True:
         try:
             return open_regular(file, os.O_RDWR)
         except FileNotFoundError:
             pass
         except PermissionError as error:
-            raise UserError(f"{file}: belongs to another user and cannot be opened; remove it, or `chmod 666` it") from error
+            raise UserError(
+                f"{file}: belongs to another user and cannot be opened; remove it, or `chmod 666` it"
+            ) from error
         try:
             handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:

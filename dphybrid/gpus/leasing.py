@@ -1,4 +1,5 @@
-"""From a device text to leased GPUs: what a run asks for, waits for, and then knows as `cuda:0`, `cuda:1`, ..."""
+"""From a device text to leased GPUs: what a run asks for, waits for, and then knows as `cuda:0`, `cuda:1`,
+..."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ REAL_NVML = "pynvml"
 
 @dataclass(frozen=True)
 class LeasedDevices:
-    """What a run computes on. text: for `resolve_devices`. lease: None on the CPU and where NVML does not answer."""
+    """What a run computes on. text: for `resolve_devices`. lease: None on the CPU and where NVML does not
+    answer."""
 
     text: str
     lease: Lease | None = None
@@ -42,7 +44,8 @@ def wanted_spec(config: ExperimentConfig, settings: Settings) -> DeviceSpec:
 
 
 def expected_devices(config: ExperimentConfig, settings: Settings) -> str:
-    """Return the device text that a run would get if all it wants were free. Raises UserError for GPUs that are not there."""
+    """Return the device text that a run would get if all it wants were free. Raises UserError for GPUs that
+    are not there."""
     spec = wanted_spec(config, settings)
     units = _units(spec, settings, Inventory(settings.nvml))
     if not units:
@@ -63,9 +66,9 @@ def leased_devices(
 ) -> Iterator[LeasedDevices]:
     """Wait for the GPUs that the config wants and hold them while the block runs.
 
-    run: shown to others. replicas: how many devices a resumed run had, so that `auto` takes as many again and the result keeps its bits;
-    fewer where the machine has fewer. on_wait is told why it waits. stop: ends the waiting, too. Raises UserError,
-    LeaseTimeoutError, Interrupted.
+    run: shown to others. replicas: how many devices a resumed run had, so that `auto` takes as many again and
+    the result keeps its bits; fewer where the machine has fewer. on_wait is told why it waits. stop: ends the
+    waiting, too. Raises UserError, LeaseTimeoutError, Interrupted.
     """
     spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
     units = _units(spec, settings, inventory)
@@ -74,7 +77,9 @@ def leased_devices(
         return
     if spec.is_auto and not spec.count and replicas > len(units):
         print(
-            f"Note: this run had {replicas} devices, here are {len(units)} GPUs; its results will round differently", flush=True
+            f"Note: this run had {replicas} devices, here are {len(units)} GPUs; its results will round "
+            "differently",
+            flush=True,
         )
     wanted = Wanted(
         count=spec.count or min(replicas, len(units)),
@@ -120,7 +125,10 @@ def _units(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> list[G
 
 def _without_lease(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> str:
     if settings.nvml == REAL_NVML and "cpu" not in spec.names and torch.cuda.device_count():
-        print(f"Note: GPUs are used without a lease, for {inventory.reason or 'none of them is known to NVML'}", flush=True)
+        print(
+            f"Note: GPUs are used without a lease, for {inventory.reason or 'none of them is known to NVML'}",
+            flush=True,
+        )
     return resolve_devices(spec.text).text
 
 
@@ -132,19 +140,26 @@ def _virtual(spec: DeviceSpec, count: int) -> str:
 def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
     """Return torch's numbers of the leased GPUs, once CUDA has said which they are.
 
-    CUDA is told of no others, so that nothing can open a context on somebody else's. It may have read the variable before, though,
-    even when torch has not started it: a look whether it is available is enough.
+    CUDA is told of no others, so that nothing can open a context on somebody else's. It may have read the
+    variable before, though, even when torch has not started it: a look whether it is available is enough.
     """
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
     try:
         torch.cuda.init()
-        there = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+        there = [
+            str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())
+        ]
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"{', '.join(gpu.label for gpu in gpus)}: leased, but CUDA does not start: {error}") from error
+        raise UserError(
+            f"{', '.join(gpu.label for gpu in gpus)}: leased, but CUDA does not start: {error}"
+        ) from error
     numbers = [_number_of(gpu, there) for gpu in gpus]
     if missing := [gpu.label for gpu, number in zip(gpus, numbers, strict=True) if number is None]:
-        raise UserError(f"{', '.join(missing)}: CUDA was started in this process without it; start the run in a new process")
+        raise UserError(
+            f"{', '.join(missing)}: CUDA was started in this process without it; start the run in a new "
+            "process"
+        )
     return [number for number in numbers if number is not None]
 
 

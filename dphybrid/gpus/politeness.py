@@ -1,4 +1,5 @@
-"""Giving way: while training runs, its GPUs are watched, and when their owner comes it is asked to stop and to go on later."""
+"""Giving way: while training runs, its GPUs are watched, and when their owner comes it is asked to stop and
+to go on later."""
 
 import os
 import sys
@@ -16,12 +17,14 @@ from dphybrid.util.stop import Interrupted, StopRequest
 from dphybrid.util.watching import watching
 
 SQUEEZE_SHARE = 0.02
-"""Share of a GPU's memory below which, beside another process, what is free does not last: one of the two will fail."""
+"""Share of a GPU's memory below which, beside another process, what is free does not last: one of the two
+will fail."""
 
 
 @contextmanager
 def giving_way(devices: LeasedDevices, settings: Settings, stop: StopRequest) -> Iterator[None]:
-    """While the block runs, ask its run to stop, and to be queued again, when `reason_to_yield` finds a reason.
+    """While the block runs, ask its run to stop, and to be queued again, when `reason_to_yield` finds a
+    reason.
 
     Twice in a row: processes that only look at a GPU come and go.
     """
@@ -46,7 +49,8 @@ def giving_way(devices: LeasedDevices, settings: Settings, stop: StopRequest) ->
 def reason_to_yield(devices: LeasedDevices, settings: Settings, now: datetime) -> str | None:
     """Return why the GPUs should be given back at this moment, or None.
 
-    The end of training hours and a lost lease count whatever `yield_to_others` says. ask: a request, or memory that runs out beside another process.
+    The end of training hours and a lost lease count whatever `yield_to_others` says. ask: a request, or
+    memory that runs out beside another process.
     always: any other process, too.
     """
     if devices.lease is None or devices.inventory is None:
@@ -78,13 +82,24 @@ def _crowded(gpu: Gpu, settings: Settings) -> str | None:
     return None
 
 
-def go_on_later(interruption: Interrupted, settings: Settings, before: Callable[[], None] = lambda: None) -> NoReturn:
-    """Go on with an interrupted run in a new process image, after a pause: with nothing left on the GPUs meanwhile.
+def go_on_later(
+    interruption: Interrupted, settings: Settings, before: Callable[[], None] = lambda: None
+) -> NoReturn:
+    """Go on with an interrupted run in a new process image, after a pause: with nothing left on the GPUs
+    meanwhile.
 
     before: what to end first. The same command is run again, with `--resume RUN` once the run had begun.
     """
-    print(f"{interruption}\nGiving way; asks for GPUs again in {settings.requeue_after_s:.0f} s (Ctrl-C ends it)", flush=True)
+    print(
+        f"{interruption}\nGiving way; asks for GPUs again in {settings.requeue_after_s:.0f} s (Ctrl-C ends "
+        "it)",
+        flush=True,
+    )
     before()
     code = "import sys, time, os; time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
-    again = [sys.executable, *sys.orig_argv[1:], *(["--resume", interruption.run] if interruption.run else [])]
+    again = [
+        sys.executable,
+        *sys.orig_argv[1:],
+        *(["--resume", interruption.run] if interruption.run else []),
+    ]
     os.execv(sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), *again])

@@ -13,13 +13,18 @@ from dphybrid.gpus.leases import find_holder
 
 
 def gpu_table(units: Sequence[Gpu], names: str | None, folder: Path, policy: Policy) -> Table:
-    """Return the table of all units; those that CUDA_VISIBLE_DEVICES=`names` hides are dim and have no device name."""
+    """Return the table of all units; those that CUDA_VISIBLE_DEVICES=`names` hides are dim and have no device
+    name."""
     table = Table(box=None, pad_edge=False)
     for title in ("device", "GPU", "name", "free", "load", "state"):
         table.add_column(title, justify="right" if title in ("free", "load") else "left")
     numbers = {unit.uuid: number for number, unit in enumerate(visible(units, names))}
     for unit in units:
-        number, holder, busy = numbers.get(unit.uuid), find_holder(folder, unit.uuid), busy_reason(unit, policy)
+        number, holder, busy = (
+            numbers.get(unit.uuid),
+            find_holder(folder, unit.uuid),
+            busy_reason(unit, policy),
+        )
         state = [holder.text()] if holder else []
         if unit.processes:
             state += [describe_process(process) for process in unit.processes]
@@ -37,7 +42,9 @@ def gpu_table(units: Sequence[Gpu], names: str | None, folder: Path, policy: Pol
     return table
 
 
-def show_live(inventory: Inventory, names: str | None, folder: Path, policy: Policy, every_s: float = 1.0) -> None:
+def show_live(
+    inventory: Inventory, names: str | None, folder: Path, policy: Policy, every_s: float = 1.0
+) -> None:
     """Show the table until Ctrl-C."""
     with Live(console=Console(), auto_refresh=False, screen=False) as live:
         while True:

@@ -1,7 +1,8 @@
 """Waiting for GPUs: first come, first served, several at once or none, with a reason that people understand.
 
-Whoever waits holds a numbered ticket, a locked file. GPUs that an earlier ticket can use are left to it, so that a run that wants three is not
-overtaken for ever by runs that want one; a ticket whose wish other people's processes make impossible for now holds nobody up.
+Whoever waits holds a numbered ticket, a locked file. GPUs that an earlier ticket can use are left to it, so
+that a run that wants three is not overtaken for ever by runs that want one; a ticket whose wish other
+people's processes make impossible for now holds nobody up.
 """
 
 import fcntl
@@ -32,8 +33,8 @@ class LeaseTimeoutError(UserError):
 class Wanted:
     """Which GPUs a run needs.
 
-    count: so many, any (0: all that are free, at least one, and at most `at_most` if that is not 0). numbers: exactly these, counted as
-    torch counts the visible ones.
+    count: so many, any (0: all that are free, at least one, and at most `at_most` if that is not 0). numbers:
+    exactly these, counted as torch counts the visible ones.
     """
 
     count: int = 0
@@ -68,10 +69,10 @@ def acquire(
 ) -> Lease:
     """Wait until the GPUs are free by `policy` and leased to no one, and lease them.
 
-    folder: of `lease_folder`. run: shown to others. names: CUDA_VISIBLE_DEVICES. timeout_s counts from the call; 0 still allows for the
-    policy's window. on_wait is told why, when the reason changes. closed: why nothing may start now (outside training hours), or None.
-    on_look is called before each look, and ends the waiting by raising.
-    Raises UserError for GPUs that are not there, LeaseTimeoutError with the reasons.
+    folder: of `lease_folder`. run: shown to others. names: CUDA_VISIBLE_DEVICES. timeout_s counts from the
+    call; 0 still allows for the policy's window. on_wait is told why, when the reason changes. closed: why
+    nothing may start now (outside training hours), or None. on_look is called before each look, and ends the
+    waiting by raising. Raises UserError for GPUs that are not there, LeaseTimeoutError with the reasons.
     """
     deadline = time.monotonic() + max(timeout_s, 2 * policy.window_s + 2 * poll_s)
     told = ""
@@ -81,7 +82,8 @@ def acquire(
         on_look()
         if time.monotonic() >= deadline:
             raise LeaseTimeoutError(
-                f"{_text(wanted)} did not come free within {timeout_s:.0f} s: {why or 'another run was faster'}; "
+                f"{_text(wanted)} did not come free within {timeout_s:.0f} s: "
+                f"{why or 'another run was faster'}; "
                 "try later, raise DPHYBRID_GPU_WAIT_S, or use devices=cpu"
             )
         if why and why != told:
@@ -113,7 +115,8 @@ def _try(
     number: str,
     free_since: dict[str, float],
 ) -> tuple[Lease | None, str]:
-    """Look once, and take what is ours to take; return (lease, why not). free_since: UUID -> since when it has been free, kept up to date."""
+    """Look once, and take what is ours to take; return (lease, why not). free_since: UUID -> since when it
+    has been free, kept up to date."""
     now, reasons, leased = time.monotonic(), [], set()
     eligible = _eligible(wanted, visible(inventory.read(), names))
     for gpu in eligible:
@@ -128,7 +131,9 @@ def _try(
     ready = [gpu for gpu in eligible if now - free_since.get(gpu.uuid, now + 1) >= policy.window_s]
     ahead = [ticket for name, ticket in _tickets(folder).items() if name < number]
     kept = _kept_for(ahead, ready, leased)
-    if lease := _take(wanted, [gpu for gpu in ready if gpu.uuid not in kept], inventory, folder, run, policy, names):
+    if lease := _take(
+        wanted, [gpu for gpu in ready if gpu.uuid not in kept], inventory, folder, run, policy, names
+    ):
         return lease, ""
     if kept:
         reasons.append(f"{len(ahead)} earlier runs wait for {len(kept)} of the GPUs")
@@ -141,7 +146,9 @@ def _text(wanted: Wanted) -> str:
 
 def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
     if missing := [number for number in wanted.numbers if number >= len(units)]:
-        raise UserError(f"devices: cuda:{missing[0]} is not here; {len(units)} GPUs are visible (see `dphybrid devices`)")
+        raise UserError(
+            f"devices: cuda:{missing[0]} is not here; {len(units)} GPUs are visible (see `dphybrid devices`)"
+        )
     chosen = [units[number] for number in wanted.numbers] or list(units)
     if wanted.least > 1 and not wanted.numbers:
         chosen = [unit for unit in chosen if not unit.is_mig]  # CUDA gives a process one MIG device
@@ -150,13 +157,20 @@ def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
     if len(chosen) < wanted.least:
         raise UserError(
             f"devices: {_text(wanted)} wanted, {len(chosen)} are here and visible"
-            f"{' that are not split by MIG' if len(chosen) < len(units) else ''}; ask for fewer, or change CUDA_VISIBLE_DEVICES"
+            f"{' that are not split by MIG' if len(chosen) < len(units) else ''}; ask for fewer, or change "
+            "CUDA_VISIBLE_DEVICES"
         )
     return chosen
 
 
 def _take(
-    wanted: Wanted, mine: list[Gpu], inventory: Inventory, folder: Path, run: str, policy: Policy, names: str | None
+    wanted: Wanted,
+    mine: list[Gpu],
+    inventory: Inventory,
+    folder: Path,
+    run: str,
+    policy: Policy,
+    names: str | None,
 ) -> Lease | None:
     if len(mine) < wanted.least:
         return None
@@ -165,7 +179,8 @@ def _take(
     lease = try_lease(folder, chosen, run)
     if lease is None:
         return None
-    # Under the locks once more: between the look and the lock another run may have come and gone, or somebody begun.
+    # Under the locks once more: between the look and the lock another run may have come and gone, or somebody
+    # begun.
     now = {gpu.uuid: gpu for gpu in visible(inventory.read(), names)}
     if all(gpu.uuid in now and busy_reason(now[gpu.uuid], policy) is None for gpu in chosen):
         return lease
@@ -186,7 +201,13 @@ def _kept_for(ahead: Sequence[_Ticket], ready: Sequence[Gpu], leased: set[str]) 
 @contextmanager
 def _ticket(folder: Path, eligible: Sequence[Gpu], least: int, run: str) -> Iterator[str]:
     name = f"{time.time_ns():020d}-{os.getpid()}.ticket"
-    page = {"uuids": [gpu.uuid for gpu in eligible], "least": least, "run": run, "user": user_name(), "pid": os.getpid()}
+    page = {
+        "uuids": [gpu.uuid for gpu in eligible],
+        "least": least,
+        "run": run,
+        "user": user_name(),
+        "pid": os.getpid(),
+    }
     hidden = folder / f".{name}"
     handle = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -209,10 +230,13 @@ def _age_s(file: Path) -> float:
 
 
 def _tickets(folder: Path) -> dict[str, _Ticket]:
-    """The living tickets by name, oldest first; those of the dead are cleared away, and what is no ticket is left alone."""
+    """The living tickets by name, oldest first; those of the dead are cleared away, and what is no ticket is
+    left alone."""
     found = {}
     for file in sorted(folder.glob("*.ticket")):
-        if file.name.startswith(".") and _age_s(file) < _BIRTH_S:  # glob finds these, too: being made, and not locked yet
+        if (
+            file.name.startswith(".") and _age_s(file) < _BIRTH_S
+        ):  # glob finds these, too: being made, and not locked yet
             continue
         try:
             page = locked_page(file)

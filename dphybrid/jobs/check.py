@@ -1,4 +1,5 @@
-"""Looks at a model before it is trained: its memory on each device, and what data parallelism changes in it."""
+"""Looks at a model before it is trained: its memory on each device, and what data parallelism changes in
+it."""
 
 import inspect
 from typing import Any
@@ -28,31 +29,41 @@ COMPARED_ROWS = 64
 
 
 def memory_report(config: ExperimentConfig, settings: Settings, batch_size: int) -> str:
-    """Return each data-parallel block's memory for a full batch, device by device. Prepares the data if need be."""
+    """Return each data-parallel block's memory for a full batch, device by device. Prepares the data if need
+    be."""
     devices = resolve_devices(wanted_spec(config, settings).text)
     data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
     model = build_from_config(config, data.info, resolve_devices("cpu"))
     sizes = split_sizes(batch_size, len(devices))
     calls: dict[str, Any] = {}
     for name, block in find_data_parallel(model).items():
-        block.register_forward_pre_hook(lambda _, args, kwargs, name=name: calls.update({name: (args, kwargs)}), with_kwargs=True)
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: calls.update({name: (args, kwargs)}), with_kwargs=True
+        )
     model(next(batches(data.dataset("train"), max(sizes), seed=0, epoch=0, shuffle=False)))
     parts = []
     for name, block in find_data_parallel(model).items():
         args, kwargs = calls[name]
         parts.append(f"Memory of {name or 'the model'} in MiB, batch of {batch_size}:")
         parts.append(
-            memory_text(block_memory(block.module, args, kwargs, sizes, devices.labels, config.train.optimizer, block.dim))
+            memory_text(
+                block_memory(
+                    block.module, args, kwargs, sizes, devices.labels, config.train.optimizer, block.dim
+                )
+            )
         )
     return "\n".join(parts)
 
 
-def check_target(target: str | None, config: ExperimentConfig, settings: Settings) -> list[tuple[str, list[Finding]]]:
+def check_target(
+    target: str | None, config: ExperimentConfig, settings: Settings
+) -> list[tuple[str, list[Finding]]]:
     """Check `package.module:factory`, or the recipe's model; return the findings by block.
 
-    A factory is called without arguments, or with the recipe's ModelContext when it takes one. Where the model has data-parallel blocks
-    these are checked, otherwise the model as if it were one. With the recipe's data, its first rows are also computed unsplit and split, to name
-    what computes across the batch. Raises UserError when the factory gives no module.
+    A factory is called without arguments, or with the recipe's ModelContext when it takes one. Where the
+    model has data-parallel blocks these are checked, otherwise the model as if it were one. With the recipe's
+    data, its first rows are also computed unsplit and split, to name what computes across the batch. Raises
+    UserError when the factory gives no module.
     """
     across: list[SplitDifference] = []
     if target is None or inspect.signature(import_factory(target)).parameters:
@@ -62,7 +73,9 @@ def check_target(target: str | None, config: ExperimentConfig, settings: Setting
         model = build_from_config(config, data.info, resolve_devices("cpu"))
         if find_data_parallel(model):
             rows = min(config.train.batch_size, COMPARED_ROWS)
-            across = compare_split(model, next(batches(data.dataset("train"), rows, seed=0, epoch=0, shuffle=False)))
+            across = compare_split(
+                model, next(batches(data.dataset("train"), rows, seed=0, epoch=0, shuffle=False))
+            )
     else:
         made: Any = import_factory(target)()  # type: ignore[call-arg]
         if not isinstance(made, nn.Module):
@@ -72,7 +85,10 @@ def check_target(target: str | None, config: ExperimentConfig, settings: Setting
     if not blocks:
         return [("the module as one block", check_module(model))]
     return [
-        (name or "the model", [*check_module(block.module), *(_finding(one) for one in across if one.block == name)])
+        (
+            name or "the model",
+            [*check_module(block.module), *(_finding(one) for one in across if one.block == name)],
+        )
         for name, block in blocks.items()
     ]
 

@@ -24,8 +24,8 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     """Build the model of a checkpoint folder on `devices` and fill it, whatever devices it was trained on.
 
     mapped: its tables stay in the checkpoint's files, and memory holds only rows that were looked up.
-    Raises UserError when the folder is no checkpoint or does not fit, and when it comes from elsewhere and its model is built by code that
-    is not allowed to.
+    Raises UserError when the folder is no checkpoint or does not fit, and when it comes from elsewhere and
+    its model is built by code that is not allowed to.
     """
     state = verify_checkpoint(Path(folder))
     config = stored_config(state.config)
@@ -40,27 +40,32 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
 
 
 def _check_factory(factory: str | None, folder: Path, settings: Settings) -> None:
-    """Raise UserError when a checkpoint from elsewhere names a function of a package that the settings do not allow."""
+    """Raise UserError when a checkpoint from elsewhere names a function of a package that the settings do not
+    allow."""
     if factory is None or _is_own(folder, settings):
         return
     module = factory.partition(":")[0]
     allowed = ["dphybrid", *filter(None, (name.strip() for name in settings.factory_packages.split(",")))]
     if not any(module == name or module.startswith(f"{name}.") for name in allowed):
         raise UserError(
-            f"{folder}: this checkpoint is none of the runs in {settings.runs_dir}, and its model.factory={factory!r} would run code of package "
-            f"{module.partition('.')[0]!r}; if you trust it, set DPHYBRID_FACTORY_PACKAGES={module.partition('.')[0]}"
+            f"{folder}: this checkpoint is none of the runs in {settings.runs_dir}, and its "
+            f"model.factory={factory!r} would run code of package "
+            f"{module.partition('.')[0]!r}; if you trust it, set "
+            f"DPHYBRID_FACTORY_PACKAGES={module.partition('.')[0]}"
         )
 
 
 def _is_own(folder: Path, settings: Settings) -> bool:
-    """Tell whether a checkpoint was written by this user's own runs, or recorded by them in the embedded store."""
+    """Tell whether a checkpoint was written by this user's own runs, or recorded by them in the embedded
+    store."""
     place = folder.resolve()
     own = any(place.is_relative_to(root.resolve()) for root in (settings.runs_dir, settings.mlflow_dir))
     return own and (place / "state.json").stat().st_uid == os.getuid()
 
 
 def find_checkpoint(which: str, settings: Settings) -> Path:
-    """Return the checkpoint folder of a run (name, folder or MLflow id: its best one), of `models:/NAME@ALIAS`, or the folder itself.
+    """Return the checkpoint folder of a run (name, folder or MLflow id: its best one), of
+    `models:/NAME@ALIAS`, or the folder itself.
 
     Raises UserError when there is none.
     """
@@ -84,7 +89,8 @@ def _named_run(which: str, settings: Settings) -> Run:
 
 
 def load_model(which: str, devices: str = "cpu") -> nn.Module:
-    """Return the model of a run (its best checkpoint), a checkpoint folder, or a registered model such as `models:/clicks@champion`.
+    """Return the model of a run (its best checkpoint), a checkpoint folder, or a registered model such as
+    `models:/clicks@champion`.
 
     devices: where it computes, whatever it was trained on. Raises UserError when there is none.
     """

@@ -1,4 +1,5 @@
-"""The pages of a run folder: what the run is, what its training came to, its metrics, its splits, its report."""
+"""The pages of a run folder: what the run is, what its training came to, its metrics, its splits, its
+report."""
 
 from typing import Any
 
@@ -9,7 +10,8 @@ from dphybrid.util.pages import Page
 
 
 class RunPage(Page):
-    """`run.json`: what a run is. config: the experiment's values. created: ISO time. links: name -> address, for its page in MLflow."""
+    """`run.json`: what a run is. config: the experiment's values. created: ISO time. links: name -> address,
+    for its page in MLflow."""
 
     run_id: str
     attempt: int
@@ -27,8 +29,8 @@ class RunPage(Page):
 
 
 class ResultPage(Page):
-    """`result.json`: what training came to. checkpoint: the latest one. step_ms: of the steps with a full batch, whose number is
-    steps_timed. stages: seconds."""
+    """`result.json`: what training came to. checkpoint: the latest one. step_ms: of the steps with a full
+    batch, whose number is steps_timed. stages: seconds."""
 
     checkpoint: str
     best_checkpoint: str
@@ -64,7 +66,8 @@ class SplitsPage(Page):
 class Report(Page):
     """What a run came to; `--report FILE` writes it as JSON.
 
-    views: name -> address of MLflow's tables of all runs. stages: seconds; stages_ms: milliseconds of an average step.
+    views: name -> address of MLflow's tables of all runs. stages: seconds; stages_ms: milliseconds of an
+    average step.
     registered_as: "" where the registry did not take it; not_registered says why then.
     """
 

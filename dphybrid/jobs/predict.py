@@ -1,6 +1,8 @@
-"""Predictions of a trained click model: new rows pass through the same preprocessing, values it never met are unknown ones.
+"""Predictions of a trained click model: new rows pass through the same preprocessing, values it never met are
+unknown ones.
 
-Files are read, scored and written chunk by chunk; the table stays in the checkpoint's file, of which only looked-up rows are read.
+Files are read, scored and written chunk by chunk; the table stays in the checkpoint's file, of which only
+looked-up rows are read.
 """
 
 import json
@@ -35,7 +37,8 @@ WRITTEN = (".parquet", ".csv")
 
 @dataclass
 class Predicted:
-    """What became of a file's rows. wrong_numbers: values in numeric columns that are no numbers and counted as missing."""
+    """What became of a file's rows. wrong_numbers: values in numeric columns that are no numbers and counted
+    as missing."""
 
     out: Path
     num_rows: int = 0
@@ -44,15 +47,18 @@ class Predicted:
 
 
 class Predictor:
-    """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's two values, the predicted one last."""
+    """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's two values,
+    the predicted one last."""
 
     def __init__(self, folder: str | Path, devices: str = "cpu", batch_size: int = 8192) -> None:
-        """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a table."""
+        """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a
+        table."""
         self.folder = Path(folder)
         config = stored_config(verify_checkpoint(self.folder).config)
         if not (self.folder / "encoder").is_dir():
             raise UserError(
-                f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one of a recipe that reads tables "
+                f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
+                "of a recipe that reads tables "
                 f"({', '.join(tabular_names())})"
             )
         self.encoder = TableEncoder.load(self.folder / "encoder")
@@ -62,10 +68,11 @@ class Predictor:
         self._model = model_from_checkpoint(self.folder, devices, mapped=True).eval()
 
     def predict(self, rows: pl.DataFrame | Mapping[str, Any]) -> np.ndarray:
-        """Return the probability (B,) float32 of the positive class for rows given by column name; other columns are ignored.
+        """Return the probability (B,) float32 of the positive class for rows given by column name; other
+        columns are ignored.
 
-        Texts in `data.missing` and None mean no value; a numeric column's values that are no numbers do, too, with a warning.
-        Raises UserError when a column is missing.
+        Texts in `data.missing` and None mean no value; a numeric column's values that are no numbers do, too,
+        with a warning. Raises UserError when a column is missing.
         """
         frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(dict(rows), strict=False)
         self._check_columns(frame.columns, "the rows")
@@ -73,17 +80,25 @@ class Predictor:
         lists = {name for name in self.encoder.names if is_list_of_items(frame[name].dtype)}
         scores_B, wrong = self._scores(columns, lists)
         if wrong:
-            warnings.warn(f"{wrong:,} values of numeric columns are no numbers and count as missing", stacklevel=2)
+            warnings.warn(
+                f"{wrong:,} values of numeric columns are no numbers and count as missing", stacklevel=2
+            )
         return scores_B
 
     def predict_file(
-        self, path: str | Path, out: str | Path, on_progress: Callable[[str, int, int], None] | None = None, **values: Any
+        self,
+        path: str | Path,
+        out: str | Path,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        **values: Any,
     ) -> Predicted:
-        """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file, chunk by chunk.
+        """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file,
+        chunk by chunk.
 
-        Rows that cannot be read are left out; OUT.rejected.jsonl then says which and why. values: of the config's data section, where
-        the new files are written otherwise (header, delimiter, max_rejected, ...). Raises UserError for files that do not fit, or
-        when more than data.max_rejected of the rows cannot be read; nothing is left at `out` then.
+        Rows that cannot be read are left out; OUT.rejected.jsonl then says which and why. values: of the
+        config's data section, where the new files are written otherwise (header, delimiter, max_rejected,
+        ...). Raises UserError for files that do not fit, or when more than data.max_rejected of the rows
+        cannot be read; nothing is left at `out` then.
         """
         path, target = str(path), Path(out)
         if target.suffix.lower() not in WRITTEN:
@@ -105,7 +120,9 @@ class Predictor:
                         if on_progress:
                             on_progress("predict rows", min(total, before + chunk.bytes_read), total)
                     before += file.stat().st_size
-                check_rejected(path, rejected, done.num_rows + len(rejected), self._reading(path, values).max_rejected)
+                check_rejected(
+                    path, rejected, done.num_rows + len(rejected), self._reading(path, values).max_rejected
+                )
             except BaseException as error:
                 failed.append(error)  # polars would wrap it
                 raise
@@ -129,7 +146,8 @@ class Predictor:
         return done
 
     def _reading(self, path: str, values: Mapping[str, Any]) -> TableDataConfig:
-        """The config that new files are read by: as the training files, and a header is known by the columns' names."""
+        """The config that new files are read by: as the training files, and a header is known by the columns'
+        names."""
         known = {
             "path": path,
             "label": None,
@@ -150,16 +168,24 @@ class Predictor:
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong
         return pl.DataFrame(
-            {"file": pl.repeat(str(chunk.file), len(chunk), eager=True), "line": chunk.lines, "probability": scores_B},
+            {
+                "file": pl.repeat(str(chunk.file), len(chunk), eager=True),
+                "line": chunk.lines,
+                "probability": scores_B,
+            },
             schema=COLUMNS,
         )
 
     def _check_columns(self, names: list[str], where: str) -> None:
         if missing := [name for name in self.encoder.names if name not in names]:
-            raise UserError(f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: {', '.join(names)}")
+            raise UserError(
+                f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: "
+                f"{', '.join(names)}"
+            )
 
     def _scores(self, columns: dict[str, pl.Series], lists: Set[str]) -> tuple[np.ndarray, int]:
-        """lists: columns that came as lists, with `SEPARATOR` between the items now; they may have been text with another one in training."""
+        """lists: columns that came as lists, with `SEPARATOR` between the items now; they may have been text
+        with another one in training."""
         for bag in self.encoder.bags:
             if bag.name in lists and bag.separator is not None:
                 columns[bag.name] = columns[bag.name].str.replace_all(SEPARATOR, bag.separator, literal=True)
@@ -179,12 +205,17 @@ class Predictor:
 def _no_value(series: pl.Series, data: TableDataConfig) -> pl.Series:
     if series.dtype.is_numeric() or series.dtype == pl.Boolean:
         return series
-    text = list_texts(series, "the rows") if is_list_of_items(series.dtype) else series.cast(pl.String).str.strip_chars()
+    text = (
+        list_texts(series, "the rows")
+        if is_list_of_items(series.dtype)
+        else series.cast(pl.String).str.strip_chars()
+    )
     return text.set(text.is_in(["", *data.missing]).fill_null(False), None)
 
 
 def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Predictor:
-    """Return the predictor of a run, a checkpoint folder or a registered model such as `models:/clicks@champion`.
+    """Return the predictor of a run, a checkpoint folder or a registered model such as
+    `models:/clicks@champion`.
 
     Raises UserError when there is none, or when it is no model of a recipe that reads tables.
     """

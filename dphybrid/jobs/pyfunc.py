@@ -1,4 +1,5 @@
-"""Checkpoints as MLflow's own models: what `mlflow.pyfunc.load_model` and `mlflow models serve` load and ask."""
+"""Checkpoints as MLflow's own models: what `mlflow.pyfunc.load_model` and `mlflow models serve` load and
+ask."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -15,7 +16,8 @@ from dphybrid.training.tensor_file import read_tensors
 
 
 class LoadedCheckpoint:
-    """A checkpoint as MLflow's pyfunc hands it out. folder: its files; state: its page; both models are built when first asked."""
+    """A checkpoint as MLflow's pyfunc hands it out. folder: its files; state: its page; both models are built
+    when first asked."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,10 +45,12 @@ class LoadedCheckpoint:
         return Predictor(self.folder)
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
-        """Return the probability (B,) of the positive class for the rows of a frame; for a batch of tensors, what the model returns.
+        """Return the probability (B,) of the positive class for the rows of a frame; for a batch of tensors,
+        what the model returns.
 
-        data: a DataFrame (pandas, polars) or columns by name, for recipes that read tables; or the model's own batch, a dict of tensors
-        with samples on dim 0. Raises UserError when columns are missing, or when the model cannot read rows of a table.
+        data: a DataFrame (pandas, polars) or columns by name, for recipes that read tables; or the model's
+        own batch, a dict of tensors with samples on dim 0. Raises UserError when columns are missing, or when
+        the model cannot read rows of a table.
         """
         if isinstance(data, Mapping) and data and all(isinstance(value, Tensor) for value in data.values()):
             with torch.no_grad():

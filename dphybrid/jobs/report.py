@@ -22,7 +22,8 @@ Table = list[dict[str, Any]]
 
 
 def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
-    """Return the tracker that the settings name. must_answer: raise UserError when its server does not answer now."""
+    """Return the tracker that the settings name. must_answer: raise UserError when its server does not answer
+    now."""
     return open_tracker(
         settings.mlflow_uri,
         settings.experiment,
@@ -109,7 +110,11 @@ def _closing_words(report: Report) -> str:
 def _stages_ms(result: ResultPage) -> dict[str, float]:
     """Return the milliseconds of an average step by stage."""
     in_step = {stage: seconds for stage, seconds in result.stages.items() if stage not in NOT_A_STEP}
-    return {stage: 1e3 * seconds / result.steps_timed for stage, seconds in in_step.items()} if result.steps_timed else {}
+    return (
+        {stage: 1e3 * seconds / result.steps_timed for stage, seconds in in_step.items()}
+        if result.steps_timed
+        else {}
+    )
 
 
 def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -> dict[str, float]:
@@ -117,7 +122,11 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
     summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result.stages.items()}
     summary |= {f"timing_mean/{stage}_ms": value for stage, value in _stages_ms(result).items()}
     if rows := [row.rows for row in splits.rows if row.number == 1]:
-        summary |= {"split/replicas_used": len(rows), "split/rows_max": max(rows), "split/rows_min": min(rows)}
+        summary |= {
+            "split/replicas_used": len(rows),
+            "split/rows_max": max(rows),
+            "split/rows_min": min(rows),
+        }
     summary |= {f"summary/step_ms_{name}": value for name, value in result.step_ms.items() if name != "steps"}
     if result.step_ms:
         summary["summary/samples_per_s_median"] = 1e3 * config.train.batch_size / result.step_ms["p50"]

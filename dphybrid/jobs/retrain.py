@@ -1,7 +1,9 @@
-"""Retraining: is there something new, the config that goes on from the champion, and whether the challenger takes its place.
+"""Retraining: is there something new, the config that goes on from the champion, and whether the challenger
+takes its place.
 
-Champion and challenger answer the same validation rows, none of which either was trained on. The difference gets an interval by the paired
-bootstrap (Efron 1979): both are scored on the same resampled rows, many times over.
+Champion and challenger answer the same validation rows, none of which either was trained on. The difference
+gets an interval by the paired bootstrap (Efron 1979): both are scored on the same resampled rows, many times
+over.
 """
 
 import shutil
@@ -44,9 +46,11 @@ TOP_VALUES = 20
 
 
 class Plan(BaseModel):
-    """What a retraining will do. stop: why there is nothing to do; undecided: run folder of a challenger that was trained and not yet judged.
+    """What a retraining will do. stop: why there is nothing to do; undecided: run folder of a challenger that
+    was trained and not yet judged.
 
-    config: the experiment with the champion's data and weights filled in. champion: its version, "" for the first model of its name.
+    config: the experiment with the champion's data and weights filled in. champion: its version, "" for the
+    first model of its name.
     """
 
     config: SerializeAsAny[AnyExperiment]
@@ -57,7 +61,8 @@ class Plan(BaseModel):
 
 
 class Decision(Page):
-    """Champion against challenger on the same validation rows; gain > 0: the challenger is better. low, high: of the 95 % interval."""
+    """Champion against challenger on the same validation rows; gain > 0: the challenger is better. low, high:
+    of the 95 % interval."""
 
     promoted: bool
     why: str
@@ -73,7 +78,9 @@ class Decision(Page):
 def open_registry(settings: Settings) -> Registry:
     """Return the model registry in force. Raises UserError where nothing is recorded."""
     if settings.mlflow_uri == "none":
-        raise UserError("retraining needs MLflow's model registry, and tracking is none; unset it, or name a server")
+        raise UserError(
+            "retraining needs MLflow's model registry, and tracking is none; unset it, or name a server"
+        )
     return Registry(settings.mlflow_uri or embedded_uri(settings.mlflow_dir))
 
 
@@ -84,25 +91,42 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
     """
     model = config.checkpoint.register_as
     if model is None:
-        raise UserError("checkpoint.register_as is not set; retraining needs the name of the model in MLflow's registry")
+        raise UserError(
+            "checkpoint.register_as is not set; retraining needs the name of the model in MLflow's registry"
+        )
     recipe = find_recipe(config.recipe)
     if not recipe.tabular:
         raise UserError(
-            f"recipe={config.recipe}: only tables (recipe {', '.join(tabular_names())}) can grow and be retrained; train others anew"
+            f"recipe={config.recipe}: only tables (recipe {', '.join(tabular_names())}) can grow and be "
+            "retrained; train others anew"
         )
     registry = open_registry(settings)
     newest, champion = registry.newest(model), registry.champion(model)
     if newest is None or champion is None:
         return Plan(config=config, model=model)
-    if not newest.decision and newest.number != champion.number and newest.run_tags.get(CHAMPION_TAG) == champion.number:
-        return Plan(config=config, model=model, champion=champion.number, undecided=newest.run_tags["dphybrid.run_folder"])
+    if (
+        not newest.decision
+        and newest.number != champion.number
+        and newest.run_tags.get(CHAMPION_TAG) == champion.number
+    ):
+        return Plan(
+            config=config,
+            model=model,
+            champion=champion.number,
+            undecided=newest.run_tags["dphybrid.run_folder"],
+        )
     if not event and newest.run_tags.get("dphybrid.source_digest") == source_digest(
         recipe.source(config.data, config.train.seed)
     ):
         return Plan(
-            config=config, model=model, champion=champion.number, stop=f"no new data since version {newest.number} was made"
+            config=config,
+            model=model,
+            champion=champion.number,
+            stop=f"no new data since version {newest.number} was made",
         )
-    return Plan(config=_from_champion(config, champion, registry, settings), model=model, champion=champion.number)
+    return Plan(
+        config=_from_champion(config, champion, registry, settings), model=model, champion=champion.number
+    )
 
 
 def _kept_checkpoint(champion: Version, registry: Registry, settings: Settings) -> Path:
@@ -113,7 +137,9 @@ def _kept_checkpoint(champion: Version, registry: Registry, settings: Settings) 
     found = checkpoint_folder(champion.uri, registry.uri)
     step = f"step-{read_state(found).progress.step:06d}"
     kept = Path(champion.run_tags.get("dphybrid.run_folder", "")) / "checkpoints" / step
-    if (kept / "state.json").is_file() and file_digest(kept / "state.json") == file_digest(found / "state.json"):
+    if (kept / "state.json").is_file() and file_digest(kept / "state.json") == file_digest(
+        found / "state.json"
+    ):
         return kept
     copy.parent.mkdir(parents=True, exist_ok=True)
     with locked(copy.with_name(f".{copy.name}.lock")):
@@ -124,19 +150,27 @@ def _kept_checkpoint(champion: Version, registry: Registry, settings: Settings) 
     return copy
 
 
-def _from_champion(config: ExperimentConfig, champion: Version, registry: Registry, settings: Settings) -> ExperimentConfig:
+def _from_champion(
+    config: ExperimentConfig, champion: Version, registry: Registry, settings: Settings
+) -> ExperimentConfig:
     checkpoint = _kept_checkpoint(champion, registry, settings)
     state = read_state(checkpoint)
     if not state.prepared or not Path(state.prepared).is_dir():
         raise UserError(
-            f"champion {champion.uri}: its prepared data {state.prepared or None} is not on this machine; share DPHYBRID_DATA_DIR between the "
+            f"champion {champion.uri}: its prepared data {state.prepared or None} is not on this machine; "
+            "share DPHYBRID_DATA_DIR between the "
             "workstations, or register a newly trained model under another name"
         )
     before, now = (c.model.model_dump(mode="json") for c in (stored_config(state.config), config))
-    changed = [f"{name}: {before.get(name)} -> {now.get(name)}" for name in _NETWORK if before.get(name) != now.get(name)]
+    changed = [
+        f"{name}: {before.get(name)} -> {now.get(name)}"
+        for name in _NETWORK
+        if before.get(name) != now.get(name)
+    ]
     if changed:
         raise UserError(
-            f"champion {champion.uri} has another network than the config ({'; '.join(f'model.{text}' for text in changed)}); "
+            f"champion {champion.uri} has another network than the config "
+            f"({'; '.join(f'model.{text}' for text in changed)}); "
             "give the same one, or another checkpoint.register_as"
         )
     return apply_overrides(config, [f"data.base={state.prepared}", f"train.warm_start={checkpoint}"])
@@ -145,7 +179,8 @@ def _from_champion(config: ExperimentConfig, champion: Version, registry: Regist
 def reason_to_wait(prepared: str, min_new_rows: int, drift_above: float, event: str = "") -> str | None:
     """Return why the data that has arrived is not worth a training yet, or None.
 
-    min_new_rows: so many rows are. drift_above: so is a drift of a column beyond it, with fewer rows (0: never). event: so is one.
+    min_new_rows: so many rows are. drift_above: so is a drift of a column beyond it, with fewer rows (0:
+    never). event: so is one.
     """
     data = open_prepared(Path(prepared))
     if event or "new_rows" not in data.arrays:
@@ -163,9 +198,11 @@ def reason_to_wait(prepared: str, min_new_rows: int, drift_above: float, event: 
 
 
 def largest_drift(prepared: str) -> tuple[str, float]:
-    """Return the column whose values are distributed most differently in the new rows, and its population stability index.
+    """Return the column whose values are distributed most differently in the new rows, and its population
+    stability index.
 
-    The index sums (p - q) ln(p / q) over a column's most frequent values; above 0.1 is usually called a shift, above 0.25 a large one.
+    The index sums (p - q) ln(p / q) over a column's most frequent values; above 0.1 is usually called a
+    shift, above 0.25 a large one.
     """
     data = open_prepared(Path(prepared))
     assert data.manifest.base is not None  # only extended data has new rows
@@ -197,12 +234,16 @@ def _shares(counts: np.ndarray) -> np.ndarray:
 
 
 def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decision:
-    """Compare the trained challenger of a run folder with the champion it started from; promote it, or keep the champion; write down why.
+    """Compare the trained challenger of a run folder with the champion it started from; promote it, or keep
+    the champion; write down why.
 
-    Promoted when the whole 95 % interval of the gain lies above `min_gain`. Raises UserError when MLflow does not answer.
+    Promoted when the whole 95 % interval of the gain lies above `min_gain`. Raises UserError when MLflow does
+    not answer.
     """
     run = read_run(run_folder)
-    if (run.folder / "decision.json").is_file():  # made before this process, which goes on where another one died
+    if (
+        run.folder / "decision.json"
+    ).is_file():  # made before this process, which goes on where another one died
         return Decision.read(run.folder / "decision.json")
     registry = open_registry(settings)
     model = run.config.checkpoint.register_as
@@ -210,7 +251,8 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
     challenger = registry.newest(model)
     if challenger is None or challenger.run_id != run.page.run_id:
         raise UserError(
-            f"the model of run {run.folder.name} is not registered as {model!r} yet; run `dphybrid sync`, then start the retraining again"
+            f"the model of run {run.folder.name} is not registered as {model!r} yet; run `dphybrid sync`, "
+            "then start the retraining again"
         )
     if run.config.train.warm_start is None:
         decision = Decision(promoted=True, why="the first model of its name has nobody to be compared with")
@@ -222,7 +264,8 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
 
 
 def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: float) -> Decision:
-    """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's validation rows."""
+    """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's
+    validation rows."""
     run = read_run(run_folder)
     config, data = run.config, run.open_data()
     devices = resolve_devices(run.page.devices)
@@ -248,7 +291,8 @@ def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: floa
     promoted = low > min_gain
     verdict = "better" if promoted else "not surely better" if high > min_gain else "not better"
     why = (
-        f"{verdict}: validation {task.metric} {challenger[task.metric]:.5f} against the champion's {champion[task.metric]:.5f} on the same "
+        f"{verdict}: validation {task.metric} {challenger[task.metric]:.5f} against the champion's "
+        f"{champion[task.metric]:.5f} on the same "
         f"{num_rows:,} rows; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
         + (f", wanted {min_gain:+g}" if min_gain else "")
     )
@@ -266,16 +310,24 @@ def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: floa
 
 
 def bootstrap_gains(
-    champion: dict[str, torch.Tensor], challenger: dict[str, torch.Tensor], task: Task, seed: int, resamples: int = NUM_RESAMPLES
+    champion: dict[str, torch.Tensor],
+    challenger: dict[str, torch.Tensor],
+    task: Task,
+    seed: int,
+    resamples: int = NUM_RESAMPLES,
 ) -> np.ndarray:
-    """Return the challenger's gain in the task's metric on `resamples` resampled sets of the same rows (resamples,)."""
+    """Return the challenger's gain in the task's metric on `resamples` resampled sets of the same rows
+    (resamples,)."""
     num_rows = len(next(iter(champion.values())))
     random = np.random.default_rng(seed)
     gains: list[float] = []
     while len(gains) < resamples:
         rows = torch.from_numpy(random.integers(0, num_rows, num_rows))
         try:
-            values = [task.compute({n: v[rows] for n, v in out.items()})[task.metric] for out in (champion, challenger)]
+            values = [
+                task.compute({n: v[rows] for n, v in out.items()})[task.metric]
+                for out in (champion, challenger)
+            ]
         except UserError:  # a few rows, drawn all of one label
             if len(set(champion["labels_B"].tolist())) < 2:
                 raise

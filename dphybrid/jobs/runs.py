@@ -41,7 +41,8 @@ class Run:
         return stored_config(self.page.config)
 
     def open_data(self, verified: bool = False) -> Prepared:
-        """Open the run's prepared data. verified: by its sums, too, once. Raises UserError when it is gone or damaged."""
+        """Open the run's prepared data. verified: by its sums, too, once. Raises UserError when it is gone or
+        damaged."""
         return find_recipe(self.config.recipe).open(Path(self.page.prepared), verified)
 
     @property
@@ -50,9 +51,11 @@ class Run:
 
 
 def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which: str) -> Run:
-    """Return the run to resume: the newest of this recipe ("latest") or the one named (or with that MLflow id).
+    """Return the run to resume: the newest of this recipe ("latest") or the one named (or with that MLflow
+    id).
 
-    Raises UserError when there is none, and when model, tables or data differ from the config's, naming each difference.
+    Raises UserError when there is none, and when model, tables or data differ from the config's, naming each
+    difference.
     """
     runs = all_runs(settings, which)
     if which == "latest":
@@ -61,20 +64,33 @@ def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which
         runs = [run for run in runs if which in (run.folder.name, run.page.run_id)]
     if not runs:
         there = ", ".join(path.name for path in settings.runs_dir.glob("*") if path.is_dir()) or "none"
-        raise UserError(f"--resume {which}: no such run of recipe {config.recipe} in {settings.runs_dir}; there: {there}")
+        raise UserError(
+            f"--resume {which}: no such run of recipe {config.recipe} in {settings.runs_dir}; there: {there}"
+        )
     run = runs[-1]
     if is_held(run.folder / LOCK):
         raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
-    fixed = ("recipe", "model.", "table.optimizer", "train.optimizer", "train.seed", "train.batch_size", "data.")
+    fixed = (
+        "recipe",
+        "model.",
+        "table.optimizer",
+        "train.optimizer",
+        "train.seed",
+        "train.batch_size",
+        "data.",
+    )
     before, now = flatten(run.config.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     changed = [
-        f"{name}: {before.get(name)} -> {now[name]}" for name in now if name.startswith(fixed) and before.get(name) != now[name]
+        f"{name}: {before.get(name)} -> {now[name]}"
+        for name in now
+        if name.startswith(fixed) and before.get(name) != now[name]
     ]
     if run.page.data_digest != data.digest and not changed:
         changed = [f"data digest: {run.page.data_digest} -> {data.digest} (the file changed)"]
     if changed:
         raise UserError(
-            f"--resume: run {run.folder.name} was started with other values ({'; '.join(changed)}); give the same ones, or start a new run"
+            f"--resume: run {run.folder.name} was started with other values ({'; '.join(changed)}); give "
+            "the same ones, or start a new run"
         )
     return run
 
@@ -88,7 +104,8 @@ def read_run(run_folder: str | Path) -> Run:
 
 
 def all_runs(settings: Settings, wanted: str = "") -> list[Run]:
-    """Return the runs of the data folder, oldest first; one whose page cannot be read is named and left out: it is no matter of the others.
+    """Return the runs of the data folder, oldest first; one whose page cannot be read is named and left out:
+    it is no matter of the others.
 
     Raises UserError when that is the one of the name `wanted`.
     """
@@ -105,7 +122,8 @@ def all_runs(settings: Settings, wanted: str = "") -> list[Run]:
 
 @contextmanager
 def running(folder: Path) -> Iterator[None]:
-    """Be the one that runs the run of this folder; the kernel ends this with the process. Raises UserError when somebody else is."""
+    """Be the one that runs the run of this folder; the kernel ends this with the process. Raises UserError
+    when somebody else is."""
     lock = FileLock(folder / LOCK)
     if not lock.acquire():
         raise UserError(_RUNNING.format(folder.name))
@@ -117,7 +135,9 @@ def running(folder: Path) -> Iterator[None]:
 
 def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | None:
     """Return the name of the run that carries a tag value, or None."""
-    found = [run for run in all_runs(settings) if run.page.tags.get(tag) == value] if value is not None else []
+    found = (
+        [run for run in all_runs(settings) if run.page.tags.get(tag) == value] if value is not None else []
+    )
     return found[0].folder.name if found else None
 
 
@@ -129,8 +149,14 @@ def data_source(config: ExperimentConfig) -> str:
 
 def environment_tags() -> dict[str, str]:
     """Return what a result may depend on: versions, machine, commit."""
-    tags = {"version.dphybrid": __version__} | {f"version.{name}": version(name) for name in ("torch", "mlflow", "polars")}
-    tags |= {"version.python": platform.python_version(), "host.name": platform.node(), "host.cpus": str(os.cpu_count())}
+    tags = {"version.dphybrid": __version__} | {
+        f"version.{name}": version(name) for name in ("torch", "mlflow", "polars")
+    }
+    tags |= {
+        "version.python": platform.python_version(),
+        "host.name": platform.node(),
+        "host.cpus": str(os.cpu_count()),
+    }
     tags["torch.threads"] = str(torch.get_num_threads())
     if torch.cuda.is_available():
         tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
@@ -140,7 +166,11 @@ def environment_tags() -> dict[str, str]:
             ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
         ).stdout.strip()
         status = subprocess.run(
-            ["git", "-C", here, "status", "--porcelain"], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", here, "status", "--porcelain"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return tags  # installed without its repository
@@ -148,13 +178,12 @@ def environment_tags() -> dict[str, str]:
 
 
 def new_run_folder(settings: Settings, config: ExperimentConfig, devices: Devices, name: str | None) -> Path:
-    """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError for an unusable name."""
+    """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError for an
+    unusable name."""
     if name is not None and (not name.strip() or Path(name).name != name or name.startswith(".")):
         raise UserError(f"run name {name!r}: use a plain name without slashes, it also names a folder")
-    base = (
-        name
-        or f"{find_recipe(config.recipe).name}-{devices.text.replace('*', 'x').replace(':', '').replace(',', '+')}-{time.strftime('%m%d-%H%M%S')}"
-    )
+    where = devices.text.replace("*", "x").replace(":", "").replace(",", "+")
+    base = name or f"{find_recipe(config.recipe).name}-{where}-{time.strftime('%m%d-%H%M%S')}"
     make_folder(settings.runs_dir)
     for attempt in range(1, 1000):
         folder = settings.runs_dir / (base if attempt == 1 else f"{base}-{attempt}")

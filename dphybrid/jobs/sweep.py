@@ -1,4 +1,5 @@
-"""A grid of runs: its cells, each checked before any starts, and running one in a process of its own, which leases its own GPUs."""
+"""A grid of runs: its cells, each checked before any starts, and running one in a process of its own, which
+leases its own GPUs."""
 
 import itertools
 import os
@@ -26,7 +27,8 @@ from dphybrid.util.stop import StopRequest
 SWEEP_TAG = "dphybrid.sweep"
 MAX_CELLS = 256
 END_S = 25.0
-"""How long a cell's process may take to write its checkpoint when the sweep has to stop; Prefect allows 30 seconds."""
+"""How long a cell's process may take to write its checkpoint when the sweep has to stop; Prefect allows 30
+seconds."""
 
 
 class Cell(BaseModel):
@@ -53,11 +55,13 @@ class Grid:
     group_by: str
 
 
-def make_grid(config: ExperimentConfig, grid: Mapping[str, Sequence[Any]], sweep: str, settings: Settings) -> Grid:
+def make_grid(
+    config: ExperimentConfig, grid: Mapping[str, Sequence[Any]], sweep: str, settings: Settings
+) -> Grid:
     """Return all combinations of the grid's values over `config`, the last field changing fastest.
 
-    grid: config field -> its values. Raises UserError for unknown fields, for values that are not allowed, with the cell, and for devices
-    that are not there.
+    grid: config field -> its values. Raises UserError for unknown fields, for values that are not allowed,
+    with the cell, and for devices that are not there.
     """
     if not grid or not all(grid.values()):
         raise UserError('grid: give at least one field with values, such as {"train.batch_size": [256, 512]}')
@@ -77,9 +81,8 @@ def make_grid(config: ExperimentConfig, grid: Mapping[str, Sequence[Any]], sweep
         except UserError as error:
             shown = ", ".join(f"{name}={value}" for name, value in chosen.items())
             raise UserError(f"grid: cell {number} ({shown}): {error}") from error
-        name = (
-            f"{sweep}-{number:0{len(str(count))}d}{_differing({field: chosen[field] for field in grid if len(grid[field]) > 1})}"
-        )
+        differing = _differing({field: chosen[field] for field in grid if len(grid[field]) > 1})
+        name = f"{sweep}-{number:0{len(str(count))}d}{differing}"
         cells.append(Cell(name=name, values=chosen, config=cell))
     return Grid(cells, next(iter(grid)))
 
@@ -87,16 +90,21 @@ def make_grid(config: ExperimentConfig, grid: Mapping[str, Sequence[Any]], sweep
 def _differing(chosen: Mapping[str, str]) -> str:
     """Return what tells a cell apart, for its name: `-cpux8-b512-lr0.01`."""
     short = {"devices": "", "train.batch_size": "b"}
-    words = (short.get(name, name.rpartition(".")[2]) + value.replace("*", "x") for name, value in chosen.items())
+    words = (
+        short.get(name, name.rpartition(".")[2]) + value.replace("*", "x") for name, value in chosen.items()
+    )
     return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word)}" for word in words)[:80]
 
 
 def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else "" if value is None else str(value)
+    return (
+        ",".join(map(str, value)) if isinstance(value, list | tuple) else "" if value is None else str(value)
+    )
 
 
 def cells_at_once(grid: Grid, settings: Settings) -> int:
-    """Return how many cells could hold leases at the same time: GPUs by the fewest that a cell takes; 1 on the CPU."""
+    """Return how many cells could hold leases at the same time: GPUs by the fewest that a cell takes; 1 on
+    the CPU."""
     units = visible(Inventory(settings.nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     specs = [wanted_spec(cell.config, settings) for cell in grid.cells]
     if not units or any("cpu" in spec.names for spec in specs):
@@ -106,10 +114,14 @@ def cells_at_once(grid: Grid, settings: Settings) -> int:
     return max(1, min(len(grid.cells), len(units) // least))
 
 
-def run_cell(cell: Cell, folder: Path, settings: Settings, sweep: str, tags: Mapping[str, str], stop: StopRequest) -> Report:
-    """Run a cell in a process of its own, or go on with it, or only read what it came to; its output goes to `folder`/NAME.log.
+def run_cell(
+    cell: Cell, folder: Path, settings: Settings, sweep: str, tags: Mapping[str, str], stop: StopRequest
+) -> Report:
+    """Run a cell in a process of its own, or go on with it, or only read what it came to; its output goes to
+    `folder`/NAME.log.
 
-    stop: is handed on to the cell's process, which writes a checkpoint. Raises CellFailed with the end of its output.
+    stop: is handed on to the cell's process, which writes a checkpoint. Raises CellFailed with the end of its
+    output.
     """
     report = folder / f"{cell.name}.json"
     if not report.is_file():
@@ -148,12 +160,20 @@ def _wait(child: "subprocess.Popen[bytes]", stop: StopRequest) -> None:
 
 
 def sweep_rows(grid: Grid, reports: Mapping[str, Report | str]) -> list[dict[str, Any]]:
-    """Return a row a cell for people: its values, and what it came to or why not. reports: cell name -> report, or the failure."""
+    """Return a row a cell for people: its values, and what it came to or why not. reports: cell name ->
+    report, or the failure."""
     rows = []
     for cell in grid.cells:
         done = reports.get(cell.name, "not run")
         row: dict[str, Any] = {"cell": cell.name, **cell.values}
-        rows.append(row | ({"failed": done} if isinstance(done, str) else {"failed": "", **done.metrics, "run": done.run_url}))
+        rows.append(
+            row
+            | (
+                {"failed": done}
+                if isinstance(done, str)
+                else {"failed": "", **done.metrics, "run": done.run_url}
+            )
+        )
     return rows
 
 

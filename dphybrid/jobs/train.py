@@ -1,7 +1,9 @@
-"""The main job as five plain functions - prepare, build, train, evaluate, report - that pass paths, and `run_job`, which calls them in turn.
+"""The main job as five plain functions - prepare, build, train, evaluate, report - that pass paths, and
+`run_job`, which calls them in turn.
 
-The flow and the command line share them. A run is a folder: `run.json` (what it is), `checkpoints/`, `result.json`, `splits.json`,
-`splits.txt`, `report.json`; its MLflow run holds the same for people to compare.
+The flow and the command line share them. A run is a folder: `run.json` (what it is), `checkpoints/`,
+`result.json`, `splits.json`, `splits.txt`, `report.json`; its MLflow run holds the same for people to
+compare.
 """
 
 from collections.abc import Iterator
@@ -63,8 +65,8 @@ def run_job(
 ) -> Report:
     """Prepare, build, train, evaluate and report in this process.
 
-    stop: by which others can ask the run to stop; signals do in any case. Raises UserError before work starts, Interrupted on
-    request.
+    stop: by which others can ask the run to stop; signals do in any case. Raises UserError before work
+    starts, Interrupted on request.
     """
     stop = stop or StopRequest()
     with stop_signals(stop, at_once=True), ExitStack() as held:
@@ -75,7 +77,13 @@ def run_job(
         devices = held.enter_context(leased_devices(config, settings, run=run, replicas=replicas, stop=stop))
         with giving_way(devices, settings, stop), stop_signals(stop):
             folder = build_run(
-                config, settings, prepared, devices.text, run_name=run_name, resume=resume, tags=devices.tags | (tags or {})
+                config,
+                settings,
+                prepared,
+                devices.text,
+                run_name=run_name,
+                resume=resume,
+                tags=devices.tags | (tags or {}),
             )
             with closing_run(folder, settings):
                 train_run(folder, settings, stop)
@@ -86,7 +94,8 @@ def run_job(
 
 @contextmanager
 def closing_run(folder: str, settings: Settings) -> Iterator[None]:
-    """End the MLflow run as KILLED when the block is interrupted, which is told the run's name, and as FAILED when it fails.
+    """End the MLflow run as KILLED when the block is interrupted, which is told the run's name, and as FAILED
+    when it fails.
 
     Nobody else runs it meanwhile. Raises UserError when somebody does, or when the disk takes no more.
     """
@@ -112,27 +121,33 @@ def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
             settings.data_dir, mode=0o700
         )  # data, runs and records are their owner's, unless the folder was made otherwise
     with compiling_kernels(config, settings.data_dir / "compiled"), preparation_progress() as progress:
-        prepared = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed, progress)
+        prepared = find_recipe(config.recipe).prepare(
+            config.data, settings.prepared_dir, config.train.seed, progress
+        )
     print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)
     print(printable(prepared.describe()), flush=True)
     return str(prepared.path)
 
 
 def check_devices(config: ExperimentConfig, devices: str) -> Devices:
-    """Resolve the devices and note it when batches are too small to give each one a row. Raises UserError for devices that are not there."""
+    """Resolve the devices and note it when batches are too small to give each one a row. Raises UserError for
+    devices that are not there."""
     resolved = resolve_devices(devices)
     used = len(split_sizes(config.train.batch_size, len(resolved)))
     if used < len(resolved):
         print(
-            f"Note: train.batch_size={config.train.batch_size} leaves {len(resolved) - used} of {len(resolved)} devices idle; "
-            f"`dphybrid plan --devices '{resolved.text}' --batch-size {config.train.batch_size}` shows the split",
+            f"Note: train.batch_size={config.train.batch_size} leaves {len(resolved) - used} of "
+            f"{len(resolved)} devices idle; "
+            f"`dphybrid plan --devices '{resolved.text}' --batch-size {config.train.batch_size}` shows the "
+            "split",
             flush=True,
         )
     return resolved
 
 
 def resumed_replicas(config: ExperimentConfig, settings: Settings, prepared: str, resume: str | None) -> int:
-    """Return on how many devices the run to resume computed, 0 for a new one. Raises UserError when there is none to resume."""
+    """Return on how many devices the run to resume computed, 0 for a new one. Raises UserError when there is
+    none to resume."""
     if not resume:
         return 0
     previous = find_run(settings, config, find_recipe(config.recipe).open(Path(prepared)), resume)
@@ -151,10 +166,12 @@ def build_run(
     tags: dict[str, str] | None = None,
     links: dict[str, str] | None = None,
 ) -> str:
-    """Build the model once on the given devices, create (or reopen) the run folder and its MLflow run; return the folder.
+    """Build the model once on the given devices, create (or reopen) the run folder and its MLflow run; return
+    the folder.
 
     tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
-    resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when there is none.
+    resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when
+    there is none.
     """
     data = find_recipe(config.recipe).open(Path(prepared))
     devices = resolve_devices(devices_text)
@@ -163,12 +180,16 @@ def build_run(
     sizes = {
         "size.block_parameters": sum(p.numel() for p in model.parameters()),
         "size.table_rows": sum(len(t.weight) for t in find_tables(model).values()),
-        "size.table_bytes": sum(t.weight.numel() * t.weight.element_size() for t in find_tables(model).values()),
+        "size.table_bytes": sum(
+            t.weight.numel() * t.weight.element_size() for t in find_tables(model).values()
+        ),
     }
     blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"
     print(
-        f"Model: {sizes['size.block_parameters']:,} parameters in blocks, {sizes['size.table_rows']:,} table rows "
-        f"({sizes['size.table_bytes'] / 2**20:.1f} MiB) in host memory; data-parallel: {blocks}; devices: {devices.text}",
+        f"Model: {sizes['size.block_parameters']:,} parameters in blocks, {sizes['size.table_rows']:,} "
+        "table rows "
+        f"({sizes['size.table_bytes'] / 2**20:.1f} MiB) in host memory; data-parallel: {blocks}; devices: "
+        f"{devices.text}",
         flush=True,
     )
     previous = find_run(settings, config, data, resume) if resume else None
@@ -176,7 +197,8 @@ def build_run(
     tracker = open_run_tracker(settings, must_answer=previous is None)
     if count := waiting(settings.mlflow_dir / "spool"):
         print(
-            f"Note: records of {count} earlier {'run' if count == 1 else 'runs'} wait to be sent; `dphybrid sync` does it",
+            f"Note: records of {count} earlier {'run' if count == 1 else 'runs'} wait to be sent; `dphybrid "
+            "sync` does it",
             flush=True,
         )
     attempt = previous.page.attempt + 1 if previous else 1
@@ -196,7 +218,10 @@ def build_run(
         **{f"split.{name}": value for name, value in data.manifest.split.items()},
         **sizes,
     }
-    params = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
+    params = {
+        name: ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        for name, value in values.items()
+    }
     try:
         if previous:
             run_id = previous.page.run_id
@@ -234,10 +259,11 @@ def build_run(
 
 
 def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultPage:
-    """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json` holds.
+    """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json`
+    holds.
 
-    Raises Interrupted when `stop` was asked: as soon as the model is built and its checkpoint loaded, or after a checkpoint.
-    Raises UserError when the loss is no number any more.
+    Raises Interrupted when `stop` was asked: as soon as the model is built and its checkpoint loaded, or
+    after a checkpoint. Raises UserError when the loss is no number any more.
     """
     stop.obey("before it was trained; it goes on with --resume")
     run = read_run(run_folder)
@@ -258,13 +284,18 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
     tables = find_tables(model)
     rows: RowOptimizer | None = None
     if tables:
-        rows = make_row_optimizer(config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay)
+        rows = make_row_optimizer(
+            config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay
+        )
     trained = Trained(model, make_dense_optimizer(model, config.train), rows, Progress())
     torch.manual_seed(config.train.seed)
     record: dict[str, Any] = {}
     if done:
         record = load_checkpoint(done, trained).record
-        print(f"Going on from {done}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}", flush=True)
+        print(
+            f"Going on from {done}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}",
+            flush=True,
+        )
     elif config.train.warm_start:
         warm_start(Path(config.train.warm_start), model, data)
         print(f"Starting from the weights of {config.train.warm_start}", flush=True)
@@ -343,7 +374,8 @@ def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, fl
 
 
 def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
-    """Evaluate the best checkpoint on the validation rows, and on test rows where the data has some (`test_...`); log it all as `final/...`."""
+    """Evaluate the best checkpoint on the validation rows, and on test rows where the data has some
+    (`test_...`); log it all as `final/...`."""
     run = read_run(run_folder)
     config, data = run.config, run.open_data()
     result = ResultPage.read(run.folder / "result.json")
@@ -354,7 +386,10 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
     metrics = evaluate(model, data.dataset("valid"), batch_size, task)
     if "test" in data.parts:
-        metrics |= {f"test_{name}": value for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()}
+        metrics |= {
+            f"test_{name}": value
+            for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
+        }
     MetricsPage(metrics=metrics).write(run.folder / "metrics.json")
     with _recording(run, settings) as tracker:
         tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
@@ -376,7 +411,10 @@ def _recording(run: Run, settings: Settings) -> Iterator[Tracker]:
 
 
 def _note(config: ExperimentConfig, data: Prepared) -> str:
-    return f"`{config.recipe}` on prepared data `{data.path.name}`; the report stands here when the run has ended."
+    return (
+        f"`{config.recipe}` on prepared data `{data.path.name}`; the report stands here when the run has "
+        "ended."
+    )
 
 
 __all__ = [

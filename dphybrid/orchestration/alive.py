@@ -1,8 +1,10 @@
-"""Which flow runs live on this machine: a file a run, locked by its process, so that the kernel says when it is dead.
+"""Which flow runs live on this machine: a file a run, locked by its process, so that the kernel says when it
+is dead.
 
-A worker that finds the file of a dead run queues the run again, whatever killed it: a `kill -9`, the out-of-memory killer, or the worker's
-own death, of which no server would ever be told. A run has one home: whoever starts it writes the same words into its file and into its
-record on the server (label `HOME`), and only the home whose words stand there queues it again. The files lie in a folder of this user alone.
+A worker that finds the file of a dead run queues the run again, whatever killed it: a `kill -9`, the
+out-of-memory killer, or the worker's own death, of which no server would ever be told. A run has one home:
+whoever starts it writes the same words into its file and into its record on the server (label `HOME`), and
+only the home whose words stand there queues it again. The files lie in a folder of this user alone.
 """
 
 import fcntl
@@ -52,11 +54,14 @@ MAX_RUNS = 10
 
 
 def live_folder() -> Path:
-    """Return the folder of this user's live runs on this machine. Raises UserError when somebody else has taken its place."""
+    """Return the folder of this user's live runs on this machine. Raises UserError when somebody else has
+    taken its place."""
     try:
         return own_folder(lease_folder(load_settings().lease_dir) / f"runs-{os.getuid()}")
     except OddFileError as error:
-        raise UserError(f"{error}; remove it, as root, or set DPHYBRID_LEASE_DIR to another folder") from error
+        raise UserError(
+            f"{error}; remove it, as root, or set DPHYBRID_LEASE_DIR to another folder"
+        ) from error
 
 
 def run_file(flow_run_id: str) -> Path:
@@ -65,7 +70,8 @@ def run_file(flow_run_id: str) -> Path:
 
 
 def mark_start(flow_run_id: str) -> str:
-    """Write into the run's file that this process starts it; return these words, for `HOME`, and for its process as `STARTED_BY`."""
+    """Write into the run's file that this process starts it; return these words, for `HOME`, and for its
+    process as `STARTED_BY`."""
     started_by = f"{os.getpid()} {uuid4()} {socket.gethostname()}"
     handle = open_regular(run_file(flow_run_id), os.O_RDWR | os.O_CREAT, own=True)
     try:
@@ -97,8 +103,8 @@ def is_orphan() -> bool:
 def alive_here(flow_run_id: str | None) -> Iterator[None]:
     """Mark the flow run as living in this process while the block runs. None: not a run of a server.
 
-    A worker may have started the run anew before this process has ended: the file is left for that start then. Ends this process
-    when another machine's worker has started the run since.
+    A worker may have started the run anew before this process has ended: the file is left for that start
+    then. Ends this process when another machine's worker has started the run since.
     """
     if flow_run_id is None:
         yield
@@ -120,7 +126,9 @@ def _settle_in(flow_run_id: str, file: Path) -> None:
         run_id = UUID(flow_run_id)
         with get_client(sync_client=True) as client:
             if own is None:  # a worker of another kind started it
-                client.update_flow_run_labels(run_id, start_labels(client.read_flow_run(run_id), mark_start(flow_run_id)))
+                client.update_flow_run_labels(
+                    run_id, start_labels(client.read_flow_run(run_id), mark_start(flow_run_id))
+                )
                 return
             home = client.read_flow_run(run_id).labels.get(HOME, own)
     except (*UNREACHABLE, ValueError):
@@ -132,13 +140,16 @@ def _settle_in(flow_run_id: str, file: Path) -> None:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold a file locked; wait for another process of the same run, which is about to end. The end of an orphan: the other one has the run."""
+    """Hold a file locked; wait for another process of the same run, which is about to end. The end of an
+    orphan: the other one has the run."""
     while True:
         with os.fdopen(open_regular(file, os.O_RDWR | os.O_CREAT, own=True), "r+") as stream:
             while not _try_lock(stream.fileno()):
                 if is_orphan():
                     print(
-                        f"{file.stem}: the worker that started this process is dead, and another process has the run", flush=True
+                        f"{file.stem}: the worker that started this process is dead, and another process "
+                        "has the run",
+                        flush=True,
                     )
                     os._exit(128 + signal.SIGTERM)
                 time.sleep(0.2)
@@ -152,7 +163,8 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def queue_dead_runs(told: set[str]) -> list[str]:
-    """Queue the runs again whose process died on this machine; return a line for each. Waits for no server that is away.
+    """Queue the runs again whose process died on this machine; return a line for each. Waits for no server
+    that is away.
 
     told: names of files that are none of ours and were told already; gets those found now, each with a line.
     """
@@ -197,33 +209,41 @@ def _queue(client: SyncPrefectClient, file: Path, flow_run_id: UUID) -> str | No
             return None
         return _again(client, run, "its worker died before it had begun")
     if datetime.now(UTC) - run.state.timestamp < timedelta(seconds=SETTLE_S):
-        return None  # it has just begun, and is about to lock its file; or its worker is about to say what became of it
+        # it has just begun, and is about to lock its file; or its worker is about to say what became of it
+        return None
     if run.state.type == StateType.CANCELLING:
         client.set_flow_run_state(flow_run_id, Cancelled(message="its process is dead"), force=True)
         return f"flow run {run.name}: cancelled, its process is dead"
     if run.state.type not in (StateType.RUNNING, StateType.CRASHED) or run.deployment_id is None:
         return ""
     if (starts := num_starts(run)) >= MAX_RUNS:
-        client.set_flow_run_state(flow_run_id, Crashed(message=f"its process died, and it was begun {starts} times"), force=True)
+        client.set_flow_run_state(
+            flow_run_id, Crashed(message=f"its process died, and it was begun {starts} times"), force=True
+        )
         return f"flow run {run.name}: died after {starts} beginnings; not queued again"
     return _again(client, run, "its process died")
 
 
 def _again(client: SyncPrefectClient, run: FlowRun, why: str) -> str:
     when = datetime.now(UTC) + timedelta(seconds=1)
-    client.set_flow_run_state(run.id, AwaitingRetry(scheduled_time=when, message=f"{why}; queued again"), force=True)
+    client.set_flow_run_state(
+        run.id, AwaitingRetry(scheduled_time=when, message=f"{why}; queued again"), force=True
+    )
     return f"flow run {run.name}: {why}; queued again"
 
 
 def queue_lost_runs(pool: str) -> list[str]:
-    """Queue the runs of a pool again whose machine died, or whose worker before they began, wherever that was; return a line for each."""
+    """Queue the runs of a pool again whose machine died, or whose worker before they began, wherever that
+    was; return a line for each."""
     before = datetime.now(UTC) - timedelta(seconds=STUCK_S)
     try:
         with get_client(sync_client=True) as client:
             runs = client.read_flow_runs(
                 work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
                 flow_run_filter=FlowRunFilter(
-                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.CRASHED])),
+                    state=FlowRunFilterState(
+                        type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.CRASHED])
+                    ),
                     tags=FlowRunFilterTags(all_=["dphybrid"]),
                 ),
                 sort=FlowRunSort.EXPECTED_START_TIME_DESC,
@@ -233,7 +253,11 @@ def queue_lost_runs(pool: str) -> list[str]:
                 assert run.state is not None  # the filter asks for one
                 if run.state.type == StateType.PENDING and run.state.timestamp < before:
                     lines.append(_again(client, run, "it did not begin"))
-                elif run.state.type == StateType.CRASHED and run.state.message == SILENT and num_starts(run) < MAX_RUNS:
+                elif (
+                    run.state.type == StateType.CRASHED
+                    and run.state.message == SILENT
+                    and num_starts(run) < MAX_RUNS
+                ):
                     lines.append(_again(client, run, SILENT))
             return lines
     except UNREACHABLE:
@@ -266,7 +290,8 @@ def _worker_of(file: Path) -> int | None:
 
 
 def _is_locked(file: Path) -> bool:
-    """Does a process hold the file? Raises OddFileError for what is no file of this user's, FileNotFoundError when it is gone."""
+    """Does a process hold the file? Raises OddFileError for what is no file of this user's, FileNotFoundError
+    when it is gone."""
     handle = open_regular(file, own=True)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -279,15 +304,19 @@ def _is_locked(file: Path) -> bool:
 
 
 @contextmanager
-def noticing_the_workers_death(flow_run_id: str | None, stop: StopRequest, every_s: float = 0.5) -> Iterator[None]:
-    """While the block runs, end its run in good order (as SIGTERM does) when the worker that started it dies, or has died before.
+def noticing_the_workers_death(
+    flow_run_id: str | None, stop: StopRequest, every_s: float = 0.5
+) -> Iterator[None]:
+    """While the block runs, end its run in good order (as SIGTERM does) when the worker that started it dies,
+    or has died before.
 
     Nobody would supervise it then. None: no worker started it.
     """
     if flow_run_id is None:
         yield
         return
-    # A worker may die while this process still imports: its parent is another one then, from the first look on.
+    # A worker may die while this process still imports: its parent is another one then, from the first look
+    # on.
     parent, orphaned = os.getppid(), is_orphan()
 
     def look() -> bool:

@@ -1,4 +1,5 @@
-"""Prefect's half of `dphybrid doctor`, which runs this module in a process of its own: versions, server, settings.
+"""Prefect's half of `dphybrid doctor`, which runs this module in a process of its own: versions, server,
+settings.
 
 Prints a page of JSON: the checks, each whether it passed and a line for people, and whether a server is set.
 """
@@ -28,7 +29,10 @@ def run_checks(settings: PrefectSettings) -> list[Check]:
 def _database() -> Check:
     found = version("sqlalchemy")
     if tuple(int(part) for part in found.split(".")[:2]) >= (2, 1):
-        text = f"sqlalchemy {found}: with 2.1 Prefect 3.8 creates no scheduled runs; remedy: pip install 'sqlalchemy>=2.0,<2.1'"
+        text = (
+            f"sqlalchemy {found}: with 2.1 Prefect 3.8 creates no scheduled runs; remedy: pip install "
+            "'sqlalchemy>=2.0,<2.1'"
+        )
         return False, text
     return True, f"sqlalchemy {found}: schedules work"
 
@@ -36,14 +40,21 @@ def _database() -> Check:
 def _server(settings: PrefectSettings) -> Check:
     url, auth = settings.api.url, settings.api.auth_string
     if not url:
-        return True, "Prefect server: none is set (PREFECT_API_URL); flows start a temporary one, workers need a real one"
+        return (
+            True,
+            "Prefect server: none is set (PREFECT_API_URL); flows start a temporary one, workers need a "
+            "real one",
+        )
     answer, now = ask(f"{url}/admin/version", auth.get_secret_value() if auth else None)
     if isinstance(answer, str):
         remedy = "correct PREFECT_API_URL or PREFECT_API_AUTH_STRING, or start it"
         return False, f"Prefect server {url}: {answer}; remedy: {remedy}"
     there, here = json.loads(answer.read()), version("prefect")
     if there != here:
-        return False, f"Prefect server {url} is {there}, here is {here}; remedy: install the same version everywhere"
+        return (
+            False,
+            f"Prefect server {url} is {there}, here is {here}; remedy: install the same version everywhere",
+        )
     return same_clock(f"Prefect server {url}: the same version", answer, now)
 
 

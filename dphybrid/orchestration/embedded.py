@@ -1,4 +1,5 @@
-"""Running a flow in this process: with Prefect's temporary server where no other is set, and its lines straight on the terminal."""
+"""Running a flow in this process: with Prefect's temporary server where no other is set, and its lines
+straight on the terminal."""
 
 import logging
 import signal
@@ -21,11 +22,14 @@ from dphybrid.util.stop import Interrupted
 
 @contextmanager
 def in_this_process() -> Iterator[Callable[[], None]]:
-    """Make flows that are called in the block run quietly and quickly; yields what ends the temporary server."""
+    """Make flows that are called in the block run quietly and quickly; yields what ends the temporary
+    server."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_not_told_already)
     stop_server = start_embedded_server()
-    updates: dict[Any, Any] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}  # only a standing server reads it, at a second's cost
+    updates: dict[Any, Any] = {
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None
+    }  # only a standing server reads it, at a second's cost
     if stop_server:
         updates[PREFECT_CLIENT_MAX_RETRIES] = (
             2  # a standing server comes back, this one does not: what is to be told it is soon given up
@@ -35,15 +39,17 @@ def in_this_process() -> Iterator[Callable[[], None]]:
             yield stop_server or (lambda: None)
         except Exception as error:
             if interruption := _interruption_behind(error):
-                raise interruption from None  # the server ended at the same signal, so the flow could not tell it
+                # the server ended at the same signal, so the flow could not tell it
+                raise interruption from None
             raise
 
 
 def start_embedded_server() -> Callable[[], None] | None:
-    """Start Prefect's temporary server, where one is needed, so that Ctrl-C or closing the terminal ends the training and not the server below it.
+    """Start Prefect's temporary server, where one is needed, so that Ctrl-C or closing the terminal ends the
+    training and not the server below it.
 
-    A terminal sends these signals to every process started from it. A process inherits the signals that its starting thread has blocked.
-    Returns what ends the server, None where another one is set.
+    A terminal sends these signals to every process started from it. A process inherits the signals that its
+    starting thread has blocked. Returns what ends the server, None where another one is set.
     """
     if PREFECT_API_URL.value() or not PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
         return None

@@ -1,4 +1,5 @@
-"""Watches the flow run's own state while training: Prefect's observer dies after a short outage, and a cancelled run would train on."""
+"""Watches the flow run's own state while training: Prefect's observer dies after a short outage, and a
+cancelled run would train on."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,15 +17,19 @@ _ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}
 
 
 @contextmanager
-def watched_flow_run(flow_run_id: str | None, stop: StopRequest, every_s: float = ASK_EVERY_S) -> Iterator[None]:
-    """While the block runs, ask its run to stop once the flow run is cancelled or was given up. None: nothing to watch."""
+def watched_flow_run(
+    flow_run_id: str | None, stop: StopRequest, every_s: float = ASK_EVERY_S
+) -> Iterator[None]:
+    """While the block runs, ask its run to stop once the flow run is cancelled or was given up. None: nothing
+    to watch."""
     if flow_run_id is None:
         yield
         return
 
     def look() -> bool:
         try:
-            # A new client each time: one that has been connected retries for a minute when the server is away.
+            # A new client each time: one that has been connected retries for a minute when the server is
+            # away.
             with get_client(sync_client=True) as client:
                 run = client.read_flow_run(UUID(flow_run_id))
         except UNREACHABLE:

@@ -1,9 +1,11 @@
-"""Lets `prefect deployment run train-hybrid` find the deployment by its bare name, and refuse parameters that cannot work.
+"""Lets `prefect deployment run train-hybrid` find the deployment by its bare name, and refuse parameters that
+cannot work.
 
-Prefect's command asks for FLOW/DEPLOYMENT, and its server checks types and bounds only: not the texts of `overrides`, no rule between fields.
-This start-up hook (entry-point group `prefect.plugins`, switched on in `prefect.toml`) resolves a name without a slash to the one deployment
-of that name, and checks the parameters of dphybrid's deployments before a run is made. The hook is a public interface; the methods it extends
-are not, so without them nothing is changed.
+Prefect's command asks for FLOW/DEPLOYMENT, and its server checks types and bounds only: not the texts of
+`overrides`, no rule between fields. This start-up hook (entry-point group `prefect.plugins`, switched on in
+`prefect.toml`) resolves a name without a slash to the one deployment of that name, and checks the parameters
+of dphybrid's deployments before a run is made. The hook is a public interface; the methods it extends are
+not, so without them nothing is changed.
 """
 
 import sys
@@ -45,20 +47,25 @@ def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signatu
 
 
 async def full_name(client: Any, name: str) -> str:
-    """Return FLOW/DEPLOYMENT for a bare deployment name. Raises AmbiguousDeploymentError when several flows have one."""
+    """Return FLOW/DEPLOYMENT for a bare deployment name. Raises AmbiguousDeploymentError when several flows
+    have one."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 
-    found = await client.read_deployments(deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[name])))
+    found = await client.read_deployments(
+        deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[name]))
+    )
     flows = sorted([(await client.read_flow(deployment.flow_id)).name for deployment in found])
     if len(flows) > 1:
         raise AmbiguousDeploymentError(
-            f"deployment {name!r} exists for several flows; say which: {', '.join(f'{flow}/{name}' for flow in flows)}"
+            f"deployment {name!r} exists for several flows; say which: "
+            f"{', '.join(f'{flow}/{name}' for flow in flows)}"
         )
     return f"{flows[0]}/{name}" if flows else f"{name}/{name}"
 
 
 async def refuse_wrong_parameters(client: Any, deployment_id: Any, parameters: dict[str, Any]) -> None:
-    """Raise UserError for parameters of a dphybrid deployment that its flow would not take; the command `prefect` ends with its message."""
+    """Raise UserError for parameters of a dphybrid deployment that its flow would not take; the command
+    `prefect` ends with its message."""
     from dphybrid.orchestration.validate import check_values
     from dphybrid.util.errors import UserError
 
@@ -67,7 +74,11 @@ async def refuse_wrong_parameters(client: Any, deployment_id: Any, parameters: d
         return
     try:
         _refuse_another_recipe(deployment, parameters)
-        check_values({**deployment.parameters, **parameters}, f"deployment {deployment.name}", deployment.entrypoint or "")
+        check_values(
+            {**deployment.parameters, **parameters},
+            f"deployment {deployment.name}",
+            deployment.entrypoint or "",
+        )
     except UserError as error:
         if Path(sys.argv[0]).name == "prefect":
             raise SystemExit(f"Error creating flow run: {error}") from error
@@ -83,6 +94,7 @@ def _refuse_another_recipe(deployment: Any, parameters: dict[str, Any]) -> None:
     )
     if own and given and own != given:
         raise UserError(
-            f"deployment {deployment.name} runs recipe {own}, and its form has that recipe's values; for {given} give "
+            f"deployment {deployment.name} runs recipe {own}, and its form has that recipe's values; for "
+            f"{given} give "
             f'overrides=["recipe={given}"], or take a deployment of that recipe, such as train-{given}'
         )

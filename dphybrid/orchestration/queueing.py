@@ -15,17 +15,20 @@ from prefect.exceptions import Pause, PrefectException
 from prefect.states import AwaitingRetry, Cancelled, Completed, Running
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
-"""Environment variable in which a worker tells a run's process who started it: `PID TOKEN HOST`, as in the run's file and `HOME`."""
+"""Environment variable in which a worker tells a run's process who started it: `PID TOKEN HOST`, as in the
+run's file and `HOME`."""
 HOME = "dphybrid.home"
 """Label of a flow run: who started it last."""
 BEGUN = "dphybrid.begun"
-"""Label of a flow run: how often it was started. Prefect's own count grows with each state that says that it waits, too."""
+"""Label of a flow run: how often it was started. Prefect's own count grows with each state that says that it
+waits, too."""
 
 UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
 """What a call to Prefect's server raises when it is away."""
 
 ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted")
-"""Names of the states, besides Prefect's own, that a flow run may end in. The automation for dead machines has to know them all."""
+"""Names of the states, besides Prefect's own, that a flow run may end in. The automation for dead machines
+has to know them all."""
 
 
 def ended(name: str, text: str) -> State:
@@ -37,7 +40,8 @@ def ended(name: str, text: str) -> State:
 
 @contextmanager
 def shown_waiting(flow_run_id: str | None) -> Iterator[Callable[[str], None]]:
-    """Yield a function that tells why the run waits: as a line, and as the run's state WaitingForGPU, which ends with the block."""
+    """Yield a function that tells why the run waits: as a line, and as the run's state WaitingForGPU, which
+    ends with the block."""
     waiting = False
 
     def tell(reason: str) -> None:
@@ -78,10 +82,12 @@ class ServerAwayError(RuntimeError):
 
 
 def leave(flow_run_id: str, reason: str, after_s: float | None) -> None:
-    """Leave an interrupted run in the state that fits, and end this process without another one; return when Prefect should say what it is.
+    """Leave an interrupted run in the state that fits, and end this process without another one; return when
+    Prefect should say what it is.
 
-    Cancelled when somebody cancelled it. Queued again for `after_s` seconds from now (None: not wanted), if a worker can take it up; one that
-    sees its checkpoints goes on with it. Left as it is when it was thought dead and is another process's now. Raises ServerAwayError.
+    Cancelled when somebody cancelled it. Queued again for `after_s` seconds from now (None: not wanted), if a
+    worker can take it up; one that sees its checkpoints goes on with it. Left as it is when it was thought
+    dead and is another process's now. Raises ServerAwayError.
     """
     state: State[Any] | None = None
     try:
@@ -93,7 +99,9 @@ def leave(flow_run_id: str, reason: str, after_s: float | None) -> None:
             if now in (StateType.CANCELLING, StateType.CANCELLED):
                 state = Cancelled(message=reason)
             elif after_s is not None and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
-                state = AwaitingRetry(scheduled_time=datetime.now(UTC) + timedelta(seconds=after_s), message=reason)
+                state = AwaitingRetry(
+                    scheduled_time=datetime.now(UTC) + timedelta(seconds=after_s), message=reason
+                )
             if state is not None:
                 client.set_flow_run_state(UUID(flow_run_id), state, force=True)
     except Pause:
@@ -105,18 +113,26 @@ def leave(flow_run_id: str, reason: str, after_s: float | None) -> None:
 
 
 def too_late(limit_min: float) -> State | None:
-    """Return the state to end with when this run was planned by a schedule more than `limit_min` minutes ago, else None; 0: never.
+    """Return the state to end with when this run was planned by a schedule more than `limit_min` minutes ago,
+    else None; 0: never.
 
     Prefect makes up for every missed time when a worker comes back; one run is enough.
     """
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    if not limit_min or run is None or not run.auto_scheduled or run.expected_start_time is None or run.run_count > 1:
+    if (
+        not limit_min
+        or run is None
+        or not run.auto_scheduled
+        or run.expected_start_time is None
+        or run.run_count > 1
+    ):
         return None
     late_min = (datetime.now(UTC) - run.expected_start_time).total_seconds() / 60
     if late_min <= limit_min:
         return None
     text = (
-        f"planned for {run.expected_start_time:%Y-%m-%d %H:%M} UTC, {late_min:.0f} minutes ago; skip_if_late_min is {limit_min:g}"
+        f"planned for {run.expected_start_time:%Y-%m-%d %H:%M} UTC, {late_min:.0f} minutes ago; "
+        f"skip_if_late_min is {limit_min:g}"
     )
     return ended("SkippedLate", text)

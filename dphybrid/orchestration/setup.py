@@ -1,6 +1,8 @@
-"""`python -m dphybrid.orchestration.setup`: all that a Prefect server needs, made or brought up to date; run it as often as you like.
+"""`python -m dphybrid.orchestration.setup`: all that a Prefect server needs, made or brought up to date; run
+it as often as you like.
 
-Pool and queues, the deployments of prefect.yaml (checked first), and the automation that queues runs again whose machine died.
+Pool and queues, the deployments of prefect.yaml (checked first), and the automation that queues runs again
+whose machine died.
 """
 
 import asyncio
@@ -31,11 +33,22 @@ from dphybrid.util.errors import UserError
 
 AUTOMATION = "dphybrid: notice runs whose machine died"
 SILENT_FOR = timedelta(seconds=200)
-"""Silence after which a run counts as dead; at least three heartbeats, or living runs would be begun twice."""
+"""Silence after which a run counts as dead; at least three heartbeats, or living runs would be begun
+twice."""
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _OVER = [
     f"prefect.flow-run.{name}"
-    for name in ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut", "Paused", "Suspended", "AwaitingRetry", *ENDINGS)
+    for name in (
+        "Completed",
+        "Failed",
+        "Cancelled",
+        "Crashed",
+        "TimedOut",
+        "Paused",
+        "Suspended",
+        "AwaitingRetry",
+        *ENDINGS,
+    )
 ]
 
 
@@ -70,10 +83,12 @@ async def give_forms(file: Path) -> None:
 
 
 async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
-    """Make the automation, or bring the one of its name up to date (a second one would act twice); return which it did."""
+    """Make the automation, or bring the one of its name up to date (a second one would act twice); return
+    which it did."""
     automation = Automation(
         name=AUTOMATION,
-        description="A training whose heartbeats stop has lost its machine. Workers queue it again, and one goes on from its checkpoint.",
+        description="A training whose heartbeats stop has lost its machine. Workers queue it again, and one "
+        "goes on from its checkpoint.",
         trigger=EventTrigger(
             posture=Posture.Proactive,
             after={_HEARTBEAT},
@@ -85,7 +100,8 @@ async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
             within=silent_for,
         ),
         actions=[
-            # Not SCHEDULED: Prefect triggers this for runs that ended long ago, too, which cannot become Crashed, but would begin again.
+            # Not SCHEDULED: Prefect triggers this for runs that ended long ago, too, which cannot become
+            # Crashed, but would begin again.
             ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=SILENT, force=False)
         ],
     )
@@ -102,35 +118,48 @@ async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Set the server up; return the exit code."""
     parser = Parser(
-        prog="python -m dphybrid.orchestration.setup", description="Set a Prefect server up for dphybrid, or bring it up to date."
+        prog="python -m dphybrid.orchestration.setup",
+        description="Set a Prefect server up for dphybrid, or bring it up to date.",
     )
     parser.add_argument("--pool", default="gpu", help="work pool (gpu)")
     parser.add_argument(
-        "--host", action="append", default=[], metavar="NAME", help="a workstation that gets a queue of its own; repeat"
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a workstation that gets a queue of its own; repeat",
     )
     parser.add_argument("--file", type=Path, default=Path("prefect.yaml"), help="deployments (prefect.yaml)")
     args = parser.parse_args(argv)
 
     def run() -> int:
         if not PREFECT_API_URL.value():
-            raise UserError("PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api")
+            raise UserError(
+                "PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api"
+            )
         every_s = PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value()
         if every_s is None or 3 * every_s > SILENT_FOR.total_seconds():
             raise UserError(
-                f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set 60, here and for the workers; runs must be heard in time"
+                f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set 60, here and for the workers; runs must "
+                "be heard in time"
             )
         for line in check_prefect_yaml(args.file):
             print(line)
 
         async def make() -> None:
             async with get_client() as client:
-                print(f"Queues of pool {args.pool}, by priority: {', '.join(await make_queues(client, args.pool, args.host))}")
+                print(
+                    f"Queues of pool {args.pool}, by priority: "
+                    f"{', '.join(await make_queues(client, args.pool, args.host))}"
+                )
             print(f"Automation {AUTOMATION!r}: {await upsert_automation()}")
 
         asyncio.run(make())
         tool = Path(sys.executable).parent / "prefect"
         deploy = [str(tool), "--no-prompt", "deploy", "--all", "--prefect-file", str(args.file)]
-        done = subprocess.run(deploy, check=False, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True)
+        done = subprocess.run(
+            deploy, check=False, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True
+        )
         if done.returncode:
             raise UserError(f"deployments could not be made: {done.stdout[-2000:]}{done.stderr[-2000:]}")
         asyncio.run(give_forms(args.file))

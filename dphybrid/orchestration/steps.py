@@ -42,7 +42,9 @@ def build(
     links: dict[str, str],
 ) -> str:
     """Check the model and open its MLflow run; return the run folder."""
-    return job.build_run(config, load_settings(), prepared, devices, run_name=run_name, resume=resume, tags=tags, links=links)
+    return job.build_run(
+        config, load_settings(), prepared, devices, run_name=run_name, resume=resume, tags=tags, links=links
+    )
 
 
 @task(name="train", cache_policy=NO_CACHE)
@@ -77,7 +79,9 @@ def _publish(done: job.Report) -> None:
     )
     if done.splits:
         create_table_artifact(
-            [row.table_row() for row in done.splits], key="splits", description="What each replica got of a batch"
+            [row.table_row() for row in done.splits],
+            key="splits",
+            description="What each replica got of a batch",
         )
     create_markdown_artifact(f"```\n{done.text.strip()}\n```", key="result", description=done.run_name)
 

@@ -1,5 +1,5 @@
-"""What a flow run of a deployment does around its work: it is seen to live, ends when its worker dies, and goes back to the queue when it
-has to stop before its end."""
+"""What a flow run of a deployment does around its work: it is seen to live, ends when its worker dies, and
+goes back to the queue when it has to stop before its end."""
 
 import os
 import signal
@@ -17,9 +17,11 @@ from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 @contextmanager
 def supervised() -> Iterator[StopRequest]:
-    """Supervise the flow run at hand while the block runs; yields the request to stop it, which its signals and its worker's death make.
+    """Supervise the flow run at hand while the block runs; yields the request to stop it, which its signals
+    and its worker's death make.
 
-    A block that is interrupted - to give way, by SIGTERM, or because its worker died - and is not cancelled is queued again.
+    A block that is interrupted - to give way, by SIGTERM, or because its worker died - and is not cancelled
+    is queued again.
     """
     flow_run_id = runtime.flow_run.id if runtime.deployment.id else None
     stop = StopRequest()
@@ -44,9 +46,11 @@ def _leave(flow_run_id: str | None, reason: str, later: bool) -> None:
     try:
         leave(flow_run_id, reason, load_settings().requeue_after_s if later else None)
     except ServerAwayError as error:
-        # Without a word to Prefect, which would try for long, and then call it crashed: a worker here finds the run dead, and queues it.
+        # Without a word to Prefect, which would try for long, and then call it crashed: a worker here finds
+        # the run dead, and queues it.
         print(
-            f"{reason}\nPrefect's server is away ({error}); a worker of this machine queues the run again when it is back",
+            f"{reason}\nPrefect's server is away ({error}); a worker of this machine queues the run again "
+            "when it is back",
             flush=True,
         )
         os._exit(128 + signal.SIGTERM)

@@ -1,6 +1,8 @@
-"""Checks what Prefect's server does not: values inside `overrides`, rules between fields, parameters of schedules, cron lines.
+"""Checks what Prefect's server does not: values inside `overrides`, rules between fields, parameters of
+schedules, cron lines.
 
-`dphybrid validate` runs it on prefect.yaml, the set-up command before it deploys, and the plugin before `prefect deployment run` schedules.
+`dphybrid validate` runs it on prefect.yaml, the set-up command before it deploys, and the plugin before
+`prefect deployment run` schedules.
 """
 
 import importlib
@@ -22,13 +24,19 @@ _MOVED = ("flows.train_hybrid", "flows.retrain_hybrid", "flows.sweep_hybrid")
 """Where former versions had the flows: a folder `flows/` of the user's own could stand before them."""
 
 
-def check_parameters(entrypoint: str, parameters: Mapping[str, Any], where: str, will_run: bool = False) -> None:
-    """Check the parameters of a deployment's flow. will_run: nobody adds to them. Raises UserError that names `where` and each wrong field."""
+def check_parameters(
+    entrypoint: str, parameters: Mapping[str, Any], where: str, will_run: bool = False
+) -> None:
+    """Check the parameters of a deployment's flow. will_run: nobody adds to them. Raises UserError that names
+    `where` and each wrong field."""
     flow = load_flow(entrypoint)
     try:
         values = flow.validate_parameters({**_defaults(flow), **parameters})
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        )
         raise UserError(f"{where}: {wrong}") from error
     except Exception as error:
         raise UserError(f"{where}: {error}") from error
@@ -36,7 +44,8 @@ def check_parameters(entrypoint: str, parameters: Mapping[str, Any], where: str,
 
 
 def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = "") -> None:
-    """Check config, overrides and grid together, as the flow will read them; with its entrypoint also what that flow cannot do without.
+    """Check config, overrides and grid together, as the flow will read them; with its entrypoint also what
+    that flow cannot do without.
 
     Raises UserError that names `where` and the field.
     """
@@ -57,7 +66,10 @@ def load_flow(entrypoint: str) -> Flow[..., Any]:
     """Import `module:function`. Raises UserError when there is no such flow."""
     module, _, name = entrypoint.partition(":")
     if module in _MOVED:
-        raise UserError(f"entrypoint {entrypoint}: the flow is installed as dphybrid.{module}; write dphybrid.{entrypoint}")
+        raise UserError(
+            f"entrypoint {entrypoint}: the flow is installed as dphybrid.{module}; write "
+            f"dphybrid.{entrypoint}"
+        )
     try:
         found = vars(importlib.import_module(module)).get(name)
     except ImportError as error:
@@ -98,7 +110,8 @@ def read_deployments(file: Path) -> list[Deployment]:
 
 
 def check_prefect_yaml(file: Path) -> list[str]:
-    """Check all deployments of a prefect.yaml; return a line for each. Raises UserError with every mistake that was found."""
+    """Check all deployments of a prefect.yaml; return a line for each. Raises UserError with every mistake
+    that was found."""
     lines: list[str] = []
     mistakes: list[str] = []
     for deployment in read_deployments(file):
@@ -106,7 +119,9 @@ def check_prefect_yaml(file: Path) -> list[str]:
         checks = [(f"{file.name}: deployment {deployment.name}", base, False)]
         for number, schedule in enumerate(deployment.schedules or [], start=1):
             where = f"{file.name}: deployment {deployment.name}, schedule {schedule.get('slug') or number}"
-            checks.append((where, {**base, **(schedule.get("parameters") or {})}, schedule.get("active", True)))
+            checks.append(
+                (where, {**base, **(schedule.get("parameters") or {})}, schedule.get("active", True))
+            )
             mistakes += _schedule_mistakes(schedule, where)
         for where, parameters, will_run in checks:
             try:

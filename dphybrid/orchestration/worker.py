@@ -1,8 +1,10 @@
-"""`python -m dphybrid.orchestration.worker`: Prefect's process worker for a GPU workstation, which can be stopped without losing a training.
+"""`python -m dphybrid.orchestration.worker`: Prefect's process worker for a GPU workstation, which can be
+stopped without losing a training.
 
-SIGTERM (`systemctl stop`, a new release): it takes no more runs and asks those it has to write a checkpoint and go back to the queue; with
---wait it lets them end. A second SIGTERM asks in any case, a third ends everything at once. Prefect's own worker kills its runs within a
-second and leaves them `Running` for ever. It also queues runs of this machine again whose process died (see `dphybrid.orchestration.alive`).
+SIGTERM (`systemctl stop`, a new release): it takes no more runs and asks those it has to write a checkpoint
+and go back to the queue; with --wait it lets them end. A second SIGTERM asks in any case, a third ends
+everything at once. Prefect's own worker kills its runs within a second and leaves them `Running` for ever. It
+also queues runs of this machine again whose process died (see `dphybrid.orchestration.alive`).
 """
 
 import asyncio
@@ -24,7 +26,14 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 from dphybrid.cli.flags import Parser, run_cli
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import Inventory, visible
-from dphybrid.orchestration.alive import STARTED_BY, live_folder, mark_start, queue_dead_runs, queue_lost_runs, start_labels
+from dphybrid.orchestration.alive import (
+    STARTED_BY,
+    live_folder,
+    mark_start,
+    queue_dead_runs,
+    queue_lost_runs,
+    start_labels,
+)
 from dphybrid.util.errors import UserError
 from dphybrid.util.watching import watching
 
@@ -45,10 +54,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
 
     class GuardedConfiguration(ProcessJobConfiguration):
-        """Refuses what would let anybody who reaches the server run commands as this worker, unless the settings allow it."""
+        """Refuses what would let anybody who reaches the server run commands as this worker, unless the
+        settings allow it."""
 
         def prepare_for_flow_run(
-            self, flow_run: "FlowRun", deployment: "DeploymentResponse | None" = None, *more: Any, **named: Any
+            self,
+            flow_run: "FlowRun",
+            deployment: "DeploymentResponse | None" = None,
+            *more: Any,
+            **named: Any,
         ) -> None:
             check_job(self, deployment)
             super().prepare_for_flow_run(flow_run, deployment, *more, **named)
@@ -66,7 +80,8 @@ with warnings.catch_warnings():
             try:
                 return await super().get_and_submit_flow_runs()
             except RuntimeError as error:
-                # A run that gave way is due again before its old process has quite ended here: it is taken at the next look.
+                # A run that gave way is due again before its old process has quite ended here: it is taken at
+                # the next look.
                 if "already holding" not in str(error):
                     raise
                 return []
@@ -90,16 +105,20 @@ def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | No
         "working_dir": job.working_dir is not None,
         "pull_steps": any(step != HARMLESS_STEP for step in steps),
     }
-    refused = [name for name, is_given in given.items() if is_given and name not in load_settings().worker_may]
+    refused = [
+        name for name, is_given in given.items() if is_given and name not in load_settings().worker_may
+    ]
     if refused:
         raise UserError(
-            f"this worker takes no {' and no '.join(refused)} from pool, deployment or run, for whoever sets them runs commands as its "
+            f"this worker takes no {' and no '.join(refused)} from pool, deployment or run, for whoever "
+            "sets them runs commands as its "
             f"user; set DPHYBRID_WORKER_ALLOWS={','.join(refused)} for the worker where that is wanted"
         )
 
 
 async def make_queues(pool: str, names: Sequence[str]) -> None:
-    """Make the queues that are not there: a worker that asks for one of those gets no runs from the others either. Raises UserError."""
+    """Make the queues that are not there: a worker that asks for one of those gets no runs from the others
+    either. Raises UserError."""
     async with get_client() as client:
         try:
             there = {queue.name for queue in await client.read_work_queues(work_pool_name=pool)}
@@ -109,7 +128,9 @@ async def make_queues(pool: str, names: Sequence[str]) -> None:
             ) from error
         for name in names:
             if name not in there:
-                await client.create_work_queue(name, work_pool_name=pool, priority=1 if name not in SHARED_QUEUES else None)
+                await client.create_work_queue(
+                    name, work_pool_name=pool, priority=1 if name not in SHARED_QUEUES else None
+                )
 
 
 async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
@@ -122,9 +143,15 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
         requests += 1
         worker.draining = True
         if requests == 1 and wait:
-            print(f"Draining: {worker.num_running} runs go on to their end (a second SIGTERM makes them checkpoint)", flush=True)
+            print(
+                f"Draining: {worker.num_running} runs go on to their end (a second SIGTERM makes them "
+                "checkpoint)",
+                flush=True,
+            )
         elif requests <= 1 + wait:
-            print(f"Draining: {worker.num_running} runs write a checkpoint and go back to the queue", flush=True)
+            print(
+                f"Draining: {worker.num_running} runs write a checkpoint and go back to the queue", flush=True
+            )
             signal_runs(signal.SIGTERM)
         else:
             print("Ending everything now", flush=True)
@@ -136,7 +163,9 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     working = asyncio.create_task(worker.start())
     try:
         # In a thread of its own, which the worker's end does not wait for.
-        with watching(_looking_for_the_dead(worker, pool), LOOK_FOR_DEAD_EVERY_S, "dphybrid-dead-runs", end_s=0):
+        with watching(
+            _looking_for_the_dead(worker, pool), LOOK_FOR_DEAD_EVERY_S, "dphybrid-dead-runs", end_s=0
+        ):
             while not working.done():
                 await asyncio.sleep(LOOK_EVERY_S)
                 if worker.draining and not worker.num_running:
@@ -176,20 +205,27 @@ def signal_runs(number: int) -> None:
 
 def default_limit() -> int:
     """Return how many runs at once make sense here: one a GPU, and one on the CPU."""
-    return max(1, len(visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))))
+    return max(
+        1, len(visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker; return the exit code."""
     parser = Parser(
-        prog="python -m dphybrid.orchestration.worker", description="Take training runs from a Prefect work pool, politely."
+        prog="python -m dphybrid.orchestration.worker",
+        description="Take training runs from a Prefect work pool, politely.",
     )
     parser.add_argument("--pool", default="gpu", help="work pool (gpu)")
     parser.add_argument(
-        "--name", default=socket.gethostname().split(".")[0], help="name of this worker and its own queue (the host's)"
+        "--name",
+        default=socket.gethostname().split(".")[0],
+        help="name of this worker and its own queue (the host's)",
     )
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="runs at once (as many as GPUs)")
-    parser.add_argument("--queue", action="append", metavar="NAME", help="queues to work off (its own, urgent, any, night)")
+    parser.add_argument(
+        "--queue", action="append", metavar="NAME", help="queues to work off (its own, urgent, any, night)"
+    )
     parser.add_argument("--wait", action="store_true", help="let runs end at the first SIGTERM")
     args = parser.parse_args(argv)
 
@@ -197,9 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from prefect.settings import PREFECT_API_URL
 
         if not PREFECT_API_URL.value():
-            raise UserError("PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api")
+            raise UserError(
+                "PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api"
+            )
         live_folder()  # raises before any run is taken
-        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")  # so that a finished run can tell it after a long outage
+        os.environ.setdefault(
+            "PREFECT_CLIENT_MAX_RETRIES", "9"
+        )  # so that a finished run can tell it after a long outage
         queues = args.queue or [args.name, *SHARED_QUEUES]
         asyncio.run(make_queues(args.pool, queues))
         worker = DrainingWorker(

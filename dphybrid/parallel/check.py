@@ -32,14 +32,20 @@ class Finding:
 
     def text(self) -> str:
         """Return the finding as two lines."""
-        return f"{'BREAKS ' if self.breaks else 'differs'} {self.module or '(top)'} [{self.place}]: {self.problem}\n        remedy: {self.remedy}"
+        return (
+            f"{'BREAKS ' if self.breaks else 'differs'} {self.module or '(top)'} [{self.place}]: "
+            f"{self.problem}\n        remedy: {self.remedy}"
+        )
 
 
 def check_module(module: nn.Module) -> list[Finding]:
     """Return what data parallelism changes in `module`, in the order of its submodules."""
     found: list[Finding] = []
     for name, part in module.named_modules():
-        found += [Finding(breaks, name, *words) for breaks, *words in (*_kind(part), *_attributes(part), *_source(part))]
+        found += [
+            Finding(breaks, name, *words)
+            for breaks, *words in (*_kind(part), *_attributes(part), *_source(part))
+        ]
     return found + _tied(module)
 
 
@@ -103,7 +109,12 @@ def _attributes(part: nn.Module) -> Iterator[Words]:
                     "put it into an nn.ModuleList or nn.ModuleDict",
                 )
             elif _bound_to_module(leaf):
-                yield True, place, "a stored bound method keeps the first device's module", "look the method up when it is called"
+                yield (
+                    True,
+                    place,
+                    "a stored bound method keeps the first device's module",
+                    "look the method up when it is called",
+                )
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -151,14 +162,16 @@ def _source(part: nn.Module) -> Iterator[Words]:
                 yield (
                     False,
                     place,
-                    f"forward writes self.{name}: lost on every replica but the first, and there too unless it is a buffer changed in place",
+                    f"forward writes self.{name}: lost on every replica but the first, and there too unless "
+                    "it is a buffer changed in place",
                     "return the value instead, or keep it outside the block",
                 )
         if isinstance(node, ast.If | ast.IfExp | ast.While) and (drawn := _drawn(node.test)):
             yield (
                 False,
                 place,
-                f"decides by chance ({drawn[0]}): each replica by itself, so that results depend on the number of devices",
+                f"decides by chance ({drawn[0]}): each replica by itself, so that results depend on the "
+                "number of devices",
                 "decide outside of the block and pass the decision in",
             )
         if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef):
@@ -168,15 +181,19 @@ def _source(part: nn.Module) -> Iterator[Words]:
                 yield (
                     False,
                     place,
-                    f"draws from a generator that all share ({', '.join(drawn)}): what each sample gets depends on the number of devices",
-                    "draw outside of the block, a row a sample, and pass it in; or live with it, as with dropout",
+                    f"draws from a generator that all share ({', '.join(drawn)}): what each sample gets "
+                    "depends on the number of devices",
+                    "draw outside of the block, a row a sample, and pass it in; or live with it, as with "
+                    "dropout",
                 )
         if isinstance(node, ast.Call) and (axis := _over_the_batch(node)):
             yield (
                 False,
                 place,
-                f"{axis}: if that is the batch, each replica computes over its own rows alone, which cannot be made right",
-                "compute it outside of the block; train.check_split compares the first batch with itself unsplit",
+                f"{axis}: if that is the batch, each replica computes over its own rows alone, which cannot "
+                "be made right",
+                "compute it outside of the block; train.check_split compares the first batch with itself "
+                "unsplit",
             )
         if isinstance(node, ast.Call) and (device := _fixed_device(node)):
             yield True, place, f"names the device {device}", "use the device of an input, x.device"
@@ -256,7 +273,8 @@ _REDUCTIONS = frozenset(
 
 
 def _over_the_batch(call: ast.Call) -> str | None:
-    """Return what a call reduces or normalises when it does so over dim 0 of something that is no attribute of the module."""
+    """Return what a call reduces or normalises when it does so over dim 0 of something that is no attribute
+    of the module."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in _REDUCTIONS:
         return None
     name = _dotted(call.func)
@@ -285,7 +303,11 @@ def _fixed_device(call: ast.Call) -> str | None:
         return ".cuda()"
     values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
     for value in values:
-        if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.split(":")[0] == "cuda":
+        if (
+            isinstance(value, ast.Constant)
+            and isinstance(value.value, str)
+            and value.value.split(":")[0] == "cuda"
+        ):
             return repr(value.value)
     return None
 
@@ -302,7 +324,8 @@ def _tied(module: nn.Module) -> list[Finding]:
             False,
             names[0][0],
             "weight",
-            f"a table shared with {', '.join(name for name, _ in names[1:])} is copied to every device in each step",
+            f"a table shared with {', '.join(name for name, _ in names[1:])} is copied to every device in "
+            "each step",
             "give the output layer weights of its own and make the table a HostEmbedding",
         )
         for names in users.values()

@@ -1,4 +1,5 @@
-"""The first batch unsplit against split: which module computes across the batch, and so cannot be right on several devices."""
+"""The first batch unsplit against split: which module computes across the batch, and so cannot be right on
+several devices."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.parallel.data_parallel import DataParallel
-from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_nest, items_of, map_tensors, rebuild, tensors_of
+from dphybrid.parallel.nests import (
+    Parts,
+    Whole,
+    batch_rows,
+    is_nest,
+    items_of,
+    map_tensors,
+    rebuild,
+    tensors_of,
+)
 from dphybrid.parallel.probing import own_random_state
 from dphybrid.parallel.regions import find_data_parallel
 from dphybrid.parallel.replication import throwaway
@@ -25,7 +35,8 @@ _Event = tuple[str, str, list[Tensor]]
 class SplitDifference:
     """Where a block first differs from itself unsplit.
 
-    block, module: dotted names, of the block in the model and of the module in the block. what: its output, or what it gives to a module within.
+    block, module: dotted names, of the block in the model and of the module in the block. what: its output,
+    or what it gives to a module within.
     largest: absolute difference, infinite where sizes differ. sizes: rows of each share.
     """
 
@@ -39,19 +50,25 @@ class SplitDifference:
         """Return the finding as a sentence with its remedy."""
         name = ".".join(part for part in (self.block, self.module) if part) or "the model"
         return (
-            f"{name}: {self.what} differs by {self.largest:.3g} between the batch as a whole and in shares of {','.join(map(str, self.sizes))} rows: "
-            "it computes across the batch, or draws at random; compute that outside of the data-parallel block"
+            f"{name}: {self.what} differs by {self.largest:.3g} between the batch as a whole and in shares "
+            f"of {','.join(map(str, self.sizes))} rows: "
+            "it computes across the batch, or draws at random; compute that outside of the data-parallel "
+            "block"
         )
 
 
 @torch.no_grad()
-def compare_split(model: nn.Module, *args: Any, rtol: float = 1e-3, atol: float = 1e-4, **kwargs: Any) -> list[SplitDifference]:
-    """Call `model` on one batch in eval mode and compare each data-parallel block in it, unsplit against split; return what differs.
+def compare_split(
+    model: nn.Module, *args: Any, rtol: float = 1e-3, atol: float = 1e-4, **kwargs: Any
+) -> list[SplitDifference]:
+    """Call `model` on one batch in eval mode and compare each data-parallel block in it, unsplit against
+    split; return what differs.
 
-    model: a `DataParallel` or a module with some inside; its parameters, buffers, modes and all generators are left as they were. Each block is
-    computed as often as it has shares and once more, on copies of its parameters, on its first device, without gradients: the memory of a whole
-    batch's forward there. rtol, atol: tolerances of float32 as in `torch.testing.assert_close`; a float64 block is held to 1e-9.
-    A block with one device is compared in two shares. Empty when nothing differs or nothing is split.
+    model: a `DataParallel` or a module with some inside; its parameters, buffers, modes and all generators
+    are left as they were. Each block is computed as often as it has shares and once more, on copies of its
+    parameters, on its first device, without gradients: the memory of a whole batch's forward there. rtol,
+    atol: tolerances of float32 as in `torch.testing.assert_close`; a float64 block is held to 1e-9. A block
+    with one device is compared in two shares. Empty when nothing differs or nothing is split.
     """
     calls: dict[str, tuple[Any, Any]] = {}
     blocks = find_data_parallel(model)
@@ -77,13 +94,22 @@ def compare_split(model: nn.Module, *args: Any, rtol: float = 1e-3, atol: float 
 def refuse_split_differences(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Raise UserError with what `compare_split` finds on this batch, if anything."""
     if found := compare_split(model, *args, **kwargs):
-        raise UserError("the first batch is not what it is when split:\n" + "\n".join(one.text() for one in found))
+        raise UserError(
+            "the first batch is not what it is when split:\n" + "\n".join(one.text() for one in found)
+        )
 
 
 def compare_block(
-    block: DataParallel, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str = "", rtol: float = 1e-3, atol: float = 1e-4
+    block: DataParallel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str = "",
+    rtol: float = 1e-3,
+    atol: float = 1e-4,
 ) -> SplitDifference | None:
-    """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs, or None."""
+    """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs,
+    or None."""
     kwargs = {key: Whole(value) if key in block.whole else value for key, value in kwargs.items()}
     args, kwargs = _joined_parts((args, kwargs), block)
     rows = batch_rows(args, kwargs, block.dim)
@@ -92,7 +118,9 @@ def compare_block(
     sizes = block.sizes(rows) if len(block.devices) > 1 else split_sizes(rows, 2)
     home = block.devices.home
     with torch.no_grad(), own_random_state(home):
-        whole = _events(throwaway(block.module, home), *map_tensors(lambda t: t.to(home, copy=True), (args, kwargs)))
+        whole = _events(
+            throwaway(block.module, home), *map_tensors(lambda t: t.to(home, copy=True), (args, kwargs))
+        )
         shares = []
         places = [home] * len(sizes)
         for share_args, share_kwargs in zip(
@@ -104,7 +132,10 @@ def compare_block(
         same_calls = all(part[:2] == (module, what) and len(part[2]) == len(tensors) for part in parts)
         apart = [float("inf")]
         if same_calls:
-            apart = [_difference(t, [part[2][k] for part in parts], block.dim, rtol, atol) for k, t in enumerate(tensors)]
+            apart = [
+                _difference(t, [part[2][k] for part in parts], block.dim, rtol, atol)
+                for k, t in enumerate(tensors)
+            ]
         largest = max(apart, default=0.0)
         if largest > 0:
             return SplitDifference(name, module, what, largest, tuple(sizes))
@@ -112,7 +143,8 @@ def compare_block(
 
 
 def _events(module: nn.Module, args: Any, kwargs: Any) -> list[_Event]:
-    """Run the module; return what went into and came out of each of its parts, in the order in which it happened."""
+    """Run the module; return what went into and came out of each of its parts, in the order in which it
+    happened."""
     names = {id(part): name for name, part in module.named_modules()}
     stack: list[str] = [""]
     events: list[_Event] = []
@@ -132,7 +164,10 @@ def _events(module: nn.Module, args: Any, kwargs: Any) -> list[_Event]:
     with ExitStack() as hooks:
         for part in module.modules():
             # A replica shares its hooks with the original: these belong to this copy alone.
-            part._forward_pre_hooks, part._forward_hooks = part._forward_pre_hooks.copy(), part._forward_hooks.copy()
+            part._forward_pre_hooks, part._forward_hooks = (
+                part._forward_pre_hooks.copy(),
+                part._forward_hooks.copy(),
+            )
             part._forward_pre_hooks_with_kwargs = part._forward_pre_hooks_with_kwargs.copy()
             part._forward_hooks_with_kwargs = part._forward_hooks_with_kwargs.copy()
             hooks.callback(part.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -144,8 +179,8 @@ def _events(module: nn.Module, args: Any, kwargs: Any) -> list[_Event]:
 def _difference(whole: Tensor, parts: Sequence[Tensor], dim: int, rtol: float, atol: float) -> float:
     """Return the largest absolute difference beyond the tolerances, 0 for none.
 
-    Inside of a block the batch may be on any dim, or flattened: the shares are joined where their sizes add up to the whole's, and a tensor that
-    is the same in all shares, such as a mask, is compared as it is.
+    Inside of a block the batch may be on any dim, or flattened: the shares are joined where their sizes add
+    up to the whole's, and a tensor that is the same in all shares, such as a mask, is compared as it is.
     """
     if whole.is_nested or whole.layout is not torch.strided:
         return 0.0
@@ -156,9 +191,14 @@ def _difference(whole: Tensor, parts: Sequence[Tensor], dim: int, rtol: float, a
         candidates.append([(whole, part) for part in parts])
     rank = whole.dim()
     if all(part.dim() == rank for part in parts):
-        for axis in dict.fromkeys([dim % rank, *range(rank)] if rank and -rank <= dim < rank else range(rank)):
+        for axis in dict.fromkeys(
+            [dim % rank, *range(rank)] if rank and -rank <= dim < rank else range(rank)
+        ):
             rests = [[*part.shape[:axis], *part.shape[axis + 1 :]] for part in (whole, *parts)]
-            if all(rest == rests[0] for rest in rests) and sum(part.shape[axis] for part in parts) == whole.shape[axis]:
+            if (
+                all(rest == rests[0] for rest in rests)
+                and sum(part.shape[axis] for part in parts) == whole.shape[axis]
+            ):
                 candidates.append([(whole, torch.cat(list(parts), axis))])
     found = [max(_distance(a, b, rtol, atol) for a, b in pairs) for pairs in candidates]
     return min(found, default=float("inf"))

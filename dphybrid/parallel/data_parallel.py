@@ -30,17 +30,21 @@ from dphybrid.util.errors import UserError
 class DataParallel(nn.DataParallel):
     """Runs one module on every device, each on its share of the batch, and joins the outputs in order.
 
-    module: moved to the first device, where its parameters live. device_ids (or devices): device text, `Devices`, a list of CUDA indices, texts or
-    torch devices, or None for auto. output_device: where outputs are joined, the first device unless said. dim: the batch
-    dimension of inputs and outputs. weights: shares for unlike devices, "memory" for their memory. whole: names of keyword arguments that every
-    replica gets unsplit. gather: what becomes of outputs with one value a replica, see `Joining`. mode, randomness: see `parallel_apply`
-    and `random_streams`; randomness is "shared", one stream through all replicas, where they run one after the other on one generator, else
-    "independent". probe: see `probing`. strict: on virtual devices, refuse a replica that uses another one's tensor.
-    The number of used devices is that of torch.chunk: a short batch uses fewer.
+    module: moved to the first device, where its parameters live. device_ids (or devices): device text,
+    `Devices`, a list of CUDA indices, texts or torch devices, or None for auto. output_device: where outputs
+    are joined, the first device unless said. dim: the batch dimension of inputs and outputs. weights: shares
+    for unlike devices, "memory" for their memory. whole: names of keyword arguments that every replica gets
+    unsplit. gather: what becomes of outputs with one value a replica, see `Joining`. mode, randomness: see
+    `parallel_apply` and `random_streams`; randomness is "shared", one stream through all replicas, where they
+    run one after the other on one generator, else "independent". probe: see `probing`. strict: on virtual
+    devices, refuse a replica that uses another one's tensor. The number of used devices is that of
+    torch.chunk: a short batch uses fewer.
 
-    What differs from torch.nn.DataParallel, and why, is a table in docs/data-parallel.md. The least: virtual devices; what cannot be split or
-    joined is refused with its place; state-dict keys carry no `module.`, so files are the same for 1, 8 or virtual devices and for the bare module.
-    As there: BatchNorm normalises each chunk by itself, only replica 0's buffers last, and a parameter that no replica used gets a zero gradient.
+    What differs from torch.nn.DataParallel, and why, is a table in docs/data-parallel.md. The least: virtual
+    devices; what cannot be split or joined is refused with its place; state-dict keys carry no `module.`, so
+    files are the same for 1, 8 or virtual devices and for the bare module. As there: BatchNorm normalises
+    each chunk by itself, only replica 0's buffers last, and a parameter that no replica used gets a zero
+    gradient.
     """
 
     def __init__(
@@ -62,7 +66,8 @@ class DataParallel(nn.DataParallel):
         nn.Module.__init__(self)
         if devices is not None and device_ids is not None:
             raise UserError(
-                f"DataParallel: device_ids={device_ids!r} and devices={devices!r} name the same thing; give one of them"
+                f"DataParallel: device_ids={device_ids!r} and devices={devices!r} name the same thing; give "
+                "one of them"
             )
         self.devices = resolve_devices(device_ids if devices is None else devices)
         home = self.devices.home
@@ -74,12 +79,14 @@ class DataParallel(nn.DataParallel):
         threads = (mode or default_mode(self.devices)) == "threads" and len(self.devices) > 1
         if randomness == "shared" and threads:
             raise UserError(
-                "DataParallel: randomness='shared' needs mode inline or serial; in threads the order of draws is chance: use "
+                "DataParallel: randomness='shared' needs mode inline or serial; in threads the order of "
+                "draws is chance: use "
                 "'independent' or 'same'"
             )
         if strict and real:
             raise UserError(
-                "DataParallel: strict=True is for virtual devices; GPUs of their own refuse foreign tensors by themselves"
+                "DataParallel: strict=True is for virtual devices; GPUs of their own refuse foreign tensors "
+                "by themselves"
             )
         if gather not in ("rows", "concat", "weighted mean"):
             raise UserError(f"DataParallel: gather={gather!r}; use rows, concat or weighted mean")
@@ -108,8 +115,11 @@ class DataParallel(nn.DataParallel):
         self._record = Record()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split and outputs that cannot be joined."""
-        if self._bare:  # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
+        """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
+        and outputs that cannot be joined."""
+        if (
+            self._bare
+        ):  # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
             attributes = self.__dict__
             record, module = attributes["_record"], attributes["_modules"]["module"]
             key: Key
@@ -193,18 +203,22 @@ class DataParallel(nn.DataParallel):
         return split_sizes(rows, len(self.devices), self.weights) if rows else [0]
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
-        """Split arguments over devices: (tuples of positional, dicts of keyword arguments), one of each a used device. May be overridden."""
+        """Split arguments over devices: (tuples of positional, dicts of keyword arguments), one of each a
+        used device. May be overridden."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
     def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
-        """Return a replica a device. May be overridden. Raises UserError for modules that cannot be replicated."""
+        """Return a replica a device. May be overridden. Raises UserError for modules that cannot be
+        replicated."""
         if module is not self.module or not len(device_ids):
             return replicate(module, device_ids, not torch.is_grad_enabled())
         modules, record = list(module.modules()), self._record
         if modules != record.modules or any(part._compiled_call_impl is not None for part in modules):
             refuse_unsuitable(module, self.devices.home)  # parts may have been replaced since the last time
             record.modules = modules
-        return replicate_modules(modules, self.devices.replicas[: len(device_ids)], not torch.is_grad_enabled())
+        return replicate_modules(
+            modules, self.devices.replicas[: len(device_ids)], not torch.is_grad_enabled()
+        )
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each replica on its inputs; return the outputs in device order. May be overridden."""
@@ -221,10 +235,12 @@ class DataParallel(nn.DataParallel):
         return gather(outputs, output_device, self.dim, joining=self.joining)
 
     stage: Callable[[str], AbstractContextManager[None]] | None = None
-    """Set it to time the parts of a forward in training mode: called with scatter, replicate, host_to_device or gather, it gives a context."""
+    """Set it to time the parts of a forward in training mode: called with scatter, replicate, host_to_device
+    or gather, it gives a context."""
 
     check_synchrony = False
-    """Compare the replicas' parameters before each forward. Set it on the class in tests; it costs one read of all parameters."""
+    """Compare the replicas' parameters before each forward. Set it on the class in tests; it costs one read
+    of all parameters."""
 
     def _on_one(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self._watched(inputs, kwargs)
@@ -234,10 +250,11 @@ class DataParallel(nn.DataParallel):
         return output
 
     def _watched(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module on the first device without that the caller's tensors change, as on several devices.
+        """Call the module on the first device without that the caller's tensors change, as on several
+        devices.
 
-        The first call gets copies and shows whether the module works in place on its inputs. One that does gets copies always; of one that
-        did not and does later, in another branch perhaps, the caller hears.
+        The first call gets copies and shows whether the module works in place on its inputs. One that does
+        gets copies always; of one that did not and does later, in another branch perhaps, the caller hears.
         """
         home, record = self.devices.home, self._record
         if record.in_place is not False:
@@ -254,7 +271,9 @@ class DataParallel(nn.DataParallel):
             given = _tensors((inputs, kwargs), [])
             before = _versions(given)
             output = self.module(*inputs, **kwargs)
-            if not record.in_place and None not in before:  # without versions, in inference mode, it cannot be seen
+            if (
+                not record.in_place and None not in before
+            ):  # without versions, in inference mode, it cannot be seen
                 record.in_place = _versions(given) != before
             return output
         given = _tensors((inputs, kwargs), [])
@@ -265,8 +284,14 @@ class DataParallel(nn.DataParallel):
                 args, named = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         output = self.module(*args, **named)
         if _versions(given) != before:
-            changed = {id(tensor) for tensor, version in zip(given, before, strict=True) if _versions([tensor]) != [version]}
-            _refuse_late_change(next(path for path, tensor in tensors_of((inputs, kwargs), "inputs") if id(tensor) in changed))
+            changed = {
+                id(tensor)
+                for tensor, version in zip(given, before, strict=True)
+                if _versions([tensor]) != [version]
+            }
+            _refuse_late_change(
+                next(path for path, tensor in tensors_of((inputs, kwargs), "inputs") if id(tensor) in changed)
+            )
         return output
 
     def _note(self, input_sizes: tuple[Size, ...], output_sizes: tuple[Size, ...]) -> None:
@@ -293,16 +318,21 @@ class DataParallel(nn.DataParallel):
 
     def _as_split(self, key: Key) -> Split:
         inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
-        return Split(inputs, outputs, devices=self.devices.labels[: len(inputs)], count=self._record.counts()[key])
+        return Split(
+            inputs, outputs, devices=self.devices.labels[: len(inputs)], count=self._record.counts()[key]
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state dict: keys without `module.`."""
         return self.module.state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         own = self.module.state_dict(keep_vars=True).keys()
         mine = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-        # Torch's files carry `module.`, ours do not, and the module may have a child of that name: the reading that finds more keys is meant.
+        # Torch's files carry `module.`, ours do not, and the module may have a child of that name: the
+        # reading that finds more keys is meant.
         wrapped = sum(key.startswith("module.") and key.removeprefix("module.") in own for key in mine)
         if wrapped <= sum(key in own for key in mine):
             found = {key: state_dict.pop(f"{prefix}{key}") for key in mine}
@@ -318,18 +348,23 @@ def _untimed(_: str) -> AbstractContextManager[None]:
 
 
 def _device_ids(devices: Devices) -> list[Any]:
-    """What torch calls device_ids: indices of GPUs, nothing on the plain CPU. Virtual devices on the CPU have no index: the device itself."""
+    """What torch calls device_ids: indices of GPUs, nothing on the plain CPU. Virtual devices on the CPU have
+    no index: the device itself."""
     if devices.home.type == "cuda":
         return [device.index for device in devices.replicas]
     return list(devices.replicas) if len(devices) > 1 else []
 
 
 def _output_device(wanted: int | str | torch.device | None, home: torch.device) -> torch.device:
-    if wanted is None or (isinstance(wanted, int) and home.type == "cpu"):  # virtual devices on the CPU are all one
+    if wanted is None or (
+        isinstance(wanted, int) and home.type == "cpu"
+    ):  # virtual devices on the CPU are all one
         return home
     device = as_device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"DataParallel: output_device={wanted!r} is not here; name one of the module's devices, or cpu")
+        raise UserError(
+            f"DataParallel: output_device={wanted!r} is not here; name one of the module's devices, or cpu"
+        )
     return torch.device("cuda", 0) if device == torch.device("cuda") else device
 
 
@@ -366,7 +401,8 @@ def _versions(tensors: list[Tensor]) -> list[int | None]:
 
 def _refuse_late_change(path: str) -> None:
     raise UserError(
-        f"DataParallel: the module has changed {path} in place, which it did not at its first call; on several devices the caller's tensor stays "
+        f"DataParallel: the module has changed {path} in place, which it did not at its first call; on "
+        "several devices the caller's tensor stays "
         "as it is: clone it first in forward, or do not work in place"
     )
 
@@ -412,7 +448,8 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Call `module` once, split over the devices; return the joined output. inputs: a tensor, a tuple of arguments, or None for none."""
+    """Call `module` once, split over the devices; return the joined output. inputs: a tensor, a tuple of
+    arguments, or None for none."""
     if inputs is None:
         inputs = ()
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)

@@ -13,7 +13,8 @@ from dphybrid.util.errors import UserError
 class Devices:
     """Where the replicas of a region live.
 
-    text: canonical device text. replicas: one torch device a replica, in split order. virtual: replicas share hardware.
+    text: canonical device text. replicas: one torch device a replica, in split order. virtual: replicas share
+    hardware.
     """
 
     text: str
@@ -48,7 +49,8 @@ class Devices:
 
 
 def resolve_devices(spec: "str | Devices | Sequence[int | str | torch.device] | None") -> Devices:
-    """Return the devices that a text, a list (of CUDA indices, device texts or torch devices), or None (auto) names. -1 is the CPU.
+    """Return the devices that a text, a list (of CUDA indices, device texts or torch devices), or None (auto)
+    names. -1 is the CPU.
 
     Raises UserError for texts that cannot be read and for GPUs that are not there.
     """
@@ -71,14 +73,19 @@ def _with_hardware(parsed: DeviceSpec) -> Devices:
     count = torch.cuda.device_count()
     if parsed.count:  # without a GPU the same split on the CPU
         return _with_hardware(
-            parse_device_spec(",".join(f"cuda:{i}" for i in range(parsed.count)) if count else f"cpu*{parsed.count}")
+            parse_device_spec(
+                ",".join(f"cuda:{i}" for i in range(parsed.count)) if count else f"cpu*{parsed.count}"
+            )
         )
     names = parsed.names or tuple(f"cuda:{index}" for index in range(count)) or ("cpu",)
-    missing = [name for name in dict.fromkeys(names) if name.startswith("cuda") and int(name.split(":")[1]) >= count]
+    missing = [
+        name for name in dict.fromkeys(names) if name.startswith("cuda") and int(name.split(":")[1]) >= count
+    ]
     if missing:
         there = f"cuda:0 to cuda:{count - 1}" if count else "no GPU"
         raise UserError(
-            f"devices={parsed.text!r}: {', '.join(missing)} is not here; there is {there}; use one of those, cpu, or cpu*{len(names)}"
+            f"devices={parsed.text!r}: {', '.join(missing)} is not here; there is {there}; use one of "
+            f"those, cpu, or cpu*{len(names)}"
         )
     text = ",".join(names) if parsed.is_auto else parsed.text
     return Devices(text, tuple(torch.device(name) for name in names), parsed.virtual)

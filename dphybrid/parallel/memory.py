@@ -1,4 +1,5 @@
-"""What a block needs on each device: parameters, gradients, optimizer states, and an estimate of activations from a pass without data."""
+"""What a block needs on each device: parameters, gradients, optimizer states, and an estimate of activations
+from a pass without data."""
 
 import copy
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ OPTIMIZER_STATES = {"sgd": 0, "adam": 2, "adamw": 2}
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device. The first device also holds gradients and optimizer states; the others hold a copy of the parameters."""
+    """Bytes on one device. The first device also holds gradients and optimizer states; the others hold a copy
+    of the parameters."""
 
     label: str
     rows: int
@@ -31,7 +33,8 @@ class DeviceMemory:
 
 
 def activation_bytes(module: nn.Module, args: Any, kwargs: Any) -> int:
-    """Return the bytes that autograd keeps of one forward, its output included. Runs on the meta device: no memory, no data.
+    """Return the bytes that autograd keeps of one forward, its output included. Runs on the meta device: no
+    memory, no data.
 
     args, kwargs: real or meta tensors of the right sizes. Raises whatever the module raises on meta tensors.
     """
@@ -47,7 +50,9 @@ def activation_bytes(module: nn.Module, args: Any, kwargs: Any) -> int:
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    meta_args, meta_kwargs = map_tensors(lambda t: t.detach().to("meta").requires_grad_(t.is_floating_point()), (args, kwargs))
+    meta_args, meta_kwargs = map_tensors(
+        lambda t: t.detach().to("meta").requires_grad_(t.is_floating_point()), (args, kwargs)
+    )
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = ghost(*meta_args, **meta_kwargs)
     map_tensors(keep, output)
@@ -55,9 +60,16 @@ def activation_bytes(module: nn.Module, args: Any, kwargs: Any) -> int:
 
 
 def block_memory(
-    module: nn.Module, args: Any, kwargs: Any, sizes: Sequence[int], labels: Sequence[str], optimizer: str, dim: int = 0
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    sizes: Sequence[int],
+    labels: Sequence[str],
+    optimizer: str,
+    dim: int = 0,
 ) -> list[DeviceMemory]:
-    """Return the memory of each device for a batch split into `sizes`. args, kwargs: one batch's inputs, with at least max(sizes) rows."""
+    """Return the memory of each device for a batch split into `sizes`. args, kwargs: one batch's inputs, with
+    at least max(sizes) rows."""
     parameters = sum(p.numel() * p.element_size() for p in module.parameters())
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
@@ -70,7 +82,8 @@ def block_memory(
             label=label,
             rows=rows,
             parameters=parameters + buffers,
-            gradients=trained * (2 if len(sizes) > 1 and index == 0 else 1),  # the first device also sums the others' up
+            gradients=trained
+            * (2 if len(sizes) > 1 and index == 0 else 1),  # the first device also sums the others' up
             optimizer=trained * OPTIMIZER_STATES[optimizer] if index == 0 else 0,
             activations=by_rows[rows],
         )
@@ -80,13 +93,19 @@ def block_memory(
 
 def memory_text(devices: Sequence[DeviceMemory]) -> str:
     """Return the table for people, in MiB."""
-    head = f"  {'device':<10}{'rows':>7}{'parameters':>13}{'gradients':>12}{'optimizer':>12}{'activations':>14}{'MiB':>10}"
+    head = f"  {'device':<10}{'rows':>7}{'parameters':>13}{'gradients':>12}"
+    head += f"{'optimizer':>12}{'activations':>14}{'MiB':>10}"
     mib = 2**20
     lines = [
-        f"  {d.label:<10}{d.rows:>7}{d.parameters / mib:>13.1f}{d.gradients / mib:>12.1f}{d.optimizer / mib:>12.1f}"
-        f"{d.activations / mib:>14.1f}{d.total / mib:>10.1f}"
+        f"  {d.label:<10}{d.rows:>7}{d.parameters / mib:>13.1f}{d.gradients / mib:>12.1f}"
+        f"{d.optimizer / mib:>12.1f}{d.activations / mib:>14.1f}{d.total / mib:>10.1f}"
         for d in devices
     ]
     return "\n".join(
-        [head, *lines, "  Activations are an estimate; workspaces of kernels and the memory's fragmentation come on top."]
+        [
+            head,
+            *lines,
+            "  Activations are an estimate; workspaces of kernels and the memory's fragmentation come on "
+            "top.",
+        ]
     )

@@ -1,4 +1,5 @@
-"""Nests of values (tuples, lists, dicts, dataclasses): what they are made of, how many rows they hold, and what in them cannot be split."""
+"""Nests of values (tuples, lists, dicts, dataclasses): what they are made of, how many rows they hold, and
+what in them cannot be split."""
 
 import copy
 import dataclasses
@@ -17,20 +18,23 @@ from dphybrid.util.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Marks a value (tensor, or a nest of them) that every replica gets unsplit, such as a (T, T) attention mask."""
+    """Marks a value (tensor, or a nest of them) that every replica gets unsplit, such as a (T, T) attention
+    mask."""
 
     value: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Marks a value that is split already: one tensor a used replica, each on its replica's device and with the sizes of the batch's split."""
+    """Marks a value that is split already: one tensor a used replica, each on its replica's device and with
+    the sizes of the batch's split."""
 
     tensors: Sequence[Tensor]
 
 
 def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
-    """Return what a region takes for a value that is split already, such as the rows of `HostEmbedding.replica_rows`."""
+    """Return what a region takes for a value that is split already, such as the rows of
+    `HostEmbedding.replica_rows`."""
     return tensors[0] if len(tensors) == 1 else Parts(tensors)
 
 
@@ -63,7 +67,8 @@ def items_of(value: Any) -> list[Any]:
 
 
 def rebuild(like: Any, items: list[Any]) -> Any:
-    """Return a nest like `like` with other items. No constructor runs: a `__post_init__` would compute from a share what it did for the batch."""
+    """Return a nest like `like` with other items. No constructor runs: a `__post_init__` would compute from a
+    share what it did for the batch."""
     if type(like) is dict:
         return dict(zip(like, items, strict=True))
     if isinstance(like, tuple):
@@ -89,7 +94,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Whole):
         return map_tensors(function, value.value)
     if isinstance(value, Parts):
-        raise UserError(f"{len(value.tensors)} parts for a region with one device; place the table on this region's devices")
+        raise UserError(
+            f"{len(value.tensors)} parts for a region with one device; place the table on this region's "
+            "devices"
+        )
     if is_nest(value):
         return rebuild(value, [map_tensors(function, item) for item in items_of(value)])
     return value
@@ -107,8 +115,8 @@ def tensors_of(value: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]
 def batch_rows(args: Any, kwargs: Any, dim: int) -> int | None:
     """Return the rows on `dim` that all tensors share, or None when there is no tensor.
 
-    Raises UserError that lists the sizes when they disagree, instead of losing the rows beyond the smallest; and for what carries tensors
-    or data and cannot be split.
+    Raises UserError that lists the sizes when they disagree, instead of losing the rows beyond the smallest;
+    and for what carries tensors or data and cannot be split.
     """
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
         return _rows(args[0], dim, "input 0") if args[0].dim() else _disagree({"input 0": None}, dim)
@@ -126,7 +134,8 @@ def batch_rows(args: Any, kwargs: Any, dim: int) -> int | None:
 def _disagree(sizes: dict[str, int | None], dim: int) -> int:
     listed = ", ".join(f"{path}: {'0-dim' if size is None else size}" for path, size in sizes.items())
     raise UserError(
-        f"tensors disagree on their rows (dim {dim}): {listed}; give each one row a sample, or wrap what all replicas share in Whole(...)"
+        f"tensors disagree on their rows (dim {dim}): {listed}; give each one row a sample, or wrap what "
+        "all replicas share in Whole(...)"
     )
 
 
@@ -140,14 +149,20 @@ def _rows(value: Tensor, dim: int, path: str) -> int | None:
 
 
 def _refuse_layout(value: Tensor, path: str) -> None:
-    kind = "a nested (jagged) tensor" if value.is_nested else f"a {str(value.layout).removeprefix('torch.')} tensor"
+    kind = (
+        "a nested (jagged) tensor"
+        if value.is_nested
+        else f"a {str(value.layout).removeprefix('torch.')} tensor"
+    )
     if value.is_nested or value.layout is not torch.sparse_coo:
         raise UserError(
-            f"{path}: {kind} cannot be split; give values and offsets a sample, a padded tensor, or one in COO layout"
+            f"{path}: {kind} cannot be split; give values and offsets a sample, a padded tensor, or one in "
+            "COO layout"
         )
     if value.requires_grad:
         raise UserError(
-            f"{path}: {kind} that requires grad cannot be split (torch has no way back); give its indices and values apart"
+            f"{path}: {kind} that requires grad cannot be split (torch has no way back); give its indices "
+            "and values apart"
         )
 
 
@@ -166,25 +181,46 @@ def _collect(value: Any, dim: int, path: str, sizes: dict[str, int | None]) -> N
 
 
 _PLAIN_NESTS = frozenset({tuple, list, dict})
-_PLAIN = frozenset({types.NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice, range})
+_PLAIN = frozenset(
+    {
+        types.NoneType,
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        slice,
+        range,
+    }
+)
 
 
 def refuse_unsplittable(value: Any, path: str) -> None:
-    """Raise UserError for a value that is no known container and would reach the replicas whole though it holds the batch, or once only."""
+    """Raise UserError for a value that is no known container and would reach the replicas whole though it
+    holds the batch, or once only."""
     kind = type(value).__name__
     if isinstance(value, PackedSequence):
         raise UserError(
-            f"{path}: a PackedSequence has no batch dim to split on; give the padded batch and its lengths, and pack inside the module"
+            f"{path}: a PackedSequence has no batch dim to split on; give the padded batch and its lengths, "
+            "and pack inside the module"
         )
     if isinstance(value, Iterator):
-        raise UserError(f"{path}: a {kind} can be read once only, by the first replica; give a list, or a tensor")
+        raise UserError(
+            f"{path}: a {kind} can be read once only, by the first replica; give a list, or a tensor"
+        )
     if type(value).__module__.split(".")[0] == "numpy" and vars(type(value)).get("ndim") and value.ndim:
         raise UserError(
-            f"{path}: a numpy array is not split; give torch.from_numpy(...), or Whole(...) for what all replicas share"
+            f"{path}: a numpy array is not split; give torch.from_numpy(...), or Whole(...) for what all "
+            "replicas share"
         )
     if (where := _carried(value, path)) is not None:
         raise UserError(
-            f"{path}: a {kind} carries tensors ({where}) that cannot be split; give them as arguments, in a tuple, list, dict or dataclass, "
+            f"{path}: a {kind} carries tensors ({where}) that cannot be split; give them as arguments, in a "
+            "tuple, list, dict or dataclass, "
             "or wrap what all replicas share in Whole(...)"
         )
 
@@ -199,7 +235,8 @@ def _refuse_attributes(value: Any, path: str) -> None:
             continue
         if (where := _carried(held, f".{name}")) is not None:
             raise UserError(
-                f"{path}: a {type(value).__name__} carries a tensor beside its items ({where}); give it as an item or an argument"
+                f"{path}: a {type(value).__name__} carries a tensor beside its items ({where}); give it as "
+                "an item or an argument"
             )
 
 
@@ -229,8 +266,14 @@ def _carried(value: Any, path: str, depth: int = 0) -> str | None:
     if not isinstance(value, types.FunctionType):
         inner += [(f"{path}.{name}", held) for name, held in getattr(value, "__dict__", {}).items()]
         slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-        inner += [(f"{path}.{name}", getattr(value, name)) for name in slots if name[:2] != "__" and hasattr(value, name)]
-    return next((where for name, held in inner if (where := _carried(held, name, depth + 1)) is not None), None)
+        inner += [
+            (f"{path}.{name}", getattr(value, name))
+            for name in slots
+            if name[:2] != "__" and hasattr(value, name)
+        ]
+    return next(
+        (where for name, held in inner if (where := _carried(held, name, depth + 1)) is not None), None
+    )
 
 
 def _is_filled(cell: types.CellType) -> bool:

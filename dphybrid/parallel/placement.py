@@ -1,4 +1,5 @@
-"""Catches on virtual devices what otherwise shows on two distinct GPUs only: a replica that touches another device's tensor."""
+"""Catches on virtual devices what otherwise shows on two distinct GPUs only: a replica that touches another
+device's tensor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ class PlacementError(RuntimeError):
 
 
 class Placement:
-    """Which virtual device each tensor of one forward belongs to; a tensor nobody tagged belongs to device 0."""
+    """Which virtual device each tensor of one forward belongs to; a tensor nobody tagged belongs to device
+    0."""
 
     def __init__(self) -> None:
         self._device = WeakTensorKeyDictionary()
@@ -29,7 +31,8 @@ class Placement:
 
     @contextmanager
     def running(self, device: int) -> Iterator[None]:
-        """While the block runs, raise PlacementError when it touches a tensor of another device. 0-dim tensors may travel, as on GPUs."""
+        """While the block runs, raise PlacementError when it touches a tensor of another device. 0-dim
+        tensors may travel, as on GPUs."""
         with _Watch(self, device):
             yield
 
@@ -44,9 +47,14 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs or {})):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and (other := self._placement.of(leaf)) != self._index:
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.dim() > 0
+                and (other := self._placement.of(leaf)) != self._index
+            ):
                 raise PlacementError(
-                    f"replica {self._index} uses a tensor of size {tuple(leaf.shape)} of device {other} in {func}; "
+                    f"replica {self._index} uses a tensor of size {tuple(leaf.shape)} of device {other} in "
+                    f"{func}; "
                     "register it as a parameter or buffer, or pass it as an input"
                 )
         out = func(*args, **(kwargs or {}))

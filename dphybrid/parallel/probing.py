@@ -1,10 +1,12 @@
-"""Is it chance that an output has as many rows as its share has samples? Asked once, at the first forward that leaves it open.
+"""Is it chance that an output has as many rows as its share has samples? Asked once, at the first forward
+that leaves it open.
 
-Shares of two sizes settle it: what then has its rows in step with the samples has the batch there. Where all shares are alike, an RNN's
-state (layers, B, H) of as many layers, a transposed or stacked result, a parameter or a constant may look like rows by chance. It cannot be chance
-when the number of samples is found nowhere else: in no other dim of outputs, inputs and parameters, in no length of a list, and
-the replicas' outputs differ. Otherwise a throwaway copy of the module computes one sample more, once: the cost of one replica's forward without
-gradients.
+Shares of two sizes settle it: what then has its rows in step with the samples has the batch there. Where all
+shares are alike, an RNN's state (layers, B, H) of as many layers, a transposed or stacked result, a parameter
+or a constant may look like rows by chance. It cannot be chance when the number of samples is found nowhere
+else: in no other dim of outputs, inputs and parameters, in no length of a list, and the replicas' outputs
+differ. Otherwise a throwaway copy of the module computes one sample more, once: the cost of one replica's
+forward without gradients.
 """
 
 import random
@@ -25,7 +27,13 @@ from dphybrid.util.errors import UserError
 
 
 def refuse_chance_rows(
-    module: nn.Module, inputs: Any, outputs: list[Any], leaves: list[Leaf], sizes: list[int], dim: int, home: torch.device
+    module: nn.Module,
+    inputs: Any,
+    outputs: list[Any],
+    leaves: list[Leaf],
+    sizes: list[int],
+    dim: int,
+    home: torch.device,
 ) -> None:
     """Raise UserError where an output of equal shares has its rows by chance.
 
@@ -38,8 +46,10 @@ def refuse_chance_rows(
         found = dict(tensors_of(_with_one_more(module, inputs, share + 1, len(sizes), dim, home)))
     except Exception as error:  # noqa: BLE001 # a module may refuse any other size, and is right so far
         warnings.warn(
-            f"DataParallel: outputs have {share} rows for shares of {share} samples, and it could not be seen whether by chance: with "
-            f"{share + 1} samples the module raised {type(error).__name__}: {error}; probe=False does not ask",
+            f"DataParallel: outputs have {share} rows for shares of {share} samples, and it could not be "
+            "seen whether by chance: with "
+            f"{share + 1} samples the module raised {type(error).__name__}: {error}; probe=False does not "
+            "ask",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -50,26 +60,34 @@ def refuse_chance_rows(
         if tensor is None or tensor.dim() != leaf.rank or tensor.shape[dim] != leaf.rows * (share + 1):
             size = "is missing" if tensor is None else f"has size {tuple(tensor.shape)}"
             raise UserError(
-                f"{leaf.path}: {leaf.rows * share} rows for a share of {share} samples by chance: with {share + 1} samples it {size}; return "
-                f"the batch on dim {dim}, with the same number of rows for each sample (transpose an RNN's state, expand what belongs to no sample)"
+                f"{leaf.path}: {leaf.rows * share} rows for a share of {share} samples by chance: with "
+                f"{share + 1} samples it {size}; return "
+                f"the batch on dim {dim}, with the same number of rows for each sample (transpose an RNN's "
+                "state, expand what belongs to no sample)"
             )
         if any(pair == (share, share + 1) for pair in _others(shapes[leaf.path], tensor.shape, dim)):
             raise UserError(
-                f"{leaf.path}: size {tuple(tensor.shape)} for {share + 1} samples: samples are on two dims, each against all others of its own share "
+                f"{leaf.path}: size {tuple(tensor.shape)} for {share + 1} samples: samples are on two dims, "
+                "each against all others of its own share "
                 "alone; compute that outside of the data-parallel block"
             )
     if minor := _sample_minor(leaves, module, inputs, share, len(sizes), dim, home):
         raise UserError(
-            f"{minor}: its rows go through all samples once and then again; the shares' rows would be mixed: return all rows of a sample one behind "
-            "the other (repeat_interleave instead of repeat, a stack on dim 1), or each part as an output of its own"
+            f"{minor}: its rows go through all samples once and then again; the shares' rows would be "
+            "mixed: return all rows of a sample one behind "
+            "the other (repeat_interleave instead of repeat, a stack on dim 1), or each part as an output "
+            "of its own"
         )
     if found:
         raise UserError(
-            f"{next(iter(found))}: there with {share + 1} samples, not with {share}; return tensors, not a list of samples"
+            f"{next(iter(found))}: there with {share + 1} samples, not with {share}; return tensors, not a "
+            "list of samples"
         )
 
 
-def _may_be_chance(module: nn.Module, inputs: Any, outputs: list[Any], leaves: list[Leaf], share: int, dim: int) -> bool:
+def _may_be_chance(
+    module: nn.Module, inputs: Any, outputs: list[Any], leaves: list[Leaf], share: int, dim: int
+) -> bool:
     if share == 1 or any(leaf.rows != 1 for leaf in leaves):
         return True
     joined = {leaf.path for leaf in leaves}
@@ -80,9 +98,14 @@ def _may_be_chance(module: nn.Module, inputs: Any, outputs: list[Any], leaves: l
     for path, tensors in columns.items():
         if path in joined and (_is_elsewhere(tensors[0].shape, share, dim) or _all_equal(tensors)):
             return True
-    shapes = [*(tensor.shape for _, tensor in tensors_of(inputs)), *(p.shape for p in (*module.parameters(), *module.buffers()))]
+    shapes = [
+        *(tensor.shape for _, tensor in tensors_of(inputs)),
+        *(p.shape for p in (*module.parameters(), *module.buffers())),
+    ]
     own = len(list(tensors_of(inputs)))
-    if any(_is_elsewhere(shape, share, dim) for shape in shapes[:own]) or any(share in shape for shape in shapes[own:]):
+    if any(_is_elsewhere(shape, share, dim) for shape in shapes[:own]) or any(
+        share in shape for shape in shapes[own:]
+    ):
         return True
     return share in _lengths(outputs[0])
 
@@ -97,9 +120,11 @@ def _others(one: torch.Size, two: torch.Size, dim: int) -> Iterator[tuple[int, i
 def _sample_minor(
     leaves: list[Leaf], module: nn.Module, inputs: Any, share: int, count: int, dim: int, home: torch.device
 ) -> str | None:
-    """Return the path of an output with several rows a sample that are not side by side, as those of torch.cat([x, -x]).
+    """Return the path of an output with several rows a sample that are not side by side, as those of
+    torch.cat([x, -x]).
 
-    Sizes do not tell: `share` and `share + 1` samples are computed in evaluation mode, and their rows compared.
+    Sizes do not tell: `share` and `share + 1` samples are computed in evaluation mode, and their rows
+    compared.
     """
     several = [leaf for leaf in leaves if leaf.rows > 1]
     if not several:
@@ -117,7 +142,9 @@ def _sample_minor(
             if len(a) != leaf.rows * share or len(b) != leaf.rows * (share + 1) or a.shape[1:] != b.shape[1:]:
                 continue
             outer = b.unflatten(0, (leaf.rows, share + 1))[:, :share].flatten(0, 1)
-            if not torch.allclose(a, b[: len(a)], equal_nan=True) and torch.allclose(a, outer, equal_nan=True):
+            if not torch.allclose(a, b[: len(a)], equal_nan=True) and torch.allclose(
+                a, outer, equal_nan=True
+            ):
                 return leaf.path
     return None
 
@@ -133,7 +160,9 @@ def _all_equal(tensors: list[Tensor]) -> bool:
     first = tensors[0]
     if first.layout is not torch.strided:
         return True
-    return all(other.shape == first.shape and torch.equal(first, other.to(first.device)) for other in tensors[1:])
+    return all(
+        other.shape == first.shape and torch.equal(first, other.to(first.device)) for other in tensors[1:]
+    )
 
 
 def _lengths(value: Any) -> Iterator[int]:
@@ -156,7 +185,11 @@ def _with_one_more(
 
 def _first_rows(value: Any, rows: int, dim: int, home: torch.device) -> Any:
     if isinstance(value, Tensor):
-        part = torch.narrow_copy(value, dim, 0, rows) if value.layout is torch.sparse_coo else value.narrow(dim, 0, rows)
+        part = (
+            torch.narrow_copy(value, dim, 0, rows)
+            if value.layout is torch.sparse_coo
+            else value.narrow(dim, 0, rows)
+        )
         return part.detach().to(home, copy=True)
     if isinstance(value, Whole):
         return map_tensors(lambda t: t.detach().to(home, copy=True), value.value)
@@ -169,7 +202,8 @@ def _first_rows(value: Any, rows: int, dim: int, home: torch.device) -> Any:
 
 @contextmanager
 def own_random_state(home: torch.device) -> Iterator[None]:
-    """What the block draws is as if it had not been drawn: torch's generators, Python's, and numpy's where it is loaded."""
+    """What the block draws is as if it had not been drawn: torch's generators, Python's, and numpy's where it
+    is loaded."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     with torch.random.fork_rng([home] if home.type == "cuda" else []):

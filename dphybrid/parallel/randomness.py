@@ -1,4 +1,5 @@
-"""Streams of random numbers for replicas: shared, alike, or each its own, whatever the order in which replicas happen to run."""
+"""Streams of random numbers for replicas: shared, alike, or each its own, whatever the order in which
+replicas happen to run."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,10 @@ def _generator(device: torch.device) -> torch.Generator:
 def random_streams(kind: Randomness, places: Sequence[torch.device], at_once: bool) -> Iterator[Around]:
     """Give replicas streams of their own; yields the `around` of `parallel_apply`.
 
-    same: every replica starts alike, as GPUs seeded alike do. independent: every replica has a stream of its own, drawn from torch's CPU generator.
-    places: each replica's device, whose generator it uses. at_once: replicas run in threads; those that share a generator then
-    take turns with it at each draw, so that what they draw does not depend on scheduling.
+    same: every replica starts alike, as GPUs seeded alike do. independent: every replica has a stream of its
+    own, drawn from torch's CPU generator.
+    places: each replica's device, whose generator it uses. at_once: replicas run in threads; those that share
+    a generator then take turns with it at each draw, so that what they draw does not depend on scheduling.
     """
     generators = [_generator(place) for place in places]
     seeds = torch.randint(2**62, (len(places),), device="cpu").tolist() if kind == "independent" else []
@@ -63,7 +65,8 @@ def _set_out(generator: torch.Generator, start: Tensor, seeds: list[int], index:
 
 
 class _Turns(TorchDispatchMode):
-    """Puts a state of its own into a generator that others use too, for the length of each operation that draws."""
+    """Puts a state of its own into a generator that others use too, for the length of each operation that
+    draws."""
 
     def __init__(self, state: Tensor, generator: torch.Generator, lock: threading.Lock) -> None:
         super().__init__()

@@ -11,11 +11,12 @@ Key = tuple[tuple[Size, ...], tuple[Size, ...]]
 
 
 class Record:
-    """What was seen so far. Apart from the module: setting a module's attribute costs more than all the rest of recording.
+    """What was seen so far. Apart from the module: setting a module's attribute costs more than all the rest
+    of recording.
 
-    last, repeats: the latest split and how often it has come since another one. earlier: how often each came before. modules: the parts
-    found fit to be replicated. settled: outputs whose rows are the samples', with the mode of the module. in_place: does the module change
-    its inputs? None until it has run once.
+    last, repeats: the latest split and how often it has come since another one. earlier: how often each came
+    before. modules: the parts found fit to be replicated. settled: outputs whose rows are the samples', with
+    the mode of the module. in_place: does the module change its inputs? None until it has run once.
     """
 
     __slots__ = ("earlier", "in_place", "last", "modules", "repeats", "settled")
@@ -29,7 +30,8 @@ class Record:
         self.in_place: bool | None = None
 
     def note(self, key: Key) -> None:
-        """Count a split. One that comes again and again, as nearly all do, is compared and not looked up: that takes half the time."""
+        """Count a split. One that comes again and again, as nearly all do, is compared and not looked up:
+        that takes half the time."""
         if key == self.last:
             self.repeats += 1
             return

@@ -1,4 +1,5 @@
-"""replicate: one copy of a module a device, gradients summed on the way back. Like torch.nn.parallel.replicate, for virtual devices too."""
+"""replicate: one copy of a module a device, gradients summed on the way back. Like
+torch.nn.parallel.replicate, for virtual devices too."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from dphybrid.util.errors import UserError
 
 
 class _Broadcast(torch.autograd.Function):
-    """All parameters to all replicas in one node: replica 0 sees the originals, the others copies; gradients are summed in device order."""
+    """All parameters to all replicas in one node: replica 0 sees the originals, the others copies; gradients
+    are summed in device order."""
 
     @staticmethod
     def forward(ctx: Any, devices: tuple[torch.device, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -21,7 +23,9 @@ class _Broadcast(torch.autograd.Function):
         ctx.home = devices[0]
         copies = [*tensors, *(t.detach().to(device, copy=True) for device in devices[1:] for t in tensors)]
         frozen = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
-        ctx.mark_non_differentiable(*(copies[r * len(tensors) + i] for i in frozen for r in range(len(devices))))
+        ctx.mark_non_differentiable(
+            *(copies[r * len(tensors) + i] for i in frozen for r in range(len(devices)))
+        )
         return tuple(copies)
 
     @staticmethod
@@ -39,7 +43,8 @@ class _Broadcast(torch.autograd.Function):
 
 
 def under_functorch() -> bool:
-    """Is a transform of torch.func running around this? Its bookkeeping knows neither this module's autograd function nor other threads."""
+    """Is a transform of torch.func running around this? Its bookkeeping knows neither this module's autograd
+    function nor other threads."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -54,21 +59,27 @@ def _copies(tensors: Sequence[Tensor], places: tuple[torch.device, ...], detach:
 def replicate(module: nn.Module, devices: Places, detach: bool = False) -> list[nn.Module]:
     """Return one replica of `module` a device. Gradients of the replicas add up in the module's parameters.
 
-    detach: without a way back for gradients. Replica 0 shares storage with the module; buffers that the others change are lost.
-    Raises UserError for modules that cannot be replicated, see `refuse_unsuitable`.
+    detach: without a way back for gradients. Replica 0 shares storage with the module; buffers that the
+    others change are lost. Raises UserError for modules that cannot be replicated, see `refuse_unsuitable`.
     """
     refuse_unsuitable(module)
     return replicate_modules(list(module.modules()), resolve_devices(devices).replicas, detach)
 
 
-def replicate_modules(modules: list[nn.Module], places: tuple[torch.device, ...], detach: bool) -> list[nn.Module]:
+def replicate_modules(
+    modules: list[nn.Module], places: tuple[torch.device, ...], detach: bool
+) -> list[nn.Module]:
     """Return replicas of modules[0], of which `modules` are all the parts."""
     if places[0].type == "cuda" and len(set(places)) == len(places) > 1:
         from torch.nn.parallel import replicate as torch_replicate
 
         return list(torch_replicate(modules[0], list(places), detach))
-    parameters = list({id(p): p for module in modules for p in module._parameters.values() if p is not None}.values())
-    buffers = list({id(b): b for module in modules for b in module._buffers.values() if b is not None}.values())
+    parameters = list(
+        {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
+    )
+    buffers = list(
+        {id(b): b for module in modules for b in module._buffers.values() if b is not None}.values()
+    )
     ids, count = [id(p) for p in parameters], len(parameters)
     flat = _copies(parameters, places, detach)
     # A buffer may carry a graph or want a gradient: its copies then have a way back, as those of parameters.
@@ -76,9 +87,15 @@ def replicate_modules(modules: list[nn.Module], places: tuple[torch.device, ...]
     flat_live = _copies(live, places, detach) if live else ()
     replicas = []
     for j, place in enumerate(places):
-        of_buffers = {id(b): b if j == 0 else b.detach().to(place, copy=True) for b in buffers if detach or not b.requires_grad}
+        of_buffers = {
+            id(b): b if j == 0 else b.detach().to(place, copy=True)
+            for b in buffers
+            if detach or not b.requires_grad
+        }
         of_buffers |= zip(map(id, live), flat_live[j * len(live) : (j + 1) * len(live)], strict=True)
-        replicas.append(_replica(modules, dict(zip(ids, flat[j * count : (j + 1) * count], strict=True)), of_buffers))
+        replicas.append(
+            _replica(modules, dict(zip(ids, flat[j * count : (j + 1) * count], strict=True)), of_buffers)
+        )
     return replicas
 
 
@@ -87,8 +104,11 @@ def throwaway(module: nn.Module, home: torch.device) -> nn.Module:
     return replicate_modules(list(module.modules()), (home, home), detach=True)[1]
 
 
-def _replica(modules: list[nn.Module], parameters: dict[int, Tensor], buffers: dict[int, Tensor]) -> nn.Module:
-    """The structure of torch's own replicas: shallow module copies whose parameters are plain tensor attributes."""
+def _replica(
+    modules: list[nn.Module], parameters: dict[int, Tensor], buffers: dict[int, Tensor]
+) -> nn.Module:
+    """The structure of torch's own replicas: shallow module copies whose parameters are plain tensor
+    attributes."""
     copies: dict[int, Any] = {id(module): module._replicate_for_data_parallel() for module in modules}
     for module in modules:
         copy = copies[id(module)]
@@ -114,29 +134,38 @@ def _replica(modules: list[nn.Module], parameters: dict[int, Tensor], buffers: d
 
 
 def refuse_unsuitable(module: nn.Module, home: torch.device | None = None) -> None:
-    """Raise UserError for a part that replicas would not run right: data-parallel itself, compiled, or without sizes yet.
+    """Raise UserError for a part that replicas would not run right: data-parallel itself, compiled, or
+    without sizes yet.
 
     home: where all parameters and buffers must be.
     """
     for name, part in module.named_modules():
         place = f"module {name!r}" if name else "the module"
         if isinstance(part, nn.DataParallel):
-            raise UserError(f"DataParallel: {place} is data-parallel itself; wrap one region, not a region within a region")
+            raise UserError(
+                f"DataParallel: {place} is data-parallel itself; wrap one region, not a region within a "
+                "region"
+            )
         if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
             raise UserError(
-                f"DataParallel: {place} is compiled, and replicas would run the original's code; compile outside or not at all"
+                f"DataParallel: {place} is compiled, and replicas would run the original's code; compile "
+                "outside or not at all"
             )
         if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():  # type: ignore[misc]
-            raise UserError(f"DataParallel: {place} has parameters without a size yet; run it once on a sample first")
+            raise UserError(
+                f"DataParallel: {place} has parameters without a size yet; run it once on a sample first"
+            )
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if home is not None and tensor is not None and tensor.device != home:
                 raise UserError(
-                    f"DataParallel: {key} of {place} is on {tensor.device}, and parameters live on {home}; move the module there"
+                    f"DataParallel: {key} of {place} is on {tensor.device}, and parameters live on {home}; "
+                    "move the module there"
                 )
 
 
 def differing_replicas(replicas: Sequence[nn.Module]) -> list[str]:
-    """Return the names of parameters that are not equal, bit for bit, in all replicas: none, unless something wrote to one of them."""
+    """Return the names of parameters that are not equal, bit for bit, in all replicas: none, unless something
+    wrote to one of them."""
     names: list[str] = []
     for copies in zip(*(replica.named_modules() for replica in replicas), strict=True):
         values = [vars(copy).get("_former_parameters", {}) for _, copy in copies]

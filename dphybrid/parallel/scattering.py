@@ -1,4 +1,5 @@
-"""scatter: the rows of a batch to the replicas' devices. Like torch.nn.parallel.scatter, but copies also where devices share hardware."""
+"""scatter: the rows of a batch to the replicas' devices. Like torch.nn.parallel.scatter, but copies also
+where devices share hardware."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +16,12 @@ Places = str | Devices | Sequence[int | str | torch.device]
 
 
 def scatter(inputs: Any, devices: Places, dim: int = 0, sizes: Sequence[int] | None = None) -> list[Any]:
-    """Split every tensor of a nest (tuples, lists, dicts, namedtuples, dataclasses) on `dim`; return one nest a used device.
+    """Split every tensor of a nest (tuples, lists, dicts, namedtuples, dataclasses) on `dim`; return one nest
+    a used device.
 
-    sizes: rows of each used device; None: those of torch.chunk. `Whole` values and everything that is no tensor go to each device.
-    Raises UserError for tensors that disagree on their rows and for what carries tensors and is no known container.
+    sizes: rows of each used device; None: those of torch.chunk. `Whole` values and everything that is no
+    tensor go to each device. Raises UserError for tensors that disagree on their rows and for what carries
+    tensors and is no known container.
     """
     devices = resolve_devices(devices)
     if sizes is None:
@@ -29,7 +32,8 @@ def scatter(inputs: Any, devices: Places, dim: int = 0, sizes: Sequence[int] | N
 def scatter_kwargs(
     inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Places, dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
-    """Split positional and keyword arguments alike; return one tuple and one dict a used device, as torch's function of this name does."""
+    """Split positional and keyword arguments alike; return one tuple and one dict a used device, as torch's
+    function of this name does."""
     devices = resolve_devices(devices)
     sizes = _sizes(inputs, kwargs or {}, len(devices), dim)
     places = devices.replicas[: len(sizes)]
@@ -45,17 +49,24 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], num_devices: int, dim:
 
 
 def split(
-    value: Any, places: Sequence[torch.device], sizes: list[int], dim: int, seen: dict[int, list[Any]] | None = None
+    value: Any,
+    places: Sequence[torch.device],
+    sizes: list[int],
+    dim: int,
+    seen: dict[int, list[Any]] | None = None,
 ) -> list[Any]:
-    """Split what `batch_rows` has found fit to be split. seen: tensors that were split before; one given twice stays one in each share."""
+    """Split what `batch_rows` has found fit to be split. seen: tensors that were split before; one given
+    twice stays one in each share."""
     if isinstance(value, Tensor):
         if seen is not None:
             if id(value) not in seen:
                 seen[id(value)] = split(value, places, sizes, dim)
             return seen[id(value)]
-        # A copy also where the device is the same: an in-place first operation must not reach the caller's batch.
+        # A copy also where the device is the same: an in-place first operation must not reach the caller's
+        # batch.
         return [
-            part.to(place, non_blocking=True, copy=True) for part, place in zip(_rows(value, sizes, dim), places, strict=True)
+            part.to(place, non_blocking=True, copy=True)
+            for part, place in zip(_rows(value, sizes, dim), places, strict=True)
         ]
     if isinstance(value, Whole):
         return [map_tensors(lambda t, p=place: t.to(p, copy=True), value.value) for place in places]  # type: ignore[misc]
@@ -63,7 +74,8 @@ def split(
         found = [part.shape[dim] for part in value.tensors]
         if found != sizes:
             raise UserError(
-                f"parts of {found} rows in a batch that is split into {sizes}; split them as the region does, with its `sizes`"
+                f"parts of {found} rows in a batch that is split into {sizes}; split them as the region "
+                "does, with its `sizes`"
             )
         return list(value.tensors)
     if is_nest(value):

@@ -9,10 +9,11 @@ Size = tuple[int, ...]
 
 
 def split_sizes(batch_size: int, num_devices: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Return the rows of each used device, in device order: what `torch.chunk` gives, at most `num_devices` numbers, none of them 0.
+    """Return the rows of each used device, in device order: what `torch.chunk` gives, at most `num_devices`
+    numbers, none of them 0.
 
-    weights: one positive number a device; rows are then shared in proportion, every used device getting at least one.
-    Raises UserError for sizes below 1 and for a wrong number of weights.
+    weights: one positive number a device; rows are then shared in proportion, every used device getting at
+    least one. Raises UserError for sizes below 1 and for a wrong number of weights.
     """
     if batch_size < 1 or num_devices < 1:
         raise UserError(f"cannot split {batch_size} rows over {num_devices} devices; both must be at least 1")
@@ -20,7 +21,9 @@ def split_sizes(batch_size: int, num_devices: int, weights: Sequence[float] | No
         chunk = -(-batch_size // num_devices)
         return [min(chunk, batch_size - start) for start in range(0, batch_size, chunk)]
     if len(weights) != num_devices or min(weights) <= 0:
-        raise UserError(f"weights={list(weights)}: give one number above 0 for each of the {num_devices} devices")
+        raise UserError(
+            f"weights={list(weights)}: give one number above 0 for each of the {num_devices} devices"
+        )
     used = list(weights)[:batch_size]
     spare = batch_size - len(used)  # one row each first, the rest by largest remainder
     shares = [spare * weight / sum(used) for weight in used]
@@ -35,7 +38,8 @@ def split_sizes(batch_size: int, num_devices: int, weights: Sequence[float] | No
 class Split:
     """What one forward was split into, replicas in device order.
 
-    input_sizes, output_sizes: size of the first tensor that went into and came out of each replica (() where there was none).
+    input_sizes, output_sizes: size of the first tensor that went into and came out of each replica (() where
+    there was none).
     devices: the replicas' device labels. count: forwards that were split this way.
     """
 
@@ -45,10 +49,18 @@ class Split:
     count: int = 1
 
     def lines(self) -> list[str]:
-        """Return one line a replica, in device order, and one for the whole batch, in the words of PyTorch's data-parallel tutorial."""
+        """Return one line a replica, in device order, and one for the whole batch, in the words of PyTorch's
+        data-parallel tutorial."""
         replicas = zip(self.input_sizes, self.output_sizes, strict=True)
-        inside = [f"\tIn Model: input size {_size(inputs)} output size {_size(outputs)}" for inputs, outputs in replicas]
-        return [*inside, f"Outside: input size {_size(_whole(self.input_sizes))} output_size {_size(_whole(self.output_sizes))}"]
+        inside = [
+            f"\tIn Model: input size {_size(inputs)} output size {_size(outputs)}"
+            for inputs, outputs in replicas
+        ]
+        return [
+            *inside,
+            f"Outside: input size {_size(_whole(self.input_sizes))} output_size "
+            f"{_size(_whole(self.output_sizes))}",
+        ]
 
     def as_dict(self) -> dict[str, object]:
         """Return the split as plain values, fit for JSON."""
@@ -65,9 +77,13 @@ def splits_table(splits: Sequence[Split]) -> str:
     for number, split in enumerate(splits, start=1):
         for place, device in enumerate(split.devices):
             first = (str(number), str(split.count)) if place == 0 else ("", "")
-            rows.append((*first, device, str(list(split.input_sizes[place])), str(list(split.output_sizes[place]))))
+            rows.append(
+                (*first, device, str(list(split.input_sizes[place])), str(list(split.output_sizes[place])))
+            )
     wide = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows
+    )
 
 
 def _size(size: Size) -> str:
@@ -80,7 +96,8 @@ def _whole(sizes: tuple[Size, ...]) -> Size:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The split of an epoch before anything runs. full, last: rows a device of a full and of the last batch (None: none is short)."""
+    """The split of an epoch before anything runs. full, last: rows a device of a full and of the last batch
+    (None: none is short)."""
 
     rows: int
     batch_size: int
@@ -98,7 +115,8 @@ class SplitPlan:
             batches.append((f"last: {sum(self.last)} rows", self.last))
         wide = max(len(label) for label, _ in batches)
         lines = [
-            f"{self.rows} rows in batches of {self.batch_size} over {len(self.labels)} device{'s' * (len(self.labels) > 1)}:",
+            f"{self.rows} rows in batches of {self.batch_size} over {len(self.labels)} "
+            f"device{'s' * (len(self.labels) > 1)}:",
             "",
         ]
         lines += [f"  {label:<{wide}}  {','.join(map(str, sizes))}" for label, sizes in batches]
@@ -118,13 +136,17 @@ class SplitPlan:
         if len(self.full) < count or max(self.full) != min(self.full):
             better = -(-self.batch_size // count) * count
             advice.append(
-                f"A batch size that fills {count} devices evenly is a multiple of {count}: {better} gives {better // count} rows each."
+                f"A batch size that fills {count} devices evenly is a multiple of {count}: {better} gives "
+                f"{better // count} rows each."
             )
         return advice or ["Every device is used by every batch."]
 
 
-def split_plan(rows: int, batch_size: int, labels: Sequence[str], weights: Sequence[float] | None = None) -> SplitPlan:
-    """Return how an epoch of `rows` rows will be split over the labelled devices. Raises UserError for numbers below 1."""
+def split_plan(
+    rows: int, batch_size: int, labels: Sequence[str], weights: Sequence[float] | None = None
+) -> SplitPlan:
+    """Return how an epoch of `rows` rows will be split over the labelled devices. Raises UserError for
+    numbers below 1."""
     if rows < 1:
         raise UserError(f"rows={rows}: must be at least 1")
     full = tuple(split_sizes(batch_size, len(labels), weights))

@@ -29,7 +29,8 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch only when it is asked for: the command line and the forms look at recipes, too."""
+    """Import what needs torch only when it is asked for: the command line and the forms look at recipes,
+    too."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_NEED_TORCH[name]), name)

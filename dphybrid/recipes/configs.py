@@ -1,6 +1,8 @@
-"""Configs from files, flags, forms and override texts, each by its recipe's class, with errors that name value, place and remedy.
+"""Configs from files, flags, forms and override texts, each by its recipe's class, with errors that name
+value, place and remedy.
 
-`train.batch_size=512` in a flow's `overrides` and `--train.batch-size 512` on a command line go through the same code.
+`train.batch_size=512` in a flow's `overrides` and `--train.batch-size 512` on a command line go through the
+same code.
 """
 
 import json
@@ -20,7 +22,8 @@ FieldFacts = tuple[Any, str, Any]
 
 @cache
 def field_types(recipe: str = DEFAULT) -> dict[str, FieldFacts]:
-    """Return every field of a recipe's config: dotted name -> (annotation, sentence, default). Raises UserError for an unknown recipe."""
+    """Return every field of a recipe's config: dotted name -> (annotation, sentence, default). Raises
+    UserError for an unknown recipe."""
 
     def walk(model: type[BaseModel], prefix: str) -> dict[str, FieldFacts]:
         found: dict[str, FieldFacts] = {}
@@ -51,7 +54,11 @@ def explain_unknown(name: str, recipe: str) -> str:
     section = name.rpartition(".")[0]
     siblings = [full for full in known if full.rpartition(".")[0] == section] or list(known)
     hint = suggestion(name, list(known))
-    return f"there is no such field{hint}" if "did you mean" in hint else f"there is no such field; known: {', '.join(siblings)}"
+    return (
+        f"there is no such field{hint}"
+        if "did you mean" in hint
+        else f"there is no such field; known: {', '.join(siblings)}"
+    )
 
 
 def parse_overrides(overrides: list[str]) -> dict[str, Any]:
@@ -67,7 +74,9 @@ def parse_overrides(overrides: list[str]) -> dict[str, Any]:
         for section in sections:
             place = place.setdefault(section, {})
             if not isinstance(place, dict):
-                raise UserError(f"override {text!r}: {section} was given a value of its own before; give one of the two")
+                raise UserError(
+                    f"override {text!r}: {section} was given a value of its own before; give one of the two"
+                )
         place[leaf] = value.strip()
     return nested
 
@@ -78,11 +87,17 @@ def read_config_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror or error}; give the path of a TOML file") from error
+        raise UserError(
+            f"--config {path}: {error.strerror or error}; give the path of a TOML file"
+        ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--config {path}: not a text file ({error.reason} at byte {error.start}); give a TOML file") from error
+        raise UserError(
+            f"--config {path}: not a text file ({error.reason} at byte {error.start}); give a TOML file"
+        ) from error
     except RecursionError as error:
-        raise UserError(f"--config {path}: is nested too deeply; a config has sections with values") from error
+        raise UserError(
+            f"--config {path}: is nested too deeply; a config has sections with values"
+        ) from error
     except ValueError as error:  # tomllib and json errors both say where; a path with a NUL byte is one, too
         raise UserError(f"--config {path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
@@ -91,9 +106,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def build_config(values: dict[str, Any], places: dict[str, str] | None = None) -> ExperimentConfig:
-    """Validate nested values by the class of their recipe. Raises UserError that lists every wrong value with its place and remedy.
+    """Validate nested values by the class of their recipe. Raises UserError that lists every wrong value with
+    its place and remedy.
 
-    Without `recipe` the values say which one is meant (`registry.infer_recipe`). places: dotted name -> where the value came from.
+    Without `recipe` the values say which one is meant (`registry.infer_recipe`). places: dotted name -> where
+    the value came from.
     """
     places = places or {}
     name = values.get("recipe")
@@ -119,7 +136,11 @@ def _nones(values: dict[str, Any], recipe: str) -> dict[str, Any]:
             if isinstance(value, dict):
                 out[key] = walk(value, f"{prefix}{key}.")
             else:
-                empty = isinstance(value, str) and value.strip().lower() in ("", "none") and f"{prefix}{key}" in optional
+                empty = (
+                    isinstance(value, str)
+                    and value.strip().lower() in ("", "none")
+                    and f"{prefix}{key}" in optional
+                )
                 out[key] = None if empty else value
         return out
 
@@ -135,22 +156,30 @@ def as_config(value: Any) -> Any:
     return build_config(value) if isinstance(value, dict) else value
 
 
-_ANY_OBJECT = WithJsonSchema({"type": "object", "title": "Experiment", "additionalProperties": True}, mode="validation")
+_ANY_OBJECT = WithJsonSchema(
+    {"type": "object", "title": "Experiment", "additionalProperties": True}, mode="validation"
+)
 AnyExperiment = Annotated[ExperimentConfig, BeforeValidator(as_config), _ANY_OBJECT]
-"""An experiment of any recipe, as a field or parameter: mappings are validated by their recipe's class, which no one schema could do."""
+"""An experiment of any recipe, as a field or parameter: mappings are validated by their recipe's class, which
+no one schema could do."""
 
 
 def stored_config(values: dict[str, Any]) -> ExperimentConfig:
     """Return the config of a page that was written earlier.
 
-    Pages of version 0.1 hold the values of every recipe; those that theirs did not use are left out. Raises UserError.
+    Pages of version 0.1 hold the values of every recipe; those that theirs did not use are left out. Raises
+    UserError.
     """
     recipe = str(values.get("recipe", DEFAULT))
     known = field_types(recipe)
     foreign = {name for other in BUILT_IN for name in field_types(other)} - known.keys()
     kept: dict[str, Any] = {}
     for key, value in values.items():
-        kept[key] = {k: v for k, v in value.items() if f"{key}.{k}" not in foreign} if isinstance(value, dict) else value
+        kept[key] = (
+            {k: v for k, v in value.items() if f"{key}.{k}" not in foreign}
+            if isinstance(value, dict)
+            else value
+        )
     return build_config(kept)
 
 
@@ -178,7 +207,9 @@ def load_config(file: Path | None, overrides: list[str]) -> ExperimentConfig:
     """
     from_file = read_config_file(file) if file else {}
     from_flags = parse_overrides(overrides)
-    places = dict.fromkeys(flatten(from_file), str(file)) | {name: f"--{name.replace('_', '-')}" for name in flatten(from_flags)}
+    places = dict.fromkeys(flatten(from_file), str(file)) | {
+        name: f"--{name.replace('_', '-')}" for name in flatten(from_flags)
+    }
     values = merge(from_file, from_flags)
     if "recipe" not in values:
         values["recipe"], reason = infer_recipe(values)
@@ -188,7 +219,8 @@ def load_config(file: Path | None, overrides: list[str]) -> ExperimentConfig:
 
 
 def apply_overrides(config: ExperimentConfig, overrides: list[str]) -> ExperimentConfig:
-    """Return `config` with override texts over it; a new recipe keeps only what differed from the old recipe. Raises UserError."""
+    """Return `config` with override texts over it; a new recipe keeps only what differed from the old recipe.
+    Raises UserError."""
     if not overrides:
         return config
     changes = parse_overrides(overrides)

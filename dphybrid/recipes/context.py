@@ -23,10 +23,12 @@ class ModelContext(Generic[Options]):
     """What a model is built from.
 
     devices: where its blocks belong; pass it to `dphybrid.parallel.DataParallel`.
-    info: facts about the prepared data: `num_words`, `num_ids`, `num_dense`, `num_classes`, ... as the recipe has them.
+    info: facts about the prepared data: `num_words`, `num_ids`, `num_dense`, `num_classes`, ... as the recipe
+    has them.
     options: the `model` section of the config.
     seed: start for tables, which do not draw from torch's global generator.
-    table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: where tables lie in files; None: in memory.
+    table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: where tables lie in
+    files; None: in memory.
     """
 
     devices: Devices
@@ -44,7 +46,8 @@ class ModelContext(Generic[Options]):
         """Return a host table as config and settings want it. Raises UserError when it does not fit."""
         if self.table_dtype == "bfloat16" and self.dtype != torch.float32:
             raise UserError(
-                f"table.dtype=bfloat16: its rows are looked up as float32; use model.dtype=float32, not {self.options.dtype}"
+                "table.dtype=bfloat16: its rows are looked up as float32; use model.dtype=float32, not "
+                f"{self.options.dtype}"
             )
         return HostEmbedding(
             num_rows,
@@ -102,11 +105,14 @@ def import_factory(path: str) -> Factory:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UserError(f"model.factory={path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+        raise UserError(
+            f"model.factory={path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"
+        ) from error
     found = vars(module).get(attribute)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise UserError(
-            f"model.factory={path!r}: {module_name} has no function {attribute!r}; it has {', '.join(names) or 'none'}"
+            f"model.factory={path!r}: {module_name} has no function {attribute!r}; it has "
+            f"{', '.join(names) or 'none'}"
         )
     return found

@@ -1,4 +1,5 @@
-"""Data that a recipe gives as arrays, a DataFrame or a map-style Dataset: kept as a prepared folder like any other."""
+"""Data that a recipe gives as arrays, a DataFrame or a map-style Dataset: kept as a prepared folder like any
+other."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from dphybrid.recipes.recipe import Recipe
 
 Given = Any
-"""A split: a mapping of arrays or tensors with samples on dim 0, a DataFrame (polars, pandas) of numbers, or a map-style
-`torch.utils.data.Dataset` whose samples are dicts, or tuples (input, label), of tensors, arrays or numbers."""
+"""A split: a mapping of arrays or tensors with samples on dim 0, a DataFrame (polars, pandas) of numbers, or
+a map-style `torch.utils.data.Dataset` whose samples are dicts, or tuples (input, label), of tensors, arrays
+or numbers."""
 
 TUPLE_NAMES = ("inputs_B", "labels_B")
 """Names in the batch of what a Dataset of tuples gives."""
@@ -43,22 +45,29 @@ class GivenSource:
 
     @cached_property
     def splits(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """The arrays of the training and of the validation split. Raises UserError where they do not fit together."""
+        """The arrays of the training and of the validation split. Raises UserError where they do not fit
+        together."""
         where = f"recipe {self.recipe.name}"
         given = self.recipe.rows(self.data, self.seed)
         if not isinstance(given, tuple) or len(given) != 2:
-            raise UserError(f"{where}: rows() returned a {type(given).__name__}; return (training split, validation split)")
+            raise UserError(
+                f"{where}: rows() returned a {type(given).__name__}; return (training split, validation "
+                "split)"
+            )
         train, valid = (
-            as_arrays(split, f"{where}, {name} split") for name, split in zip(("training", "validation"), given, strict=True)
+            as_arrays(split, f"{where}, {name} split")
+            for name, split in zip(("training", "validation"), given, strict=True)
         )
         if train.keys() != valid.keys():
             raise UserError(
-                f"{where}: the training split has {sorted(train)}, the validation split {sorted(valid)}; give both the same"
+                f"{where}: the training split has {sorted(train)}, the validation split {sorted(valid)}; "
+                "give both the same"
             )
         for name in train:
             if train[name].shape[1:] != valid[name].shape[1:]:
                 raise UserError(
-                    f"{where}: samples of {name!r} have the shape {train[name].shape[1:]} in training and {valid[name].shape[1:]} in validation"
+                    f"{where}: samples of {name!r} have the shape {train[name].shape[1:]} in training and "
+                    f"{valid[name].shape[1:]} in validation"
                 )
         return train, valid
 
@@ -74,16 +83,25 @@ class GivenSource:
         train, valid = self.splits
         num_train, num_valid = (len(next(iter(split.values()))) for split in (train, valid))
         arrays = {name: np.concatenate([train[name], valid[name]]) for name in train}
-        parts = {"train_rows": np.arange(num_train), "valid_rows": np.arange(num_train, num_train + num_valid)}
+        parts = {
+            "train_rows": np.arange(num_train),
+            "valid_rows": np.arange(num_train, num_train + num_valid),
+        }
         shapes = ", ".join(f"{name} {tuple(array.shape[1:])} {array.dtype}" for name, array in arrays.items())
         lines = [f"  {self.recipe.name}: {num_train:,} samples to train, {num_valid:,} to validate: {shapes}"]
-        info = {"shapes": {name: list(array.shape[1:]) for name, array in arrays.items()}, "num_ids": _num_ids(arrays)}
+        info = {
+            "shapes": {name: list(array.shape[1:]) for name, array in arrays.items()},
+            "num_ids": _num_ids(arrays),
+        }
         return Content("arrays", arrays | parts, info, lines, tuple(arrays))
 
 
 def as_arrays(given: Given, where: str) -> dict[str, Array]:
-    """Return a split as arrays by name, samples on dim 0. where: for messages. Raises UserError for what cannot be one."""
-    if hasattr(given, "columns") and hasattr(given, "shape") and not isinstance(given, Mapping):  # polars, pandas
+    """Return a split as arrays by name, samples on dim 0. where: for messages. Raises UserError for what
+    cannot be one."""
+    if (
+        hasattr(given, "columns") and hasattr(given, "shape") and not isinstance(given, Mapping)
+    ):  # polars, pandas
         given = {str(name): np.asarray(given[name]) for name in given.columns}
     elif not isinstance(given, Mapping):
         given = _items(given, where)
@@ -92,26 +110,36 @@ def as_arrays(given: Given, where: str) -> dict[str, Array]:
         array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
         if array.dtype.kind not in "biuf" or array.ndim < 1:
             raise UserError(
-                f"{where}: {name!r} is {array.dtype} of {array.ndim} dimensions; give numbers with samples on dim 0 (recipe ctr reads texts)"
+                f"{where}: {name!r} is {array.dtype} of {array.ndim} dimensions; give numbers with samples "
+                "on dim 0 (recipe ctr reads texts)"
             )
-        arrays[str(name)] = np.ascontiguousarray(array.astype(np.float32) if array.dtype == np.float64 else array)
+        arrays[str(name)] = np.ascontiguousarray(
+            array.astype(np.float32) if array.dtype == np.float64 else array
+        )
     lengths = {name: len(array) for name, array in arrays.items()}
     if not lengths or len(set(lengths.values())) > 1 or not min(lengths.values()):
-        raise UserError(f"{where}: the arrays have {lengths or 'no'} samples; give each the same number, one or more")
+        raise UserError(
+            f"{where}: the arrays have {lengths or 'no'} samples; give each the same number, one or more"
+        )
     return arrays
 
 
 def _items(dataset: Any, where: str) -> dict[str, Array]:
     """Read a map-style Dataset sample by sample."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(f"{where}: is a {type(dataset).__name__}; give a dict of arrays, a DataFrame or a map-style Dataset")
+        raise UserError(
+            f"{where}: is a {type(dataset).__name__}; give a dict of arrays, a DataFrame or a map-style "
+            "Dataset"
+        )
     columns: dict[str, list[Any]] = {}
     for number in range(len(dataset)):
         sample = dataset[number]
         if isinstance(sample, tuple | list):
             sample = dict(zip(TUPLE_NAMES, sample, strict=len(sample) == len(TUPLE_NAMES)))
         if not isinstance(sample, Mapping):
-            raise UserError(f"{where}: sample {number} is a {type(sample).__name__}; give dicts, or tuples (input, label)")
+            raise UserError(
+                f"{where}: sample {number} is a {type(sample).__name__}; give dicts, or tuples (input, label)"
+            )
         for name, value in sample.items():
             columns.setdefault(str(name), []).append(np.asarray(value))
     try:
@@ -126,4 +154,8 @@ def _header(name: str, array: Array) -> bytes:
 
 def _num_ids(arrays: Mapping[str, Array]) -> dict[str, int]:
     """Rows that a table needs for each array of whole numbers."""
-    return {name: int(array.max()) + 1 for name, array in arrays.items() if array.dtype.kind in "iu" and array.size}
+    return {
+        name: int(array.max()) + 1
+        for name, array in arrays.items()
+        if array.dtype.kind in "iu" and array.size
+    }

@@ -1,4 +1,5 @@
-"""What a recipe is: one object that says all there is to one kind of experiment, so that nothing else needs to know its name."""
+"""What a recipe is: one object that says all there is to one kind of experiment, so that nothing else needs
+to know its name."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -9,10 +10,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import create_model
 
-from dphybrid.config import CheckpointConfig, DataConfig, ExperimentConfig, ModelConfig, Section, TableConfig, TrainConfig
+from dphybrid.config import (
+    CheckpointConfig,
+    DataConfig,
+    ExperimentConfig,
+    ModelConfig,
+    Section,
+    TableConfig,
+    TrainConfig,
+)
 from dphybrid.util.errors import UserError
 
-if TYPE_CHECKING:  # a recipe is looked at by the command line and the forms, too: torch and polars wait until work begins
+if (
+    TYPE_CHECKING
+):  # a recipe is looked at by the command line and the forms, too: torch and polars wait until work begins
     from torch import nn
 
     from dphybrid.data.batches import Dataset
@@ -30,8 +41,8 @@ class Recipe:
     name: names runs, prepared folders and registered models. summary: one sentence for help and forms.
     data, model: the recipe's own sections, pydantic classes with a default for every field.
     table, train, checkpoint: what differs from the defaults of these common sections.
-    tabular: its samples are rows of a table read by `dphybrid.data.table`: they have a schema file, grow when files arrive
-    (retraining), and rows of new files can be scored (predict).
+    tabular: its samples are rows of a table read by `dphybrid.data.table`: they have a schema file, grow when
+    files arrive (retraining), and rows of new files can be scored (predict).
     """
 
     name: str = ""
@@ -44,17 +55,23 @@ class Recipe:
     tabular: bool = False
 
     key: str = ""
-    """What finds this recipe again: its name, or `package.module:NAME`. The registry sets it; configs carry it."""
+    """What finds this recipe again: its name, or `package.module:NAME`. The registry sets it; configs carry
+    it."""
 
     def rows(self, data: Any, seed: int) -> "tuple[Given, Given]":
-        """Return the training and the validation split: each a dict of arrays, a DataFrame, or a map-style torch Dataset.
+        """Return the training and the validation split: each a dict of arrays, a DataFrame, or a map-style
+        torch Dataset.
 
-        The simple way to bring data: everything is read here and kept as a prepared folder. seed: for a random split.
+        The simple way to bring data: everything is read here and kept as a prepared folder. seed: for a
+        random split.
         """
-        raise UserError(f"recipe {self.name}: define rows(data, seed), or source(data, seed) and dataset(prepared, part)")
+        raise UserError(
+            f"recipe {self.name}: define rows(data, seed), or source(data, seed) and dataset(prepared, part)"
+        )
 
     def source(self, data: Any, seed: int) -> "Source":
-        """Return where the samples come from, opened but not read; see `dphybrid.data.store.Source`. Raises UserError."""
+        """Return where the samples come from, opened but not read; see `dphybrid.data.store.Source`. Raises
+        UserError."""
         from dphybrid.recipes.given import GivenSource
 
         return GivenSource(self, data, seed)
@@ -70,29 +87,38 @@ class Recipe:
         - `weight` (B,): the number of these terms (ones where a sample has one label),
         - what the task reads, such as `logits` (B,) or (B, C).
 
-        The mean loss is `loss.sum() / weight.sum()`: right for short last chunks, where a mean of means is not.
+        The mean loss is `loss.sum() / weight.sum()`: right for short last chunks, where a mean of means is
+        not.
         """
         raise UserError(f"recipe {self.name}: define build(context)")
 
     def task(self, info: Mapping[str, Any]) -> "Task":
-        """Return the metrics over the validation outputs, which one decides, and its direction. info: the prepared data's facts."""
+        """Return the metrics over the validation outputs, which one decides, and its direction. info: the
+        prepared data's facts."""
         raise UserError(f"recipe {self.name}: define task(info)")
 
     def recognises(self, data: Mapping[str, Any]) -> str | None:
-        """Say why these values of the data section call for this recipe, or None. Asked only when no recipe is given."""
+        """Say why these values of the data section call for this recipe, or None. Asked only when no recipe
+        is given."""
         return None
 
-    def prepare(self, data: DataConfig, folder: Path, seed: int, on_progress: "Progress | None" = None) -> "Prepared":
-        """Return the prepared data under `folder`, built when it is not there. Raises UserError for unusable input."""
+    def prepare(
+        self, data: DataConfig, folder: Path, seed: int, on_progress: "Progress | None" = None
+    ) -> "Prepared":
+        """Return the prepared data under `folder`, built when it is not there. Raises UserError for unusable
+        input."""
         from dphybrid.data.prepare import prepare_source
 
         return prepare_source(self.name, self.source(data, seed), folder, seed, on_progress, self.dataset)
 
     def open(self, folder: Path, verified: bool = False) -> "Prepared":
-        """Open a folder that `prepare` made. verified: by its sums, too, once. Raises UserError when it is none, or damaged."""
+        """Open a folder that `prepare` made. verified: by its sums, too, once. Raises UserError when it is
+        none, or damaged."""
         from dphybrid.data.store import open_prepared, verify_prepared
 
-        return replace(verify_prepared(folder, known=True) if verified else open_prepared(folder), view=self.dataset)
+        return replace(
+            verify_prepared(folder, known=True) if verified else open_prepared(folder), view=self.dataset
+        )
 
     @cached_property
     def config_class(self) -> type[ExperimentConfig]:
@@ -108,7 +134,9 @@ class Recipe:
         named = copy(ExperimentConfig.model_fields["recipe"])
         named.default = self.key or self.name
         fields["recipe"] = (Literal[self.key or self.name], named)
-        return create_model(f"{type(self).__name__}Config", __base__=ExperimentConfig, __doc__=self.summary, **fields)
+        return create_model(
+            f"{type(self).__name__}Config", __base__=ExperimentConfig, __doc__=self.summary, **fields
+        )
 
 
 def _with_defaults(section: type[S], defaults: Mapping[str, Any]) -> type[S]:

@@ -1,4 +1,5 @@
-"""Which recipes there are: the built-in ones, those that installed packages announce, and a user's own by import path.
+"""Which recipes there are: the built-in ones, those that installed packages announce, and a user's own by
+import path.
 
 The one place that names the built-in recipes.
 """
@@ -29,7 +30,8 @@ GROUP = "dphybrid.recipes"
 
 
 def announced() -> dict[str, str]:
-    """Return the recipes that installed packages announce: name -> import path. A built-in name cannot be taken."""
+    """Return the recipes that installed packages announce: name -> import path. A built-in name cannot be
+    taken."""
     return {point.name: point.value for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
 
@@ -48,14 +50,17 @@ def find_recipe(name: str) -> Recipe:
     if ":" not in path:
         near = suggestion(name, recipe_names()).partition("; known")[0].rstrip("?")
         raise UserError(
-            f"recipe = {name!r}: there is none of that name{near}; there are {', '.join(map(repr, recipe_names()))}, "
+            f"recipe = {name!r}: there is none of that name{near}; there are "
+            f"{', '.join(map(repr, recipe_names()))}, "
             "and your own as package.module:NAME"
         )
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UserError(f"recipe = {name!r}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+        raise UserError(
+            f"recipe = {name!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"
+        ) from error
     except (ValueError, TypeError) as error:
         raise UserError(f"recipe = {name!r}: write package.module:NAME ({error})") from error
     found = vars(module).get(attribute)
@@ -63,9 +68,14 @@ def find_recipe(name: str) -> Recipe:
         found = found()
     if not isinstance(found, Recipe):
         there = [key for key, value in vars(module).items() if isinstance(value, Recipe) or _is_recipe(value)]
-        raise UserError(f"recipe = {name!r}: {module_name} has no recipe {attribute!r}; it has {', '.join(there) or 'none'}")
+        raise UserError(
+            f"recipe = {name!r}: {module_name} has no recipe {attribute!r}; it has "
+            f"{', '.join(there) or 'none'}"
+        )
     if not found.name.strip() or any(sign in found.name for sign in "/: "):
-        raise UserError(f"recipe = {name!r}: its name is {found.name!r}; give it one without blanks, slashes or colons")
+        raise UserError(
+            f"recipe = {name!r}: its name is {found.name!r}; give it one without blanks, slashes or colons"
+        )
     recipe = copy(found)
     recipe.key = name
     return recipe

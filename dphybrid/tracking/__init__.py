@@ -1,4 +1,5 @@
-"""The record of runs: a handful of verbs, their MLflow adapter, figures and reports. The only place that imports mlflow."""
+"""The record of runs: a handful of verbs, their MLflow adapter, figures and reports. The only place that
+imports mlflow."""
 
 from dphybrid.tracking.base import CheckpointCard, Status, Tracker
 from dphybrid.tracking.journal import waiting

@@ -1,4 +1,5 @@
-"""What the rest of the library asks of a tracker: a handful of verbs. Here each does nothing, so the base is also the null object."""
+"""What the rest of the library asks of a tracker: a handful of verbs. Here each does nothing, so the base is
+also the null object."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 class CheckpointCard:
     """A checkpoint as a tracker records it.
 
-    uid: differs when its content does; role: best, latest, best+latest or kept; metrics: of the evaluation before it, as they were logged.
+    uid: differs when its content does; role: best, latest, best+latest or kept; metrics: of the evaluation
+    before it, as they were logged.
     """
 
     uid: str
@@ -48,12 +50,15 @@ class Tracker:
         """What to type, or open, to get there."""
         return ""
 
-    def start(self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str) -> str:
+    def start(
+        self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str
+    ) -> str:
         """Create the run; return its id."""
         return ""
 
     def resume(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Go on with a run that ended: it counts as running again, and steps recorded before are not recorded twice."""
+        """Go on with a run that ended: it counts as running again, and steps recorded before are not recorded
+        twice."""
 
     def attach(self, run_id: str) -> None:
         """Go on recording a run that is open."""
@@ -76,19 +81,24 @@ class Tracker:
     def log_file(self, path: Path, folder: str) -> None:
         """Record a file under `folder` ("" for the top). It must stay where it is."""
 
-    def log_dataset(self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str) -> None:
+    def log_dataset(
+        self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
+    ) -> None:
         """Record what the run was trained on."""
 
     def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
-        """Record which checkpoints the run keeps now, each as a model that can be loaded back; others are removed from the record.
+        """Record which checkpoints the run keeps now, each as a model that can be loaded back; others are
+        removed from the record.
 
         dataset: name and digest of the data they were made from.
         """
 
     def register(self, name: str, uid: str, alias: str) -> str:
-        """Make the recorded checkpoint `uid` a new version of the registered model `name`, with an alias that points to it.
+        """Make the recorded checkpoint `uid` a new version of the registered model `name`, with an alias that
+        points to it.
 
-        Waits for the server's answer, half a minute at most. Return why it is not registered (yet), "" when it is.
+        Waits for the server's answer, half a minute at most. Return why it is not registered (yet), "" when
+        it is.
         """
         return "nothing is recorded"
 

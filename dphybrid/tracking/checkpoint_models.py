@@ -1,4 +1,5 @@
-"""Checkpoints of a run as LoggedModels: what the run keeps is there, marked best or latest; what it removed is removed there, too."""
+"""Checkpoints of a run as LoggedModels: what the run keeps is there, marked best or latest; what it removed
+is removed there, too."""
 
 import contextlib
 import json
@@ -26,15 +27,18 @@ LEFT_OUT = "left_out.json"
 
 
 class CheckpointModels:
-    """The LoggedModels of one run. upload_limit: bytes above which a file is logged by path and digest alone."""
+    """The LoggedModels of one run. upload_limit: bytes above which a file is logged by path and digest
+    alone."""
 
     def __init__(self, client: MlflowClient, tracking_uri: str, run_id: str, upload_limit: int) -> None:
         self._client, self._uri, self._run_id, self._limit = client, tracking_uri, run_id, upload_limit
 
     def reconcile(self, record: Record) -> None:
-        """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never removed.
+        """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never
+        removed.
 
-        kept: {uid, name, step, folder, role, metrics (name -> value, step, time), params} each. A folder that is gone by now is left out.
+        kept: {uid, name, step, folder, role, metrics (name -> value, step, time), params} each. A folder that
+        is gone by now is left out.
         """
         there = self._logged()
         wanted = {card["uid"]: card for card in record["kept"]}
@@ -49,7 +53,8 @@ class CheckpointModels:
                 self._remove(model)
 
     def register(self, record: Record) -> None:
-        """Make the checkpoint `uid` a new version of the registered model `name`; `alias` points to it from now on."""
+        """Make the checkpoint `uid` a new version of the registered model `name`; `alias` points to it from
+        now on."""
         model = self._logged().get(record["uid"])
         if model is None:
             raise KeyError(f"checkpoint {record['uid']} is not on record")
@@ -63,9 +68,15 @@ class CheckpointModels:
         version = next((v for v in versions if v.source == model.artifact_location), None)
         if version is None:
             version = self._client.create_model_version(
-                name, model.artifact_location, run_id=self._run_id, model_id=model.model_id, await_creation_for=0
+                name,
+                model.artifact_location,
+                run_id=self._run_id,
+                model_id=model.model_id,
+                await_creation_for=0,
             )
-            self._client.set_logged_model_tags(model.model_id, {"dphybrid.registered": f"{name}/{version.version}"})
+            self._client.set_logged_model_tags(
+                model.model_id, {"dphybrid.registered": f"{name}/{version.version}"}
+            )
         aliases = [record["alias"]]
         if not versions:
             aliases.append("champion")  # the first of its name has nobody to be compared with
@@ -90,7 +101,9 @@ class CheckpointModels:
             page = self._client.search_logged_models(
                 [experiment_id], filter_string=f"source_run_id = '{self._run_id}'", page_token=token
             )
-            models += [model for model in page if model.model_type == CHECKPOINT_TYPE and UID_TAG in model.tags]
+            models += [
+                model for model in page if model.model_type == CHECKPOINT_TYPE and UID_TAG in model.tags
+            ]
             token = page.token
             if not token:
                 return models
@@ -99,7 +112,9 @@ class CheckpointModels:
         run = self._client.get_run(self._run_id)
         model = self._client.create_logged_model(
             run.info.experiment_id,
-            name=re.sub(r"[/:.%\"']+", "-", card["name"]),  # MLflow takes none of these; a recipe's import path has two
+            name=re.sub(
+                r"[/:.%\"']+", "-", card["name"]
+            ),  # MLflow takes none of these; a recipe's import path has two
             source_run_id=self._run_id,
             params={key: str(value) for key, value in card["params"].items()},
             tags={UID_TAG: card["uid"], ROLE_TAG: card["role"], STEP_TAG: str(card["step"])},
@@ -113,12 +128,16 @@ class CheckpointModels:
         self._client.log_outputs(self._run_id, [LoggedModelOutput(model.model_id, step=card["step"])])
         named = {"dataset_name": dataset[0], "dataset_digest": dataset[1][:36]} if dataset else {}
         points = [
-            Metric(safe_name(key), value, time_ms, step, model_id=model.model_id, run_id=self._run_id, **named)
+            Metric(
+                safe_name(key), value, time_ms, step, model_id=model.model_id, run_id=self._run_id, **named
+            )
             for key, (value, step, time_ms) in card["metrics"].items()
         ]
         if points:
             self._client.log_batch(self._run_id, metrics=points)
-        self._client.finalize_logged_model(model.model_id, "READY")  # last: what is not READY is made again after a crash
+        self._client.finalize_logged_model(
+            model.model_id, "READY"
+        )  # last: what is not READY is made again after a crash
 
     def _put_files(self, model: Any, folder: Path) -> None:
         page = Model(model_id=model.model_id)
@@ -131,13 +150,16 @@ class CheckpointModels:
             page.save(str(target / "MLmodel"))
             self._copy(folder, target, uploads=False)
             return
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as scratch:  # on the same disk: links, no copies
+        with tempfile.TemporaryDirectory(
+            dir=folder.parent, prefix=".upload-"
+        ) as scratch:  # on the same disk: links, no copies
             page.save(str(Path(scratch) / "MLmodel"))
             self._copy(folder, Path(scratch), uploads=True)
             self._client.log_model_artifacts(model.model_id, scratch)
 
     def _copy(self, folder: Path, target: Path, uploads: bool) -> None:
-        """Link the checkpoint's files into `target`; a large one that would have to be copied or uploaded is named in a page instead."""
+        """Link the checkpoint's files into `target`; a large one that would have to be copied or uploaded is
+        named in a page instead."""
         digests = json.loads((folder / "state.json").read_text(encoding="utf-8"))["sha256"]
         left_out: list[dict[str, Any]] = []
 
@@ -149,7 +171,9 @@ class CheckpointModels:
                 shutil.copy2(source, wanted)
             else:
                 name = str(Path(source).relative_to(folder))
-                left_out.append({"name": name, "path": source, "bytes": size, "sha256": digests.get(name, "")})
+                left_out.append(
+                    {"name": name, "path": source, "bytes": size, "sha256": digests.get(name, "")}
+                )
             return wanted
 
         try:
@@ -169,13 +193,16 @@ class CheckpointModels:
 
 
 def versions_of(client: MlflowClient, name: str) -> list[Any]:
-    """Return the versions of a registered model, whatever quotes its name has: MLflow's filters know no escapes."""
+    """Return the versions of a registered model, whatever quotes its name has: MLflow's filters know no
+    escapes."""
     quote = '"' if "'" in name else "'"
     sign = "=" if quote not in name else "LIKE"
     found: list[Any] = []
     token = None
     while True:
-        page = client.search_model_versions(f"name {sign} {quote}{name.replace(quote, '_')}{quote}", page_token=token)
+        page = client.search_model_versions(
+            f"name {sign} {quote}{name.replace(quote, '_')}{quote}", page_token=token
+        )
         found += [version for version in page if version.name == name]
         token = page.token
         if not token:

@@ -1,4 +1,5 @@
-"""Runs side by side: finds and reads them, and writes the page that compares them; the page can go into MLflow, too."""
+"""Runs side by side: finds and reads them, and writes the page that compares them; the page can go into
+MLflow, too."""
 
 import json
 import tempfile
@@ -11,7 +12,16 @@ from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.compare_facts import DEVICES, RunFacts, combination, differing, ordered, param_of, speeds, text_of
+from dphybrid.tracking.compare_facts import (
+    DEVICES,
+    RunFacts,
+    combination,
+    differing,
+    ordered,
+    param_of,
+    speeds,
+    text_of,
+)
 from dphybrid.tracking.compare_page import write_page
 from dphybrid.tracking.figures import overlay_figure, scaling_figure, side_by_side_figure
 from dphybrid.tracking.mlflow_tracker import find_experiment, run_address
@@ -22,13 +32,17 @@ MAX_RUNS = 24
 
 SWEEP_TAG, KIND_TAG = "dphybrid.sweep", "dphybrid.kind"
 COMPARISONS = "{} comparisons"
-"""Name of the experiment that holds the comparisons of another one's runs, so that they do not stand among the trainings."""
+"""Name of the experiment that holds the comparisons of another one's runs, so that they do not stand among
+the trainings."""
 
 
-def compare_runs(store_uri: str, run_ids: Sequence[str], folder: Path, group_by: str | None = "devices") -> Path:
+def compare_runs(
+    store_uri: str, run_ids: Sequence[str], folder: Path, group_by: str | None = "devices"
+) -> Path:
     """Write the comparison of runs into `folder` (`index.html` and a PNG for each figure); return the page.
 
-    run_ids: MLflow ids. group_by: devices, or the name of a param. Raises UserError for unknown runs and for fewer than two of them.
+    run_ids: MLflow ids. group_by: devices, or the name of a param. Raises UserError for unknown runs and for
+    fewer than two of them.
     """
     return write_comparison(read_runs(store_uri, run_ids), folder, group_by or "devices")
 
@@ -96,32 +110,48 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         started=datetime.fromtimestamp(begin / 1000),
         params=dict(run.data.params),
         metrics=metrics,
-        splits=[(str(row[0]), str(row[1])) for row in (_read_page(client, run_id, "split_shapes.json") or {}).get("data", [])],
+        splits=[
+            (str(row[0]), str(row[1]))
+            for row in (_read_page(client, run_id, "split_shapes.json") or {}).get("data", [])
+        ],
         stages_ms=_stages_ms(client, run_id, metrics),
         url=run_address(store_uri, run.info.experiment_id, run_id),
         steps={name: sorted((float(p.step), p.value) for p in points) for name, points in histories.items()},
-        times={name: sorted(((p.timestamp - begin) / 1000, p.value) for p in points) for name, points in histories.items()},
+        times={
+            name: sorted(((p.timestamp - begin) / 1000, p.value) for p in points)
+            for name, points in histories.items()
+        },
     )
 
 
 def _read_page(client: MlflowClient, run_id: str, name: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return json.loads(Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8"))
+            return json.loads(
+                Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+            )
         except (MlflowException, OSError, ValueError):
             return None  # the run has none, or has not got so far
 
 
 def _stages_ms(client: MlflowClient, run_id: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the milliseconds of an average step by stage, largest first: from the metrics, or else from the run's report."""
+    """Return the milliseconds of an average step by stage, largest first: from the metrics, or else from the
+    run's report."""
     prefix = "timing_mean/"
-    found = {name.removeprefix(prefix).removesuffix("_ms"): value for name, value in metrics.items() if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix).removesuffix("_ms"): value
+        for name, value in metrics.items()
+        if name.startswith(prefix)
+    }
     found = found or (_read_page(client, run_id, "report.json") or {}).get("stages_ms", {})
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def find_runs(store_uri: str, experiment: str, wanted: Sequence[str] = (), sweep: str | None = None) -> list[str]:
-    """Return the ids of runs: those wanted (ids or names), those of a sweep, or else all finished ones of the experiment, oldest first.
+def find_runs(
+    store_uri: str, experiment: str, wanted: Sequence[str] = (), sweep: str | None = None
+) -> list[str]:
+    """Return the ids of runs: those wanted (ids or names), those of a sweep, or else all finished ones of the
+    experiment, oldest first.
 
     Raises UserError for a name that is not there, with those that are.
     """
@@ -131,23 +161,32 @@ def find_runs(store_uri: str, experiment: str, wanted: Sequence[str] = (), sweep
         there = ", ".join(e.name for e in client.search_experiments(view_type=ViewType.ACTIVE_ONLY)) or "none"
         raise UserError(f"experiment {experiment!r}: is not at {store_uri}; there: {there}")
     runs = [
-        run for run in client.search_runs([found.experiment_id], max_results=1000) if run.data.tags.get(KIND_TAG) != "summary"
+        run
+        for run in client.search_runs([found.experiment_id], max_results=1000)
+        if run.data.tags.get(KIND_TAG) != "summary"
     ]
     runs.sort(key=lambda run: run.info.start_time)
     if wanted:
-        by_name = {run.info.run_name: run.info.run_id for run in runs} | {run.info.run_id: run.info.run_id for run in runs}
+        by_name = {run.info.run_name: run.info.run_id for run in runs} | {
+            run.info.run_id: run.info.run_id for run in runs
+        }
         unknown = [name for name in wanted if name not in by_name]
         if unknown:
             names = ", ".join(run.info.run_name for run in runs[-10:]) or "none"
-            raise UserError(f"run {', '.join(unknown)}: not in experiment {experiment!r}; the newest there: {names}")
+            raise UserError(
+                f"run {', '.join(unknown)}: not in experiment {experiment!r}; the newest there: {names}"
+            )
         return [by_name[name] for name in wanted]
     if sweep is not None:
         runs = [run for run in runs if run.data.tags.get(SWEEP_TAG) == sweep]
     return [run.info.run_id for run in runs if run.info.status == "FINISHED"][-MAX_RUNS:]
 
 
-def log_comparison(store_uri: str, experiment: str, store: Path, page: Path, run_ids: Sequence[str], sweep: str | None) -> str:
-    """Put a written comparison into a run of its own, in the experiment beside that of the runs compared; return that run's id."""
+def log_comparison(
+    store_uri: str, experiment: str, store: Path, page: Path, run_ids: Sequence[str], sweep: str | None
+) -> str:
+    """Put a written comparison into a run of its own, in the experiment beside that of the runs compared;
+    return that run's id."""
     client = MlflowClient(tracking_uri=store_uri)
     experiment_id = find_experiment(client, store_uri, COMPARISONS.format(experiment), store)
     name = f"comparison of {sweep}" if sweep else f"comparison of {len(run_ids)} runs"
@@ -165,4 +204,12 @@ def page_link(page: Path) -> str:
     return page.absolute().as_uri()
 
 
-__all__ = ["compare_runs", "comparison_text", "find_runs", "log_comparison", "page_link", "read_runs", "write_comparison"]
+__all__ = [
+    "compare_runs",
+    "comparison_text",
+    "find_runs",
+    "log_comparison",
+    "page_link",
+    "read_runs",
+    "write_comparison",
+]

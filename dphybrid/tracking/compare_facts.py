@@ -1,4 +1,5 @@
-"""What a comparison says of runs: what differs between them, how fast each is against its own baseline, and how its batches were split."""
+"""What a comparison says of runs: what differs between them, how fast each is against its own baseline, and
+how its batches were split."""
 
 import difflib
 import statistics
@@ -25,7 +26,8 @@ Point = tuple[float, float]
 class RunFacts:
     """What a comparison needs of one run.
 
-    steps, times: curve name -> points (step or seconds since the start, value). stages_ms: stage -> milliseconds of an average step.
+    steps, times: curve name -> points (step or seconds since the start, value). stages_ms: stage ->
+    milliseconds of an average step.
     """
 
     run_id: str
@@ -54,7 +56,8 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Speed:
-    """A run's speed against that of its baseline. efficiency: a device, None where runs differ in something else than devices.
+    """A run's speed against that of its baseline. efficiency: a device, None where runs differ in something
+    else than devices.
 
     against: the value that the baseline has of what runs are grouped by.
     """
@@ -75,7 +78,8 @@ def param_of(group_by: str, runs: Sequence[RunFacts]) -> str:
 
 
 def differing(runs: Sequence[RunFacts]) -> list[str]:
-    """Return the params that differ between runs: devices first, the seed last. What follows from another one is left out."""
+    """Return the params that differ between runs: devices first, the seed last. What follows from another one
+    is left out."""
     names = sorted({name for run in runs for name in run.params if not name.startswith(_NOT_CONFIG)})
     found = [name for name in names if len({run.value(name) for run in runs}) > 1]
     if DEVICES in found and "devices" in found:
@@ -99,7 +103,8 @@ def combination(run: RunFacts, param: str, names: Sequence[str]) -> tuple[tuple[
 
 
 def speeds(runs: Sequence[RunFacts], param: str) -> dict[str, Speed]:
-    """Return run id -> speed. The baseline is the first value of `param` among runs that agree in all else that differs."""
+    """Return run id -> speed. The baseline is the first value of `param` among runs that agree in all else
+    that differs."""
     names, found = differing(runs), {}
     groups: dict[tuple[tuple[str, str], ...], list[RunFacts]] = {}
     for run in ordered(runs, param):
@@ -146,10 +151,13 @@ def overview(runs: Sequence[RunFacts], param: str) -> list[dict[str, str]]:
 def split_table(runs: Sequence[RunFacts]) -> list[dict[str, str]]:
     """Return a row a replica and a column a run: shapes in and out of the first, that is the full, batch."""
     columns = {run.name: dict(run.splits) for run in runs}
-    wheres = dict.fromkeys(where for shapes in columns.values() for where in shapes if where.startswith("split 1 /"))
+    wheres = dict.fromkeys(
+        where for shapes in columns.values() for where in shapes if where.startswith("split 1 /")
+    )
     order = sorted(wheres, key=lambda where: [as_number(word) or 0.0 for word in where.split()])
     return [
-        {"replica": where.removeprefix("split 1 / ")} | {label: shapes.get(where, "") for label, shapes in columns.items()}
+        {"replica": where.removeprefix("split 1 / ")}
+        | {label: shapes.get(where, "") for label, shapes in columns.items()}
         for where in order
     ]
 
@@ -161,16 +169,29 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
     titles = [short[name] for name in rows[0]]
     cells = [titles, *([printable(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[place]) for row in cells) for place in range(len(titles))]
-    left = [place == 0 or as_number(cells[1][place].rstrip("%").replace(",", "")) is None for place in range(len(titles))]
+    left = [
+        place == 0 or as_number(cells[1][place].rstrip("%").replace(",", "")) is None
+        for place in range(len(titles))
+    ]
     lines = [
-        "  ".join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(row, widths, left, strict=True)).rstrip()
+        "  ".join(
+            c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(row, widths, left, strict=True)
+        ).rstrip()
         for row in cells
     ]
-    same = {name: value for name, value in runs[0].params.items() if name in ("recipe", DEVICES, "train.batch_size")}
-    shared = ", ".join(f"{name} {printable(value)}" for name, value in same.items() if name not in differing(runs))
+    same = {
+        name: value
+        for name, value in runs[0].params.items()
+        if name in ("recipe", DEVICES, "train.batch_size")
+    }
+    shared = ", ".join(
+        f"{name} {printable(value)}" for name, value in same.items() if name not in differing(runs)
+    )
     notes = [f"the same in all: {shared}"] if shared else []
     if "speed-up" in rows[0]:
-        notes.append(f"speed-up: over the first value of {param} among runs that agree in all else but the seed")
+        notes.append(
+            f"speed-up: over the first value of {param} among runs that agree in all else but the seed"
+        )
     for run in ordered(runs, param):
         if run.stages_ms:
             total = sum(run.stages_ms.values()) or 1.0

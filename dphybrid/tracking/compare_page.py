@@ -1,4 +1,5 @@
-"""The page of a comparison in one file: its numbers, its script and plotly in it; no server, no network, readable from a mail."""
+"""The page of a comparison in one file: its numbers, its script and plotly in it; no server, no network,
+readable from a mail."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ def write_page(folder: Path, runs: Sequence[RunFacts], param: str) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     own = files("dphybrid.tracking")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     page = folder / "index.html"
     text = environment.from_string(own.joinpath("page.html").read_text(encoding="utf-8")).render(
         title=f"{len(runs)} runs by {param}",
@@ -47,7 +50,9 @@ def write_page(folder: Path, runs: Sequence[RunFacts], param: str) -> Path:
 def page_data(runs: Sequence[RunFacts], param: str) -> dict[str, Any]:
     """Return what the page's script draws, as values fit for JSON."""
     names = differing(runs)
-    by = list(dict.fromkeys([param, *names] + ([DEVICES] if any(DEVICES in run.params for run in runs) else [])))
+    by = list(
+        dict.fromkeys([param, *names] + ([DEVICES] if any(DEVICES in run.params for run in runs) else []))
+    )
     return {
         "param": param,
         "params": by,
@@ -64,12 +69,18 @@ def page_data(runs: Sequence[RunFacts], param: str) -> dict[str, Any]:
 
 
 def _speeds(runs: Sequence[RunFacts], param: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return run id -> ratio, efficiency, the baseline's value, and what the runs measured against each other agree in."""
+    """Return run id -> ratio, efficiency, the baseline's value, and what the runs measured against each other
+    agree in."""
     found = {}
     for run_id, speed in speeds(runs, param).items():
         (run,) = (run for run in runs if run.run_id == run_id)
         among = ", ".join(f"{name}={value}" for name, value in combination(run, param, names))
-        found[run_id] = {"ratio": speed.ratio, "efficiency": speed.efficiency, "against": speed.against, "among": among}
+        found[run_id] = {
+            "ratio": speed.ratio,
+            "efficiency": speed.efficiency,
+            "against": speed.against,
+            "among": among,
+        }
     return found
 
 
@@ -82,7 +93,9 @@ def _run(run: RunFacts, names: Sequence[str]) -> dict[str, Any]:
         "started": run.started.strftime("%Y-%m-%d %H:%M:%S"),
         "replicas": run.replicas,
         "params": {name: run.value(name) for name in names},
-        "metrics": {name: value for name, value in run.metrics.items() if name.startswith(("final/", "summary/"))},
+        "metrics": {
+            name: value for name, value in run.metrics.items() if name.startswith(("final/", "summary/"))
+        },
         "stages": dict(run.stages_ms),
         "steps": {name: _thinned(points) for name, points in run.steps.items()},
         "times": {name: _thinned(points) for name, points in run.times.items()},
@@ -96,7 +109,8 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _in_a_script(value: Any) -> str:
-    """Return JSON that may stand in a page's script: nothing in it ends the script, and numbers that JSON lacks are null."""
+    """Return JSON that may stand in a page's script: nothing in it ends the script, and numbers that JSON
+    lacks are null."""
     return json.dumps(_finite(value), allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
 

@@ -1,4 +1,5 @@
-"""The end of a run's journal: everything is sent, the details go into a table, and what could not be sent is counted and told."""
+"""The end of a run's journal: everything is sent, the details go into a table, and what could not be sent is
+counted and told."""
 
 import csv
 import io
@@ -12,7 +13,8 @@ DETAILS_FOLDER = "details"
 
 
 def deliver(journal: Journal, sender: Sender, wait_s: float) -> tuple[bool, Losses]:
-    """Send the rest of a journal and close `sender`, in at most about `wait_s` seconds; return whether all there is arrived, and what is lost.
+    """Send the rest of a journal and close `sender`, in at most about `wait_s` seconds; return whether all
+    there is arrived, and what is lost.
 
     The journal is cleared when it did. What is lost stands on the run's page then, too.
     """
@@ -33,7 +35,8 @@ def deliver(journal: Journal, sender: Sender, wait_s: float) -> tuple[bool, Loss
 
 
 def _details_table(journal: Journal) -> bytes:
-    """Return the metrics that were kept as details as CSV: the milliseconds since the epoch, the step, the name, the value."""
+    """Return the metrics that were kept as details as CSV: the milliseconds since the epoch, the step, the
+    name, the value."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     for row in journal.details():
@@ -44,6 +47,8 @@ def _details_table(journal: Journal) -> bytes:
 
 def _details_folder(journal: Journal) -> str:
     """Return where the table goes: each attempt of a run has its own, from its first step on."""
-    steps = (step for _, step, name, _ in journal.details() if step > 0 and not name.startswith("system/"))  # those count seconds
+    steps = (
+        step for _, step, name, _ in journal.details() if step > 0 and not name.startswith("system/")
+    )  # those count seconds
     first = min(steps, default=0)
     return f"{DETAILS_FOLDER}/from-step-{first:06d}"

@@ -4,7 +4,18 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_COLOURS = ("#2f6f9f", "#d1793b", "#4f9d69", "#a3497d", "#8a8f3c", "#5b5ea6", "#b84a4a", "#4aa3a3", "#7d6b57", "#888888")
+_COLOURS = (
+    "#2f6f9f",
+    "#d1793b",
+    "#4f9d69",
+    "#a3497d",
+    "#8a8f3c",
+    "#5b5ea6",
+    "#b84a4a",
+    "#4aa3a3",
+    "#7d6b57",
+    "#888888",
+)
 
 
 def _figure(width: float, height: float) -> Any:
@@ -28,7 +39,8 @@ def _plain(text: str) -> str:
 
 
 def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Draw the rows each replica got, one group of bars a distinct split. rows: as `SplitLog.rows` gives them."""
+    """Draw the rows each replica got, one group of bars a distinct split. rows: as `SplitLog.rows` gives
+    them."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(f"{str(row['where']).partition(' / ')[0]} {row['block']}", []).append(row)
@@ -63,7 +75,9 @@ def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 def stage_figure(stages: Mapping[str, float]) -> bytes:
     """Draw where the seconds of a run went, largest stage first."""
-    ordered = sorted(((name, seconds) for name, seconds in stages.items() if seconds > 0), key=lambda item: -item[1])
+    ordered = sorted(
+        ((name, seconds) for name, seconds in stages.items() if seconds > 0), key=lambda item: -item[1]
+    )
     total = sum(seconds for _, seconds in ordered) or 1.0
     figure = _figure(8, 1.0 + 0.32 * max(1, len(ordered)))
     axes = figure.subplots()
@@ -87,7 +101,10 @@ def curves_figure(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: s
     panels = figure.subplots(1, max(1, len(curves)), squeeze=False)[0]
     for number, (axes, (name, points)) in enumerate(zip(panels, curves.items(), strict=False)):
         axes.plot(
-            [x for x, _ in points], [y for _, y in points], marker="o" if len(points) < 30 else None, color=_COLOURS[number]
+            [x for x, _ in points],
+            [y for _, y in points],
+            marker="o" if len(points) < 30 else None,
+            color=_COLOURS[number],
         )
         axes.set_title(_plain(name), loc="left")
         axes.set_xlabel(xlabel)
@@ -97,15 +114,19 @@ def curves_figure(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: s
 
 
 def scaling_figure(series: Mapping[str, Sequence[tuple[float | str, float]]], name: str) -> bytes:
-    """Draw speed-up against devices with the ideal line, or, where places are no numbers, against the values of the param `name`.
+    """Draw speed-up against devices with the ideal line, or, where places are no numbers, against the values
+    of the param `name`.
 
-    series: what its runs have in common -> points (number of devices, or value; speed over that of the series' first).
+    series: what its runs have in common -> points (number of devices, or value; speed over that of the
+    series' first).
     """
     figure = _figure(8, 4)
     axes = figure.subplots()
     counts = sorted({place for points in series.values() for place, _ in points if isinstance(place, float)})
     if counts:
-        axes.plot(counts, [count / counts[0] for count in counts], linestyle="--", color="#999999", label="ideal")
+        axes.plot(
+            counts, [count / counts[0] for count in counts], linestyle="--", color="#999999", label="ideal"
+        )
         axes.set_xticks(counts)
     for number, (label, points) in enumerate(series.items()):
         axes.plot(
@@ -127,7 +148,8 @@ def scaling_figure(series: Mapping[str, Sequence[tuple[float | str, float]]], na
 
 
 def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
-    """Draw one stacked bar a run. runs: label -> stage -> milliseconds of a step; small stages are put together."""
+    """Draw one stacked bar a run. runs: label -> stage -> milliseconds of a step; small stages are put
+    together."""
     totals: dict[str, float] = {}
     for stages in runs.values():
         for stage, value in stages.items():
@@ -138,7 +160,9 @@ def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
     left = [0.0] * len(runs)
     for number, stage in enumerate([*large, "rest"]):
         if stage == "rest":
-            widths = [sum(value for name, value in stages.items() if name not in large) for stages in runs.values()]
+            widths = [
+                sum(value for name, value in stages.items() if name not in large) for stages in runs.values()
+            ]
         else:
             widths = [stages.get(stage, 0.0) for stages in runs.values()]
         if any(widths):
@@ -150,7 +174,9 @@ def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("milliseconds of a step")
-    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper left", bbox_to_anchor=(0, -0.25 - 0.35 / len(runs)))
+    axes.legend(
+        frameon=False, fontsize=8, ncols=5, loc="upper left", bbox_to_anchor=(0, -0.25 - 0.35 / len(runs))
+    )
     axes.spines[["top", "right"]].set_visible(False)
     return _png(figure)
 

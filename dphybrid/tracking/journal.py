@@ -1,9 +1,11 @@
-"""A run's record on its way to the server: an append-only file that outlives the process, and a mark of what has arrived.
+"""A run's record on its way to the server: an append-only file that outlives the process, and a mark of what
+has arrived.
 
-Beside each other in one folder, for run RUN: `RUN.jsonl` (records in order, each with its number and a checksum), `RUN.count` (number of the
-newest one, so that a missing end is noticed), `RUN.sent` (number and place of the newest that arrived), `RUN.lost` (how many never will),
-`RUN.json` (where they go), `RUN.steps.json` (highest step of each metric), `RUN.refused.jsonl` (what was set aside: damaged, or refused by
-the server), `RUN.files/` (contents that wait), `RUN.lock` (held by the one that sends).
+Beside each other in one folder, for run RUN: `RUN.jsonl` (records in order, each with its number and a
+checksum), `RUN.count` (number of the newest one, so that a missing end is noticed), `RUN.sent` (number and
+place of the newest that arrived), `RUN.lost` (how many never will), `RUN.json` (where they go),
+`RUN.steps.json` (highest step of each metric), `RUN.refused.jsonl` (what was set aside: damaged, or refused
+by the server), `RUN.files/` (contents that wait), `RUN.lock` (held by the one that sends).
 """
 
 import contextlib
@@ -50,8 +52,9 @@ EVALUATED = "valid/"
 class Losses:
     """What of a run's record does not reach the server.
 
-    lost: records damaged or missing on the way; refused: records that the server did not take; unkept: lines of metrics that could not be
-    written down at all; pages: damaged pages that say what should be there; aside: file of what was set aside.
+    lost: records damaged or missing on the way; refused: records that the server did not take; unkept: lines
+    of metrics that could not be written down at all; pages: damaged pages that say what should be there;
+    aside: file of what was set aside.
     """
 
     lost: int
@@ -68,7 +71,9 @@ class Losses:
         parts = [f"{_records(self.lost)} damaged or missing on the way"] if self.lost else []
         parts += [f"{_records(self.refused)} refused by the server"] if self.refused else []
         parts += [f"{_records(self.unkept)} not written down (disk full?)"] if self.unkept else []
-        parts += [f"damaged: {', '.join(self.pages)}, so more may be missing at the end"] if self.pages else []
+        parts += (
+            [f"damaged: {', '.join(self.pages)}, so more may be missing at the end"] if self.pages else []
+        )
         kept = f"; what there is of them: {self.aside}" if self.lost or self.refused else ""
         return "; ".join(parts) + kept
 
@@ -96,19 +101,28 @@ class Journal:
     @cached_property
     def _history(self) -> tuple[dict[str, int], dict[str, list[Point]]]:
         """Highest step of each metric of earlier attempts, and the points of the evaluations."""
-        found: tuple[dict[str, int], dict[str, list[Point]]] = read_page(self._path("steps.json"))[0] or ({}, {})
+        found: tuple[dict[str, int], dict[str, list[Point]]] = read_page(self._path("steps.json"))[0] or (
+            {},
+            {},
+        )
         steps, points = found
         for record in self._records():  # a process that was killed left no page of steps
             if record["op"] == "metrics":
                 for name, value in (*record["values"].items(), *record.get("details", {}).items()):
                     steps[name] = max(record["step"], steps.get(name, record["step"]))
-                    if name.startswith(EVALUATED) and [value, record["step"], record["t"]] not in points.get(name, []):
+                    if name.startswith(EVALUATED) and [value, record["step"], record["t"]] not in points.get(
+                        name, []
+                    ):
                         points.setdefault(name, []).append([value, record["step"], record["t"]])
         return steps, points
 
     def point(self, name: str, value: float, step: int) -> Point | None:
         """Return the newest point of an evaluation's metric, up to a step, that has this value."""
-        found = [point for point in self._history[1].get(name, []) if point[1] <= step and repr(point[0]) == repr(value)]
+        found = [
+            point
+            for point in self._history[1].get(name, [])
+            if point[1] <= step and repr(point[0]) == repr(value)
+        ]
         return found[-1] if found else None
 
     def _path(self, suffix: str) -> Path:
@@ -174,7 +188,9 @@ class Journal:
     def _open(self) -> None:
         self._shut()
         self._make_folder()
-        self._count_file = private(str(self._path("count")), os.O_RDWR | os.O_CREAT)  # first: without it, an end could be missing
+        self._count_file = private(
+            str(self._path("count")), os.O_RDWR | os.O_CREAT
+        )  # first: without it, an end could be missing
         there = (number_of(line) or 0 for line in _lines(self.lines))
         newest = max(self._count(), self._sent()[0], self._lost()[1], *there, 0)
         self._file = private(str(self.lines), os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -194,7 +210,8 @@ class Journal:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def append_metrics(self, metrics: Mapping[str, float], step: int, details: Collection[str] = ()) -> None:
-        """Add metrics at a step, without those that an earlier attempt of this run recorded at that step or a later one.
+        """Add metrics at a step, without those that an earlier attempt of this run recorded at that step or a
+        later one.
 
         details: names of those that are kept for the table of details instead of being sent as metrics.
         """
@@ -243,7 +260,8 @@ class Journal:
         return found
 
     def details(self) -> Iterator[tuple[int, int, str, float]]:
-        """Yield (milliseconds, step, name, value) of what was kept as details since the records were last cleared."""
+        """Yield (milliseconds, step, name, value) of what was kept as details since the records were last
+        cleared."""
         for record in self._records():
             for name, value in record.get("details", {}).items():
                 yield record["t"], record["step"], name, value
@@ -276,7 +294,8 @@ class Journal:
             os.fsync(file.fileno())
 
     def hold(self) -> bool:
-        """Become the one that sends, unless somebody is; what is damaged is set aside then. The kernel ends this with the process."""
+        """Become the one that sends, unless somebody is; what is damaged is set aside then. The kernel ends
+        this with the process."""
         if self._lock_file is not None:
             return True
         self._make_folder()
@@ -291,7 +310,8 @@ class Journal:
         return True
 
     def account(self) -> Losses:
-        """Find what is missing, set damaged lines aside, put what came out of order in order; return all that the run has lost."""
+        """Find what is missing, set damaged lines aside, put what came out of order in order; return all that
+        the run has lost."""
         with self._writing:
             *lines, end = _lines(self.lines) or [b""]
             cut_off = number_of(end) is not None  # whole, but for the end of its line
@@ -303,7 +323,12 @@ class Journal:
             missing = set(range(max(sent, up_to) + 1, expected + 1)).difference(there)
             if missing:
                 damaged = [line for line in lines if number_of(line) is None]
-                self._set_aside([{"op": "damaged", "line": line.decode("latin-1"), "reason": "checksum"} for line in damaged])
+                self._set_aside(
+                    [
+                        {"op": "damaged", "line": line.decode("latin-1"), "reason": "checksum"}
+                        for line in damaged
+                    ]
+                )
                 lost += len(missing)
                 write_page(self._path("lost"), [lost, expected])
             if cut_off or there != sorted(set(there)):
@@ -328,7 +353,8 @@ class Journal:
             self._lock_file = None
 
     def clear(self) -> None:
-        """Remove the records, all of which have arrived or were told lost. What tells a later attempt where to go on stays."""
+        """Remove the records, all of which have arrived or were told lost. What tells a later attempt where
+        to go on stays."""
         self._save_steps()
         with self._writing:
             self._shut()
@@ -360,13 +386,23 @@ class Journal:
 
 def journals(folder: Path) -> list[Journal]:
     """Return the journals of a folder that hold records, oldest first."""
-    found = {path.name.removesuffix(suffix): path for suffix in (".count", ".jsonl") for path in _named(folder, suffix)}
-    return [Journal(folder, run_id) for run_id, path in sorted(found.items(), key=lambda item: item[1].stat().st_mtime)]
+    found = {
+        path.name.removesuffix(suffix): path
+        for suffix in (".count", ".jsonl")
+        for path in _named(folder, suffix)
+    }
+    return [
+        Journal(folder, run_id)
+        for run_id, path in sorted(found.items(), key=lambda item: item[1].stat().st_mtime)
+    ]
 
 
 def set_aside(folder: Path) -> list[Journal]:
     """Return the journals of a folder with records that were set aside."""
-    return [Journal(folder, path.name.removesuffix(".refused.jsonl")) for path in sorted(folder.glob("*.refused.jsonl"))]
+    return [
+        Journal(folder, path.name.removesuffix(".refused.jsonl"))
+        for path in sorted(folder.glob("*.refused.jsonl"))
+    ]
 
 
 def waiting(folder: Path) -> int:
@@ -381,7 +417,11 @@ def waiting(folder: Path) -> int:
 
 
 def _named(folder: Path, suffix: str) -> list[Path]:
-    return [path for path in folder.glob(f"*{suffix}") if not path.name.endswith(".refused.jsonl") and path.name[0] != "."]
+    return [
+        path
+        for path in folder.glob(f"*{suffix}")
+        if not path.name.endswith(".refused.jsonl") and path.name[0] != "."
+    ]
 
 
 def _lines(path: Path) -> list[bytes]:

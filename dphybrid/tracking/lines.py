@@ -1,4 +1,5 @@
-"""Lines and pages with a checksum (CRC-32), so that damage on a disk is noticed: what does not fit its sum is not read at all."""
+"""Lines and pages with a checksum (CRC-32), so that damage on a disk is noticed: what does not fit its sum is
+not read at all."""
 
 import json
 import os
@@ -19,7 +20,8 @@ def encode(number: int, record: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line with its number as `n`, or None for a line that is not as it was written."""
+    """Return the record of a line with its number as `n`, or None for a line that is not as it was
+    written."""
     body = _unsealed(line.rstrip(b"\n"))
     if body is None:
         return None
@@ -50,7 +52,8 @@ def write_page(path: Path, value: Any) -> None:
 
 
 def read_page(path: Path) -> tuple[Any, bool]:
-    """Return (what a page holds, True), or (None, False) for a damaged one and (None, True) where there is none."""
+    """Return (what a page holds, True), or (None, False) for a damaged one and (None, True) where there is
+    none."""
     try:
         body = _unsealed(path.read_bytes().rstrip(b"\n"))
     except FileNotFoundError:
@@ -62,7 +65,8 @@ def read_page(path: Path) -> tuple[Any, bool]:
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Put a file in the place of another at once. sync: it is on the disk, with its name, when this returns."""
+    """Put a file in the place of another at once. sync: it is on the disk, with its name, when this
+    returns."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with open(partial, "wb", opener=private) as file:
         file.write(content)

@@ -15,12 +15,14 @@ from dphybrid.util.errors import UserError
 
 
 def _load_pyfunc(path: str) -> Any:
-    """Load a model that was recorded before `dphybrid.jobs.pyfunc` was its loader; MLflow finds this function by its name."""
+    """Load a model that was recorded before `dphybrid.jobs.pyfunc` was its loader; MLflow finds this function
+    by its name."""
     return importlib.import_module("dphybrid.jobs.pyfunc")._load_pyfunc(path)
 
 
 def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
-    """Return the folder of a checkpoint: a local folder, `models:/m-...`, `models:/NAME/VERSION` or `models:/NAME@ALIAS`.
+    """Return the folder of a checkpoint: a local folder, `models:/m-...`, `models:/NAME/VERSION` or
+    `models:/NAME@ALIAS`.
 
     Raises UserError when there is none.
     """
@@ -40,7 +42,8 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
 
 
 def _location(uri: str, tracking_uri: str | None) -> str:
-    """Return where the files of `models:/...` lie, asking `tracking_uri` alone: MLflow's own look-up asks the process-wide store."""
+    """Return where the files of `models:/...` lie, asking `tracking_uri` alone: MLflow's own look-up asks the
+    process-wide store."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri, registry_uri=tracking_uri)
@@ -50,15 +53,22 @@ def _location(uri: str, tracking_uri: str | None) -> str:
             location = client.get_logged_model(model_id).artifact_location
         case [str(name), str(version)] if uri.startswith("models:/"):
             alias = version.startswith("@")
-            found = client.get_model_version_by_alias(name, version[1:]) if alias else client.get_model_version(name, version)
-            location = client.get_logged_model(found.model_id).artifact_location if found.model_id else found.source
+            found = (
+                client.get_model_version_by_alias(name, version[1:])
+                if alias
+                else client.get_model_version(name, version)
+            )
+            location = (
+                client.get_logged_model(found.model_id).artifact_location if found.model_id else found.source
+            )
         case _:
             location = uri
     return str(location)
 
 
 def _with_left_out(root: Path) -> Path:
-    """Return the model's folder with the files that were too large to upload, from where the run left them."""
+    """Return the model's folder with the files that were too large to upload, from where the run left
+    them."""
     page = root / LEFT_OUT
     if not page.is_file():
         return root
@@ -69,16 +79,21 @@ def _with_left_out(root: Path) -> Path:
     for entry in _entries(page):
         target = inside / entry["name"]
         if not target.resolve().is_relative_to(inside) or target.resolve() == inside:
-            raise UserError(f"{page}: names {entry['name']!r}, which is outside the model's folder; this model is not loaded")
+            raise UserError(
+                f"{page}: names {entry['name']!r}, which is outside the model's folder; this model is not "
+                "loaded"
+            )
         source = Path(entry["path"])
         if not source.is_file():
             raise UserError(
-                f"{source}: is not here, and with {entry['bytes'] / 2**20:.0f} MiB it was too large to upload; "
+                f"{source}: is not here, and with {entry['bytes'] / 2**20:.0f} MiB it was too large to "
+                "upload; "
                 "load the model on a machine that sees this path, or copy the file there"
             )
         if file_digest(source) != entry["sha256"]:
             raise UserError(
-                f"{source}: its sha256 differs from the one recorded with the model; it belongs to another checkpoint now"
+                f"{source}: its sha256 differs from the one recorded with the model; it belongs to another "
+                "checkpoint now"
             )
         target.parent.mkdir(parents=True, exist_ok=True)  # uploads leave out empty folders
         target.unlink(missing_ok=True)
@@ -97,6 +112,8 @@ def _entries(page: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:
-        raise UserError(f"{page}: is damaged, or no list of a model's left-out files; this model is not loaded")
+        raise UserError(
+            f"{page}: is damaged, or no list of a model's left-out files; this model is not loaded"
+        )
     found: list[dict[str, Any]] = entries
     return found

@@ -1,4 +1,5 @@
-"""MLflow as a tracker. Every verb writes into the run's journal and returns; a thread sends the journal on, however long that takes.
+"""MLflow as a tracker. Every verb writes into the run's journal and returns; a thread sends the journal on,
+however long that takes.
 
 The client with an explicit run id is used, never the fluent functions, whose active run belongs to a thread.
 """
@@ -35,11 +36,14 @@ FINISH_WAIT_S, CLOSE_WAIT_S = 30.0, 5.0
 class MlflowTracker(Tracker):
     """Records one run at `tracking_uri` in `experiment`.
 
-    store: folder for the artifacts of a database and for records on their way. upload_limit: bytes above which a file of a
-    checkpoint is not uploaded but recorded by path and digest. detail: brief keeps the finer metrics for a table, full sends all.
+    store: folder for the artifacts of a database and for records on their way. upload_limit: bytes above
+    which a file of a checkpoint is not uploaded but recorded by path and digest. detail: brief keeps the
+    finer metrics for a table, full sends all.
     """
 
-    def __init__(self, tracking_uri: str, experiment: str, store: Path, upload_limit: int, detail: Detail = "brief") -> None:
+    def __init__(
+        self, tracking_uri: str, experiment: str, store: Path, upload_limit: int, detail: Detail = "brief"
+    ) -> None:
         self._uri = tracking_uri
         self.tracking_uri = masked(tracking_uri)
         self.run_id = ""
@@ -55,7 +59,10 @@ class MlflowTracker(Tracker):
 
     @property
     def views(self) -> dict[str, str]:
-        return {name: f"{ui_address(self._uri)}/#{view_path(self._experiment_id, name)}" for name in (RESULT, SPEED)}
+        return {
+            name: f"{ui_address(self._uri)}/#{view_path(self._experiment_id, name)}"
+            for name in (RESULT, SPEED)
+        }
 
     @property
     def ui_command(self) -> str:
@@ -63,14 +70,22 @@ class MlflowTracker(Tracker):
             return self.run_url
         return f"mlflow server --backend-store-uri {self.tracking_uri} --port 5000"
 
-    def start(self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str) -> str:
+    def start(
+        self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str
+    ) -> str:
         client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
         self._experiment_id = find_experiment(client, self._uri, self._experiment, self._store)
-        own = {"mlflow.source.name": "dphybrid", "mlflow.source.type": "JOB", "mlflow.note.content": description}
+        own = {
+            "mlflow.source.name": "dphybrid",
+            "mlflow.source.type": "JOB",
+            "mlflow.note.content": description,
+        }
         own["mlflow.user"] = os.environ.get("USER", "")
         run = client.create_run(self._experiment_id, run_name=run_name, tags=own)
         run_id = str(run.info.run_id)
-        Journal(self._spool, run_id).set_destination(tracking_uri=self._uri, experiment_id=self._experiment_id)
+        Journal(self._spool, run_id).set_destination(
+            tracking_uri=self._uri, experiment_id=self._experiment_id
+        )
         self.attach(run_id)
         self._append({"op": "params", "values": {name: masked(value) for name, value in params.items()}})
         self.set_tags(tags)
@@ -103,13 +118,16 @@ class MlflowTracker(Tracker):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         journal = self._open_journal()
         try:
-            journal.append_metrics(_floats(metrics), step, [name for name in metrics if self._brief and is_detail(name)])
+            journal.append_metrics(
+                _floats(metrics), step, [name for name in metrics if self._brief and is_detail(name)]
+            )
         except OSError as error:  # a full disk costs the curves some points, not the training its end
             journal.count_unkept()
             _log.warning("metrics of step %d could not be kept: %s", step, error)
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
-        # At step 0, MLflow's charts draw a bar for each run; at any other one they draw a dot on an axis of steps.
+        # At step 0, MLflow's charts draw a bar for each run; at any other one they draw a dot on an axis of
+        # steps.
         values = _floats(metrics)
         fine = {name: value for name, value in values.items() if self._brief and is_detail(name)}
         rest = {name: value for name, value in values.items() if name not in fine}
@@ -137,8 +155,16 @@ class MlflowTracker(Tracker):
     def log_file(self, path: Path, folder: str) -> None:
         self._append({"op": "file", "path": str(path.absolute()), "folder": folder})
 
-    def log_dataset(self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str) -> None:
-        values = {"name": name, "digest": digest, "source": masked(source), "num_rows": num_rows, "columns": list(columns)}
+    def log_dataset(
+        self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
+    ) -> None:
+        values = {
+            "name": name,
+            "digest": digest,
+            "source": masked(source),
+            "num_rows": num_rows,
+            "columns": list(columns),
+        }
         self._append({"op": "dataset", **values, "context": context})
 
     def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
@@ -149,12 +175,16 @@ class MlflowTracker(Tracker):
             values = asdict(card) | {
                 "folder": str(card.folder.absolute()),
                 "params": {"step": str(card.step), "folder": str(card.folder.absolute())},
-                # The very points of the run's curves: MLflow shows them on the model, too, and none twice on the run.
+                # The very points of the run's curves: MLflow shows them on the model, too, and none twice on
+                # the run.
                 "metrics": {name: point for name, point in found.items() if point is not None},
             }
             cards.append(values)
-        # A run goes on from here after a loss of power, so what was recorded before must last as the checkpoint does.
-        self._append({"op": "checkpoints", "kept": cards, "dataset": list(dataset) if dataset else None}, sync=True)
+        # A run goes on from here after a loss of power, so what was recorded before must last as the
+        # checkpoint does.
+        self._append(
+            {"op": "checkpoints", "kept": cards, "dataset": list(dataset) if dataset else None}, sync=True
+        )
 
     def register(self, name: str, uid: str, alias: str) -> str:
         number = self._append({"op": "register", "name": name, "uid": uid, "alias": alias}, sync=True)
@@ -162,7 +192,12 @@ class MlflowTracker(Tracker):
         arrived = self._sender.drain(FINISH_WAIT_S)
         if number in self._sender.refused:
             return self._sender.refused[number]
-        return "" if arrived else f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is back"
+        return (
+            ""
+            if arrived
+            else f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is "
+            "back"
+        )
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         self._append({"op": "tags", "values": {name: masked(str(value)) for name, value in tags.items()}})
@@ -187,7 +222,8 @@ class MlflowTracker(Tracker):
         if not arrived:
             count = len(journal.pending(1_000_000))
             print(
-                f"MLflow at {self.tracking_uri} does not take records now; {count:,} are kept. `dphybrid sync` sends them when it is back.",
+                f"MLflow at {self.tracking_uri} does not take records now; {count:,} are kept. `dphybrid "
+                "sync` sends them when it is back.",
                 flush=True,
             )
         if losses:
@@ -198,7 +234,8 @@ class MlflowTracker(Tracker):
 def writer_of(
     journal: Journal, tracking_uri: str, upload_limit: int
 ) -> tuple[Callable[[list[dict[str, Any]]], None], Callable[[], None]]:
-    """Return what a Sender needs for `journal`: a function that writes records, and one that shows a sign of life.
+    """Return what a Sender needs for `journal`: a function that writes records, and one that shows a sign of
+    life.
 
     The connection is made by the first of them that is called, in the sender's thread.
     """
@@ -223,7 +260,8 @@ def ui_address(tracking_uri: str) -> str:
 
 def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
     """Return where a person finds a run."""
-    return f"{ui_address(tracking_uri)}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+    page = f"{ui_address(tracking_uri)}/#/experiments/{experiment_id}/runs/{run_id}"
+    return f"{page}?workflowType=machine_learning"
 
 
 def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -231,13 +269,17 @@ def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:
-    """Return the id of an experiment, which is made where there is none. Raises UserError for a deleted one."""
+    """Return the id of an experiment, which is made where there is none. Raises UserError for a deleted
+    one."""
     found = client.get_experiment_by_name(name)
     if found is not None and found.lifecycle_stage != "active":
-        raise UserError(f"MLflow experiment {name!r} was deleted; restore it, or set DPHYBRID_EXPERIMENT to another name")
+        raise UserError(
+            f"MLflow experiment {name!r} was deleted; restore it, or set DPHYBRID_EXPERIMENT to another name"
+        )
     if found is not None:
         return str(found.experiment_id)
-    # A database keeps the artifact folder of an experiment for ever, so it must not depend on where the first run started.
+    # A database keeps the artifact folder of an experiment for ever, so it must not depend on where the first
+    # run started.
     location = None if tracking_uri.startswith("http") else (store / "artifacts").as_uri()
     tags = {"mlflow.experimentKind": "custom_model_development"}
     try:

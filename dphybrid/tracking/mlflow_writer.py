@@ -1,4 +1,5 @@
-"""Writes the records of a journal into MLflow. Each of them may come twice, after a crash or an outage, and counts once."""
+"""Writes the records of a journal into MLflow. Each of them may come twice, after a crash or an outage, and
+counts once."""
 
 import json
 import shutil
@@ -30,7 +31,8 @@ _FOR_GOOD = {
 
 
 class MlflowWriter:
-    """Writes records of one run. upload_limit: bytes above which a file of a checkpoint stays where it is and is logged by path."""
+    """Writes records of one run. upload_limit: bytes above which a file of a checkpoint stays where it is and
+    is logged by path."""
 
     def __init__(self, tracking_uri: str, run_id: str, contents: Path, upload_limit: int) -> None:
         self._client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
@@ -52,7 +54,8 @@ class MlflowWriter:
         self._known = False
 
     def write(self, records: list[Record]) -> None:
-        """Write records of one kind. Raises Refused when the server does not take them, another error when it may later."""
+        """Write records of one kind. Raises Refused when the server does not take them, another error when it
+        may later."""
         try:
             self._look_for_the_run()
             if records[0]["op"] == "metrics":
@@ -62,12 +65,14 @@ class MlflowWriter:
                 self._verbs[record["op"]](record)
         except MlflowException as error:
             if error.error_code in _FOR_GOOD:
-                # A bad request is also what a database says when another run wrote the same row in the same moment.
+                # A bad request is also what a database says when another run wrote the same row in the same
+                # moment.
                 raise Refused(str(error), again=error.error_code == "BAD_REQUEST") from error
             raise
 
     def _look_for_the_run(self) -> None:
-        """Raise RuntimeError where the run is not: the records wait then, as another store may be the right one."""
+        """Raise RuntimeError where the run is not: the records wait then, as another store may be the right
+        one."""
         if self._known:
             return
         try:
@@ -77,7 +82,9 @@ class MlflowWriter:
                 raise RuntimeError(f"run {self._run_id} is not at the tracking server") from error
             raise
         if stage != "active":
-            raise RuntimeError(f"run {self._run_id} was deleted at the tracking server; `mlflow runs restore` brings it back")
+            raise RuntimeError(
+                f"run {self._run_id} was deleted at the tracking server; `mlflow runs restore` brings it back"
+            )
         self._known = True
 
     def _metrics(self, records: list[Record]) -> None:
@@ -115,7 +122,10 @@ class MlflowWriter:
     def _table(self, record: Record) -> None:
         self._file(record)
         # This tag is what makes the UI offer the file as a table that can be compared between runs.
-        entry = {"path": "/".join(filter(None, (record["folder"], Path(record["path"]).name))), "type": "table"}
+        entry = {
+            "path": "/".join(filter(None, (record["folder"], Path(record["path"]).name))),
+            "type": "table",
+        }
         entries = json.loads(self._client.get_run(self._run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
         if entry not in entries:
             self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps([*entries, entry]))
@@ -130,7 +140,9 @@ class MlflowWriter:
             schema=json.dumps({"mlflow_colspec": columns}),
             profile=json.dumps({"num_rows": record["num_rows"], "digest": record["digest"]}),
         )
-        self._client.log_inputs(self._run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", str(record["context"]))])])
+        self._client.log_inputs(
+            self._run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", str(record["context"]))])]
+        )
 
     def _status(self, record: Record) -> None:
         if record["status"] == "RUNNING":
@@ -143,7 +155,11 @@ class MlflowWriter:
         self._client.set_tag(self._run_id, LOSSES_TAG, record["text"][:_MAX_TAG])
         note = self._client.get_run(self._run_id).data.tags.get("mlflow.note.content", "")
         lines = [line for line in note.splitlines() if not line.startswith(_LOSSES_LINE)]
-        text = "\n".join([f"{_LOSSES_LINE} {record['text']}", "", *lines]) if record["text"] else "\n".join(lines)
+        text = (
+            "\n".join([f"{_LOSSES_LINE} {record['text']}", "", *lines])
+            if record["text"]
+            else "\n".join(lines)
+        )
         self._client.set_tag(self._run_id, "mlflow.note.content", text[:_MAX_TAG])
 
     def _views(self, record: Record) -> None:

@@ -1,4 +1,5 @@
-"""Names of metrics: those that MLflow takes (letters, digits and `_-./: `, at most 250, no empty part between slashes), and the finer ones."""
+"""Names of metrics: those that MLflow takes (letters, digits and `_-./: `, at most 250, no empty part between
+slashes), and the finer ones."""
 
 import hashlib
 import re
@@ -19,11 +20,21 @@ def safe_name(name: str) -> str:
     return f"{safe[: _MAX - 7]}-{digest}"
 
 
-_DETAILS = ("timing/", "timing_mean/", "timing_share/", "embedding/", "split/", "system/", "perf/step_ms_", "train/lr")
+_DETAILS = (
+    "timing/",
+    "timing_mean/",
+    "timing_share/",
+    "embedding/",
+    "split/",
+    "system/",
+    "perf/step_ms_",
+    "train/lr",
+)
 _ASKED_FOR = re.compile(r"system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))")
 
 
 @lru_cache(maxsize=4096)
 def is_detail(name: str) -> bool:
-    """Tell whether a metric is one that few people look for: it stands in the table of details, unless all are asked for."""
+    """Tell whether a metric is one that few people look for: it stands in the table of details, unless all
+    are asked for."""
     return name.startswith(_DETAILS) and _ASKED_FOR.fullmatch(name) is None

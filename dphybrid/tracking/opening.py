@@ -28,10 +28,13 @@ def open_tracker(
 ) -> Tracker:
     """Return a tracker for `experiment`.
 
-    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`; "none": a tracker that records nothing.
-    upload_limit: bytes above which a file of a checkpoint is recorded by path and digest. must_answer: look whether the server is there.
-    detail: brief sends about 20 metrics and puts the finer ones into a table among the artifacts; full sends all as metrics.
-    Raises UserError when a server does not answer, and for the file stores that MLflow gave up.
+    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`; "none": a tracker
+    that records nothing.
+    upload_limit: bytes above which a file of a checkpoint is recorded by path and digest. must_answer: look
+    whether the server is there.
+    detail: brief sends about 20 metrics and puts the finer ones into a table among the artifacts; full sends
+    all as metrics. Raises UserError when a server does not answer, and for the file stores that MLflow gave
+    up.
     """
     if tracking_uri == "none":
         return Tracker()
@@ -52,13 +55,17 @@ def open_tracker(
 
 
 def store_to_read(tracking_uri: str | None, store: Path) -> str:
-    """Return where runs are read from. Raises UserError when a server does not answer, and when nothing is recorded there yet."""
+    """Return where runs are read from. Raises UserError when a server does not answer, and when nothing is
+    recorded there yet."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     if tracking_uri == "none":
-        raise UserError("tracking is none: no run is recorded there; set DPHYBRID_TRACKING_URI to a server or database")
+        raise UserError(
+            "tracking is none: no run is recorded there; set DPHYBRID_TRACKING_URI to a server or database"
+        )
     if tracking_uri is None and not (store / "mlflow.db").is_file():
         raise UserError(
-            f"{store}: no run is recorded there yet; train one first, or set DPHYBRID_TRACKING_URI or DPHYBRID_DATA_DIR"
+            f"{store}: no run is recorded there yet; train one first, or set DPHYBRID_TRACKING_URI or "
+            "DPHYBRID_DATA_DIR"
         )
     if tracking_uri is not None:
         _check(tracking_uri)
@@ -71,7 +78,8 @@ def embedded_uri(store: Path) -> str:
 
 
 def make_database(uri: str, store: Path) -> None:
-    """Make the tables of a new SQLite database. Processes that do it at the same time would break it, so they queue."""
+    """Make the tables of a new SQLite database. Processes that do it at the same time would break it, so they
+    queue."""
     from mlflow.tracking import MlflowClient
 
     store.mkdir(parents=True, exist_ok=True)
@@ -91,11 +99,17 @@ def _check(uri: str) -> None:
         except (OSError, ValueError) as error:
             raise UserError(
                 f"MLflow server {uri}: does not answer ({error}); "
-                "start it, correct MLFLOW_TRACKING_URI, unset it for the embedded store, or record nothing with --tracking none"
+                "start it, correct MLFLOW_TRACKING_URI, unset it for the embedded store, or record nothing "
+                "with --tracking none"
             ) from error
     scheme = uri.partition("://")[0].partition("+")[0].lower()
-    if "://" in uri and scheme not in (*_SCHEMES, *(point.name for point in entry_points(group="mlflow.tracking_store"))):
-        raise UserError(f"MLFLOW_TRACKING_URI={uri!r}: MLflow knows no {scheme}://; it knows {', '.join(_SCHEMES)}")
+    if "://" in uri and scheme not in (
+        *_SCHEMES,
+        *(point.name for point in entry_points(group="mlflow.tracking_store")),
+    ):
+        raise UserError(
+            f"MLFLOW_TRACKING_URI={uri!r}: MLflow knows no {scheme}://; it knows {', '.join(_SCHEMES)}"
+        )
     if scheme == "file" or "://" not in uri:
         raise UserError(
             f"MLFLOW_TRACKING_URI={uri!r}: MLflow no longer writes file stores; "

@@ -1,4 +1,5 @@
-"""Registered models: which version is the champion, which was the newest try, and how the champion's place is given and taken back."""
+"""Registered models: which version is the champion, which was the newest try, and how the champion's place is
+given and taken back."""
 
 import os
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ _FORMER_TAG = "dphybrid.former_champions"
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model. run_tags: of the run that made it; decision: why it was promoted or not, "" before that."""
+    """A version of a registered model. run_tags: of the run that made it; decision: why it was promoted or
+    not, "" before that."""
 
     name: str
     number: str
@@ -74,21 +76,28 @@ class Registry:
         self._client.set_model_version_tag(version.name, version.number, DECISION_TAG, why[:5000])
 
     def roll_back(self, name: str, to: str | None = None) -> tuple[Version, Version]:
-        """Make the former champion, or version `to`, the champion again; return (the version it replaces, the new champion).
+        """Make the former champion, or version `to`, the champion again; return (the version it replaces, the
+        new champion).
 
         Raises UserError when nothing is there to go back to.
         """
         now, former = self.champion(name), self._former(name)
         if now is None:
             raise UserError(
-                f"registered model {name!r} has no champion; `dphybrid rollback` needs a name from MLflow's model registry"
+                f"registered model {name!r} has no champion; `dphybrid rollback` needs a name from MLflow's "
+                "model registry"
             )
         if to is None and not former:
-            raise UserError(f"registered model {name!r}: version {now.number} has been the only champion; name another with --to")
+            raise UserError(
+                f"registered model {name!r}: version {now.number} has been the only champion; name another "
+                "with --to"
+            )
         target = self.version(name, to or former[-1])
         self._set_former(name, former[: former.index(target.number)] if target.number in former else former)
         self._client.set_registered_model_alias(name, CHAMPION, target.number)
-        self._client.set_model_version_tag(name, now.number, DECISION_TAG, f"rolled back to version {target.number}")
+        self._client.set_model_version_tag(
+            name, now.number, DECISION_TAG, f"rolled back to version {target.number}"
+        )
         return now, target
 
     def _change(self, version: Version, why: str) -> None:
@@ -118,4 +127,6 @@ class Registry:
         self._client.set_registered_model_tag(name, _FORMER_TAG, ",".join(numbers))
 
     def _away(self, error: MlflowException) -> UserError:
-        return UserError(f"MLflow's model registry at {self.uri} does not answer: {str(error).splitlines()[0][:200]}")
+        return UserError(
+            f"MLflow's model registry at {self.uri} does not answer: {str(error).splitlines()[0][:200]}"
+        )

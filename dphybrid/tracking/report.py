@@ -15,50 +15,79 @@ REPORT_PAGE = "Report.html"
 _COLUMN = re.compile(r"^(?P<column>.*?) {2,}(?P<role>[a-z]+) +(?P<ids>[\d,]+)  (?P<values>.*)$")
 
 
-def run_report_markdown(report: Mapping[str, Any], config: Mapping[str, Any], links: Mapping[str, str] | None = None) -> str:
+def run_report_markdown(
+    report: Mapping[str, Any], config: Mapping[str, Any], links: Mapping[str, str] | None = None
+) -> str:
     """Return the report in Markdown: what came of the run first, then its data, splits and times.
 
-    report: the fields of `dphybrid.jobs.pages.Report`, and given (flags), data_name, data_source, data_lines. links: name -> address, such
-    as the flow run's.
+    report: the fields of `dphybrid.jobs.pages.Report`, and given (flags), data_name, data_source, data_lines.
+    links: name -> address, such as the flow run's.
     """
     results = ", ".join(f"{as_markdown(name)} **{value:.4f}**" for name, value in report["metrics"].items())
     where = f"batch {config['train']['batch_size']}, seed {config['train']['seed']}"
     parts = [f"**{config['recipe']}** on `{report['devices']}`, {where}: {results}"]
     parts.append(" · ".join(f"[{as_markdown(name)}]({address})" for name, address in (links or {}).items()))
     parts += [f"> **Note:** {as_markdown(warning)}" for warning in report["warnings"]]
-    parts += [f"> **Not registered as** {as_markdown(report['not_registered'])}"] if report["not_registered"] else []
+    parts += (
+        [f"> **Not registered as** {as_markdown(report['not_registered'])}"]
+        if report["not_registered"]
+        else []
+    )
     before, columns, after = _data(report["data_lines"])
     source = as_markdown(report["data_source"])
-    parts.append(f"### Data\n\n`{report['data_name']}` from {source}, digest `{report['digests']['data'][:16]}`")
+    parts.append(
+        f"### Data\n\n`{report['data_name']}` from {source}, digest `{report['digests']['data'][:16]}`"
+    )
     parts.append("\n".join(f"- {as_markdown(line)}" for line in [*before, *after][:12]))
     if columns:
         rows = [{name: as_markdown(value) for name, value in row.items()} for row in columns]
         parts.append(_table(rows, ("column", "role", "ids", "values"), f"`{REPORT_PAGE}`"))
-    parts.append("### How batches were split\n\n" + _table(report["splits"], ("where", "split", "device", "steps")))
+    parts.append(
+        "### How batches were split\n\n" + _table(report["splits"], ("where", "split", "device", "steps"))
+    )
     parts.append(_where_time_went(report))
     parts.append(_how_to_load(report, config["recipe"]))
-    parts.append(f"### Reproduce\n\n```\n{_command(report)}\n```\n`config.json` holds every value, the tags versions and commit.")
+    parts.append(
+        f"### Reproduce\n\n```\n{_command(report)}\n```\n`config.json` holds every value, the tags versions "
+        "and commit."
+    )
     return "\n\n".join(part for part in parts if part)
 
 
 def run_report_html(
-    report: Mapping[str, Any], config: Mapping[str, Any], pictures: Mapping[str, bytes], links: Mapping[str, str] | None = None
+    report: Mapping[str, Any],
+    config: Mapping[str, Any],
+    pictures: Mapping[str, bytes],
+    links: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the report as a page that needs nothing else. pictures: file name -> PNG; the rest as for `run_report_markdown`."""
+    """Return the report as a page that needs nothing else. pictures: file name -> PNG; the rest as for
+    `run_report_markdown`."""
     import jinja2
 
     source = files("dphybrid.tracking").joinpath("report.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     before, columns, after = _data(report["data_lines"])
     total = sum(report["stages"].values()) or 1.0
     page = environment.from_string(source).render(
         report=report,
         config=config,
-        links={name: address for name, address in (links or {}).items() if address.startswith(("http://", "https://"))},
+        links={
+            name: address
+            for name, address in (links or {}).items()
+            if address.startswith(("http://", "https://"))
+        },
         lines=[*before, *after],
         columns=columns,
-        stages=[(name, seconds, seconds / total) for name, seconds in report["stages"].items() if seconds / total > 0.005],
-        pictures={name.rpartition("/")[2]: base64.b64encode(picture).decode() for name, picture in pictures.items()},
+        stages=[
+            (name, seconds, seconds / total)
+            for name, seconds in report["stages"].items()
+            if seconds / total > 0.005
+        ],
+        pictures={
+            name.rpartition("/")[2]: base64.b64encode(picture).decode() for name, picture in pictures.items()
+        },
         command=_command(report),
     )
     return printable(page)
@@ -83,7 +112,11 @@ def _data(lines: Sequence[str]) -> tuple[list[str], list[dict[str, str]], list[s
 
 def _command(report: Mapping[str, Any]) -> str:
     given = report.get("given", {}).items()
-    return printable(masked(" ".join(["dphybrid train", *(f"--{name.replace('_', '-')} {value!r}" for name, value in given)])))
+    return printable(
+        masked(
+            " ".join(["dphybrid train", *(f"--{name.replace('_', '-')} {value!r}" for name, value in given)])
+        )
+    )
 
 
 def _where_time_went(report: Mapping[str, Any]) -> str:
@@ -105,8 +138,14 @@ def _where_time_went(report: Mapping[str, Any]) -> str:
 def _how_to_load(report: Mapping[str, Any], recipe: str) -> str:
     name, best = report["registered_as"], report["best_checkpoint"]
     lines = [f"model = dphybrid.load_model({best!r})  # a torch module"]
-    lines += [f'model = dphybrid.load_model("models:/{name}@challenger")  # or, from the registry'] if name else []
-    lines += [f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows"] if recipe == "ctr" else []
+    lines += (
+        [f'model = dphybrid.load_model("models:/{name}@challenger")  # or, from the registry'] if name else []
+    )
+    lines += (
+        [f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows"]
+        if recipe == "ctr"
+        else []
+    )
     return "### Load the best checkpoint\n\n```python\nimport dphybrid\n\n" + "\n".join(lines) + "\n```"
 
 

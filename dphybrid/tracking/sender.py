@@ -1,4 +1,5 @@
-"""Sends a run's journal from a thread of its own: in order, as often as it takes, without the training noticing."""
+"""Sends a run's journal from a thread of its own: in order, as often as it takes, without the training
+noticing."""
 
 import contextlib
 import contextvars
@@ -30,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """The server understood and said no. `again`: it may be another matter in a moment, as when two runs wrote the same thing at once."""
+    """The server understood and said no. `again`: it may be another matter in a moment, as when two runs
+    wrote the same thing at once."""
 
     def __init__(self, text: str, again: bool = False) -> None:
         super().__init__(text)
@@ -40,11 +42,14 @@ class Refused(Exception):
 class Sender:
     """Takes records from `journal` and gives them to `write` until each is acknowledged.
 
-    write: takes records that belong together (metrics, or one of another kind); raises Refused, or any other error to be tried again.
+    write: takes records that belong together (metrics, or one of another kind); raises Refused, or any other
+    error to be tried again.
     beat: called about once a minute, to show that the process lives.
     """
 
-    def __init__(self, journal: Journal, write: Callable[[list[Record]], None], beat: Callable[[], None]) -> None:
+    def __init__(
+        self, journal: Journal, write: Callable[[list[Record]], None], beat: Callable[[], None]
+    ) -> None:
         self._journal, self._write, self._beat = journal, write, beat
         self._wake = threading.Event()
         self._empty = threading.Condition()
@@ -56,18 +61,21 @@ class Sender:
         """Numbers of records that the server did not take, with its reason."""
         # In the caller's context, so that what is told here stands in the log of the caller's flow run.
         work = contextvars.copy_context().run
-        self._thread = threading.Thread(target=work, args=(self._work,), name="dphybrid-tracking", daemon=True)
+        self._thread = threading.Thread(
+            target=work, args=(self._work,), name="dphybrid-tracking", daemon=True
+        )
         self._thread.start()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until what the journal holds now has arrived, at most `timeout_s` seconds; return whether it has."""
+        """Wait until what the journal holds now has arrived, at most `timeout_s` seconds; return whether it
+        has."""
         with self._empty:
             self._asked += 1
             wanted = self._asked
             self._wake.set()
-            return self._empty.wait_for(lambda: self._answered >= wanted or not self._thread.is_alive(), timeout_s) and (
-                self._answered >= wanted
-            )
+            return self._empty.wait_for(
+                lambda: self._answered >= wanted or not self._thread.is_alive(), timeout_s
+            ) and (self._answered >= wanted)
 
     def close(self, timeout_s: float) -> bool:
         """Drain, end the thread and let go of the journal; return whether everything arrived."""
@@ -91,7 +99,10 @@ class Sender:
                 self._send_all()
             except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: told once, tried again
                 if not self.trouble:
-                    _tell("the tracking server does not take records (%s); they are kept and sent later", _short(error))
+                    _tell(
+                        "the tracking server does not take records (%s); they are kept and sent later",
+                        _short(error),
+                    )
                 self.trouble = _short(error)
                 self._wait(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
@@ -116,7 +127,9 @@ class Sender:
                 if self._closed:
                     return
                 self._send([record for _, record in group])
-                if self._closed:  # given up meanwhile: whoever sends next begins here, and what comes twice counts once
+                if (
+                    self._closed
+                ):  # given up meanwhile: whoever sends next begins here, and what comes twice counts once
                     return
                 self._journal.acknowledge(group[-1][0])
 
@@ -134,7 +147,9 @@ class Sender:
                     self._set_aside(records[0], str(refusal))
                     return
             except _WRONG as error:
-                if type(error).__module__ != "builtins":  # of the client's libraries: something on the way to the server
+                if (
+                    type(error).__module__ != "builtins"
+                ):  # of the client's libraries: something on the way to the server
                     raise
                 # With this record, not with the server: it must not hold up those behind it.
                 if len(records) == 1:

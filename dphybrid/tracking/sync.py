@@ -1,4 +1,5 @@
-"""Completes the record afterwards: sends what was left when a server was away, and ends runs whose process died."""
+"""Completes the record afterwards: sends what was left when a server was away, and ends runs whose process
+died."""
 
 import os
 import platform
@@ -29,7 +30,8 @@ Writing = Callable[[list[Record]], None]
 
 @dataclass
 class Synced:
-    """What `sync` came to, as run ids. waiting: run id -> why its records are still here; lost: run id -> what never arrived of it."""
+    """What `sync` came to, as run ids. waiting: run id -> why its records are still here; lost: run id ->
+    what never arrived of it."""
 
     completed: list[str] = field(default_factory=list)
     busy: list[str] = field(default_factory=list)
@@ -64,7 +66,8 @@ def sync(
 ) -> Synced:
     """Send the journals in `store` and end orphaned runs of `experiment`.
 
-    wait_s: how long each journal may take. silent_s: see `SILENT_S`. on_run: told of each journal before it is sent.
+    wait_s: how long each journal may take. silent_s: see `SILENT_S`. on_run: told of each journal before it
+    is sent.
     """
     done = Synced()
     for journal in journals(store / "spool"):
@@ -80,9 +83,15 @@ def sync(
 
 
 def _guarded(
-    function: Callable[..., None], journal: Journal, tracking_uri: str, upload_limit: int, done: Synced, *values: Any
+    function: Callable[..., None],
+    journal: Journal,
+    tracking_uri: str,
+    upload_limit: int,
+    done: Synced,
+    *values: Any,
 ) -> None:
-    """Call `function` for a journal that nobody else sends. One that cannot be read holds up none of the others."""
+    """Call `function` for a journal that nobody else sends. One that cannot be read holds up none of the
+    others."""
     try:
         if not journal.hold():
             done.busy.append(journal.run_id)
@@ -96,7 +105,9 @@ def _guarded(
         done.waiting[journal.run_id] = f"{type(error).__name__}: {error}"
 
 
-def _send(journal: Journal, write: Writing, done: Synced, wait_s: float, on_run: Callable[[str, int], None]) -> None:
+def _send(
+    journal: Journal, write: Writing, done: Synced, wait_s: float, on_run: Callable[[str, int], None]
+) -> None:
     on_run(journal.run_id, len(journal.pending(1_000_000)))
     sender = Sender(journal, write, beat=lambda: None)
     arrived, losses = deliver(journal, sender, wait_s)
@@ -109,14 +120,17 @@ def _send(journal: Journal, write: Writing, done: Synced, wait_s: float, on_run:
 
 
 def _try_again(journal: Journal, write: Writing, done: Synced) -> None:
-    """Offer the server once more what it refused, where that may come late: a permission was given, or a name freed."""
+    """Offer the server once more what it refused, where that may come late: a permission was given, or a name
+    freed."""
     taken = []
     for record in journal.refused():
         if record["op"] in _MAY_COME_LATE:
             try:
                 write([record])
             except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: the record stays where it is
-                done.lost[journal.run_id] = f"still refused: {str(error).splitlines()[0][:200]}; {journal.aside}"
+                done.lost[journal.run_id] = (
+                    f"still refused: {str(error).splitlines()[0][:200]}; {journal.aside}"
+                )
             else:
                 taken.append(record)
     if taken:
@@ -136,20 +150,25 @@ def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: floa
     if found is None:
         return
     running = client.search_runs(
-        [found.experiment_id], filter_string="attributes.status = 'RUNNING'", run_view_type=ViewType.ACTIVE_ONLY
+        [found.experiment_id],
+        filter_string="attributes.status = 'RUNNING'",
+        run_view_type=ViewType.ACTIVE_ONLY,
     )
     for run in running:
         run_id, tags = run.info.run_id, run.data.tags
         if run_id in done.waiting or HEARTBEAT_TAG not in tags or _lives(spool, run_id, tags, silent_s):
             continue
-        client.set_tag(run_id, "dphybrid.ended_by", f"dphybrid sync: no sign of life since {tags[HEARTBEAT_TAG]}")
+        client.set_tag(
+            run_id, "dphybrid.ended_by", f"dphybrid sync: no sign of life since {tags[HEARTBEAT_TAG]}"
+        )
         beat = datetime.fromisoformat(tags[HEARTBEAT_TAG])
         client.set_terminated(run_id, "KILLED", end_time=int(beat.timestamp() * 1000))
         done.ended.append(run_id)
 
 
 def _lives(spool: Path, run_id: str, tags: dict[str, str], silent_s: float) -> bool:
-    """Tell whether a run's process is there: by its lock and number on this machine, by its heartbeat on another."""
+    """Tell whether a run's process is there: by its lock and number on this machine, by its heartbeat on
+    another."""
     if tags.get("host.name") == platform.node() and (spool / f"{run_id}.lock").exists():
         journal = Journal(spool, run_id)
         if not journal.hold():

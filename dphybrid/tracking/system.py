@@ -1,4 +1,5 @@
-"""What the machine did meanwhile: processor, memory and each used GPU, every few seconds, beside the training's own figures."""
+"""What the machine did meanwhile: processor, memory and each used GPU, every few seconds, beside the
+training's own figures."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,11 +37,17 @@ class Averages:
 
 @contextmanager
 def system_metrics(
-    tracker: Tracker, since: float, gpus: Sequence[str] = (), averages: Averages | None = None, every_s: float = SAMPLE_EVERY_S
+    tracker: Tracker,
+    since: float,
+    gpus: Sequence[str] = (),
+    averages: Averages | None = None,
+    every_s: float = SAMPLE_EVERY_S,
 ) -> Iterator[None]:
-    """While the block runs, record `system/...` metrics; their step counts seconds from `since` (time.time()), the run's start.
+    """While the block runs, record `system/...` metrics; their step counts seconds from `since`
+    (time.time()), the run's start.
 
-    gpus: UUIDs of the GPUs this run uses; others of the machine are not recorded. averages: collects the same values.
+    gpus: UUIDs of the GPUs this run uses; others of the machine are not recorded. averages: collects the same
+    values.
     """
     read = nvml_reader(gpus)
     own = psutil.Process()
@@ -74,7 +81,8 @@ def system_metrics(
 
 
 def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[GpuReading]]:
-    """Return a function that reads the GPUs with these UUIDs through NVML. A value that a device does not tell is left out."""
+    """Return a function that reads the GPUs with these UUIDs through NVML. A value that a device does not
+    tell is left out."""
     if not gpus:
         return list
     import pynvml
@@ -96,7 +104,9 @@ def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[GpuReading]]:
         ask: dict[str, Callable[[], float]] = {
             "utilization_pct": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
             "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "temperature_c": lambda: float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+            "temperature_c": lambda: float(
+                pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+            ),
         }
         for name, question in ask.items():
             try:

@@ -1,7 +1,9 @@
-"""Saved views of an experiment's runs in MLflow: the columns people ask for, in one sorted table, one click from the experiment's page.
+"""Saved views of an experiment's runs in MLflow: the columns people ask for, in one sorted table, one click
+from the experiment's page.
 
-MLflow keeps them in tags `mlflow.sharedViewState.NAME` as its own pages write them; that is no public interface, and a test in a browser
-holds it. Where a later version shows nothing, the plain list is still there.
+MLflow keeps them in tags `mlflow.sharedViewState.NAME` as its own pages write them; that is no public
+interface, and a test in a browser holds it. Where a later version shows nothing, the plain list is still
+there.
 """
 
 import base64
@@ -23,7 +25,8 @@ _TIMES = ("summary/samples_per_s_median", "summary/step_ms_p50", "summary/step_m
 
 
 def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str]) -> None:
-    """Write the views of an experiment, whose runs end with the metrics `finals` (among others), unless they are there."""
+    """Write the views of an experiment, whose runs end with the metrics `finals` (among others), unless they
+    are there."""
     tags = client.get_experiment(experiment_id).tags
     known = tags.get(FINALS_TAG, "").split("\n")
     names = list(dict.fromkeys(name for name in (*known, *finals) if name))
@@ -34,11 +37,17 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
     order = (metrics[0], _least_is_best(names[0])) if metrics else ("attributes.start_time", False)
     speeds = [f"metrics.`{name}`" for name in _TIMES]
     for view, columns, (key, ascending) in (
-        (RESULT, [*metrics, *speeds[:1], *_WHAT, "params.`train.lr`", "params.`table.lr`", "params.`train.seed`"], order),
+        (
+            RESULT,
+            [*metrics, *speeds[:1], *_WHAT, "params.`train.lr`", "params.`table.lr`", "params.`train.seed`"],
+            order,
+        ),
         (SPEED, [*speeds, *_WHAT, *metrics[:1]], (speeds[0], False)),
     ):
         client.set_experiment_tag(experiment_id, TAG + view, _tag_value(view, columns, key, ascending))
-    if not tags.get(NOTE_TAG, "") or tags[NOTE_TAG].startswith((_OWN_NOTE, _OLD_NOTE)):  # another one is somebody's own
+    if not tags.get(NOTE_TAG, "") or tags[NOTE_TAG].startswith(
+        (_OWN_NOTE, _OLD_NOTE)
+    ):  # another one is somebody's own
         client.set_experiment_tag(experiment_id, NOTE_TAG, note(experiment_id))
 
 

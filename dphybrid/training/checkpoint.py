@@ -1,8 +1,10 @@
 """Checkpoints as folders: tensors in safetensors files, everything else in a page of JSON; no pickle.
 
-`step-000500/` holds `blocks.safetensors` (dense parameters and buffers), `blocks_optimizer.safetensors`, `tables/NAME.safetensors`
-(table and its row states) and `state.json` (step, cursor, generator states, metrics, sha256 of every file). Written beside, fsynced,
-renamed: a folder with its final name is complete. The keys carry no `module.`, so 1, 8 or virtual devices read each other's files.
+`step-000500/` holds `blocks.safetensors` (dense parameters and buffers), `blocks_optimizer.safetensors`,
+`tables/NAME.safetensors` (table and its row states) and `state.json` (step, cursor, generator states,
+metrics, sha256 of every file). Written beside, fsynced,
+renamed: a folder with its final name is complete. The keys carry no `module.`, so 1, 8 or virtual devices
+read each other's files.
 """
 
 import re
@@ -20,7 +22,13 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
 from dphybrid.training.finite import check_finite
-from dphybrid.training.tensor_file import read_into, read_tensors, tensor_shapes, tensors_digest, write_tensors
+from dphybrid.training.tensor_file import (
+    read_into,
+    read_tensors,
+    tensor_shapes,
+    tensors_digest,
+    write_tensors,
+)
 from dphybrid.util.digests import copy_files, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import making
@@ -40,7 +48,8 @@ class Generators(BaseModel):
 
 @dataclass
 class Progress:
-    """How far training is. step counts optimizer steps; batch is the next batch of the epoch; history has a row an epoch.
+    """How far training is. step counts optimizer steps; batch is the next batch of the epoch; history has a
+    row an epoch.
 
     micro_batches: parts that a batch is computed in, after it did not fit into memory.
     """
@@ -59,9 +68,11 @@ class Progress:
 
 
 class CheckpointState(Page):
-    """`state.json` of a checkpoint: all of it but its tensors. sha256: of each file by its name in the folder.
+    """`state.json` of a checkpoint: all of it but its tensors. sha256: of each file by its name in the
+    folder.
 
-    record: what the run's record is told from (splits, the window of metrics, seconds by stage), so that it goes on without a gap.
+    record: what the run's record is told from (splits, the window of metrics, seconds by stage), so that it
+    goes on without a gap.
     """
 
     format: int = FORMAT
@@ -97,12 +108,13 @@ def save_checkpoint(
     encoder_sums: Mapping[str, str] = MappingProxyType({}),
     record: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a checkpoint under `folder` and return its path. The same step again replaces the page alone where the tensors are the same.
+    """Write a checkpoint under `folder` and return its path. The same step again replaces the page alone
+    where the tensors are the same.
 
-    config: the experiment's values. facts: what else belongs into state.json (digests of data, devices). encoder: folder of what
-    turns new rows into the model's input; a copy of it makes the checkpoint ready to predict; encoder_sums:
-    the sha256 that its files must have, by `encoder/NAME`. record: goes on at a resume.
-    Raises UserError, and writes nothing, when a weight or a state is no number any more.
+    config: the experiment's values. facts: what else belongs into state.json (digests of data, devices).
+    encoder: folder of what turns new rows into the model's input; a copy of it makes the checkpoint ready to
+    predict; encoder_sums: the sha256 that its files must have, by `encoder/NAME`. record: goes on at a
+    resume. Raises UserError, and writes nothing, when a weight or a state is no number any more.
     """
     check_finite(trained.model, trained.dense, trained.rows, trained.progress.step)
     final = folder / f"step-{trained.progress.step:06d}"
@@ -132,10 +144,15 @@ def save_checkpoint(
         (partial / "tables").mkdir()
         sums = {name: write_tensors(partial / name, tensors) for name, tensors in files.items()}
         if encoder is not None:
-            copied = {f"encoder/{name}": digest for name, digest in copy_files(encoder, partial / "encoder").items()}
+            copied = {
+                f"encoder/{name}": digest for name, digest in copy_files(encoder, partial / "encoder").items()
+            }
             for name, digest in copied.items():
                 if encoder_sums.get(name, digest) != digest:
-                    raise UserError(f"{encoder.parent / name}: is damaged (its sha256 differs); no checkpoint is made with it")
+                    raise UserError(
+                        f"{encoder.parent / name}: is damaged (its sha256 differs); no checkpoint is made "
+                        "with it"
+                    )
             sums |= copied
         page(sums).write(partial / "state.json")
     return final
@@ -160,9 +177,11 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
 
 
 def verify_checkpoint(path: Path, known: bool = True) -> CheckpointState:
-    """Check every file of a checkpoint against its page, which is returned. Raises UserError that names the first damaged one.
+    """Check every file of a checkpoint against its page, which is returned. Raises UserError that names the
+    first damaged one.
 
-    known: files that were whole when they were read before, and have not been touched since, are not read again.
+    known: files that were whole when they were read before, and have not been touched since, are not read
+    again.
     """
     page = read_state(path)
     verify_files(path, page.sha256, "use another checkpoint, or delete this one's folder", known)
@@ -170,10 +189,11 @@ def verify_checkpoint(path: Path, known: bool = True) -> CheckpointState:
 
 
 def newest_whole_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint whose files are whole, all of them read, or None where there is none at all.
+    """Return the newest checkpoint whose files are whole, all of them read, or None where there is none at
+    all.
 
-    Later ones that are damaged are named and put aside (`step-N.damaged`, until there is a new checkpoint of that step or a later
-    one). Raises UserError when every one is damaged.
+    Later ones that are damaged are named and put aside (`step-N.damaged`, until there is a new checkpoint of
+    that step or a later one). Raises UserError when every one is damaged.
     """
     there, damaged = complete_checkpoints(folder), []
     for path in reversed(there):
@@ -195,7 +215,8 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
 
 
 def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> None:
-    """Fill tables (but those named in `skip`) and blocks of `model` in place from a checkpoint, on whatever devices they are.
+    """Fill tables (but those named in `skip`) and blocks of `model` in place from a checkpoint, on whatever
+    devices they are.
 
     Raises UserError on mismatch.
     """
@@ -210,9 +231,14 @@ def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> Non
         for name in wanted.keys() & blocks.keys()
         if blocks[name].shape != wanted[name].shape
     ]
-    problems += [f"missing table {name}" for name in tables if not (path / "tables" / f"{name}.safetensors").is_file()]
+    problems += [
+        f"missing table {name}" for name in tables if not (path / "tables" / f"{name}.safetensors").is_file()
+    ]
     if problems:
-        raise UserError(f"{path}: does not fit this model: {'; '.join(sorted(problems))}; use the config it was trained with")
+        raise UserError(
+            f"{path}: does not fit this model: {'; '.join(sorted(problems))}; use the config it was trained "
+            "with"
+        )
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(blocks[name])
@@ -230,8 +256,13 @@ def dense_state(model: nn.Module, tables: set[str]) -> dict[str, Tensor]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first: by number, as names of seven digits sort before those of six."""
-    there = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and (path / "state.json").is_file()]
+    """Return the complete checkpoints, oldest first: by number, as names of seven digits sort before those of
+    six."""
+    there = [
+        path
+        for path in folder.glob("step-*")
+        if STEP.fullmatch(path.name) and (path / "state.json").is_file()
+    ]
     return sorted(there, key=step_of)
 
 
@@ -241,7 +272,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Return the page of a checkpoint. Raises UserError when there is none, or when it is damaged or of another format."""
+    """Return the page of a checkpoint. Raises UserError when there is none, or when it is damaged or of
+    another format."""
     if not (path / "state.json").is_file():
         raise UserError(f"{path}: is no checkpoint (it has no state.json); name a step-... folder")
     page = CheckpointState.read(path / "state.json")
@@ -254,7 +286,9 @@ def _table_tensors(trained: Trained) -> dict[str, dict[str, Tensor]]:
     states = trained.rows.state_dict() if trained.rows is not None else {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, table in find_tables(trained.model).items():
-        own = {key.removeprefix(f"{name}."): value for key, value in states.items() if key.startswith(f"{name}.")}
+        own = {
+            key.removeprefix(f"{name}."): value for key, value in states.items() if key.startswith(f"{name}.")
+        }
         tensors[name] = {"weight": table.weight, **own}
     extra = {key: value for key, value in states.items() if key.rpartition(".")[0] not in tensors}
     if extra:
@@ -295,7 +329,11 @@ def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> di
 
 
 def _generator_states() -> Generators:
-    cuda = [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
+    cuda = (
+        [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_available()
+        else []
+    )
     return Generators(torch=torch.get_rng_state().numpy().tobytes().hex(), cuda=cuda)
 
 

@@ -1,4 +1,5 @@
-"""Where a step's time goes: exclusive seconds a stage, a nested stage's time counted once; and how long each step took."""
+"""Where a step's time goes: exclusive seconds a stage, a nested stage's time counted once; and how long each
+step took."""
 
 import statistics
 import time
@@ -30,9 +31,9 @@ class Event(Protocol):
 class StageClock:
     """Adds up seconds by stage. Stages nest: while the inner one runs, the outer one stands still.
 
-    new_event: for a GPU, makes events on its stream. They are only marked while training and read now and then, so that
-    the host never waits for the device because it is being timed; a stage then lasts from the moment the device comes to it to
-    the moment the device comes to the next one.
+    new_event: for a GPU, makes events on its stream. They are only marked while training and read now and
+    then, so that the host never waits for the device because it is being timed; a stage then lasts from the
+    moment the device comes to it to the moment the device comes to the next one.
     """
 
     _READ_AFTER = 4096
@@ -113,7 +114,8 @@ class StageClock:
 
 
 class _Stage:
-    """One stage of a clock. A class, because steps of a millisecond enter a dozen of them: contextlib's would cost several times as much."""
+    """One stage of a clock. A class, because steps of a millisecond enter a dozen of them: contextlib's would
+    cost several times as much."""
 
     __slots__ = ("_clock", "_name")
 
@@ -128,7 +130,8 @@ class _Stage:
 
 
 class StepTimes:
-    """How long each step took on the host's clock, without what happens between steps. A short last batch is left out."""
+    """How long each step took on the host's clock, without what happens between steps. A short last batch is
+    left out."""
 
     def __init__(self) -> None:
         self.ms: list[float] = []
@@ -152,13 +155,18 @@ class StepTimes:
         return {"p50": percentile(fresh, 0.5), "p95": percentile(fresh, 0.95)} if fresh else {}
 
     def summary(self) -> dict[str, float]:
-        """Return p50, p95, mean (ms) and count of all steps after the warm-up, and the warm-up's mean. Empty without steps."""
+        """Return p50, p95, mean (ms) and count of all steps after the warm-up, and the warm-up's mean. Empty
+        without steps."""
         warm, steady = self.ms[:WARM_UP_STEPS], self.ms[WARM_UP_STEPS:]
         if not steady:  # too short a run to tell them apart
             warm, steady = [], self.ms
         if not steady:
             return {}
-        figures = {"p50": percentile(steady, 0.5), "p95": percentile(steady, 0.95), "mean": statistics.fmean(steady)}
+        figures = {
+            "p50": percentile(steady, 0.5),
+            "p95": percentile(steady, 0.95),
+            "mean": statistics.fmean(steady),
+        }
         return figures | ({"warm_up": statistics.fmean(warm)} if warm else {}) | {"steps": float(len(steady))}
 
 
@@ -170,22 +178,34 @@ def percentile(values: list[float], share: float) -> float:
 
 @contextmanager
 def timed_parts(clock: StageClock, model: nn.Module) -> Iterator[None]:
-    """While the block runs, count table lookups of `model` as stage `lookup`, and the work of its data-parallel blocks as
-    `scatter`, `replicate`, `forward` and `gather`.
+    """While the block runs, count table lookups of `model` as stage `lookup`, and the work of its
+    data-parallel blocks as `scatter`, `replicate`, `forward` and `gather`.
 
     Only in training mode: an evaluation is one stage.
     """
     handles: list[Any] = []
     for table in find_tables(model).values():
-        handles.append(table.register_forward_pre_hook(lambda module, _: clock.enter("lookup") if module.training else None))
         handles.append(
-            table.register_forward_hook(lambda module, *_: clock.leave() if module.training else None, always_call=True)
+            table.register_forward_pre_hook(
+                lambda module, _: clock.enter("lookup") if module.training else None
+            )
+        )
+        handles.append(
+            table.register_forward_hook(
+                lambda module, *_: clock.leave() if module.training else None, always_call=True
+            )
         )
     blocks = list(find_data_parallel(model).values())
     for block in blocks:
-        handles.append(block.register_forward_pre_hook(lambda module, _: clock.enter("forward") if module.training else None))
         handles.append(
-            block.register_forward_hook(lambda module, *_: clock.leave() if module.training else None, always_call=True)
+            block.register_forward_pre_hook(
+                lambda module, _: clock.enter("forward") if module.training else None
+            )
+        )
+        handles.append(
+            block.register_forward_hook(
+                lambda module, *_: clock.leave() if module.training else None, always_call=True
+            )
         )
         block.stage = clock.stage
     try:

@@ -16,7 +16,8 @@ QUIET_S = 5.0
 
 @contextmanager
 def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a callback (what, done, total) for long work: a bar in a terminal, now and then a line elsewhere."""
+    """Yield a callback (what, done, total) for long work: a bar in a terminal, now and then a line
+    elsewhere."""
     if not sys.stdout.isatty():
         told = time.monotonic()
 
@@ -28,7 +29,9 @@ def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
 
         yield tell
         return
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True
+    ) as bar:
         tasks: dict[str, TaskID] = {}
 
         def move(what: str, done: int, total: int) -> None:
@@ -60,7 +63,9 @@ class Display:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -70,7 +75,9 @@ class Display:
             return
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(f"epoch {epoch + 1}/{epochs}", total=num_batches, completed=done, note="")
+        self._task = self._bar.add_task(
+            f"epoch {epoch + 1}/{epochs}", total=num_batches, completed=done, note=""
+        )
 
     def advance(self, note: str = "") -> None:
         """Move the bar by one batch."""

@@ -12,16 +12,21 @@ from dphybrid.util.errors import UserError
 _BLOCK = 2**18
 
 
-def check_finite(model: nn.Module, dense: torch.optim.Optimizer | None, rows: RowOptimizer | None, step: int) -> None:
-    """Raise UserError with step, table and row, or parameter, when a weight or an optimizer's state is NaN or infinite.
+def check_finite(
+    model: nn.Module, dense: torch.optim.Optimizer | None, rows: RowOptimizer | None, step: int
+) -> None:
+    """Raise UserError with step, table and row, or parameter, when a weight or an optimizer's state is NaN or
+    infinite.
 
     Buffers of blocks may be infinite (masks are), not NaN. Costs one pass over memory.
     """
     for what, tensor, infinite_too in _tensors(model, dense, rows):
         if (place := _first_bad(tensor, infinite_too)) is not None:
             raise UserError(
-                f"{what}{f' row {place}' if tensor.dim() else ''} is no finite number by step {step}, no checkpoint is made of it; "
-                "lower train.lr or table.lr, or set train.clip_norm, and go on from the last checkpoint with --resume"
+                f"{what}{f' row {place}' if tensor.dim() else ''} is no finite number by step {step}, no "
+                "checkpoint is made of it; "
+                "lower train.lr or table.lr, or set train.clip_norm, and go on from the last checkpoint "
+                "with --resume"
             )
 
 
@@ -50,7 +55,8 @@ def _first_bad(tensor: Tensor, infinite_too: bool) -> int | None:
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _BLOCK):
         block = flat[start : start + _BLOCK]
-        # A sum over any that is no number is none either. Ten times as fast as isfinite; one that overflows is looked at again.
+        # A sum over any that is no number is none either. Ten times as fast as isfinite; one that overflows
+        # is looked at again.
         if math.isfinite(float(block.sum(dtype=torch.float32 if block.element_size() < 4 else None))):
             continue
         bad = ~torch.isfinite(block) if infinite_too else torch.isnan(block)

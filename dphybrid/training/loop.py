@@ -33,7 +33,10 @@ def train(session: Session, display: Display, meter: Meter) -> None:
     ids_of = model.table_ids if isinstance(model, DeclaresIds) else None
     if config.check_split and progress.step == 0:
         refuse_split_differences(model, next(batches_of_epoch(session)))
-    with observed(session, display, meter) as seen, RowPipeline(find_tables(model), mode=config.pipeline) as pipeline:
+    with (
+        observed(session, display, meter) as seen,
+        RowPipeline(find_tables(model), mode=config.pipeline) as pipeline,
+    ):
         seen.reads(pipeline)
         while progress.epoch < config.epochs and not _stale(session):
             model.train()  # the last epoch's evaluation left it in the other mode
@@ -46,7 +49,9 @@ def train(session: Session, display: Display, meter: Meter) -> None:
                 seen.step_ended(loss, weight, num_rows(batch))
                 if session.stop.pending:
                     path = checkpoint(session, meter)
-                    raise session.stop.interruption(f"after step {progress.step}; {path} goes on with --resume")
+                    raise session.stop.interruption(
+                        f"after step {progress.step}; {path} goes on with --resume"
+                    )
                 if _due(session) and progress.batch < steps_per_epoch:
                     checkpoint(session, meter)
             seen.line(end_of_epoch(session, meter))
@@ -58,25 +63,33 @@ def train(session: Session, display: Display, meter: Meter) -> None:
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Take one optimizer step; return the batch's summed loss and its number of terms, still on their device.
 
-    A batch that does not fit into a GPU's memory is computed once more in parts, and so are all after it. Raises UserError when that
-    does not fit either.
+    A batch that does not fit into a GPU's memory is computed once more in parts, and so are all after it.
+    Raises UserError when that does not fit either.
     """
     trained, clock, config = session.trained, session.clock, session.config.train
     did_not_fit = ""
     try:
         loss, weight = _gradients(session, batch)
     except torch.OutOfMemoryError as error:
-        did_not_fit = out_of_memory_report(error, trained.progress.step + 1, num_rows(batch), trained.model, trained.dense)
+        did_not_fit = out_of_memory_report(
+            error, trained.progress.step + 1, num_rows(batch), trained.model, trained.dense
+        )
     if did_not_fit:  # outside the handler: its traceback keeps the activations alive
         if trained.progress.micro_batches > 1:
             raise UserError(
-                f"{did_not_fit}\nand that in {trained.progress.micro_batches} parts already; lower train.batch_size or the model's sizes"
+                f"{did_not_fit}\nand that in {trained.progress.micro_batches} parts already; lower "
+                "train.batch_size or the model's sizes"
             )
         trained.progress.micro_batches = PARTS
-        told = f"{did_not_fit}\ngoing on with each batch in {PARTS} parts, their gradients summed: the same steps"
+        told = (
+            f"{did_not_fit}\ngoing on with each batch in {PARTS} parts, their gradients summed: the same "
+            "steps"
+        )
         session.splits.note([told])
         print(told, flush=True)
-        session.tracker.set_tags({"dphybrid.out_of_memory": did_not_fit, "dphybrid.micro_batches": str(PARTS)})
+        session.tracker.set_tags(
+            {"dphybrid.out_of_memory": did_not_fit, "dphybrid.micro_batches": str(PARTS)}
+        )
         gc.collect()
         torch.cuda.empty_cache()
         return train_step(session, batch)
@@ -93,7 +106,8 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 
 def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the mean loss, in parts where `micro_batches` says so; return the summed loss and the number of terms."""
+    """Compute the gradients of the mean loss, in parts where `micro_batches` says so; return the summed loss
+    and the number of terms."""
     trained, clock = session.trained, session.clock
     with clock.stage("zero_grad"):
         if trained.dense is not None:
@@ -126,7 +140,8 @@ def evaluate(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> di
 
 @torch.no_grad()
 def held_out_outputs(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, Tensor]:
-    """Return what metrics are computed from, on the CPU: a row each of losses, weights, logits, labels, ... for a row of `data`."""
+    """Return what metrics are computed from, on the CPU: a row each of losses, weights, logits, labels, ...
+    for a row of `data`."""
     model.eval()
     wanted = ("loss", "weight", *task.reads)
     collected: dict[str, list[Tensor]] = {}
@@ -148,19 +163,35 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
     progress.metrics = metrics
     better = task.better(metrics[task.metric], progress.best_value)
     if better:
-        progress.best_value, progress.best_step, progress.stale_epochs = metrics[task.metric], progress.step, 0
+        progress.best_value, progress.best_step, progress.stale_epochs = (
+            metrics[task.metric],
+            progress.step,
+            0,
+        )
     else:
         progress.stale_epochs += 1
     progress.history.append(
-        {"step": progress.step, "train loss": train_loss, **{f"held-out {name}": value for name, value in metrics.items()}}
+        {
+            "step": progress.step,
+            "train loss": train_loss,
+            **{f"held-out {name}": value for name, value in metrics.items()},
+        }
     )
-    progress.epoch, progress.batch, progress.epoch_loss, progress.epoch_weight = progress.epoch + 1, 0, 0.0, 0.0
+    progress.epoch, progress.batch, progress.epoch_loss, progress.epoch_weight = (
+        progress.epoch + 1,
+        0,
+        0.0,
+        0.0,
+    )
     with session.clock.stage("log"):
         logged = {f"valid/{name}": value for name, value in metrics.items()}
         session.tracker.log_metrics(logged | {"train/epoch_loss": train_loss}, progress.step)
     shown = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
     mark = " (best so far)" if better else ""
-    return f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, validation: {shown}{mark}"
+    return (
+        f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, validation: "
+        f"{shown}{mark}"
+    )
 
 
 def checkpoint(session: Session, meter: Meter) -> Path:
@@ -186,14 +217,17 @@ def keep_checkpoints(session: Session) -> None:
     """Remove the checkpoints that are no longer kept, and tell the record which ones are."""
     with session.clock.stage("checkpoint"):
         config, progress = session.config.checkpoint, session.trained.progress
-        kept = prune_checkpoints(session.checkpoints, config, best_steps(progress, session.task, config.keep_best))
+        kept = prune_checkpoints(
+            session.checkpoints, config, best_steps(progress, session.task, config.keep_best)
+        )
     with session.clock.stage("log"):
         cards = checkpoint_cards(kept, session.config.recipe, progress.best_step)
         session.tracker.log_checkpoints(cards, session.dataset)
 
 
 def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
-    """The batches of the current epoch from the progress's next batch on; their order is a function of (seed, epoch)."""
+    """The batches of the current epoch from the progress's next batch on; their order is a function of (seed,
+    epoch)."""
     progress, config = session.trained.progress, session.config.train
     return batches(
         session.train_data,

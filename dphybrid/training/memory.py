@@ -1,7 +1,7 @@
 """When a GPU's memory does not hold a batch: what used it, and the same step again in smaller parts.
 
-Gradients of the parts are summed and divided once by the whole batch's terms, so the step is the one that did not fit, up to rounding (and, with
-dropout, other masks). The batch itself never changes.
+Gradients of the parts are summed and divided once by the whole batch's terms, so the step is the one that did
+not fit, up to rounding (and, with dropout, other masks). The batch itself never changes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,8 @@ from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import find_data_parallel
 
 PARTS = 4
-"""Parts that a batch is computed in after it did not fit. Activations shrink with them, weights and optimizer state do not."""
+"""Parts that a batch is computed in after it did not fit. Activations shrink with them, weights and optimizer
+state do not."""
 
 
 def num_rows(batch: Mapping[str, Tensor]) -> int:
@@ -22,11 +23,14 @@ def num_rows(batch: Mapping[str, Tensor]) -> int:
 
 
 def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield a batch in `count` parts of its samples; fewer when it has fewer. Tensors whose name has no B (`negatives_K`) are shared by all parts."""
+    """Yield a batch in `count` parts of its samples; fewer when it has fewer. Tensors whose name has no B
+    (`negatives_K`) are shared by all parts."""
     rows = len(next(value for name, value in batch.items() if has_samples(name)))
     size = -(-rows // min(count, rows))
     for start in range(0, rows, size):
-        yield {name: value[start : start + size] if has_samples(name) else value for name, value in batch.items()}
+        yield {
+            name: value[start : start + size] if has_samples(name) else value for name, value in batch.items()
+        }
 
 
 def has_samples(name: str) -> bool:
@@ -49,7 +53,8 @@ def scale_gradients(model: nn.Module, tables: dict[str, HostEmbedding], factor: 
 def out_of_memory_report(
     error: BaseException, step: int, rows: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> str:
-    """Return what used the memory when step `step` with a batch of `rows` rows did not fit, in lines for people."""
+    """Return what used the memory when step `step` with a batch of `rows` rows did not fit, in lines for
+    people."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     state = sum(
         value.numel() * value.element_size()
@@ -58,24 +63,28 @@ def out_of_memory_report(
         if isinstance(value, Tensor)
     )
     lines = [
-        f"out of memory in step {step} with a batch of {rows} rows: {str(error).splitlines()[0] if str(error) else 'no details'}"
+        f"out of memory in step {step} with a batch of {rows} rows: "
+        f"{str(error).splitlines()[0] if str(error) else 'no details'}"
     ]
     lines.append(
-        f"  blocks {_gib(weights)}, their gradients as much, optimizer state {_gib(state)}; the rest is activations and copies of blocks"
+        f"  blocks {_gib(weights)}, their gradients as much, optimizer state {_gib(state)}; the rest is "
+        "activations and copies of blocks"
     )
     if torch.cuda.is_initialized():
         for number in own_gpus(model):  # asking another one would open a context there, half a GiB
             free, total = torch.cuda.mem_get_info(number)
             own = torch.cuda.memory_reserved(number)
             lines.append(
-                f"  cuda:{number}: {_gib(total)} in all, {_gib(own)} taken by this process (at most {_gib(torch.cuda.max_memory_allocated(number))} "
+                f"  cuda:{number}: {_gib(total)} in all, {_gib(own)} taken by this process (at most "
+                f"{_gib(torch.cuda.max_memory_allocated(number))} "
                 f"in use), {_gib(max(0, total - free - own))} by CUDA itself and by others, {_gib(free)} free"
             )
     return "\n".join(lines)
 
 
 def own_gpus(model: nn.Module) -> list[int]:
-    """Return the indices of the GPUs that a model uses: those of its parameters, and of its data-parallel blocks' replicas."""
+    """Return the indices of the GPUs that a model uses: those of its parameters, and of its data-parallel
+    blocks' replicas."""
     devices = {parameter.device for parameter in model.parameters()}
     devices |= {place for block in find_data_parallel(model).values() for place in block.devices.replicas}
     return sorted(device.index for device in devices if device.type == "cuda")

@@ -1,4 +1,5 @@
-"""What a task is: its metrics over the validation outputs, and which of them decides which checkpoint is best."""
+"""What a task is: its metrics over the validation outputs, and which of them decides which checkpoint is
+best."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from dphybrid.util.errors import UserError
 
 @dataclass(frozen=True)
 class Task:
-    """metric: the deciding metric's name. higher_is_better: its direction. compute: from all validation outputs to named numbers.
+    """metric: the deciding metric's name. higher_is_better: its direction. compute: from all validation
+    outputs to named numbers.
 
     reads: what compute needs of batches and outputs, samples on dim 0; losses and weights come along anyway.
     """
@@ -43,7 +45,8 @@ def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
     labels_B, scores_B = outputs["labels_B"].numpy(), torch.sigmoid(outputs["logits"].double()).numpy()
     if len(set(labels_B.tolist())) < 2:
         raise UserError(
-            "the validation rows all have the same label, so AUC has no value; set more rows aside (data.valid_fraction)"
+            "the validation rows all have the same label, so AUC has no value; set more rows aside "
+            "(data.valid_fraction)"
         )
     return {"auc": float(roc_auc_score(labels_B, scores_B)), "log_loss": float(log_loss(labels_B, scores_B))}
 

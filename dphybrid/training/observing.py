@@ -1,4 +1,5 @@
-"""What is seen of a training: loss and speed in lines, stages in the clock, splits, a profile. The loop tells it of each epoch and step."""
+"""What is seen of a training: loss and speed in lines, stages in the clock, splits, a profile. The loop tells
+it of each epoch and step."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,11 @@ class Meter:
         self._faults = page_faults()
 
     def add(self, loss: Tensor, weight: Tensor) -> None:
-        self._sums = (loss.double(), weight.double()) if self._sums is None else (self._sums[0] + loss, self._sums[1] + weight)
+        self._sums = (
+            (loss.double(), weight.double())
+            if self._sums is None
+            else (self._sums[0] + loss, self._sums[1] + weight)
+        )
         self._steps += 1
 
     def settle(self) -> None:
@@ -77,7 +82,9 @@ class Meter:
             metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
             if self.rows is not None:
-                metrics |= {f"embedding/{name}": value for name, value in self.rows.counters(self._steps).items()}
+                metrics |= {
+                    f"embedding/{name}": value for name, value in self.rows.counters(self._steps).items()
+                }
             session.tracker.log_metrics(metrics, step)
         self.note = f"loss {loss:.4g}"
         self._loss, self._weight, self._steps = 0.0, 0.0, 0
@@ -135,7 +142,8 @@ class Observer:
 
 @contextmanager
 def observed(session: Session, display: Display, meter: Meter) -> Iterator[Observer]:
-    """Yield what the loop tells of its epochs and steps; the clock runs, and the model's parts are timed, while the block does."""
+    """Yield what the loop tells of its epochs and steps; the clock runs, and the model's parts are timed,
+    while the block does."""
     clock, folder = session.clock, session.checkpoints.parent
     with (
         timed_parts(clock, session.trained.model),

@@ -21,18 +21,22 @@ def learning_rate_factor(schedule: str, done: float) -> float:
 
 
 def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer | None:
-    """Return the optimizer of the dense blocks, or None for a model without dense parameters. One group a device type."""
+    """Return the optimizer of the dense blocks, or None for a model without dense parameters. One group a
+    device type."""
     by_type: dict[str, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             by_type.setdefault(parameter.device.type, []).append(parameter)
     if not by_type:
         return None
-    # A group that mixes devices loses torch's multi-tensor path for all of them. On the CPU one pass over memory saves a sixth of a small step.
+    # A group that mixes devices loses torch's multi-tensor path for all of them. On the CPU one pass over
+    # memory saves a sixth of a small step.
     fused = {"cpu": {"fused": True}} if config.optimizer in ("adam", "adamw") else {}
     groups = [{"params": parameters, **fused.get(kind, {})} for kind, parameters in by_type.items()]
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer: torch.optim.Optimizer = kinds[config.optimizer](groups, lr=config.lr, weight_decay=config.weight_decay)
+    optimizer: torch.optim.Optimizer = kinds[config.optimizer](
+        groups, lr=config.lr, weight_decay=config.weight_decay
+    )
     return optimizer
 
 

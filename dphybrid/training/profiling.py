@@ -1,4 +1,5 @@
-"""A close look at chosen steps: torch's profiler, written as a trace that opens in Perfetto (https://ui.perfetto.dev)."""
+"""A close look at chosen steps: torch's profiler, written as a trace that opens in Perfetto
+(https://ui.perfetto.dev)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ class StepProfiler:
     def before(self, step: int) -> None:
         """Step `step` (counted from 1) is about to run."""
         if self._running is None and step in self._steps:
-            activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+            activities = [ProfilerActivity.CPU] + (
+                [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            )
             self._running = profile(activities=activities, record_shapes=True)
             self._running.start()
 
@@ -37,13 +40,18 @@ class StepProfiler:
         running.stop()
         path = self._folder / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json.gz"
         running.export_chrome_trace(str(path))
-        print(f"Profile of steps {self._steps[0]} to {self._steps[-1]}: {path} (opens in https://ui.perfetto.dev)", flush=True)
+        print(
+            f"Profile of steps {self._steps[0]} to {self._steps[-1]}: {path} (opens in "
+            "https://ui.perfetto.dev)",
+            flush=True,
+        )
         self._tracker.log_file(path, "profile")
 
 
 @contextmanager
 def profiled_steps(steps: range, folder: Path, tracker: Tracker) -> Iterator[StepProfiler]:
-    """Yield a profiler that is told of each step; what it has is written at the end of the block at the latest."""
+    """Yield a profiler that is told of each step; what it has is written at the end of the block at the
+    latest."""
     profiler = StepProfiler(steps, folder, tracker)
     try:
         yield profiler

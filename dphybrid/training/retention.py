@@ -1,4 +1,5 @@
-"""Which checkpoints a run keeps: the newest, the best, and each n-th step; on disk and in its record alike."""
+"""Which checkpoints a run keeps: the newest, the best, and each n-th step; on disk and in its record
+alike."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ def best_steps(progress: Progress, task: Task, count: int) -> list[int]:
 
 
 def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int]) -> list[Path]:
-    """Remove the checkpoints that are neither new, nor of the steps `best`, nor of each n-th step; return what is left, oldest first."""
+    """Remove the checkpoints that are neither new, nor of the steps `best`, nor of each n-th step; return
+    what is left, oldest first."""
     there = complete_checkpoints(folder)
     kept = []
     for aside in folder.glob("step-*.damaged"):
@@ -43,7 +45,11 @@ def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -
     cards = []
     for path in kept:
         progress = read_state(path).progress
-        roles = [role for role, match in (("best", step_of(path) == best_step), ("latest", path == kept[-1])) if match]
+        roles = [
+            role
+            for role, match in (("best", step_of(path) == best_step), ("latest", path == kept[-1]))
+            if match
+        ]
         cards.append(
             CheckpointCard(
                 uid=checkpoint_uid(path),

@@ -19,8 +19,10 @@ from dphybrid.util.stop import StopRequest
 class Session:
     """Everything one training run works with.
 
-    facts: what else goes into each checkpoint's page. dataset: name and digest of the data. profile_steps: steps to record in detail.
-    encoder: folder that goes into each checkpoint, so that it can predict; encoder_sums: sha256 of its files, by `encoder/NAME`.
+    facts: what else goes into each checkpoint's page. dataset: name and digest of the data. profile_steps:
+    steps to record in detail.
+    encoder: folder that goes into each checkpoint, so that it can predict; encoder_sums: sha256 of its files,
+    by `encoder/NAME`.
     """
 
     config: ExperimentConfig

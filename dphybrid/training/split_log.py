@@ -19,9 +19,11 @@ def announcement(devices: Devices) -> str | None:
 
 
 class SplitRow(BaseModel):
-    """What one replica got of a split. Splits are told apart by the rows a replica, not by what else varies, such as a length.
+    """What one replica got of a split. Splits are told apart by the rows a replica, not by what else varies,
+    such as a length.
 
-    number: of the split, in the order of their first steps. first_shape, latest_shape: "input size -> output size".
+    number: of the split, in the order of their first steps. first_shape, latest_shape: "input size -> output
+    size".
     """
 
     number: int
@@ -37,18 +39,22 @@ class SplitRow(BaseModel):
     steps: int
 
     def table_row(self) -> dict[str, Any]:
-        """Return the row for MLflow, which needs one column that tells rows apart: `where`. Nothing reads it back."""
+        """Return the row for MLflow, which needs one column that tells rows apart: `where`. Nothing reads it
+        back."""
         return {
             "where": f"split {self.number} / replica {self.replica} / {self.block}",
             "split": self.first_shape,
-            **self.model_dump(include={"block", "batch_rows", "rows", "device", "first_step", "last_step", "steps"}),
+            **self.model_dump(
+                include={"block", "batch_rows", "rows", "device", "first_step", "last_step", "steps"}
+            ),
             "latest": self.latest_shape,
         }
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A split of a block: its rows of the table at its first step (`steps` not counted), and what has come since."""
+    """A split of a block: its rows of the table at its first step (`steps` not counted), and what has come
+    since."""
 
     rows: list[SplitRow]
     latest: Split | None = None
@@ -60,13 +66,16 @@ class _Seen:
             return self.rows
         shapes = _shapes(self.latest)
         return [
-            row.model_copy(update={"latest_shape": shape, "last_step": self.last_step, "steps": row.steps + self.steps})
+            row.model_copy(
+                update={"latest_shape": shape, "last_step": self.last_step, "steps": row.steps + self.steps}
+            )
             for row, shape in zip(self.rows, shapes, strict=True)
         ]
 
 
 class SplitLog:
-    """Collects the splits of training steps. `each`: every step gives lines; otherwise only a split not seen before.
+    """Collects the splits of training steps. `each`: every step gives lines; otherwise only a split not seen
+    before.
 
     lines: what was printed, up to `MAX_LINES`.
     """

@@ -1,7 +1,8 @@
 """Tensors in safetensors files, streamed: a table larger than the free memory is written and read in slices.
 
-The format is the safetensors project's: eight bytes of header length, a JSON header, raw little-endian rows. Its library reads these files;
-it is not used for writing because it first makes a second copy of every tensor in memory.
+The format is the safetensors project's: eight bytes of header length, a JSON header, raw little-endian rows.
+Its library reads these files; it is not used for writing because it first makes a second copy of every tensor
+in memory.
 """
 
 import hashlib
@@ -19,15 +20,17 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import naming
 
 _NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SLICE_BYTES = 16 * 2**20
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write named tensors, any device; return the file's sha256 in hex. Whoever asks for it has the disk keep the file."""
+    """Write named tensors, any device; return the file's sha256 in hex. Whoever asks for it has the disk keep
+    the file."""
     digest = hashlib.sha256()
     with naming(path), path.open("wb") as file:
         for piece in _pieces(tensors):
@@ -50,7 +53,11 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
@@ -79,12 +86,14 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_into(path: Path, name: str, target: Tensor) -> None:
-    """Fill `target` (N, ...) in place from the tensor `name` of the file, slice by slice. Raises UserError when shapes differ."""
+    """Fill `target` (N, ...) in place from the tensor `name` of the file, slice by slice. Raises UserError
+    when shapes differ."""
     entries, start = _header(path)
     shape, dtype = tuple(entries[name]["shape"]), _DTYPES[entries[name]["dtype"]]
     if shape != tuple(target.shape):
         raise UserError(
-            f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained on other data?"
+            f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained "
+            "on other data?"
         )
     # Plain reading: pages of a mapped file would count as this process's memory, a second table for a while.
     flat, size = target.view(-1), dtype.itemsize
@@ -113,7 +122,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def mapped_tensor(path: Path, name: str, like: Tensor) -> Tensor:
-    """Return the tensor `name` of the file, mapped into memory: what is read of it is loaded then, and writing does not reach the file.
+    """Return the tensor `name` of the file, mapped into memory: what is read of it is loaded then, and
+    writing does not reach the file.
 
     Raises UserError when shape or type differ from those of `like`.
     """
@@ -121,7 +131,8 @@ def mapped_tensor(path: Path, name: str, like: Tensor) -> Tensor:
     entry = entries[name]
     if tuple(entry["shape"]) != tuple(like.shape) or entry["dtype"] != _NAMES[like.dtype]:
         raise UserError(
-            f"{path}: {name} is {entry['dtype']} {tuple(entry['shape'])}, the model's table is {_NAMES[like.dtype]} {tuple(like.shape)}; "
+            f"{path}: {name} is {entry['dtype']} {tuple(entry['shape'])}, the model's table is "
+            f"{_NAMES[like.dtype]} {tuple(like.shape)}; "
             "was it trained on other data?"
         )
     start = data + entry["data_offsets"][0]

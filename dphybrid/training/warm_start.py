@@ -14,11 +14,12 @@ from dphybrid.util.errors import UserError
 
 
 def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
-    """Fill `model` from a checkpoint. On every row of `data` it then answers as the checkpoint's own model would.
+    """Fill `model` from a checkpoint. On every row of `data` it then answers as the checkpoint's own model
+    would.
 
-    data.base, where it has one, must be what the checkpoint was trained on: the rows of old values are the checkpoint's, those of new
-    values copies of the row that stood for them there, the unknown one's or a hash bucket's. Optimizers start anew.
-    Raises UserError when model and checkpoint do not fit.
+    data.base, where it has one, must be what the checkpoint was trained on: the rows of old values are the
+    checkpoint's, those of new values copies of the row that stood for them there, the unknown one's or a hash
+    bucket's. Optimizers start anew. Raises UserError when model and checkpoint do not fit.
     """
     page = verify_checkpoint(checkpoint)
     base = data.manifest.base
@@ -29,7 +30,8 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
     trained_on = page.data_digest
     if trained_on != earlier.prepared.digest:
         raise UserError(
-            f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, data.base is {earlier.prepared.path.name}"
+            f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, data.base is "
+            f"{earlier.prepared.path.name}"
         )
     sources_V = torch.from_numpy(old_rows(earlier.encoder, open_base(data.path).encoder))
     tables = find_tables(model)
@@ -39,7 +41,9 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
         fits = len(table.weight) == len(sources_V) and len(before) > int(sources_V.max())
         if not fits or before.shape[1] != table.weight.shape[1]:
             raise UserError(
-                f"train.warm_start={checkpoint}: table {name} is {tuple(before.shape)} there and {tuple(table.weight.shape)} here, "
-                f"and the columns have {len(sources_V)} ids; only a table over all columns can grow, with the same width"
+                f"train.warm_start={checkpoint}: table {name} is {tuple(before.shape)} there and "
+                f"{tuple(table.weight.shape)} here, "
+                f"and the columns have {len(sources_V)} ids; only a table over all columns can grow, with "
+                "the same width"
             )
         torch.index_select(before.to(table.weight.dtype), 0, sources_V, out=table.weight)

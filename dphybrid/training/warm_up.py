@@ -14,9 +14,11 @@ from dphybrid.embedding import kernels
 
 @contextmanager
 def compiling_kernels(config: ExperimentConfig, folder: Path) -> Iterator[None]:
-    """Compile in the background what tables of the config's width will need, while the block runs. folder: of compiled code.
+    """Compile in the background what tables of the config's width will need, while the block runs. folder: of
+    compiled code.
 
-    Says so the first time, when that takes seconds; later the code comes from the folder. A recipe without `model.dim` has no table to expect.
+    Says so the first time, when that takes seconds; later the code comes from the folder. A recipe without
+    `model.dim` has no table to expect.
     """
     dim = config.model.model_dump().get("dim")
     if not isinstance(dim, int):
@@ -25,9 +27,13 @@ def compiling_kernels(config: ExperimentConfig, folder: Path) -> Iterator[None]:
     kernels.keep_compiled_in(folder)
     place = Path(os.environ["NUMBA_CACHE_DIR"]) if "NUMBA_CACHE_DIR" in os.environ else folder
     if not place.exists():
-        print(f"Compiling the kernels of table rows, which happens once; they are kept in {place}", flush=True)
+        print(
+            f"Compiling the kernels of table rows, which happens once; they are kept in {place}", flush=True
+        )
     dtype = torch.bfloat16 if config.table.dtype == "bfloat16" else getattr(torch, config.model.dtype)
-    work = threading.Thread(target=kernels.warm_up, args=(config.table.optimizer, dim, dtype), name="dphybrid-compile")
+    work = threading.Thread(
+        target=kernels.warm_up, args=(config.table.optimizer, dim, dtype), name="dphybrid-compile"
+    )
     work.start()
     try:
         yield

@@ -10,9 +10,11 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def outside_of_graphs(method: Method) -> Method:
-    """Decorate a method so that torch.compile breaks its graph there and leaves it, with all that it calls, to Python.
+    """Decorate a method so that torch.compile breaks its graph there and leaves it, with all that it calls,
+    to Python.
 
-    `torch.compiler.disable` does the same, but imports the compiler at once (seconds) and costs microseconds a call; this asks one question.
+    `torch.compiler.disable` does the same, but imports the compiler at once (seconds) and costs microseconds
+    a call; this asks one question.
     """
     left_to_python = torch._disable_dynamo(method)
 

@@ -1,6 +1,8 @@
-"""The device grammar as text: `auto`, `auto*2`, `cpu`, `cpu*8`, `cuda:0`, `cuda:0,cuda:1`, `cuda:0,1`, `cuda:0*4`.
+"""The device grammar as text: `auto`, `auto*2`, `cpu`, `cpu*8`, `cuda:0`, `cuda:0,cuda:1`, `cuda:0,1`,
+`cuda:0*4`.
 
-Pure Python, so that a config can be checked where torch is not installed; `dphybrid.parallel.resolve_devices` gives the text its hardware.
+Pure Python, so that a config can be checked where torch is not installed; `dphybrid.parallel.resolve_devices`
+gives the text its hardware.
 """
 
 import re
@@ -9,7 +11,10 @@ from dataclasses import dataclass
 from dphybrid.util.errors import UserError
 
 _ITEM = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d+))?(?:\*(?P<count>\d+))?")
-_HELP = "use auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1 or cuda:0*4 (four virtual devices on one GPU)"
+_HELP = (
+    "use auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1 or "
+    "cuda:0*4 (four virtual devices on one GPU)"
+)
 MAX_DEVICES = 64
 
 
@@ -17,7 +22,8 @@ MAX_DEVICES = 64
 class DeviceSpec:
     """A parsed device text.
 
-    names: one device name a replica (`("cpu",) * 8` for `cpu*8`), empty for `auto`. count: the 2 of `auto*2`, else 0.
+    names: one device name a replica (`("cpu",) * 8` for `cpu*8`), empty for `auto`. count: the 2 of `auto*2`,
+    else 0.
     virtual: replicas share hardware, as in `cpu*8`, `cuda:0*4` or `cuda:0,cuda:0`.
     """
 

@@ -49,9 +49,11 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
 
 
 def verify_files(folder: Path, sums: Mapping[str, str], remedy: str, known: bool = True) -> None:
-    """Check that the files of `folder` have the sha256 in `sums` (by name below it). Raises UserError that names the first one that has not.
+    """Check that the files of `folder` have the sha256 in `sums` (by name below it). Raises UserError that
+    names the first one that has not.
 
-    known: files that were found whole before and have the same inode, size and time of change since are not read again.
+    known: files that were found whole before and have the same inode, size and time of change since are not
+    read again.
     """
     page = folder.with_name(f".{folder.name}.verified")
     before = _read(page) if known else {}
@@ -72,8 +74,11 @@ def verify_files(folder: Path, sums: Mapping[str, str], remedy: str, known: bool
         note_verified(folder, sums, found)
 
 
-def note_verified(folder: Path, sums: Mapping[str, str], found: Mapping[str, list[Any]] | None = None) -> None:
-    """Remember beside `folder` that its files are whole, where that can be written: the next `verify_files` then reads none of them."""
+def note_verified(
+    folder: Path, sums: Mapping[str, str], found: Mapping[str, list[Any]] | None = None
+) -> None:
+    """Remember beside `folder` that its files are whole, where that can be written: the next `verify_files`
+    then reads none of them."""
     with suppress(OSError):
         marks = found or {name: [*_stamp(folder / name), wanted] for name, wanted in sums.items()}
         write_json(folder.with_name(f".{folder.name}.verified"), marks)

@@ -1,6 +1,8 @@
-"""Files that a crash cannot tear: written beside under a temporary name, fsynced, renamed, and then the folder is fsynced.
+"""Files that a crash cannot tear: written beside under a temporary name, fsynced, renamed, and then the
+folder is fsynced.
 
-A reader sees the old content or the new one. What a killed process leaves has a hidden name that `clear_leftovers` knows.
+A reader sees the old content or the new one. What a killed process leaves has a hidden name that
+`clear_leftovers` knows.
 """
 
 import errno
@@ -35,7 +37,8 @@ def temporary(path: Path, kind: str = "partial") -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a stream whose content becomes the file `path` when the block ends; nothing changes when the block fails."""
+    """Yield a stream whose content becomes the file `path` when the block ends; nothing changes when the
+    block fails."""
     partial = temporary(path)
     try:
         with naming(path):
@@ -77,9 +80,11 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def making(final: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `final`, complete and fsynced, when the block ends; nothing is left when the block fails.
+    """Yield an empty folder that becomes `final`, complete and fsynced, when the block ends; nothing is left
+    when the block fails.
 
-    A folder `final` that is there already is replaced; a crash between the two renames leaves it to `clear_leftovers`, which brings it back.
+    A folder `final` that is there already is replaced; a crash between the two renames leaves it to
+    `clear_leftovers`, which brings it back.
     """
     partial, before = temporary(final), temporary(final, "replaced")
     try:
@@ -104,7 +109,8 @@ def making(final: Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder, and those above it, for good; one that is there stays as it is. mode: who may enter the folder itself."""
+    """Make a folder, and those above it, for good; one that is there stays as it is. mode: who may enter the
+    folder itself."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode, exist_ok=True)
@@ -121,8 +127,9 @@ def remove_folder(folder: Path) -> None:
 
 
 def clear_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes left in `folder` beside the files and folders (or the one called `name`); bring back a folder that
-    was about to be replaced. Whoever calls this holds the lock of what is written there.
+    """Remove what killed processes left in `folder` beside the files and folders (or the one called `name`);
+    bring back a folder that was about to be replaced. Whoever calls this holds the lock of what is written
+    there.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
@@ -167,7 +174,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_errors_told(remedy: str = "") -> Iterator[None]:
-    """Turn errors of the disk (full, read-only, failing, out of handles) into UserError with the file and a remedy; may decorate."""
+    """Turn errors of the disk (full, read-only, failing, out of handles) into UserError with the file and a
+    remedy; may decorate."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,8 @@
-"""Training hours: when training may use the GPUs of a workstation, as text: `20:00-08:00`, `mon-fri 19:00-07:30, sat, sun`.
+"""Training hours: when training may use the GPUs of a workstation, as text: `20:00-08:00`, `mon-fri
+19:00-07:30, sat, sun`.
 
-An item is days, hours, or both; a span that ends before it begins goes on past midnight and belongs to the day it begins on. Pure Python.
+An item is days, hours, or both; a span that ends before it begins goes on past midnight and belongs to the
+day it begins on. Pure Python.
 """
 
 import re
@@ -10,7 +12,9 @@ from datetime import datetime, timedelta
 from dphybrid.util.errors import UserError
 
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
-_ITEM = re.compile(r"(?:(?P<first>[a-z]{3})(?:-(?P<last>[a-z]{3}))?)?\s*(?:(?P<begin>\d{1,2}:\d{2})-(?P<end>\d{1,2}:\d{2}))?")
+_ITEM = re.compile(
+    r"(?:(?P<first>[a-z]{3})(?:-(?P<last>[a-z]{3}))?)?\s*(?:(?P<begin>\d{1,2}:\d{2})-(?P<end>\d{1,2}:\d{2}))?"
+)
 _HELP = "write hours as in '20:00-08:00' or 'mon-fri 19:00-07:30, sat, sun'; empty: always"
 _DAY = 24 * 60
 
@@ -37,7 +41,9 @@ class TrainingHours:
         if self.open_at(moment):
             return None
         begin = self.next_begin(moment)
-        return f"training hours begin at {begin:%H:%M}" + ("" if begin.date() == moment.date() else f" on {begin:%Y-%m-%d}")
+        return f"training hours begin at {begin:%H:%M}" + (
+            "" if begin.date() == moment.date() else f" on {begin:%Y-%m-%d}"
+        )
 
 
 def parse_training_hours(text: str) -> TrainingHours:

@@ -1,7 +1,7 @@
 """Locks of the kernel (flock): they end with their process, however that ends.
 
-The filelock package is not used: it empties the file that it locks, where a holder keeps its page here, and has no shared lock, with which
-one looks whether a lock is held without taking it.
+The filelock package is not used: it empties the file that it locks, where a holder keeps its page here, and
+has no shared lock, with which one looks whether a lock is held without taking it.
 """
 
 import fcntl
@@ -14,7 +14,8 @@ from pathlib import Path
 class FileLock:
     """An exclusive lock on a file, which is made when it is not there and left as it is otherwise.
 
-    temporary: the file goes when the lock is released. handle: of the locked file, to write a page into; None while not held.
+    temporary: the file goes when the lock is released. handle: of the locked file, to write a page into; None
+    while not held.
     """
 
     def __init__(self, path: Path, temporary: bool = False) -> None:
@@ -22,12 +23,17 @@ class FileLock:
         self.handle: int | None = None
 
     def acquire(self, wait: bool = False) -> bool:
-        """Take the lock; return False when another process or thread holds it and `wait` is not set. Never follows a symbolic link."""
+        """Take the lock; return False when another process or thread holds it and `wait` is not set. Never
+        follows a symbolic link."""
         while self.handle is None:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            handle = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+            )
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_file_at(self.path, handle):  # else its last holder removed it: a newer one may be held by someone else
+                if _is_file_at(
+                    self.path, handle
+                ):  # else its last holder removed it: a newer one may be held by someone else
                     self.handle, handle = handle, -1
             except BlockingIOError:
                 return False

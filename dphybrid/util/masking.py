@@ -1,10 +1,11 @@
-"""Secrets of addresses, masked wherever an address is shown: on the terminal, in errors, logs, pages and records."""
+"""Secrets of addresses, masked wherever an address is shown: on the terminal, in errors, logs, pages and
+records."""
 
 import re
 from urllib.parse import unquote
 
-# What stands between :// and an @ before the path is user and password. People write passwords with slashes, too; only in http addresses
-# is what looks like a port one, as paths there may hold an @ of their own.
+# What stands between :// and an @ before the path is user and password. People write passwords with slashes,
+# too; only in http addresses is what looks like a port one, as paths there may hold an @ of their own.
 _OF_HTTP = re.compile(r"(?i)\b(https?://)(?:[^\s/:<>]*:(?!\d+(?:/|$))[^\s<>]*|[^\s/<>]*)@")
 _OF_OTHERS = re.compile(r"(?i)\b((?!https?:)[a-z][\w+.-]*://)(?!/)[^\s<>]*@")
 _VALUE = re.compile(

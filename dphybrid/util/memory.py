@@ -8,17 +8,21 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt(3)
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep memory that it frees for its next use; return whether it will. Linux with glibc only.
+    """Have this process keep memory that it frees for its next use; return whether it will. Linux with glibc
+    only.
 
-    Otherwise glibc returns blocks above 32 MiB, and some smaller ones, at every free, and the next step gets them back page by page: 12,900 faults
-    and 60 % of the time of a step that looks up 200,000 rows of 64. The price: memory once used stays with the process.
+    Otherwise glibc returns blocks above 32 MiB, and some smaller ones, at every free, and the next step gets
+    them back page by page: 12,900 faults and 60 % of the time of a step that looks up 200,000 rows of 64. The
+    price: memory once used stays with the process.
     """
     if sys.platform != "linux":
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt") or not hasattr(library, "gnu_get_libc_version"):
         return False
-    kept = library.mallopt(_MMAP_THRESHOLD, 2**30) or library.mallopt(_MMAP_MAX, 0)  # older ones allow no such threshold
+    kept = library.mallopt(_MMAP_THRESHOLD, 2**30) or library.mallopt(
+        _MMAP_MAX, 0
+    )  # older ones allow no such threshold
     return bool(kept and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 

@@ -1,4 +1,5 @@
-"""Pages: JSON files with a version and a sum over their values, written at once, so that a later reader sees whole ones or says what is wrong."""
+"""Pages: JSON files with a version and a sum over their values, written at once, so that a later reader sees
+whole ones or says what is wrong."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -31,7 +32,9 @@ class Page(BaseModel):
         values = read_json(path)
         if isinstance(values, dict) and (_SUM in values or values.get("version", 0)):
             if values.pop(_SUM, None) != value_digest(values):
-                raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
+                raise UserError(
+                    f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})"
+                )
         else:
             values = cls.upgraded(values)
             values = {**values, "version": 0} if isinstance(values, dict) else values
@@ -42,7 +45,10 @@ class Page(BaseModel):
             place = ".".join(map(str, first["loc"])) or "the page"
             raise UserError(f"{path}: is no {cls.__name__}: {place}: {first['msg']}") from error
         if page.version > cls.VERSION:
-            raise UserError(f"{path}: has version {page.version}, this dphybrid reads up to {cls.VERSION}; update dphybrid")
+            raise UserError(
+                f"{path}: has version {page.version}, this dphybrid reads up to {cls.VERSION}; update "
+                "dphybrid"
+            )
         return page
 
     def write(self, path: Path) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 from dphybrid.util.masking import without_credentials
 
 MAX_SKEW_S = 5.0
-"""Seconds by which a server's clock may differ: schedules, leases and heartbeats compare times of several machines."""
+"""Seconds by which a server's clock may differ: schedules, leases and heartbeats compare times of several
+machines."""
 ANSWER_S = 5.0
 
 
 def ask(url: str, auth: str | None) -> tuple[Any, float]:
-    """Ask for `url`, with `auth` as USER:PASSWORD; return (the answer, or what is wrong, as text; the time when it came)."""
+    """Ask for `url`, with `auth` as USER:PASSWORD; return (the answer, or what is wrong, as text; the time
+    when it came)."""
     url, own = without_credentials(url)
     auth = auth or own
     headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
@@ -29,10 +31,14 @@ def ask(url: str, auth: str | None) -> tuple[Any, float]:
 
 
 def same_clock(text: str, answer: Any, now: float) -> tuple[bool, str]:
-    """Return whether the clock of the server that gave `answer` at `now` agrees with this one, and a line that begins with `text`."""
+    """Return whether the clock of the server that gave `answer` at `now` agrees with this one, and a line
+    that begins with `text`."""
     there = answer.headers.get("Date")
     skew_s = now - parsedate_to_datetime(there).timestamp() if there else 0.0
     if abs(skew_s) > MAX_SKEW_S:
         which = "behind" if skew_s > 0 else "ahead"
-        return False, f"{text}, but its clock is {abs(skew_s):.0f} s {which}; remedy: run an NTP client on both"
+        return (
+            False,
+            f"{text}, but its clock is {abs(skew_s):.0f} s {which}; remedy: run an NTP client on both",
+        )
     return True, f"{text}, clocks agree"

@@ -1,4 +1,5 @@
-"""Files in folders that other users can write to: opened without following links or waiting, and looked at before they are used."""
+"""Files in folders that other users can write to: opened without following links or waiting, and looked at
+before they are used."""
 
 import errno
 import os
@@ -16,7 +17,8 @@ class OddFileError(OSError):
 def open_regular(file: Path, flags: int = os.O_RDONLY, own: bool = False) -> int:
     """Open a regular file that no other name leads to; return its handle.
 
-    own: it must belong to this user. Raises OddFileError for anything else that stands there, and OSError as `os.open` does.
+    own: it must belong to this user. Raises OddFileError for anything else that stands there, and OSError as
+    `os.open` does.
     """
     try:
         handle = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -47,7 +49,8 @@ def read_text(handle: int) -> str:
 
 
 def own_folder(folder: Path) -> Path:
-    """Return a folder that only this user can enter, made where it is missing. Raises OddFileError for one that is not this user's."""
+    """Return a folder that only this user can enter, made where it is missing. Raises OddFileError for one
+    that is not this user's."""
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode):
@@ -60,7 +63,8 @@ def own_folder(folder: Path) -> Path:
 
 
 def shared_folder_fault(folder: Path) -> str | None:
-    """Return why a folder is not safe to share with other users, or None: some of them could take away what others put there."""
+    """Return why a folder is not safe to share with other users, or None: some of them could take away what
+    others put there."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode):
         return f"{folder} is no folder"

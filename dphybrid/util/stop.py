@@ -1,4 +1,5 @@
-"""Stopping in good order: a request, kept until the step in hand is done, then a checkpoint, then `Interrupted`."""
+"""Stopping in good order: a request, kept until the step in hand is done, then a checkpoint, then
+`Interrupted`."""
 
 import signal
 import threading
@@ -17,8 +18,8 @@ _NAMES = {
 class Interrupted(KeyboardInterrupt):
     """A run stopped on request; what it had reached is in its newest checkpoint.
 
-    reason: who asked, for people. signal_number: the signal that asked, or None. requeue: it stopped to give way, and wants to
-    go on later. run: name of the run to go on with; None when it stopped before it had one.
+    reason: who asked, for people. signal_number: the signal that asked, or None. requeue: it stopped to give
+    way, and wants to go on later. run: name of the run to go on with; None when it stopped before it had one.
     """
 
     def __init__(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
@@ -36,9 +37,11 @@ class _Asked(NamedTuple):
 
 
 class StopRequest:
-    """The wish that one run should stop; made before the run, and given to all who may ask and to all who can obey.
+    """The wish that one run should stop; made before the run, and given to all who may ask and to all who can
+    obey.
 
-    The loop looks at `pending` between steps; what comes before and after the loop calls `obey` where it can end.
+    The loop looks at `pending` between steps; what comes before and after the loop calls `obey` where it can
+    end.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,8 @@ class StopRequest:
             self._asked = _Asked(reason, signal_number, requeue)
 
     def interruption(self, reached: str = "") -> Interrupted:
-        """Return the exception for the request at hand. reached: how far the run came, such as "after step 7"."""
+        """Return the exception for the request at hand. reached: how far the run came, such as "after step
+        7"."""
         assert self._asked is not None
         reason, signal_number, requeue = self._asked
         return Interrupted(f"stopped by {reason}{' ' + reached if reached else ''}", signal_number, requeue)
@@ -77,10 +81,11 @@ class StopRequest:
 
 @contextmanager
 def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into a stop request while the block runs; a second one interrupts at once.
+    """Turn SIGINT, SIGTERM and SIGHUP into a stop request while the block runs; a second one interrupts at
+    once.
 
-    at_once: the first one raises Interrupted, too, for blocks that lose nothing by it. Outside the main thread Python allows no
-    signal handlers; there nothing is changed.
+    at_once: the first one raises Interrupted, too, for blocks that lose nothing by it. Outside the main
+    thread Python allows no signal handlers; there nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

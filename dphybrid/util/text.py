@@ -6,7 +6,8 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal: lines stay lines, and what would move its cursor or change its colours is shown as a question mark."""
+    """Return a text for a terminal: lines stay lines, and what would move its cursor or change its colours is
+    shown as a question mark."""
     return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
 
 

@@ -1,4 +1,5 @@
-"""Columns of bags and of free text: their items, what a cell may hold, the same numbers on any devices, and growth."""
+"""Columns of bags and of free text: their items, what a cell may hold, the same numbers on any devices, and
+growth."""
 
 import re
 from pathlib import Path
@@ -35,8 +36,17 @@ def write(file: Path, rows: list[tuple[object, ...]], header: str = "tags,title,
 def made(folder: Path, rows: list[tuple[object, ...]], **values: object) -> Prepared:
     """Prepare rows (tags, title, y)."""
     file = write(folder / "x.csv", rows)
-    given = {"label": "y", "header": "yes", "valid_fraction": 0.25, "min_count": 1, "bags": ("tags",), "text": ("title",)}
-    return prepare("ctr", TableDataConfig.model_validate({"path": str(file), **given, **values}), folder / "prepared", 0)
+    given = {
+        "label": "y",
+        "header": "yes",
+        "valid_fraction": 0.25,
+        "min_count": 1,
+        "bags": ("tags",),
+        "text": ("title",),
+    }
+    return prepare(
+        "ctr", TableDataConfig.model_validate({"path": str(file), **given, **values}), folder / "prepared", 0
+    )
 
 
 def clicks(num_rows: int, seed: int, tags: range = range(30)) -> list[tuple[object, ...]]:
@@ -46,7 +56,13 @@ def clicks(num_rows: int, seed: int, tags: range = range(30)) -> list[tuple[obje
     for _ in range(num_rows):
         held = random.choice(tags, random.integers(0, 6))
         chance = 1 / (1 + np.exp(-3 * sum(2 * (tag % 2) - 1 for tag in held)))
-        rows.append(("|".join(f"t{tag}" for tag in held), f"Words {random.integers(5)}!", int(random.random() < chance)))
+        rows.append(
+            (
+                "|".join(f"t{tag}" for tag in held),
+                f"Words {random.integers(5)}!",
+                int(random.random() < chance),
+            )
+        )
     return rows
 
 
@@ -56,14 +72,21 @@ def trained(devices: str, data: list[str]) -> Report:
     return run_job(load_config(None, [*values, *sizes, *data]), load_settings())
 
 
-def as_lists(rows: list[tuple[object, ...]], items: pl.DataType | type[pl.DataType] = pl.String) -> pl.DataFrame:
+def as_lists(
+    rows: list[tuple[object, ...]], items: pl.DataType | type[pl.DataType] = pl.String
+) -> pl.DataFrame:
     """The same rows with their tags as lists, None and blanks among them."""
     cells = [
-        [None, *str(tags).replace("t", "" if items != pl.String else " t").split("|"), ""] if tags else [] for tags, *_ in rows
+        [None, *str(tags).replace("t", "" if items != pl.String else " t").split("|"), ""] if tags else []
+        for tags, *_ in rows
     ]
     numbers = [[item or None for item in cell] for cell in cells]
-    tags = pl.Series("tags", cells if items == pl.String else numbers, dtype=pl.List(pl.String)).cast(pl.List(items))
-    return pl.DataFrame([tags, pl.Series("title", [row[1] for row in rows]), pl.Series("y", [row[2] for row in rows])])
+    tags = pl.Series("tags", cells if items == pl.String else numbers, dtype=pl.List(pl.String)).cast(
+        pl.List(items)
+    )
+    return pl.DataFrame(
+        [tags, pl.Series("title", [row[1] for row in rows]), pl.Series("y", [row[2] for row in rows])]
+    )
 
 
 @pytest.fixture
@@ -113,22 +136,40 @@ def test_prepared_bags_and_the_encoder_agree(tmp_path: Path) -> None:
 
 def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_path: Path) -> None:
     held = write(tmp_path / "held.csv", [("a;new;a;a", "x", 1), ("rare", "x", 0)])
-    rows: list[tuple[object, ...]] = [("a;b;c;a;a", "x", 0), ("a;b", "x", 1), ("a;rare", "", 1), ("", "x", 0)] * 2
+    rows: list[tuple[object, ...]] = [
+        ("a;b;c;a;a", "x", 0),
+        ("a;b", "x", 1),
+        ("a;rare", "", 1),
+        ("", "x", 0),
+    ] * 2
     rows[2] = ("a", "x", 1)
     schema = tmp_path / "s.toml"
     text = '[columns.tags]\nrole = "bag"\nseparator = ";"\nmax_items = 3\n'
     schema.write_text(text + "min_count = 2\ntop = 3\n")
-    told = {"bags": (), "text": (), "ignore": ("title",), "schema_file": str(schema), "valid_path": str(held), "delimiter": ","}
+    told = {
+        "bags": (),
+        "text": (),
+        "ignore": ("title",),
+        "schema_file": str(schema),
+        "valid_path": str(held),
+        "delimiter": ",",
+    }
     prepared = made(tmp_path, rows, **told)
     (tags,) = TableEncoder.load(prepared.path / "encoder").bags
     assert (tags.vocabulary.to_list(), tags.separator, tags.max_items) == (["a", "b", "c"], ";", 3)
     bags_BL = prepared.arrays["bags_BFL"][:, 0]
-    assert bags_BL[[0, 1, 6, 3]].tolist() == [[2, 3, 4], [2, 3, -1], [2, 1, -1], [0, -1, -1]]  # rare: seen once; no value
+    assert bags_BL[[0, 1, 6, 3]].tolist() == [
+        [2, 3, 4],
+        [2, 3, -1],
+        [2, 1, -1],
+        [0, -1, -1],
+    ]  # rare: seen once; no value
     assert bags_BL[8:].tolist() == [[2, 1, 2], [1, -1, -1]]
     assert prepared.manifest.facts["unseen"] == {"tags": 0.25}
     assert prepared.manifest.facts["left_out_items"] == {"tags": [3, 5]}
     assert (
-        "tags: 3 cells hold more items than are looked up, 5 items are left out; max_items in schema.toml" in prepared.describe()
+        "tags: 3 cells hold more items than are looked up, 5 items are left out; max_items in schema.toml"
+        in prepared.describe()
     )
     schema.write_text(text + "hash_buckets = 4\nmin_count = 100\n")
     hashed = made(tmp_path, rows, **told)
@@ -170,11 +211,18 @@ def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
     tables = [model_from_checkpoint(report.best_checkpoint).table.weight for report in (one, three)]
     torch.testing.assert_close(*tables, rtol=1e-4, atol=1e-5)
     predictor = Predictor(one.best_checkpoint)
-    scores = predictor.predict({"tags": ["t1|t3|t5", "t2|t4", "never|seen", "", None], "title": ["Words 1!"] * 5})
+    scores = predictor.predict(
+        {"tags": ["t1|t3|t5", "t2|t4", "never|seen", "", None], "title": ["Words 1!"] * 5}
+    )
     assert scores[0] > scores[1] + 0.1
     assert scores[3] == scores[4]
-    alone = [predictor.predict({"tags": [tags], "title": ["words 1"]})[0] for tags in ("t1|t3|t5", "t2|t4", "new", "")]
-    assert alone == pytest.approx([scores[i] for i in (0, 1, 2, 3)], abs=1e-6)  # whatever else the batch holds
+    alone = [
+        predictor.predict({"tags": [tags], "title": ["words 1"]})[0]
+        for tags in ("t1|t3|t5", "t2|t4", "new", "")
+    ]
+    assert alone == pytest.approx(
+        [scores[i] for i in (0, 1, 2, 3)], abs=1e-6
+    )  # whatever else the batch holds
     done = predictor.predict_file(str(file), quiet / "out.parquet")
     assert done.num_rows == 3000
 
@@ -186,7 +234,9 @@ def test_a_pooled_row_is_the_mean_of_the_items_rows(quiet: Path) -> None:
     weight = model.table.weight
     model.region.probe = False  # whose extra forward the hook below would see, too
     seen = []
-    model.region.module.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().clone()))
+    model.region.module.network.register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].detach().clone())
+    )
     bags = torch.tensor([[[3, 3, 1], [0, -1, -1]], [[2, -1, -1], [4, 5, -1]]])
     batch = {
         "ids_BF": torch.tensor([[4], [0]]),
@@ -225,14 +275,22 @@ def test_a_grown_bag_answers_as_before(quiet: Path) -> None:
     earlier, now = (TableEncoder.load(path / "encoder") for path in (base, grown.path))
     assert isinstance(now.bags[0], BagColumn)
     assert set(now.bags[0].vocabulary) > set(earlier.bags[0].vocabulary)
-    config = load_config(None, ["recipe=ctr", "model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"])
+    config = load_config(
+        None, ["recipe=ctr", "model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"]
+    )
     model = build_model("ctr", ModelContext(resolve_devices("cpu"), grown.info, config.model, 1)).eval()
     warm_start(Path(report.best_checkpoint), model, grown)
     champion = model_from_checkpoint(report.best_checkpoint).eval()
     bags_BFL = np.array(grown.arrays["bags_BFL"])
     ids = old_ids(earlier, now)
-    old_BFL = np.stack([np.where(bags_BFL[:, f] < 0, PADDING_ID, ids[f][bags_BFL[:, f]]) for f in range(2)], axis=1)
-    batch = {"ids_BF": torch.zeros(3000, 0, dtype=torch.int64), "dense_BN": torch.zeros(3000, 0), "labels_B": torch.zeros(3000)}
+    old_BFL = np.stack(
+        [np.where(bags_BFL[:, f] < 0, PADDING_ID, ids[f][bags_BFL[:, f]]) for f in range(2)], axis=1
+    )
+    batch = {
+        "ids_BF": torch.zeros(3000, 0, dtype=torch.int64),
+        "dense_BN": torch.zeros(3000, 0),
+        "labels_B": torch.zeros(3000),
+    }
     with torch.no_grad():
         one = champion({**batch, "bags_BFL": torch.from_numpy(old_BFL).long()})
         other = model({**batch, "bags_BFL": torch.from_numpy(bags_BFL).long()})
@@ -240,12 +298,20 @@ def test_a_grown_bag_answers_as_before(quiet: Path) -> None:
     assert largest_drift(str(grown.path))[0] == "tags"
     schema = (base / "schema.toml").read_text()
     for written, told in (
-        ('role = "bag"\nmax_items = 20', "'tags' was a bag with '|' between items, at most 16 of a cell and is .*at most 20"),
+        (
+            'role = "bag"\nmax_items = 20',
+            "'tags' was a bag with '|' between items, at most 16 of a cell and is .*at most 20",
+        ),
         ('role = "bag"\nseparator = ";"', "'tags' was a bag with '|' .* and is a bag with ';' between items"),
-        ('role = "categorical"', "'tags' was a bag with .* and is categorical; a model cannot be carried over"),
+        (
+            'role = "categorical"',
+            "'tags' was a bag with .* and is categorical; a model cannot be carried over",
+        ),
     ):
         (quiet / "s.toml").write_text(schema.replace('role = "bag"', written))
-        other = TableDataConfig(path=str(quiet / "b.csv"), label="y", base=str(base), schema_file=str(quiet / "s.toml"))
+        other = TableDataConfig(
+            path=str(quiet / "b.csv"), label="y", base=str(base), schema_file=str(quiet / "s.toml")
+        )
         with pytest.raises(UserError, match=f"data.base: column {told}"):
             prepare("ctr", other, quiet / "data" / "prepared", 1)
 
@@ -256,9 +322,14 @@ def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> 
     as_lists(rows, items).write_parquet(tmp_path / "x.parquet")
     given = {"label": "y", "valid_fraction": 0.25, "min_count": 1, "text": ("title",)}
     lists = prepare(
-        "ctr", TableDataConfig.model_validate({"path": str(tmp_path / "x.parquet"), **given}), tmp_path / "prepared", 0
+        "ctr",
+        TableDataConfig.model_validate({"path": str(tmp_path / "x.parquet"), **given}),
+        tmp_path / "prepared",
+        0,
     )
-    texts = made(tmp_path, [(str(tags).replace("t", "") if items == pl.Int64 else tags, *rest) for tags, *rest in rows])
+    texts = made(
+        tmp_path, [(str(tags).replace("t", "") if items == pl.Int64 else tags, *rest) for tags, *rest in rows]
+    )
     assert re.search(r"^ *tags +bag .*\(lists", lists.describe(), re.MULTILINE), lists.describe()
     for name in ("bags_BFL", "labels_B"):
         assert np.array_equal(lists.arrays[name], texts.arrays[name])
@@ -270,10 +341,19 @@ def test_lists_that_cannot_be_bags_are_told(tmp_path: Path) -> None:
     as_lists(rows).write_parquet(file)
     schema.write_text('[columns.tags]\nrole = "bag"\nseparator = ","\n')
     data = {"path": str(file), "label": "y"}
-    with pytest.raises(UserError, match=r"columns.tags.separator = ',': .*x.parquet has lists in this column"):
-        prepare("ctr", TableDataConfig.model_validate({**data, "schema_file": str(schema)}), tmp_path / "prepared", 0)
+    with pytest.raises(
+        UserError, match=r"columns.tags.separator = ',': .*x.parquet has lists in this column"
+    ):
+        prepare(
+            "ctr",
+            TableDataConfig.model_validate({**data, "schema_file": str(schema)}),
+            tmp_path / "prepared",
+            0,
+        )
     pl.DataFrame({"tags": [["a|b", "c"]] * 40, "y": [0, 1] * 20}).write_parquet(file)
-    with pytest.raises(UserError, match=r"column 'tags' holds the item 'a\|b' in a list; .* write it without"):
+    with pytest.raises(
+        UserError, match=r"column 'tags' holds the item 'a\|b' in a list; .* write it without"
+    ):
         prepare("ctr", TableDataConfig.model_validate(data), tmp_path / "prepared", 0)
 
 
@@ -283,7 +363,10 @@ def test_new_rows_may_come_with_lists(quiet: Path) -> None:
     (quiet / "schema.toml").write_text(
         'label = "y"\n[columns.tags]\nrole = "bag"\nseparator = ";"\n[columns.title]\nrole = "text"\n'
     )
-    report = trained("cpu", [f"data.path={quiet / 'x.csv'}", f"data.schema_file={quiet / 'schema.toml'}", "data.min_count=1"])
+    report = trained(
+        "cpu",
+        [f"data.path={quiet / 'x.csv'}", f"data.schema_file={quiet / 'schema.toml'}", "data.min_count=1"],
+    )
     predictor = Predictor(report.best_checkpoint)
     frame = as_lists(rows)
     frame.write_parquet(quiet / "new.parquet")

@@ -1,4 +1,5 @@
-"""The order of an epoch: every row once, the same from any batch on, and in windows where there are many rows."""
+"""The order of an epoch: every row once, the same from any batch on, and in windows where there are many
+rows."""
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ def order(num_rows: int, window_rows: int, seed: int = 1, epoch: int = 2, skippe
     return np.concatenate([np.arange(0), *shuffled_windows(num_rows, seed, epoch, window_rows, skipped)])
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 100, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 6 * BLOCK_ROWS, MANY])
+@pytest.mark.parametrize(
+    "num_rows", [0, 1, 100, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 6 * BLOCK_ROWS, MANY]
+)
 @pytest.mark.parametrize("window_rows", [1, BLOCK_ROWS, WINDOW, 10**9])
 def test_every_row_comes_once_in_an_order_of_seed_and_epoch(num_rows: int, window_rows: int) -> None:
     found = order(num_rows, window_rows)
@@ -48,7 +51,9 @@ def test_batches_go_on_from_any_number(batch_size: int) -> None:
     data = ArrayDataset({"row_B": np.arange(MANY)}, np.arange(MANY))
 
     def rows(start: int) -> list[list[int]]:
-        found = batches(data, batch_size, seed=1, epoch=0, shuffle=True, start_batch=start, shuffle_rows=WINDOW)
+        found = batches(
+            data, batch_size, seed=1, epoch=0, shuffle=True, start_batch=start, shuffle_rows=WINDOW
+        )
         return [batch["row_B"].tolist() for batch in found]
 
     everything = rows(0)

@@ -1,4 +1,5 @@
-"""Sources of many files, in chunks, packed or partitioned: the same arrays as one plain file; hold-outs by time, key and given files."""
+"""Sources of many files, in chunks, packed or partitioned: the same arrays as one plain file; hold-outs by
+time, key and given files."""
 
 import gzip
 import json
@@ -55,8 +56,16 @@ def test_a_folder_a_pattern_and_packed_files_come_to_the_same_as_one_file(tmp_pa
     one = ctr(tmp_path, str(write(tmp_path, "one.csv", body)))
     for kind in (".csv", ".csv.gz", ".tsv"):
         for number in range(3):
-            part = [line.replace(",", "\t") if kind == ".tsv" else line for line in body[number * 80 : number * 80 + 80]]
-            write(tmp_path / kind, f"part-{number}{kind}", part, HEADER.replace(",", "\t") if kind == ".tsv" else HEADER)
+            part = [
+                line.replace(",", "\t") if kind == ".tsv" else line
+                for line in body[number * 80 : number * 80 + 80]
+            ]
+            write(
+                tmp_path / kind,
+                f"part-{number}{kind}",
+                part,
+                HEADER.replace(",", "\t") if kind == ".tsv" else HEADER,
+            )
         (tmp_path / kind / "_SUCCESS").touch()
         assert same(ctr(tmp_path, str(tmp_path / kind)), one), kind
         assert same(ctr(tmp_path, str(tmp_path / kind / f"part-*{kind}")), one), kind
@@ -95,7 +104,11 @@ def vocabulary(prepared: Prepared, name: str) -> list[str]:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 200), st.sampled_from(["\n", "\r\n", "\r"]), st.lists(st.integers(0, 39), max_size=3, unique=True))
+@given(
+    st.integers(1, 200),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.lists(st.integers(0, 39), max_size=3, unique=True),
+)
 def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd: list[int]) -> None:
     body = lines(40)
     for number, text in zip(odd, ('1,"a b",u1,d,1', '1,"a\nb",u2,d,0', "1,2"), strict=False):
@@ -120,7 +133,20 @@ def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd
 
 
 def test_numbers_parsed_at_once_are_those_parsed_from_text(tmp_path: Path) -> None:
-    values = ["1", "-0", "1e-320", "123456789012345678901", ".5", "5.", "+7", "1E5", "?", "", "0.1", "00012"] * 4
+    values = [
+        "1",
+        "-0",
+        "1e-320",
+        "123456789012345678901",
+        ".5",
+        "5.",
+        "+7",
+        "1E5",
+        "?",
+        "",
+        "0.1",
+        "00012",
+    ] * 4
     file = write(tmp_path, "x.csv", [f"{value},a{i % 3},{i % 2}" for i, value in enumerate(values)], "n,w,y")
     data = TableDataConfig(path=str(file))
     (text,) = read_chunks(file, data)
@@ -161,7 +187,9 @@ def test_any_number_of_threads_comes_to_the_same_bytes(tmp_path: Path) -> None:
 def test_the_latest_rows_are_held_out_by_time(tmp_path: Path) -> None:
     body = lines()
     np.random.default_rng(0).shuffle(body)
-    prepared = ctr(tmp_path, str(write(tmp_path, "x.csv", body)), split="time", split_column="day", valid_fraction=0.25)
+    prepared = ctr(
+        tmp_path, str(write(tmp_path, "x.csv", body)), split="time", split_column="day", valid_fraction=0.25
+    )
     days = [line.split(",")[3] for line in body]
     held = {days[i] for i in prepared.arrays["valid_rows"]}
     assert min(held) > max(days[i] for i in prepared.arrays["train_rows"])
@@ -170,7 +198,13 @@ def test_the_latest_rows_are_held_out_by_time(tmp_path: Path) -> None:
 
 
 def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
-    prepared = ctr(tmp_path, str(write(tmp_path, "x.csv", lines())), split="key", split_column="user_id", valid_fraction=0.2)
+    prepared = ctr(
+        tmp_path,
+        str(write(tmp_path, "x.csv", lines())),
+        split="key",
+        split_column="user_id",
+        valid_fraction=0.2,
+    )
     users = [line.split(",")[2] for line in lines()]
     train, held = ({users[i] for i in prepared.arrays[f"{part}_rows"]} for part in ("train", "valid"))
     assert train.isdisjoint(held)
@@ -199,7 +233,11 @@ def test_a_file_in_both_parts_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"split": "time"}, {"split_column": "day"}, {"split": "key", "split_column": "user_id", "valid_path": "x.csv"}],
+    [
+        {"split": "time"},
+        {"split_column": "day"},
+        {"split": "key", "split_column": "user_id", "valid_path": "x.csv"},
+    ],
 )
 def test_splits_that_contradict_are_refused(values: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="split"):
@@ -219,7 +257,8 @@ def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: 
     assert same(first, again)
     schema = tmp_path / "schema.toml"
     schema.write_text(
-        'label = "y"\n[columns.n]\nscale = "log"\nbuckets = 3\n[columns.word]\ntop = 2\n[columns.user_id]\nhash_buckets = 4\ntop = 1\n'
+        'label = "y"\n[columns.n]\nscale = "log"\nbuckets = 3\n[columns.word]\ntop = '
+        "2\n[columns.user_id]\nhash_buckets = 4\ntop = 1\n"
         '[columns.day]\nrole = "ignore"\n'
     )
     prepared = ctr(tmp_path, str(file), label=None, schema_file=str(schema))

@@ -19,7 +19,8 @@ from tests.conftest import SHARED
 from tests.preparing import prepare
 
 CLICKS = "age,city,job,clicked\n" + "\n".join(
-    f"{20 + i % 40},{'abc'[i % 3]},{'x' if i % 2 else '?'},{'yes' if i % 5 == 0 else 'no'}" for i in range(200)
+    f"{20 + i % 40},{'abc'[i % 3]},{'x' if i % 2 else '?'},{'yes' if i % 5 == 0 else 'no'}"
+    for i in range(200)
 )
 
 
@@ -31,7 +32,11 @@ def ctr(folder: Path, text: str, **values: object) -> Prepared:
 
 
 def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "prepared").glob("*")) if (folder / "prepared").is_dir() else []
+    return (
+        sorted(path.name for path in (folder / "prepared").glob("*"))
+        if (folder / "prepared").is_dir()
+        else []
+    )
 
 
 @pytest.mark.parametrize("recipe", ["toy", "blocks", "hybrid", "convnet", "text"])
@@ -57,7 +62,10 @@ def test_batches_are_a_function_of_seed_and_epoch_and_resume_by_number(tmp_path:
     data = ctr(tmp_path, CLICKS).dataset("train")
 
     def rows(seed: int, epoch: int, start: int = 0) -> list[list[float]]:
-        return [b["dense_BN"][:, 0].tolist() for b in batches(data, 32, seed=seed, epoch=epoch, shuffle=True, start_batch=start)]
+        return [
+            b["dense_BN"][:, 0].tolist()
+            for b in batches(data, 32, seed=seed, epoch=epoch, shuffle=True, start_batch=start)
+        ]
 
     assert rows(0, 1) == rows(0, 1)
     assert rows(0, 1) != rows(0, 2)
@@ -99,7 +107,10 @@ def test_rare_categories_and_missing_numbers(tmp_path: Path) -> None:
 
 def test_roles_can_be_overridden_and_padded_codes_are_categories(tmp_path: Path) -> None:
     text = "code,zip,n,clicked\n" + "\n".join(f"{i % 7},{i % 9:03d},{i},{i % 2}" for i in range(100))
-    roles = {c["name"]: c["role"] for c in ctr(tmp_path, text, categorical=("code",), ignore=("n",)).manifest.facts["columns"]}
+    roles = {
+        c["name"]: c["role"]
+        for c in ctr(tmp_path, text, categorical=("code",), ignore=("n",)).manifest.facts["columns"]
+    }
     assert roles == {"code": "categorical", "zip": "categorical", "n": "ignore"}
 
 
@@ -141,7 +152,11 @@ def test_rows_that_do_not_fit_are_kept_apart_with_line_and_reason(tmp_path: Path
         (CLICKS, {"numeric": ("aeg",)}, ["data.numeric='aeg'", "did you mean 'age'"]),
         (CLICKS, {"numeric": ("age",), "ignore": ("age",)}, ["'age'", "already named as numeric"]),
         (CLICKS, {"ignore": ("age", "city", "job")}, ["no column is left"]),
-        (CLICKS.replace("\n25", "\n25,1,2"), {}, ["cannot be read", "line 7", "6 values, expected 4", "max_rejected"]),
+        (
+            CLICKS.replace("\n25", "\n25,1,2"),
+            {},
+            ["cannot be read", "line 7", "6 values, expected 4", "max_rejected"],
+        ),
         ("", {}, ["is empty"]),
         ("\n\n", {}, ["is empty"]),
         ("a,clicked\n", {"header": "yes"}, ["no rows"]),
@@ -207,8 +222,14 @@ def test_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
         "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
         f"print(prepare('text', None, Path({str(tmp_path)!r}), 0).reused)"
     )
-    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert sorted(child.communicate(timeout=120)[0].strip() for child in children) == ["False", "True", "True"]
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    assert sorted(child.communicate(timeout=120)[0].strip() for child in children) == [
+        "False",
+        "True",
+        "True",
+    ]
 
 
 def test_text_windows_cover_every_token_once(tmp_path: Path) -> None:
@@ -216,7 +237,10 @@ def test_text_windows_cover_every_token_once(tmp_path: Path) -> None:
     tokens = prepared.arrays["train_tokens"]
     for epoch in (0, 3):
         seen = np.concatenate(
-            [b["targets_BT"].numpy().ravel() for b in batches(prepared.dataset("train"), 64, seed=0, epoch=epoch, shuffle=True)]
+            [
+                b["targets_BT"].numpy().ravel()
+                for b in batches(prepared.dataset("train"), 64, seed=0, epoch=epoch, shuffle=True)
+            ]
         )
         counts = np.bincount(seen[seen >= 0], minlength=prepared.info["num_words"])
         expected = np.bincount(tokens, minlength=prepared.info["num_words"])
@@ -230,7 +254,9 @@ def test_whole_documents_are_held_out_and_words_come_from_the_training_part(tmp_
     folder.mkdir()
     for number in range(10):
         (folder / f"{number}.txt").write_text(f"common words and only{number} only{number} here. " * 20)
-    prepared = prepare("text", TextDataConfig(path=str(folder), window=8, min_count=1), tmp_path / "prepared", 0)
+    prepared = prepare(
+        "text", TextDataConfig(path=str(folder), window=8, min_count=1), tmp_path / "prepared", 0
+    )
     (held,) = prepared.manifest.facts["held_out"]
     words = prepared.manifest.facts["vocabulary"]
     assert f"only{held.removesuffix('.txt')}" not in words
@@ -252,11 +278,15 @@ def test_words_and_punctuation_are_tokens() -> None:
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets are not here")
 def test_real_files_are_read(tmp_path: Path) -> None:
-    adult = prepare("ctr", TableDataConfig(path=str(SHARED / "data/adult/adult.data"), label="14"), tmp_path, 0)
+    adult = prepare(
+        "ctr", TableDataConfig(path=str(SHARED / "data/adult/adult.data"), label="14"), tmp_path, 0
+    )
     assert len(adult.manifest.facts["columns"]) == 14
     assert adult.manifest.facts["classes"] == ["<=50K", ">50K"]
     assert adult.info["num_dense"] == 6
-    criteo = prepare("ctr", TableDataConfig(path=str(SHARED / "data/criteo/criteo_sample.csv"), label="label"), tmp_path, 0)
+    criteo = prepare(
+        "ctr", TableDataConfig(path=str(SHARED / "data/criteo/criteo_sample.csv"), label="label"), tmp_path, 0
+    )
     assert [c["role"] for c in criteo.manifest.facts["columns"]] == ["numeric"] * 13 + ["categorical"] * 26
     wiki = prepare("text", TextDataConfig(path=str(SHARED / "data/wikitext2/valid.txt")), tmp_path, 0)
     assert wiki.info["num_words"] > 7000

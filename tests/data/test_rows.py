@@ -63,7 +63,9 @@ def read(folder: Path, text: str | bytes, **values: object) -> Rows:
     st.lists(st.lists(st.text('ab "\n,;7', max_size=6), min_size=3, max_size=3), min_size=2, max_size=8),
     st.sampled_from(["\n", "\r\n"]),
 )
-def test_what_the_csv_module_writes_is_read_back(tmp_path: Path, table: list[list[str]], line_end: str) -> None:
+def test_what_the_csv_module_writes_is_read_back(
+    tmp_path: Path, table: list[list[str]], line_end: str
+) -> None:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator=line_end).writerows(table)
     rows = read(tmp_path, text.getvalue(), header="no", delimiter=",")
@@ -77,7 +79,9 @@ def test_what_the_csv_module_writes_is_read_back(tmp_path: Path, table: list[lis
     st.sampled_from(["auto", "yes", "no"]),
     st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_any_text_is_prepared_or_refused_with_a_message(tmp_path: Path, text: str, header: str, max_rejected: float) -> None:
+def test_any_text_is_prepared_or_refused_with_a_message(
+    tmp_path: Path, text: str, header: str, max_rejected: float
+) -> None:
     file, out = tmp_path / "x.csv", tmp_path / "prepared"
     file.write_text(text, newline="")
     data = TableDataConfig(path=str(file), label="0", header=header, max_rejected=max_rejected, min_count=1)  # type: ignore[arg-type]
@@ -155,7 +159,9 @@ def test_the_separator_is_the_one_that_cuts_evenly(tmp_path: Path, text: str, se
         ("first,last\nann,b\ncid,d\n", {}, ["first", "last"]),
     ],
 )
-def test_headers_are_told_from_values(tmp_path: Path, text: str, values: dict[str, object], names: list[str]) -> None:
+def test_headers_are_told_from_values(
+    tmp_path: Path, text: str, values: dict[str, object], names: list[str]
+) -> None:
     assert read(tmp_path, text + text.splitlines()[-1] + "\n", **values).names == names
 
 

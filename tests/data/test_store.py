@@ -21,7 +21,11 @@ from tests.preparing import prepare
 
 def small(_: Path) -> Content:
     return Content(
-        "arrays", {"x_B": np.arange(3), "train_rows": np.arange(2), "valid_rows": np.array([2])}, {}, ["  x"], ("x_B",)
+        "arrays",
+        {"x_B": np.arange(3), "train_rows": np.arange(2), "valid_rows": np.array([2])},
+        {},
+        ["  x"],
+        ("x_B",),
     )
 
 
@@ -106,10 +110,14 @@ def test_a_damaged_folder_is_told_and_not_used(tmp_path: Path) -> None:
 def test_any_damage_is_found(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("n,a,y\n" + "\n".join(f"{i * i},v{i % 9},{i % 2}" for i in range(60)))
-    path = prepare("ctr", TableDataConfig(path=str(file), label="y", min_count=1), tmp_path / "prepared", 0).path
+    path = prepare(
+        "ctr", TableDataConfig(path=str(file), label="y", min_count=1), tmp_path / "prepared", 0
+    ).path
     verify_prepared(path)
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-    assert {"manifest.json", "encoder.json", "vocabularies.parquet", "schema.toml"} < {file.name for file in files}
+    assert {"manifest.json", "encoder.json", "vocabularies.parquet", "schema.toml"} < {
+        file.name for file in files
+    }
     for file in files:
         whole = file.read_bytes()
         for place in range(0, len(whole), max(1, len(whole) // 20)):
@@ -129,7 +137,11 @@ def test_an_array_with_another_header_is_told_at_once(tmp_path: Path) -> None:
     path = build_once(tmp_path, "x", "0" * 64, small).path
     whole = (path / "x_B.npy").read_bytes()
     np.save(path / "x_B.npy", np.arange(3).astype(np.float64))
-    for content in ((path / "x_B.npy").read_bytes(), whole[:6] + b"\x41" + whole[7:], whole.replace(b"False", b"True ")):
+    for content in (
+        (path / "x_B.npy").read_bytes(),
+        whole[:6] + b"\x41" + whole[7:],
+        whole.replace(b"False", b"True "),
+    ):
         (path / "x_B.npy").write_bytes(content)
         with pytest.raises(UserError, match=r"x_B\.npy: is damaged \(its header .*int64.* delete the folder"):
             open_prepared(path)
@@ -151,14 +163,18 @@ def test_a_full_disk_and_a_file_in_the_way_are_told(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("limit", [2_000, 30_000])  # a column of numbers takes 24,000 bytes, the ids 48,000
 def test_a_table_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path, limit: int) -> None:
-    """A limit on the size of files stands for a full disk: while columns are read, and while arrays are written."""
+    """A limit on the size of files stands for a full disk: while columns are read, and while arrays are
+    written."""
     file = tmp_path / "x.csv"
-    file.write_text("n,a,b,c,y\n" + "\n".join(f"{i * i},v{i % 900},w{i % 3},x{i % 4},{i % 2}" for i in range(3000)))
+    file.write_text(
+        "n,a,b,c,y\n" + "\n".join(f"{i * i},v{i % 900},w{i % 3},x{i % 4},{i % 2}" for i in range(3000))
+    )
     code = (
         "import resource, sys; from pathlib import Path; "
         "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
-        f"prepare('ctr', TableDataConfig(path={str(file)!r}, label='y', min_count=1), Path({str(tmp_path / 'prepared')!r}), 0)"
+        f"prepare('ctr', TableDataConfig(path={str(file)!r}, label='y', min_count=1), "
+        f"Path({str(tmp_path / 'prepared')!r}), 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "UserError" in done.stderr.splitlines()[-1]
@@ -199,7 +215,13 @@ def test_progress_is_told_and_ends_complete(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("a,b,y\n" + "\n".join(f"{i * i},{i % 3},{i % 2}" for i in range(30)))
     calls: list[tuple[str, int, int]] = []
-    prepare("ctr", TableDataConfig(path=str(file), label="y"), tmp_path / "prepared", 0, lambda *call: calls.append(call))
+    prepare(
+        "ctr",
+        TableDataConfig(path=str(file), label="y"),
+        tmp_path / "prepared",
+        0,
+        lambda *call: calls.append(call),
+    )
     assert list(dict.fromkeys(call[0] for call in calls)) == ["digest files", "read rows", "encode columns"]
     assert calls[-1] == ("encode columns", 2, 2)
     assert all(0 <= done <= total for _, done, total in calls)

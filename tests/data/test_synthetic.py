@@ -18,12 +18,16 @@ from tests.preparing import prepare
         ("convnet", {"x_BCHW": (3, 32, 32), "labels_B": ()}, (512, 256), "accuracy"),
     ],
 )
-def test_shapes(tmp_path: Path, recipe: str, shapes: dict[str, tuple[int, ...]], sizes: tuple[int, int], task: str) -> None:
+def test_shapes(
+    tmp_path: Path, recipe: str, shapes: dict[str, tuple[int, ...]], sizes: tuple[int, int], task: str
+) -> None:
     prepared = prepare(recipe, None, tmp_path, 0)
     assert find_recipe(recipe).task(prepared.info).metric == task
     assert (len(prepared.dataset("train")), len(prepared.dataset("valid"))) == sizes
     batch = prepared.dataset("valid").fetch(np.array([3, 1, 2]))
-    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == {name: (3, *shape) for name, shape in shapes.items()}
+    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == {
+        name: (3, *shape) for name, shape in shapes.items()
+    }
 
 
 def test_the_planted_map_explains_the_held_out_rows(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ def table(folder: Path, columns: dict[str, list[object]], **values: object) -> P
     rows = zip(*columns.values(), strict=True)
     file = folder / "x.csv"
     file.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in rows)]))
-    config = TableDataConfig(path=str(file), **{"label": "y", "header": "yes", "valid_fraction": 0.25} | values)  # type: ignore[arg-type]
+    config = TableDataConfig(
+        path=str(file), **{"label": "y", "header": "yes", "valid_fraction": 0.25} | values
+    )  # type: ignore[arg-type]
     return prepare("ctr", config, folder / "prepared", 0)
 
 
@@ -58,9 +60,13 @@ def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
     prepared = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]})
     assert "categorical" in prepared.describe()
     assert "'inf' is no number; data.missing can name it" in prepared.describe()
-    roles = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, missing=("inf",)).manifest.facts["columns"]
+    roles = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, missing=("inf",)).manifest.facts[
+        "columns"
+    ]
     assert [column["role"] for column in roles] == ["numeric"]
-    with pytest.raises(UserError, match=r"line 9: .*column 'n' holds 'inf'.*data\.missing.*data\.categorical"):
+    with pytest.raises(
+        UserError, match=r"line 9: .*column 'n' holds 'inf'.*data\.missing.*data\.categorical"
+    ):
         table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, numeric=("n",))
 
 
@@ -92,21 +98,22 @@ def test_which_label_is_one_does_not_depend_on_the_order_of_rows(
 
 @pytest.mark.parametrize("values", [["a", "b", "c"], ["a"], [str(i) for i in range(20)]])
 def test_labels_that_are_not_binary_are_named(tmp_path: Path, values: list[object]) -> None:
-    with pytest.raises(
-        UserError, match=rf"data\.label=y: needs two different values, column 'y' has {len(values)}: .*name another column"
-    ):
+    told = rf"data\.label=y: needs two different values, column 'y' has {len(values)}: .*name another column"
+    with pytest.raises(UserError, match=told):
         table(tmp_path, {"n": [i * i for i in range(40)], "y": [values[i % len(values)] for i in range(40)]})
 
 
 def test_names_that_mean_something_to_polars(tmp_path: Path) -> None:
     names = ["count", "*", "^x$", "value", "rows", "len", "literal", " n "]
     columns: dict[str, list[object]] = {name: [f"{'abc'[i % 3]}" for i in range(40)] for name in names}
-    prepared = table(tmp_path, columns | {"y": [i % 2 for i in range(40)]}, categorical=("*", "count"), ignore=("^x$",))
+    prepared = table(
+        tmp_path, columns | {"y": [i % 2 for i in range(40)]}, categorical=("*", "count"), ignore=("^x$",)
+    )
     assert [c["name"] for c in prepared.info["columns"]] == [name.strip() for name in names if name != "^x$"]
     assert prepared.info["num_ids"] == [5] * 7
-    pl.DataFrame({name: [str(v) for v in values] for name, values in columns.items()} | {"y": [True, False] * 20}).write_parquet(
-        tmp_path / "x.parquet"
-    )
+    pl.DataFrame(
+        {name: [str(v) for v in values] for name, values in columns.items()} | {"y": [True, False] * 20}
+    ).write_parquet(tmp_path / "x.parquet")
     config = TableDataConfig(path=str(tmp_path / "x.parquet"), label="y")
     assert prepare("ctr", config, tmp_path / "prepared", 0).info["num_ids"] == [5] * 8
 
@@ -115,7 +122,8 @@ def test_a_wrong_column_of_a_file_without_header_says_how_columns_are_named(tmp_
     file = tmp_path / "x.csv"
     file.write_text("\n".join(f"{i * i},{i % 2}" for i in range(30)))
     with pytest.raises(
-        UserError, match=r"data\.label='clicked'.*first line was read as values \(data\.header=yes.*columns: 0, 1"
+        UserError,
+        match=r"data\.label='clicked'.*first line was read as values \(data\.header=yes.*columns: 0, 1",
     ):
         prepare("ctr", TableDataConfig(path=str(file), label="clicked"), tmp_path / "prepared", 0)
 
@@ -155,7 +163,9 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
 @pytest.mark.parametrize("odd", [[1.5, 2.5], [[1], [2]], {"a": 1}, b"\xff"])
 def test_parquet_columns_of_other_things_must_be_ignored(tmp_path: Path, odd: object) -> None:
     columns: dict[str, list[object]] = {"odd": [odd] * 40, "n": [i * i for i in range(40)]}
-    with pytest.raises(UserError, match=r"column 'odd' holds .* not single values or lists .*; name it in data\.ignore"):
+    with pytest.raises(
+        UserError, match=r"column 'odd' holds .* not single values or lists .*; name it in data\.ignore"
+    ):
         parquet(tmp_path, columns)
     assert parquet(tmp_path, columns, ignore=("odd",)).info["num_dense"] == 1
 
@@ -163,16 +173,31 @@ def test_parquet_columns_of_other_things_must_be_ignored(tmp_path: Path, odd: ob
 def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
     def encoder(folder: str, held_out: list[object]) -> tuple[Prepared, TableEncoder]:
         (tmp_path / folder).mkdir()
-        for part, n, w in (("train", [str(i) for i in range(50)], ["a", "b"] * 25), ("held", held_out, ["new"] * 4)):
+        for part, n, w in (
+            ("train", [str(i) for i in range(50)], ["a", "b"] * 25),
+            ("held", held_out, ["new"] * 4),
+        ):
             rows = "".join(f"{x},{y},{i % 2}\n" for i, (x, y) in enumerate(zip(n, w, strict=True)))
             (tmp_path / folder / f"{part}.csv").write_text("n,w,y\n" + rows)
-        paths = {"path": str(tmp_path / folder / "train.csv"), "valid_path": str(tmp_path / folder / "held.csv")}
-        prepared = prepare("ctr", TableDataConfig(label="y", numeric=("n",), **paths), tmp_path / "prepared", 0)  # type: ignore[arg-type]
+        paths = {
+            "path": str(tmp_path / folder / "train.csv"),
+            "valid_path": str(tmp_path / folder / "held.csv"),
+        }
+        prepared = prepare(
+            "ctr", TableDataConfig(label="y", numeric=("n",), **paths), tmp_path / "prepared", 0
+        )  # type: ignore[arg-type]
         return prepared, TableEncoder.load(prepared.path / "encoder")
 
-    (one, its), (other, others) = encoder("one", ["1000000", "", "7", "8"]), encoder("other", ["3", "4", "5", "6"])
+    (one, its), (other, others) = (
+        encoder("one", ["1000000", "", "7", "8"]),
+        encoder("other", ["3", "4", "5", "6"]),
+    )
     assert its.numeric == others.numeric
-    assert [c.vocabulary.to_list() for c in its.categories] == [c.vocabulary.to_list() for c in others.categories] == [["a", "b"]]
+    assert (
+        [c.vocabulary.to_list() for c in its.categories]
+        == [c.vocabulary.to_list() for c in others.categories]
+        == [["a", "b"]]
+    )
     assert one.arrays["dense_BN"][:50].mean() == pytest.approx(0, abs=1e-6)
     assert one.arrays["dense_BN"][50:52, 0].tolist() == [100, 0]  # cut off; no value
     assert one.info["num_dense"] == 1  # no training row misses a value
@@ -189,7 +214,10 @@ def test_categories_by_count_top_and_hash() -> None:
     def ids(texts: list[str | None], **options: int) -> list[int]:
         column = fit_categories("c", values, counts, **{"min_count": 1} | options)
         found = column.ids(pl.Series(texts, dtype=pl.String))
-        assert found.tolist() == column.ids_of_codes(values)[dictionary.codes(pl.Series(texts, dtype=pl.String))].tolist()
+        assert (
+            found.tolist()
+            == column.ids_of_codes(values)[dictionary.codes(pl.Series(texts, dtype=pl.String))].tolist()
+        )
         assert max(found) < column.num_ids
         return list(found)
 

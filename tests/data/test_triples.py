@@ -30,11 +30,19 @@ def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
     assert (len(train), len(valid)) == (45, 5)
     assert len(np.unique(np.concatenate([train, valid]), axis=0)) == 50
     names = data.manifest.facts["entities"]
-    assert {(names[h], names[t]) for h, _, t in np.concatenate([train, valid])} == {(f"a{i}", f"b{i % 7}") for i in range(50)}
+    assert {(names[h], names[t]) for h, _, t in np.concatenate([train, valid])} == {
+        (f"a{i}", f"b{i % 7}") for i in range(50)
+    }
 
 
 @pytest.mark.parametrize(
-    "text", [LINES.replace("\t", ","), LINES.replace("\t", "  "), "\ufeff" + LINES.replace("\n", "\r\n"), LINES + "\n \n"]
+    "text",
+    [
+        LINES.replace("\t", ","),
+        LINES.replace("\t", "  "),
+        "\ufeff" + LINES.replace("\n", "\r\n"),
+        LINES + "\n \n",
+    ],
 )
 def test_other_separators_line_ends_and_marks_read_the_same(text: str, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
@@ -92,5 +100,9 @@ def test_folders_without_train_and_with_two_of_a_kind_are_told(tmp_path: Path) -
 @pytest.mark.skipif(not WN18RR.is_dir(), reason="WN18RR is not here")
 def test_wn18rr_has_its_published_sizes(tmp_path: Path) -> None:
     data = prepare("kge", KgeDataConfig(path=str(WN18RR)), tmp_path, 0)
-    assert [len(data.arrays[f"{part}_triples"]) for part in ("train", "valid", "test")] == [86_835, 3_034, 3_134]
+    assert [len(data.arrays[f"{part}_triples"]) for part in ("train", "valid", "test")] == [
+        86_835,
+        3_034,
+        3_134,
+    ]
     assert data.info["num_relations"] == 11

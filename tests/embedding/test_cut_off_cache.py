@@ -14,7 +14,9 @@ def test_a_cache_that_was_cut_off_is_made_anew(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
 
     def made() -> str:
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
         return done.stdout.strip() or done.stderr
 
     assert made() == "made"

@@ -1,4 +1,5 @@
-"""The table stays where it is, and its rows train as torch's own embedding and optimizers would train them."""
+"""The table stays where it is, and its rows train as torch's own embedding and optimizers would train
+them."""
 
 import copy
 
@@ -45,7 +46,11 @@ def test_nothing_moves_or_casts_the_table() -> None:
 @pytest.mark.parametrize("count", [0, 1, 100, 20_000])
 @pytest.mark.parametrize("num_rows", [1, 700, 3_000_000, 2**40])
 def test_occurrences_of_unique_ids(count: int, num_rows: int) -> None:
-    ids_N = torch.randint(0, 700, (count,), generator=torch.Generator().manual_seed(count)) * (num_rows // 700) % num_rows
+    ids_N = (
+        torch.randint(0, 700, (count,), generator=torch.Generator().manual_seed(count))
+        * (num_rows // 700)
+        % num_rows
+    )
     where = sort_ids(ids_N, num_rows)
     unique_U, inverse_N, counts_U = torch.unique(ids_N, return_inverse=True, return_counts=True)
     assert torch.equal(where.unique_U, unique_U)
@@ -81,7 +86,9 @@ def test_lookups_without_gradients_are_not_remembered() -> None:
     ("ours_kind", "torch_kind"),
     [(RowSGD, torch.optim.SGD), (LazyAdam, torch.optim.Adam)],
 )
-def test_equal_to_torch_where_every_step_touches_every_row(ours_kind: type, torch_kind: type, weight_decay: float) -> None:
+def test_equal_to_torch_where_every_step_touches_every_row(
+    ours_kind: type, torch_kind: type, weight_decay: float
+) -> None:
     ours = table()
     dense = nn.Parameter(ours.weight.clone())
     mine, theirs = (
@@ -124,8 +131,12 @@ def test_row_adam_counts_each_rows_own_steps() -> None:
         ours(torch.tensor(ids)).sum().backward()
         optimizer.step()
     # A constant gradient moves an Adam row by the learning rate a step, however rare the row is.
-    torch.testing.assert_close(before[1] - ours.weight[1], torch.full((DIM,), 0.1, dtype=torch.float64), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(before[2] - ours.weight[2], torch.full((DIM,), 0.2, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        before[1] - ours.weight[1], torch.full((DIM,), 0.1, dtype=torch.float64), rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(
+        before[2] - ours.weight[2], torch.full((DIM,), 0.2, dtype=torch.float64), rtol=1e-6, atol=1e-6
+    )
     assert optimizer.state["t"]["steps"][:4].tolist() == [0, 1, 2, 0]
 
 
@@ -151,7 +162,9 @@ def test_gradients_come_back_through_a_region(devices: str) -> None:
     region(ours(ids)).sum().backward()
     found = ours.row_gradients()
     assert found is not None
-    torch.testing.assert_close(found[1], torch.tensor([[3.0], [1.0], [1.0]], dtype=torch.float64) * region.module.weight.detach())
+    torch.testing.assert_close(
+        found[1], torch.tensor([[3.0], [1.0], [1.0]], dtype=torch.float64) * region.module.weight.detach()
+    )
 
 
 def test_padding_stays_zero() -> None:

@@ -1,4 +1,5 @@
-"""The compiled kernels beside the same formulas in torch, for any number of threads, types, widths and tables."""
+"""The compiled kernels beside the same formulas in torch, for any number of threads, types, widths and
+tables."""
 
 import math
 import os
@@ -45,7 +46,10 @@ def test_steps_are_those_of_the_formulas(kind: str, dtype: torch.dtype, dim: int
     state = {name: value.double() for name, value in optimizer.state["t"].items()}
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        ids, grads = torch.randint(0, 40, (50,), generator=generator), torch.randn(50, dim, generator=generator, dtype=dtype)
+        ids, grads = (
+            torch.randint(0, 40, (50,), generator=generator),
+            torch.randn(50, dim, generator=generator, dtype=dtype),
+        )
         optimizer.zero_grad()
         table(ids).backward(grads)
         optimizer.step()
@@ -92,7 +96,9 @@ def trained(kind: str, count: int, dtype: torch.dtype = torch.float32, dim: int 
 def test_same_bits_for_any_number_of_threads(kind: str, dtype: torch.dtype) -> None:
     alone = trained(kind, 1, dtype)
     for count in (2, 3, 8):
-        assert all(torch.equal(one, other) for one, other in zip(alone, trained(kind, count, dtype), strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(alone, trained(kind, count, dtype), strict=True)
+        )
 
 
 def test_same_bits_with_threads_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +129,9 @@ def test_forked_workers_of_a_loader_look_up_too() -> None:
     with threads(2):
         table = HostEmbedding(9000, 16)
         table(torch.arange(9000))  # the team exists before the fork
-        loader = DataLoader(Rows(table), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
+        loader = DataLoader(
+            Rows(table), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+        )
         for number, rows in enumerate(loader):
             assert torch.equal(rows, table.weight.roll(number, 0))
 
@@ -138,14 +146,18 @@ def test_many_tables_are_updated_in_one_go_with_the_same_bits(monkeypatch: pytes
                 optimizer.zero_grad()
             for number, table in enumerate(tables.values()):
                 if (step + number) % 4:
-                    ids = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(10 * step + number))
+                    ids = torch.randint(
+                        0, 50, (30,), generator=torch.Generator().manual_seed(10 * step + number)
+                    )
                     (table(ids).square().sum() + table(ids[:3] // 2).sum()).backward()
             for optimizer in optimizers:
                 optimizer.step()
         return [table.weight for table in tables.values()]
 
     together = train(lambda tables: [make_row_optimizer("adam", tables, lr=0.1)])
-    alone = train(lambda tables: [make_row_optimizer("adam", {name: table}, lr=0.1) for name, table in tables.items()])
+    alone = train(
+        lambda tables: [make_row_optimizer("adam", {name: table}, lr=0.1) for name, table in tables.items()]
+    )
     assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
 
 
@@ -205,7 +217,9 @@ print(os.environ["NUMBA_CACHE_DIR"])
 def test_machine_code_is_kept_in_the_data_folder_unless_the_user_says_where(tmp_path: Path) -> None:
     def cache_of(**more: str) -> Path:
         environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | more
-        found = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, check=True, env=environment)
+        found = subprocess.run(
+            [sys.executable, "-c", COMPILES], capture_output=True, text=True, check=True, env=environment
+        )
         return Path(found.stdout.strip())
 
     ours = cache_of(DPHYBRID_DATA_DIR=str(tmp_path / "data"))

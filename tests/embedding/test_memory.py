@@ -39,14 +39,17 @@ from dphybrid.config.settings import load_settings
 
 overrides = ["recipe=toy", "model.factory=large:Large", "table.optimizer=adagrad", "train.patience=0"]
 for epochs in (1, 2):  # the second goes on from the first one's checkpoint
-    run_job(load_config(None, [*overrides, f"train.epochs={epochs}"]), load_settings(), run_name="large", resume="large" if epochs > 1 else None)
+    config = load_config(None, [*overrides, f"train.epochs={epochs}"])
+    resume = "large" if epochs > 1 else None
+    run_job(config, load_settings(), run_name="large", resume=resume)
 lines = open("/proc/self/status").read().splitlines()
 print(json.dumps({line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("VmHWM")}))
 """
 
 
 def peak_bytes(folder: Path, rows: int) -> int:
-    """Train, save, load and go on with a table of `rows` rows of 64 float32 in a process of its own; return the most memory it had."""
+    """Train, save, load and go on with a table of `rows` rows of 64 float32 in a process of its own; return
+    the most memory it had."""
     (folder / "large.py").write_text(MODEL.replace("ROWS", str(rows)), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(folder), "DPHYBRID_DATA_DIR": str(folder / "data")}
     done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, env=environment)

@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from dphybrid.embedding import HostEmbedding, RowPipeline, RowSGD, clip_grad_norm_, find_tables, make_row_optimizer
+from dphybrid.embedding import (
+    HostEmbedding,
+    RowPipeline,
+    RowSGD,
+    clip_grad_norm_,
+    find_tables,
+    make_row_optimizer,
+)
 from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.parallel import DataParallel, parts
 
@@ -191,7 +198,9 @@ def test_a_lookup_that_was_not_announced_is_done_on_the_spot() -> None:
 def test_several_lookups_of_one_table() -> None:
     table = placed(100, 4)
     with AlwaysAhead({"t": table}) as pipeline:
-        for head, tail in pipeline.prefetch([(torch.tensor([1, 2]), torch.tensor([3]))], lambda pair: {"t": list(pair)}):
+        for head, tail in pipeline.prefetch(
+            [(torch.tensor([1, 2]), torch.tensor([3]))], lambda pair: {"t": list(pair)}
+        ):
             assert torch.equal(rows_of(table, tail), table.weight[[3]])
             assert torch.equal(rows_of(table, head), table.weight[[1, 2]])
         assert pipeline.counters()["prepared_ratio"] == 1
@@ -293,7 +302,8 @@ table.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows /
 rows, steps = RowSGD({"t": table}, lr=0.1), 0
 try:
     with RowPipeline({"t": table}, lookahead=2, on_cpu=True) as pipeline:
-        for ids in pipeline.prefetch((torch.arange(n, n + 10) % 1000 for n in itertools.count()), lambda ids: {"t": ids}):
+        batches = (torch.arange(n, n + 10) % 1000 for n in itertools.count())
+        for ids in pipeline.prefetch(batches, lambda ids: {"t": ids}):
             rows.zero_grad()
             sum(part.sum() for part in table.replica_rows(ids)).backward()
             rows.step()

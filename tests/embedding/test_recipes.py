@@ -48,7 +48,9 @@ def clicks(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_clicks_train_to_the_same_bits(clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clicks_train_to_the_same_bits(
+    clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     off, exact = (train(*clicks, "devices=cpu*3", f"train.pipeline={mode}") for mode in ("off", "exact"))
     assert (exact.digests, exact.metrics) == (off.digests, off.metrics)
     monkeypatch.setenv("DPHYBRID_TABLE_STORAGE", "mmap")
@@ -56,14 +58,20 @@ def test_clicks_train_to_the_same_bits(clicks: list[str], data_dir: Path, monkey
     assert not list((data_dir / "tables").iterdir())
 
 
-def test_what_the_engine_did_is_on_record(clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engine_did_is_on_record(
+    clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("DPHYBRID_TRACKING_DETAIL", "full")
     report = train(*clicks, "devices=cpu*2", "train.log_every=4")
     assert report.run_id is not None
     client = MlflowClient(report.tracking_uri)
-    last = {name: value for name, value in client.get_run(report.run_id).data.metrics.items() if name.startswith("embedding/")}
+    last = {
+        name: value
+        for name, value in client.get_run(report.run_id).data.metrics.items()
+        if name.startswith("embedding/")
+    }
     assert last["embedding/prepared_ratio"] == 1
     assert 0 < last["embedding/unique_ratio"] < 1
     assert 0 < last["embedding/conflict_ratio"] <= 1
@@ -85,9 +93,13 @@ def test_start_values_are_drawn_where_they_are_used_only(
     clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[int] = []
-    monkeypatch.setattr("dphybrid.embedding.table.fill_normal", lambda weight, *rest: filled.append(len(fill(weight, *rest))))
+    monkeypatch.setattr(
+        "dphybrid.embedding.table.fill_normal", lambda weight, *rest: filled.append(len(fill(weight, *rest)))
+    )
     report = train(*clicks, "devices=cpu")
-    assert len(filled) == 1  # for training; neither for a look at the sizes nor for the evaluation of a checkpoint
+    assert (
+        len(filled) == 1
+    )  # for training; neither for a look at the sizes nor for the evaluation of a checkpoint
     train(*clicks, "devices=cpu", f"train.warm_start={report.best_checkpoint}")
     assert len(filled) == 1
     whole = load_model(report.run_name)

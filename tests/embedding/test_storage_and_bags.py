@@ -29,7 +29,10 @@ def test_bags_equal_torch(mode: str, dtype: torch.dtype) -> None:
     table = HostEmbedding(20, 4, dtype=dtype)
     dense = table.weight.clone().requires_grad_()
     ids, offsets = torch.tensor([3, 3, 9, 1, 3, 0]), torch.tensor([0, 2, 2, 5])
-    weights = [torch.rand(6, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
+    weights = [
+        torch.rand(6, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        for _ in range(2)
+    ]
     ours_w, theirs_w = weights if mode == "weighted" else (None, None)
     plain = "sum" if mode == "weighted" else mode
     ours = table.bags(ids, offsets, mode=plain, weights_N=ours_w)
@@ -103,13 +106,17 @@ def test_states_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> 
         table.zero_states({"mean": ((2**40,), torch.float32)})
     path = tmp_path / "words"
     RowAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path)}, lr=0.1)
-    with pytest.raises(ValueError, match=r"words\.square has another size than state square; was the optimizer another one"):
+    with pytest.raises(
+        ValueError, match=r"words\.square has another size than state square; was the optimizer another one"
+    ):
         LazyAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path)}, lr=0.1)
 
 
 def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     rows = 2**40
-    with pytest.raises(ValueError, match=r"1,099,511,627,776 rows x 64 .* GiB of memory are free.*storage mmap"):
+    with pytest.raises(
+        ValueError, match=r"1,099,511,627,776 rows x 64 .* GiB of memory are free.*storage mmap"
+    ):
         HostEmbedding(rows, 64)
     with pytest.raises(ValueError, match=r"has .* GiB free"):
         HostEmbedding(rows, 64, storage="mmap", path=tmp_path / "large")
@@ -138,7 +145,9 @@ def test_a_bfloat16_table_learns_what_plain_rounding_would_lose() -> None:
 
 
 def test_a_collection_is_its_tables_side_by_side() -> None:
-    tables = HostEmbeddingCollection({"user": 30, "item": 5}, 4, padding={"item": 0}, std={"user": 1.0, "item": 0.5})
+    tables = HostEmbeddingCollection(
+        {"user": 30, "item": 5}, 4, padding={"item": 0}, std={"user": 1.0, "item": 0.5}
+    )
     rows = RowSGD({"flat": tables.flat}, lr=1.0)
     ids_BF = torch.tensor([[3, 0], [29, 4]])
     rows_BFD = tables(ids_BF)
@@ -169,7 +178,9 @@ def test_a_collection_is_prefetched() -> None:
 def test_needs_torch_and_numpy_before_numba_is_used() -> None:
     code = "import sys, dphybrid.embedding; print([n for n in sys.modules if n in %r])"
     heavy = ("numba", "pydantic", "mlflow", "prefect", "polars", "sklearn", "matplotlib", "safetensors")
-    found = subprocess.run([sys.executable, "-c", code % (heavy,)], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code % (heavy,)], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "[]"
 
 
@@ -195,13 +206,18 @@ def test_row_adagrad_equals_fbgemm() -> None:
 
     place = (500, 16, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)
     kind = training.OptimType.EXACT_ROWWISE_ADAGRAD
-    theirs = training.SplitTableBatchedEmbeddingBagsCodegen([place], optimizer=kind, learning_rate=0.05, eps=1e-8)
+    theirs = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [place], optimizer=kind, learning_rate=0.05, eps=1e-8
+    )
     ours = HostEmbedding(500, 16)
     theirs.split_embedding_weights()[0].copy_(ours.weight)
     optimizer = RowAdagrad({"t": ours}, lr=0.05, eps=1e-8)
     for step in range(100):
         generator = torch.Generator().manual_seed(step)
-        ids, grads = torch.randint(0, 500, (200,), generator=generator), torch.randn(200, 16, generator=generator)
+        ids, grads = (
+            torch.randint(0, 500, (200,), generator=generator),
+            torch.randn(200, 16, generator=generator),
+        )
         theirs(ids, torch.arange(201)).backward(grads)
         optimizer.zero_grad()
         ours(ids).backward(grads)

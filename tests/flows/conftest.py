@@ -21,7 +21,9 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     postgres.control("start")
     try:
         team.start_server()
-        done = team.command(sys.executable, "-m", "dphybrid.orchestration.setup", "--host", "one", "--host", "two")
+        done = team.command(
+            sys.executable, "-m", "dphybrid.orchestration.setup", "--host", "one", "--host", "two"
+        )
         assert done.returncode == 0, done.stdout + done.stderr + team.logs()
         yield team
     finally:

@@ -1,4 +1,5 @@
-"""Real servers and workers for tests: PostgreSQL, Prefect's server on it, workers with stand-in GPUs; each a process that can be killed."""
+"""Real servers and workers for tests: PostgreSQL, Prefect's server on it, workers with stand-in GPUs; each a
+process that can be killed."""
 
 import json
 import os
@@ -22,8 +23,13 @@ PREFECT = str(Path(sys.executable).parent / "prefect")
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """The caller's environment without its own settings of Prefect, MLflow and dphybrid; those of a test instead."""
-    base = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPHYBRID_", "MLFLOW_"))}
+    """The caller's environment without its own settings of Prefect, MLflow and dphybrid; those of a test
+    instead."""
+    base = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "DPHYBRID_", "MLFLOW_"))
+    }
     own = {
         "DPHYBRID_DATA_DIR": str(folder / "data"),
         "DPHYBRID_THREADS": "1",
@@ -40,7 +46,8 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 @dataclass
 class Team:
-    """A Prefect server, and workers of one machine with stand-in GPUs. started: everything that runs, for the end."""
+    """A Prefect server, and workers of one machine with stand-in GPUs. started: everything that runs, for the
+    end."""
 
     folder: Path
     postgres: Postgres
@@ -89,13 +96,20 @@ class Team:
         """Start a process of its own session, elsewhere than in the repository."""
         with (self.folder / log).open("ab") as stream:
             child = subprocess.Popen(
-                argv, stdout=stream, stderr=stream, env=self.env(**more), cwd=self.folder, start_new_session=True
+                argv,
+                stdout=stream,
+                stderr=stream,
+                env=self.env(**more),
+                cwd=self.folder,
+                start_new_session=True,
             )
         self.started.append(child)
         return child
 
     def start_server(self) -> "subprocess.Popen[bytes]":
-        server = self.start([PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(self.port)], "server.log")
+        server = self.start(
+            [PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(self.port)], "server.log"
+        )
 
         def healthy() -> bool:
             try:
@@ -109,10 +123,16 @@ class Team:
         return server
 
     def start_worker(self, name: str, *more: str, **env: str) -> "subprocess.Popen[bytes]":
-        return self.start([sys.executable, "-m", "dphybrid.orchestration.worker", "--name", name, *more], f"{name}.log", **env)
+        return self.start(
+            [sys.executable, "-m", "dphybrid.orchestration.worker", "--name", name, *more],
+            f"{name}.log",
+            **env,
+        )
 
     def command(self, *argv: str, timeout: float = 200) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(argv, capture_output=True, text=True, check=False, env=self.env(), cwd=REPOSITORY, timeout=timeout)
+        return subprocess.run(
+            argv, capture_output=True, text=True, check=False, env=self.env(), cwd=REPOSITORY, timeout=timeout
+        )
 
     def run_many(self, wanted: list[tuple[str, dict[str, Any]]]) -> list[UUID]:
         """Queue runs, (deployment, parameters) each, with Prefect's Python interface; return their ids."""
@@ -123,7 +143,13 @@ class Team:
         )
         page = json.dumps([(f"{name}/{name}", parameters) for name, parameters in wanted])
         done = subprocess.run(
-            [sys.executable, "-c", code], input=page, capture_output=True, text=True, check=False, env=self.env(), timeout=120
+            [sys.executable, "-c", code],
+            input=page,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.env(),
+            timeout=120,
         )
         assert done.returncode == 0, done.stderr
         return [UUID(text) for text in re.findall(r"id (\S+)", done.stdout)]
@@ -169,7 +195,8 @@ class Team:
 
     def logs(self) -> str:
         return "\n".join(
-            f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in sorted(self.folder.glob("*.log"))
+            f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}"
+            for file in sorted(self.folder.glob("*.log"))
         )
 
     def end(self) -> None:

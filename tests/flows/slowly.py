@@ -1,4 +1,5 @@
-"""A model that takes its time, and that notes when its GPU is used by two processes at once. Found by workers through PYTHONPATH."""
+"""A model that takes its time, and that notes when its GPU is used by two processes at once. Found by workers
+through PYTHONPATH."""
 
 import json
 import os
@@ -13,7 +14,8 @@ from dphybrid.recipes.tutorial.model import build_hybrid
 
 
 def build(context: ModelContext) -> nn.Module:
-    """The tutorials' hybrid model, SLOW seconds a batch slower, which it spends on the GPUs that are leased to its process."""
+    """The tutorials' hybrid model, SLOW seconds a batch slower, which it spends on the GPUs that are leased
+    to its process."""
     folder = Path(os.environ["DPHYBRID_LEASE_DIR"])
     model, slow = build_hybrid(context), float(os.environ.get("SLOW", "0"))
 
@@ -30,7 +32,11 @@ def build(context: ModelContext) -> nn.Module:
 
 def own_leases(folder: Path) -> list[Path]:
     """The lock files whose page names this process."""
-    return [file for file in folder.glob("gpu-*.lock") if json.loads(file.read_text() or "{}").get("pid") == os.getpid()]
+    return [
+        file
+        for file in folder.glob("gpu-*.lock")
+        if json.loads(file.read_text() or "{}").get("pid") == os.getpid()
+    ]
 
 
 def mark(lock: Path) -> Path:

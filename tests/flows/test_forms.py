@@ -38,7 +38,9 @@ def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recip
     assert list(form.properties)[: len(few) + 1] == [*few, "overrides"]
     assert list(form.properties)[-1] == "config"
     fields = leaves(form.properties)
-    assert {name.removeprefix("config.") for name in fields if name.startswith("config.")} == set(field_types(recipe))
+    assert {name.removeprefix("config.") for name in fields if name.startswith("config.")} == set(
+        field_types(recipe)
+    )
     assert not [name for name, field in fields.items() if "default" in field]
     assert all(field["description"] for field in fields.values())
     assert fields["config.recipe"]["enum"] == [recipe]
@@ -89,10 +91,14 @@ def test_a_form_filled_in_by_mouse_trains_what_it_says(team: Team, tmp_path: Pat
         page.get_by_role("button", name="Submit").click()
         page.wait_for_url("**tab=Runs**", timeout=WAIT_MS)
         browser.close()
-    (run,) = team.post("/flow_runs/filter", {"deployments": {"id": {"any_": [deployments["train-ctr"]["id"]]}}})
+    (run,) = team.post(
+        "/flow_runs/filter", {"deployments": {"id": {"any_": [deployments["train-ctr"]["id"]]}}}
+    )
     few = {"data_path": str(tmp_path / "clicks.csv"), "label": "clicked", "devices": "cpu", "epochs": 1}
     switches = {"compile": False, "check_split": False}  # a form sends these always
-    assert run["parameters"] == {"config": {"recipe": "ctr", "train": switches}} | few  # nothing else that nobody filled in
+    assert (
+        run["parameters"] == {"config": {"recipe": "ctr", "train": switches}} | few
+    )  # nothing else that nobody filled in
     worker = team.start_worker("form")
     team.wait_for(UUID(run["id"]), "Completed", timeout_s=240)
     worker.send_signal(signal.SIGTERM)

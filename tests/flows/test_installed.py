@@ -25,7 +25,8 @@ print(*check_prefect_yaml(pathlib.Path(sys.argv[1])), sep="\\n")
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    int(version("setuptools").split(".")[0]) < 77, reason="setuptools 77 builds the wheel; the extra `test` has it"
+    int(version("setuptools").split(".")[0]) < 77,
+    reason="setuptools 77 builds the wheel; the extra `test` has it",
 )
 def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path: Path) -> None:
     source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
@@ -37,7 +38,9 @@ def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True
+    )
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"dphybrid", "bin"}
     (elsewhere / "flows").mkdir(parents=True)
     (elsewhere / "flows" / "__init__.py").write_text("")
@@ -51,7 +54,11 @@ def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path
     )
     assert done.returncode == 0, done.stderr
     first, *lines = done.stdout.splitlines()
-    assert first.split() == [str(site / "dphybrid/flows/__init__.py"), str(elsewhere / "flows/__init__.py"), "120"]
+    assert first.split() == [
+        str(site / "dphybrid/flows/__init__.py"),
+        str(elsewhere / "flows/__init__.py"),
+        "120",
+    ]
     assert all(line.endswith(": in order") for line in lines)
 
 
@@ -64,7 +71,9 @@ def test_flow_files_import_nothing_from_each_other() -> None:
 
 def test_the_doctor_tells_a_broken_prefect(tmp_path: Path) -> None:
     (tmp_path / "fastapi").mkdir()
-    (tmp_path / "fastapi" / "__init__.py").write_text("raise TypeError('Body() got an unexpected keyword argument')")
+    (tmp_path / "fastapi" / "__init__.py").write_text(
+        "raise TypeError('Body() got an unexpected keyword argument')"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "dphybrid", "doctor"],
         capture_output=True,

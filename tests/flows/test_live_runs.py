@@ -30,7 +30,9 @@ class Server:
     def read_flow_run(self, flow_run_id: UUID) -> Any:
         state = SimpleNamespace(type=StateType.RUNNING, timestamp=datetime.now(UTC) - timedelta(minutes=5))
         labels = {HOME: self.homes[flow_run_id], BEGUN: self.starts.get(flow_run_id, 1)}
-        return SimpleNamespace(id=flow_run_id, name="run", labels=labels, state=state, deployment_id=uuid4(), run_count=20)
+        return SimpleNamespace(
+            id=flow_run_id, name="run", labels=labels, state=state, deployment_id=uuid4(), run_count=20
+        )
 
     def set_flow_run_state(self, flow_run_id: UUID, _state: object, force: bool) -> None:
         assert force
@@ -69,11 +71,15 @@ def test_a_run_that_kills_its_machine_is_not_begun_for_ever(server: Server) -> N
     assert "not queued again" in alive.queue_dead_runs(set())[0]
 
 
-def test_a_process_knows_when_its_run_lives_elsewhere(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_knows_when_its_run_lives_elsewhere(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flow_run_id = dead_run(server)
     assert not lives_elsewhere(server.read_flow_run(flow_run_id))  # no worker of ours started it
     monkeypatch.setenv(STARTED_BY, server.homes[flow_run_id])
-    assert not lives_elsewhere(server.read_flow_run(flow_run_id))  # though Prefect's count has grown with its waiting
+    assert not lives_elsewhere(
+        server.read_flow_run(flow_run_id)
+    )  # though Prefect's count has grown with its waiting
     server.homes[flow_run_id] = "77 token other-host"
     assert lives_elsewhere(server.read_flow_run(flow_run_id))
 

@@ -44,9 +44,14 @@ def test_scheduled_runs_that_come_too_late_are_left_out(
         assert "200 minutes ago" in (state.message or "")
 
 
-def test_the_kernel_says_which_runs_are_dead(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_says_which_runs_are_dead(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
-    code = "import sys, time\nfrom dphybrid.orchestration.alive import alive_here\nwith alive_here('b'):\n print('in', flush=True); time.sleep(60)"
+    code = (
+        "import sys, time\nfrom dphybrid.orchestration.alive import alive_here\nwith alive_here('b'):\n "
+        "print('in', flush=True); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=REPOSITORY) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"in\n"
@@ -72,13 +77,16 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("dies", ["before", "meanwhile", "never"])
-def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(dies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(
+    dies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with subprocess.Popen(["sleep", "60"]) as dead:
         dead.kill()
     worker = dead.pid if dies == "before" else os.getpid()
     monkeypatch.setenv(alive.STARTED_BY, f"{worker} token")
     run = [sys.executable, "-c", _RUN, "2" if dies == "never" else "60"]
-    # A shell between worker and run, as some launchers are; it tells how the run ended, or is killed and leaves it alone.
+    # A shell between worker and run, as some launchers are; it tells how the run ended, or is killed and
+    # leaves it alone.
     shell = ["sh", "-c", '"$@" & echo $!; wait $!; echo $?', "sh", *run]
     with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as launcher:
         assert launcher.stdout is not None
@@ -91,7 +99,9 @@ def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(dies: str, mon
             assert launcher.stdout.readline().strip() == {"before": "7", "never": "0"}[dies]
 
 
-def test_a_run_that_a_worker_starts_anew_keeps_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_a_worker_starts_anew_keeps_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
     monkeypatch.setenv(alive.STARTED_BY, alive.mark_start("c"))
     with alive_here("c"):
@@ -104,7 +114,9 @@ def test_a_run_that_a_worker_starts_anew_keeps_its_file(tmp_path: Path, monkeypa
     assert not run_file("c").exists()
 
 
-def test_an_orphan_leaves_a_run_to_the_process_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_orphan_leaves_a_run_to_the_process_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
     with subprocess.Popen(["sleep", "60"]) as dead:
         dead.kill()
@@ -130,11 +142,23 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
         ("skip_if_late_min: 120", "skip_if_late_min: soon", "schedule nightly.*skip_if_late_min"),
         ("timezone: Etc/UTC", "timezone: Mars/Base", "schedule nightly.*Mars/Base"),
         ('cron: "30 3 * * *"', 'cron: "30 33 * * *"', "retrain-hybrid, schedule nightly: cron '30 33"),
-        ("        recipe: ctr", "        recipe: ctr\n        train: {epochs: 0}", "retrain-hybrid: .*epochs"),
+        (
+            "        recipe: ctr",
+            "        recipe: ctr\n        train: {epochs: 0}",
+            "retrain-hybrid: .*epochs",
+        ),
         ('"auto*1", "auto*2"]', '"auto*1", "gpu2"]', "sweep-hybrid: .*gpu2"),
-        ("active: false # set", "active: true # set", "retrain-hybrid, schedule nightly: checkpoint.register_as is not set"),
+        (
+            "active: false # set",
+            "active: true # set",
+            "retrain-hybrid, schedule nightly: checkpoint.register_as is not set",
+        ),
         ("flows.train_hybrid:train_hybrid", "flows.train_hybrid:train_hybird", "no flow 'train_hybird'"),
-        ("dphybrid.flows.train_hybrid:", "flows.train_hybrid:", "write dphybrid.flows.train_hybrid:train_hybrid"),
+        (
+            "dphybrid.flows.train_hybrid:",
+            "flows.train_hybrid:",
+            "write dphybrid.flows.train_hybrid:train_hybrid",
+        ),
     ):
         assert before in text, before
         (tmp_path / "prefect.yaml").write_text(text.replace(before, after))
@@ -165,6 +189,8 @@ def test_a_file_that_is_no_prefect_yaml_is_told(page: str, tmp_path: Path) -> No
 
 def test_parameters_that_hold_themselves_are_told(tmp_path: Path) -> None:
     flow = "dphybrid.flows.train_hybrid:train_hybrid"
-    (tmp_path / "prefect.yaml").write_text(f"deployments: [{{name: a, entrypoint: '{flow}', parameters: &p {{config: *p}}}}]")
+    (tmp_path / "prefect.yaml").write_text(
+        f"deployments: [{{name: a, entrypoint: '{flow}', parameters: &p {{config: *p}}}}]"
+    )
     with pytest.raises(UserError, match="deployment a"):
         check_prefect_yaml(tmp_path / "prefect.yaml")

@@ -27,12 +27,16 @@ from flows.retrain_hybrid import retrain_hybrid
 
 @pytest.fixture(scope="module")
 def prefect_server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120), temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    with (
+        prefect_test_harness(server_startup_timeout=120),
+        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+    ):
         yield
 
 
 def write_day(folder: Path, day: int, sites: range, noise: bool = False) -> None:
-    """Clicks of a day: each site has a rate of its own, all even ones a high one; noise: the labels say nothing."""
+    """Clicks of a day: each site has a rate of its own, all even ones a high one; noise: the labels say
+    nothing."""
     random = np.random.default_rng(day)
     site = random.integers(sites.start, sites.stop, 2000)
     age = random.normal(40, 15, 2000).round(6)
@@ -56,7 +60,9 @@ def config(folder: Path) -> ExperimentConfig:
 
 
 @pytest.mark.slow
-def test_three_days_of_data(tmp_path: Path, data_dir: Path, prefect_server: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_days_of_data(
+    tmp_path: Path, data_dir: Path, prefect_server: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     days = tmp_path / "days"
     days.mkdir()
     experiment, runs = config(days), data_dir / "runs"
@@ -114,7 +120,9 @@ def test_three_days_of_data(tmp_path: Path, data_dir: Path, prefect_server: None
 
 
 @pytest.mark.slow
-def test_a_grown_model_answers_as_the_champion_did(tmp_path: Path, data_dir: Path, prefect_server: None) -> None:
+def test_a_grown_model_answers_as_the_champion_did(
+    tmp_path: Path, data_dir: Path, prefect_server: None
+) -> None:
     days = tmp_path / "days"
     days.mkdir()
     experiment = config(days)
@@ -142,7 +150,9 @@ def test_a_grown_model_answers_as_the_champion_did(tmp_path: Path, data_dir: Pat
     assert new_B.any()
     assert not new_B.all()
     old_BF = ids_BF.copy()
-    old_BF[:, site] = [before.encoder.categories[0].ids(texts[[int(i) - 2]])[0] if i >= 2 else i for i in ids_BF[:, site]]
+    old_BF[:, site] = [
+        before.encoder.categories[0].ids(texts[[int(i) - 2]])[0] if i >= 2 else i for i in ids_BF[:, site]
+    ]
     batch = {name: torch.from_numpy(np.array(data.arrays[name][rows])) for name in ("dense_BN", "labels_B")}
     with torch.no_grad():
         one = champion.eval()({**batch, "ids_BF": torch.from_numpy(old_BF)})

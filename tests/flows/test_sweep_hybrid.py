@@ -44,12 +44,19 @@ def test_wrong_grids_are_told_before_anything_runs(data_dir: Path) -> None:
             make_grid(config, grid, "s", settings)
     grid = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
     assert [cell.name for cell in grid.cells][::3] == ["s-1-epochs1-lr0.1", "s-4-epochs2-lr0.2"]
-    assert [(c.config.train.epochs, c.config.table.lr) for c in grid.cells] == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
+    assert [(c.config.train.epochs, c.config.table.lr) for c in grid.cells] == [
+        (1, 0.1),
+        (1, 0.2),
+        (2, 0.1),
+        (2, 0.2),
+    ]
     assert cells_at_once(grid, settings) == 1
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_at_once_tries_again_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_runs_at_once_tries_again_and_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, marks = tmp_path / "nvml.json", tmp_path / "marks"
     marks.mkdir()
     (tmp_path / "swept.py").write_text(FACTORY)
@@ -65,7 +72,18 @@ def test_a_sweep_runs_at_once_tries_again_and_compares(tmp_path: Path, monkeypat
         DPHYBRID_GPU_POLL_S="0.1",
     )
     grid = json.dumps({"model.dim": [7, 8, 9], "devices": ["auto*1"]})
-    argv = ["--recipe", "hybrid", "--train.epochs", "1", "--model.factory", "swept:build", "--grid", grid, "--sweep", "widths"]
+    argv = [
+        "--recipe",
+        "hybrid",
+        "--train.epochs",
+        "1",
+        "--model.factory",
+        "swept:build",
+        "--grid",
+        grid,
+        "--sweep",
+        "widths",
+    ]
     ended = subprocess.run(
         [sys.executable, "-m", "flows.sweep_hybrid", *argv],
         capture_output=True,

@@ -34,7 +34,10 @@ def flow(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 def test_the_flow_runs_in_this_process_and_a_second_run_reuses_the_data(tmp_path: Path) -> None:
     first = flow(tmp_path, "--recipe", "toy", "--devices", "cpu*3", "--report", str(tmp_path / "report.json"))
     assert first.returncode == 0, first.stderr
-    assert "Let's use 3 devices!\n\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n" in first.stdout
+    assert (
+        "Let's use 3 devices!\n\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n"
+        in first.stdout
+    )
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["run_id"] in first.stdout
     assert report["best_checkpoint"] in first.stdout
@@ -70,13 +73,20 @@ def test_input_found_wrong_by_a_task_is_one_message_too(tmp_path: Path) -> None:
 
 
 def run_until_signalled(folder: Path, options: list[str], number: int) -> tuple[int, str]:
-    """Start a long run, send a signal to it and all below it once it trains; return its exit code and what it printed."""
+    """Start a long run, send a signal to it and all below it once it trains; return its exit code and what it
+    printed."""
     argv = [sys.executable, "-m", "flows.train_hybrid", *options, "--train.epochs", "4000"]
     log = folder / "log"
     with log.open("wb") as stream:
-        # A session of its own, as a terminal makes one: a signal of the terminal reaches every process in it, the embedded server too.
+        # A session of its own, as a terminal makes one: a signal of the terminal reaches every process in it,
+        # the embedded server too.
         child = subprocess.Popen(
-            argv, stdout=stream, stderr=stream, env=environment(folder), cwd=REPOSITORY, start_new_session=True
+            argv,
+            stdout=stream,
+            stderr=stream,
+            env=environment(folder),
+            cwd=REPOSITORY,
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + patience(120)
@@ -107,7 +117,8 @@ def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_to_all_its_processes_ends_a_run_soon(number: int, tmp_path: Path) -> None:
-    """Closing the terminal, or a service manager's stop; SIGTERM ends the embedded server before the flow can tell it that it ends."""
+    """Closing the terminal, or a service manager's stop; SIGTERM ends the embedded server before the flow can
+    tell it that it ends."""
     code, shown = run_until_signalled(tmp_path, ["--recipe", "hybrid", "--train.patience", "0"], number)
     assert code == 128 + number
     assert "after step" in shown
@@ -121,12 +132,23 @@ def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> No
     os.mkfifo(live / f"flow-{uuid4()}.run")
     worker = team.start_worker("literal")
     overrides = json.dumps(["recipe=hybrid", "devices=cpu*2", "train.epochs=2"])
-    argv = ["deployment", "run", "train-hybrid", "--param", f"overrides={overrides}", "--watch", "--watch-timeout", "300"]
+    argv = [
+        "deployment",
+        "run",
+        "train-hybrid",
+        "--param",
+        f"overrides={overrides}",
+        "--watch",
+        "--watch-timeout",
+        "300",
+    ]
     ended = team.command(PREFECT, *argv)
     assert ended.returncode == 0, ended.stdout + ended.stderr + team.logs()
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(patience(30)) == 0
-    assert (team.folder / "literal.log").read_text().count("flow-x.run: is no file of a live run; it is left alone") == 1
+    assert (team.folder / "literal.log").read_text().count(
+        "flow-x.run: is no file of a live run; it is left alone"
+    ) == 1
 
     from mlflow.tracking import MlflowClient
 
@@ -152,21 +174,33 @@ def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> No
     [
         (["train-hybrid", "--param", 'config={"train": {"epochs": 0}}'], ["epochs"]),
         (
-            ["train-hybrid", "--param", 'config={"model": {"kind": "transformer", "hidden": 100, "heads": 3}}'],
+            [
+                "train-hybrid",
+                "--param",
+                'config={"model": {"kind": "transformer", "hidden": 100, "heads": 3}}',
+            ],
             ["hidden=100", "heads=3"],
         ),
-        (["train-hybrid", "--param", 'overrides=["train.epoch=3"]'], ["train.epoch", "did you mean 'train.epochs'"]),
+        (
+            ["train-hybrid", "--param", 'overrides=["train.epoch=3"]'],
+            ["train.epoch", "did you mean 'train.epochs'"],
+        ),
         (["train-hybrid", "--param", "epoch=3"], ["epoch", "not found on the deployment"]),
         (["train-hybrid", "--param", "epochs=0"], ["train.epochs"]),
         (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, 0]}'], ["train.epochs", "0"]),
         (["retrain-hybrid"], ["checkpoint.register_as"]),
         (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
-        (["train-hybrid", "--param", 'config={"recipe": "ctr"}'], ["runs recipe text", "recipe=ctr", "train-ctr"]),
+        (
+            ["train-hybrid", "--param", 'config={"recipe": "ctr"}'],
+            ["runs recipe text", "recipe=ctr", "train-ctr"],
+        ),
         (["train-ctr", "--param", 'config={"train": {"epochs": 3}}'], ["recipe", "required"]),
         (["train-hybrd"], ["train-hybrd", "not found"]),
     ],
 )
-def test_wrong_parameters_fail_before_anything_is_scheduled(argv: list[str], words: list[str], team: Team) -> None:
+def test_wrong_parameters_fail_before_anything_is_scheduled(
+    argv: list[str], words: list[str], team: Team
+) -> None:
     before = team.post("/flow_runs/count", {})
     ended = team.command(PREFECT, "deployment", "run", *argv)
     assert ended.returncode != 0, ended.stdout
@@ -178,7 +212,9 @@ def test_wrong_parameters_fail_before_anything_is_scheduled(argv: list[str], wor
 
 @pytest.mark.slow
 def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> None:
-    done = team.command(sys.executable, "-m", "dphybrid.orchestration.setup", "--host", "one", "--host", "two")
+    done = team.command(
+        sys.executable, "-m", "dphybrid.orchestration.setup", "--host", "one", "--host", "two"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "brought up to date" in done.stdout
     automations = [page["name"] for page in team.post("/automations/filter", {})]
@@ -190,12 +226,19 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
     for page in deployments.values():
         assert page["pull_steps"] == []
         recipe = page["parameters"]["config"]["recipe"]
-        assert page["parameters"]["config"] == {"recipe": recipe}  # the form is empty, and says what the recipe sets
+        assert page["parameters"]["config"] == {
+            "recipe": recipe
+        }  # the form is empty, and says what the recipe sets
         form = page["parameter_openapi_schema"]["properties"]
         assert form["config"]["properties"]["recipe"]["enum"] == [recipe]
-        assert set(form["config"]["properties"]["data"]["properties"]) == set(find_recipe(recipe).data.model_fields)
+        assert set(form["config"]["properties"]["data"]["properties"]) == set(
+            find_recipe(recipe).data.model_fields
+        )
         assert "dphybrid" in page["tags"]
-        assert all(not schedule["active"] and schedule["schedule"]["timezone"] == "Etc/UTC" for schedule in page["schedules"])
+        assert all(
+            not schedule["active"] and schedule["schedule"]["timezone"] == "Etc/UTC"
+            for schedule in page["schedules"]
+        )
     retrain = deployments["retrain-hybrid"]
     assert retrain["global_concurrency_limit"]["limit"] == 1
     assert retrain["concurrency_options"]["collision_strategy"] == "ENQUEUE"

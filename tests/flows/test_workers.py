@@ -61,7 +61,10 @@ def mlflow_run(team: Team, folder: Path) -> Any:
 def test_twelve_runs_share_four_gpus_though_a_worker_is_killed(team: Team) -> None:
     write_state(team.gpus, [gpu(number) for number in range(4)])
     workers = [team.start_worker(name, "--limit", "3", SLOW="0.1") for name in ("one", "two")]
-    wanted = [("train-hybrid", {"overrides": [*SHORT, f"devices=auto*{1 + i % 3}", f"train.seed={i}"]}) for i in range(12)]
+    wanted = [
+        ("train-hybrid", {"overrides": [*SHORT, f"devices=auto*{1 + i % 3}", f"train.seed={i}"]})
+        for i in range(12)
+    ]
     runs = team.run_many(wanted)
     wait_until(lambda: len(team.holders()) >= 2, "GPUs are leased", 120)
     killed = {child.pid for child in psutil.Process(workers[0].pid).children(recursive=True)}
@@ -74,7 +77,9 @@ def test_twelve_runs_share_four_gpus_though_a_worker_is_killed(team: Team) -> No
     assert not list(team.leases.glob("*.ticket"))
     assert any(team.flow_run(run)["run_count"] > 1 for run in runs)
     pages = [json.loads((team.folder_of(run) or Path()).joinpath("run.json").read_text()) for run in runs]
-    assert sorted(len(page["tags"]["dphybrid.gpus"].split(",")) for page in pages) == [1] * 4 + [2] * 4 + [3] * 4
+    assert (
+        sorted(len(page["tags"]["dphybrid.gpus"].split(",")) for page in pages) == [1] * 4 + [2] * 4 + [3] * 4
+    )
     for worker in workers:
         worker.send_signal(signal.SIGTERM)
     assert [worker.wait(patience(30)) for worker in workers] == [0, 0], team.logs()
@@ -85,8 +90,13 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
     free = [gpu(number) for number in range(4)]
     write_state(team.gpus, free)
     slow = {"SLOW": "0.12"}
-    one, two = (team.start_worker(name, "--limit", "4", "--queue", name, "--queue", "any", **slow) for name in ("one", "two"))
-    undisturbed, orphaned, yielding, cancelled = runs = team.run_many([("train-hybrid", {"overrides": LONG})] * 4)
+    one, two = (
+        team.start_worker(name, "--limit", "4", "--queue", name, "--queue", "any", **slow)
+        for name in ("one", "two")
+    )
+    undisturbed, orphaned, yielding, cancelled = runs = team.run_many(
+        [("train-hybrid", {"overrides": LONG})] * 4
+    )
     folders = [team.wait_for_checkpoint(run) for run in runs]
 
     # Somebody begins to work on the GPU of one of them: it goes back to the queue, and waits there.
@@ -96,16 +106,23 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
     with subprocess.Popen(["sleep", "300"]) as stranger:
         try:
             busy = [
-                unit | ({"processes": [[stranger.pid, 30]], "free_gib": 49} if unit["uuid"] == taken else {}) for unit in free
+                unit | ({"processes": [[stranger.pid, 30]], "free_gib": 49} if unit["uuid"] == taken else {})
+                for unit in free
             ]
             write_state(team.gpus, busy)
-            wait_until(lambda: team.flow_run(yielding)["run_count"] > 1 or team.state(yielding) != "Running", "it gives way", 20)
+            wait_until(
+                lambda: team.flow_run(yielding)["run_count"] > 1 or team.state(yielding) != "Running",
+                "it gives way",
+                20,
+            )
             wait_until(lambda: taken not in team.holders(), "its GPU is free", 10)
 
             # Cancelled: the process ends within 30 s, with a checkpoint; MLflow says KILLED.
             process = psutil.Process(by_folder[folders[3]])
             begun = time.monotonic()
-            team.post(f"/flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+            team.post(
+                f"/flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}}
+            )
             process.wait(patience(30))
             assert time.monotonic() - begun < patience(30)
             team.wait_for(cancelled, "Cancelled", timeout_s=30)
@@ -128,11 +145,25 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
         assert team.flow_run(run)["run_count"] > 1
     three.send_signal(signal.SIGHUP)  # its terminal ends; it does not
     resumed = team.command(
-        sys.executable, "-m", "dphybrid", "train", "--config", str(_config(folders[3])), "--resume", folders[3].name
+        sys.executable,
+        "-m",
+        "dphybrid",
+        "train",
+        "--config",
+        str(_config(folders[3])),
+        "--resume",
+        folders[3].name,
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     reference = team.command(
-        sys.executable, "-m", "dphybrid", "train", "--config", str(_config(folders[3])), "--run-name", "reference"
+        sys.executable,
+        "-m",
+        "dphybrid",
+        "train",
+        "--config",
+        str(_config(folders[3])),
+        "--run-name",
+        "reference",
     )
     assert reference.returncode == 0, reference.stdout + reference.stderr
     for folder in folders:
@@ -162,7 +193,9 @@ def test_training_outlives_the_server_and_its_database(team: Team) -> None:
     team.wait_for(ends_meanwhile, "Completed", timeout_s=150)
     # Prefect's own observer of cancellations is dead by now; the run's own guard is not.
     assert team.state(cancelled_after) == "Running"
-    team.post(f"/flow_runs/{cancelled_after}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    team.post(
+        f"/flow_runs/{cancelled_after}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}}
+    )
     team.wait_for(cancelled_after, "Cancelled", timeout_s=60)
     assert mlflow_run(team, folders[1]).info.status == "KILLED"
     assert not team.holders()
@@ -184,7 +217,9 @@ def test_runs_of_dead_machines_are_queued_again_and_ended_ones_stay_ended(team: 
         set_state(run, "CRASHED", force=False, message=SILENT)
     assert (team.state(lost), team.state(ended)) == ("Crashed", "Completed")
     done = team.command(
-        sys.executable, "-c", "from dphybrid.orchestration.alive import queue_lost_runs; print(queue_lost_runs('gpu'))"
+        sys.executable,
+        "-c",
+        "from dphybrid.orchestration.alive import queue_lost_runs; print(queue_lost_runs('gpu'))",
     )
     assert done.stdout.count(SILENT) == 1, done.stdout + done.stderr
     assert [team.state(run) for run in (lost, ended, starting)] == ["AwaitingRetry", "Completed", "Pending"]
@@ -193,7 +228,8 @@ def test_runs_of_dead_machines_are_queued_again_and_ended_ones_stay_ended(team: 
 
 
 def _is_run(pid: int, team: Team, folder: Path) -> bool:
-    """Does a process train the run of a folder? Its lease carries the flow run's name, and so do the run's tags."""
+    """Does a process train the run of a folder? Its lease carries the flow run's name, and so do the run's
+    tags."""
     name = json.loads((folder / "run.json").read_text())["tags"]["prefect.flow_run_name"]
     pages = [json.loads(file.read_text() or "{}") for file in team.leases.glob("gpu-*.lock")]
     return any(page.get("pid") == pid and page.get("run") == name for page in pages)

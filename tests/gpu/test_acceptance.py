@@ -1,4 +1,5 @@
-"""What one real GPU must show. Needs torch, pytest and this project's parallel and embedding parts; skips where there is no GPU.
+"""What one real GPU must show. Needs torch, pytest and this project's parallel and embedding parts; skips
+where there is no GPU.
 
 Upstream behaviour that is only worth knowing is printed as a note (`-s` shows it), ours is asserted.
 """
@@ -14,9 +15,17 @@ from torch import Tensor, nn
 from dphybrid.embedding import HostEmbedding, RowAdagrad
 from dphybrid.parallel import DataParallel, resolve_devices, split_sizes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-REFERENCE = {1: [[30], [10]], 2: [[15, 15], [5, 5]], 3: [[10, 10, 10], [4, 4, 2]], 8: [[4] * 7 + [2], [2] * 5]}
+REFERENCE = {
+    1: [[30], [10]],
+    2: [[15, 15], [5, 5]],
+    3: [[10, 10, 10], [4, 4, 2]],
+    8: [[4] * 7 + [2], [2] * 5],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +108,10 @@ def test_buffers_are_those_of_the_first_replica() -> None:
     assert int(wrapped.module.num_batches_tracked) == 1
     theirs = nn.DataParallel(nn.BatchNorm1d(4).double().cuda(), device_ids=[0] * 3)
     theirs(x.cuda())
-    print(f"note: torch's own counts {int(theirs.module.num_batches_tracked)} batches on three replicas of one GPU")
+    print(
+        f"note: torch's own counts {int(theirs.module.num_batches_tracked)} batches on three replicas of "
+        "one GPU"
+    )
 
 
 @pytest.mark.parametrize("devices", ["cuda:0", "cuda:0*3"])
@@ -148,7 +160,12 @@ def test_the_callers_modes_reach_every_replica(mode: str) -> None:
         wrapped(x)
     with torch.inference_mode():
         wrapped(x)
-    assert seen == [(torch.bfloat16, True, False)] * 2 + [(torch.float32, False, False)] * 2 + [(torch.float32, False, True)] * 2
+    assert (
+        seen
+        == [(torch.bfloat16, True, False)] * 2
+        + [(torch.float32, False, False)] * 2
+        + [(torch.float32, False, True)] * 2
+    )
 
 
 def test_a_short_batch_with_a_keyword_works_and_a_stray_tensor_is_refused() -> None:

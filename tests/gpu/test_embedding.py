@@ -1,4 +1,5 @@
-"""What the engine must show on real GPUs: the same bits with and without prefetching, the CPU's numbers, and copies that are told."""
+"""What the engine must show on real GPUs: the same bits with and without prefetching, the CPU's numbers, and
+copies that are told."""
 
 import pytest
 import torch
@@ -7,7 +8,10 @@ from torch import nn
 from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, make_row_optimizer
 from dphybrid.parallel import DataParallel, parts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 ROWS, DIM, BATCH, COLUMNS, STEPS = 5000, 16, 64, 8, 200
 ALL_GPUS = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
@@ -23,7 +27,9 @@ class Unmended(HostEmbedding):
 def batches() -> list[torch.Tensor]:
     found = []
     for step in range(STEPS):
-        chance = torch.rand(BATCH - step % 3, COLUMNS, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        chance = torch.rand(
+            BATCH - step % 3, COLUMNS, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        )
         found.append(((ROWS**-0.05 * chance + 1 - chance) ** -20).long().clamp_(1, ROWS) - 1)
     return found
 
@@ -58,7 +64,12 @@ def train(
                     losses.append(region(parts(table.replica_rows(ids_BF))).sum().cpu())
         torch.cuda.synchronize()
         counters = pipeline.counters()
-    tensors = [*losses, table.weight, *rows.state_dict().values(), *(p.detach().cpu() for p in region.parameters())]
+    tensors = [
+        *losses,
+        table.weight,
+        *rows.state_dict().values(),
+        *(p.detach().cpu() for p in region.parameters()),
+    ]
     return tensors, counters
 
 
@@ -79,7 +90,9 @@ def test_leaving_the_repair_out_is_noticed() -> None:
 @pytest.mark.parametrize("devices", ["cuda:0", "cuda:0*3", ALL_GPUS])
 def test_equal_to_the_cpu(devices: str) -> None:
     for ours, expected in zip(
-        train("exact", devices, dtype=torch.float64)[0], train("off", "cpu", dtype=torch.float64)[0], strict=True
+        train("exact", devices, dtype=torch.float64)[0],
+        train("off", "cpu", dtype=torch.float64)[0],
+        strict=True,
     ):
         torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-10)
 

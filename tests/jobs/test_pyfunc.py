@@ -1,4 +1,5 @@
-"""MLflow's own door: `mlflow.pyfunc.load_model(uri).predict(frame)` is what `dphybrid.load` says of the same rows."""
+"""MLflow's own door: `mlflow.pyfunc.load_model(uri).predict(frame)` is what `dphybrid.load` says of the same
+rows."""
 
 from pathlib import Path
 
@@ -13,12 +14,20 @@ from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
 
 
-def test_a_frame_is_scored_and_the_model_kept(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_is_scored_and_the_model_kept(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pandas as pd
 
     rows = [(f"s{i * 7 % 31}", i % 50, int(i % 3 == 0)) for i in range(300)]
     (tmp_path / "clicks.csv").write_text("site,age,clicked\n" + "".join(f"{s},{a},{c}\n" for s, a, c in rows))
-    values = ["recipe=ctr", f"data.path={tmp_path / 'clicks.csv'}", "data.label=clicked", "train.epochs=1", "devices=cpu"]
+    values = [
+        "recipe=ctr",
+        f"data.path={tmp_path / 'clicks.csv'}",
+        "data.label=clicked",
+        "train.epochs=1",
+        "devices=cpu",
+    ]
     report = run_job(load_config(None, values), load_settings(), run_name="clicks")
     run = MlflowClient(report.tracking_uri).get_run(report.run_id)
     model_id = run.outputs.model_outputs[-1].model_id

@@ -20,7 +20,9 @@ def _no_record(monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", '{"run_id": "x", "con', "[]", "{}", "\x00" * 900])
-def test_a_damaged_neighbour_is_named_and_left_out(text: str, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_neighbour_is_named_and_left_out(
+    text: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_job(load_config(None, TOY), load_settings(), run_name="good", tags={"who": "me"})
     (data_dir / "runs/bad").mkdir()
     (data_dir / "runs/bad/run.json").write_text(text)
@@ -43,4 +45,7 @@ def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:
     ):
         run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="mine")
     assert (data_dir / "runs/mine/run.json").read_bytes() == before
-    assert run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="mine").run_name == "mine"
+    assert (
+        run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="mine").run_name
+        == "mine"
+    )

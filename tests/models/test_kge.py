@@ -1,4 +1,5 @@
-"""Knowledge-graph embeddings: scores against Python's complex numbers, ranks against a naive reference, and learning."""
+"""Knowledge-graph embeddings: scores against Python's complex numbers, ranks against a naive reference, and
+learning."""
 
 import math
 from pathlib import Path
@@ -24,12 +25,17 @@ KINDS = ["distmult", "complex", "rotate"]
 
 def graph(folder: Path, num_entities: int = 30, num_triples: int = 120, **values: object) -> Prepared:
     random = np.random.default_rng(0)
-    triples = {(f"e{h}", f"r{r}", f"e{t}") for h, r, t in random.integers(0, [num_entities, 3, num_entities], (num_triples, 3))}
+    triples = {
+        (f"e{h}", f"r{r}", f"e{t}")
+        for h, r, t in random.integers(0, [num_entities, 3, num_entities], (num_triples, 3))
+    }
     lines = ["\t".join(triple) for triple in sorted(triples)]
     (folder / "graph").mkdir()
     for part, chosen in (("train", lines[::2]), ("valid", lines[1::4]), ("test", lines[3::4])):
         (folder / "graph" / f"{part}.txt").write_text("\n".join(chosen) + "\n")
-    return prepare("kge", KgeDataConfig(path=str(folder / "graph"), **{"negatives": 8} | values), folder / "prepared", 0)  # type: ignore[arg-type]
+    return prepare(
+        "kge", KgeDataConfig(path=str(folder / "graph"), **{"negatives": 8} | values), folder / "prepared", 0
+    )  # type: ignore[arg-type]
 
 
 def model_for(data: Prepared, kind: str, devices: str = "cpu") -> TripleModel:
@@ -51,8 +57,12 @@ def naive_score(kind: str, head: list[float], relation: list[float], tail: list[
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
-def test_ranks_are_those_of_a_naive_reference(kind: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dphybrid.recipes.kge.model.PRODUCTS", 2 * 10 * 7)  # several blocks of entities, a short one last
+def test_ranks_are_those_of_a_naive_reference(
+    kind: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "dphybrid.recipes.kge.model.PRODUCTS", 2 * 10 * 7
+    )  # several blocks of entities, a short one last
     monkeypatch.setattr("dphybrid.recipes.kge.model.DISTANCES", 2 * 10 * 7 * 6)
     data = graph(tmp_path)
     model = model_for(data, kind, devices).eval()
@@ -64,7 +74,10 @@ def test_ranks_are_those_of_a_naive_reference(kind: str, devices: str, tmp_path:
 
     def rank_and_loss(asked: int, relation: int, answer: int, others: list[int]) -> tuple[float, float]:
         own = naive_score(kind, table[asked].tolist(), relations[relation], table[answer].tolist())
-        scores = [naive_score(kind, table[asked].tolist(), relations[relation], table[other].tolist()) for other in others]
+        scores = [
+            naive_score(kind, table[asked].tolist(), relations[relation], table[other].tolist())
+            for other in others
+        ]
         equal = [abs(score - own) < 1e-12 for score in scores]
         above = sum(score > own and not same for score, same in zip(scores, equal, strict=True))
         return 1 + above + sum(equal) / 2, math.log(sum(math.exp(score - own) for score in [own, *scores]))
@@ -73,17 +86,24 @@ def test_ranks_are_those_of_a_naive_reference(kind: str, devices: str, tmp_path:
     for head, relation, tail in arrays["valid_triples"].tolist():
         tails = [e for e in range(num_entities) if e != tail and (head, relation, e) not in known]
         heads = [e for e in range(num_entities) if e != head and (e, relation, tail) not in known]
-        one, two = rank_and_loss(head, relation, tail, tails), rank_and_loss(tail, relation + num_relations, head, heads)
+        one, two = (
+            rank_and_loss(head, relation, tail, tails),
+            rank_and_loss(tail, relation + num_relations, head, heads),
+        )
         expected_ranks.append([one[0], two[0]])
         expected_losses.append(one[1] + two[1])
     with torch.no_grad():
-        outputs = [model(batch) for batch in batches(data.dataset("valid"), 10, seed=0, epoch=0, shuffle=False)]
+        outputs = [
+            model(batch) for batch in batches(data.dataset("valid"), 10, seed=0, epoch=0, shuffle=False)
+        ]
     assert torch.cat([o["ranks_B2"] for o in outputs]).tolist() == expected_ranks
     assert torch.cat([o["loss"] for o in outputs]).tolist() == pytest.approx(expected_losses)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_training_loss_is_a_softmax_over_answer_and_negatives_and_any_split_gives_it(kind: str, tmp_path: Path) -> None:
+def test_the_training_loss_is_a_softmax_over_answer_and_negatives_and_any_split_gives_it(
+    kind: str, tmp_path: Path
+) -> None:
     data = graph(tmp_path)
     (batch, *_) = batches(data.dataset("train"), 10, seed=0, epoch=0, shuffle=True)
     one, three = model_for(data, kind), model_for(data, kind, "cpu*3")
@@ -95,10 +115,14 @@ def test_the_training_loss_is_a_softmax_over_answer_and_negatives_and_any_split_
         zip(*(batch[f"{c}_B"].tolist() for c in ("heads", "relations", "tails")), strict=True)
     ):
         expected = 0.0
-        for asked, row, answer in ((head, relation, tail), (tail, relation + data.info["num_relations"], head)):
+        for asked, row, answer in (
+            (head, relation, tail),
+            (tail, relation + data.info["num_relations"], head),
+        ):
             others = [e for e in batch["negatives_K"].tolist() if e != answer]
             own, *scores = (
-                naive_score(kind, table[asked].tolist(), relations[row].tolist(), table[e].tolist()) for e in [answer, *others]
+                naive_score(kind, table[asked].tolist(), relations[row].tolist(), table[e].tolist())
+                for e in [answer, *others]
             )
             expected += math.log(1 + sum(math.exp(score + weight - own) for score in scores))
         assert float(loss_B[i].detach()) == pytest.approx(expected)
@@ -118,13 +142,26 @@ def test_negatives_are_a_function_of_seed_epoch_and_batch(tmp_path: Path) -> Non
 
 
 def test_it_learns_relations_with_a_pattern(data_dir: Path, tmp_path: Path) -> None:
-    """Two relations and their inverses on a ring: `next` holds between neighbours, `before` says the same the other way round."""
-    lines = [f"e{i}\tnext\te{(i + 1) % 60}" for i in range(60)] + [f"e{(i + 1) % 60}\tbefore\te{i}" for i in range(60)]
+    """Two relations and their inverses on a ring: `next` holds between neighbours, `before` says the same the
+    other way round."""
+    lines = [f"e{i}\tnext\te{(i + 1) % 60}" for i in range(60)] + [
+        f"e{(i + 1) % 60}\tbefore\te{i}" for i in range(60)
+    ]
     (tmp_path / "ring").mkdir()
-    (tmp_path / "ring" / "train.txt").write_text("\n".join(line for i, line in enumerate(lines) if i < 60 or i % 6))
+    (tmp_path / "ring" / "train.txt").write_text(
+        "\n".join(line for i, line in enumerate(lines) if i < 60 or i % 6)
+    )
     (tmp_path / "ring" / "valid.txt").write_text("\n".join(lines[60::6]))
-    values = ["recipe=kge", f"data.path={tmp_path / 'ring'}", "data.negatives=60", "train.batch_size=32", "train.epochs=60"]
-    report = run_job(load_config(None, [*values, "model.dim=32", "model.penalty=0.01", "devices=cpu*2"]), load_settings())
+    values = [
+        "recipe=kge",
+        f"data.path={tmp_path / 'ring'}",
+        "data.negatives=60",
+        "train.batch_size=32",
+        "train.epochs=60",
+    ]
+    report = run_job(
+        load_config(None, [*values, "model.dim=32", "model.penalty=0.01", "devices=cpu*2"]), load_settings()
+    )
     assert report.metrics["mrr"] > 0.9
     assert report.metrics["hits_at_1"] <= report.metrics["hits_at_3"] <= report.metrics["hits_at_10"] <= 1
 
@@ -138,10 +175,14 @@ def test_its_region_is_clean(kind: str, tmp_path: Path) -> None:
 def test_a_relation_s_query_keeps_the_entity_s_moduli_under_rotation() -> None:
     entity, relation = torch.randn(5, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     turned = QUERIES["rotate"](entity, relation)
-    torch.testing.assert_close(turned[:, :4] ** 2 + turned[:, 4:] ** 2, entity[:, :4] ** 2 + entity[:, 4:] ** 2)
+    torch.testing.assert_close(
+        turned[:, :4] ** 2 + turned[:, 4:] ** 2, entity[:, :4] ** 2 + entity[:, 4:] ** 2
+    )
 
 
 def test_wrong_options_are_told(tmp_path: Path) -> None:
     data = graph(tmp_path)
     with pytest.raises(UserError, match="even"):
-        build_model("kge", ModelContext(resolve_devices("cpu"), data.info, KgeModelConfig(kind="complex", dim=7), 0))
+        build_model(
+            "kge", ModelContext(resolve_devices("cpu"), data.info, KgeModelConfig(kind="complex", dim=7), 0)
+        )

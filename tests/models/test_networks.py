@@ -1,4 +1,5 @@
-"""The recipes' networks against their papers' formulas written out, the same on several devices, and able to learn."""
+"""The recipes' networks against their papers' formulas written out, the same on several devices, and able to
+learn."""
 
 import itertools
 from pathlib import Path
@@ -28,7 +29,8 @@ INFO = {
     "digits": {"num_classes": 10, "image": [1, 8, 8]},
 }
 KINDS = {
-    recipe: get_args(find_recipe(recipe).model.model_fields["kind"].annotation) for recipe in ("ctr", "text", "digits", "kge")
+    recipe: get_args(find_recipe(recipe).model.model_fields["kind"].annotation)
+    for recipe in ("ctr", "text", "digits", "kge")
 }
 RECIPES = [(recipe, kind) for recipe in INFO for kind in KINDS[recipe]]
 
@@ -37,19 +39,27 @@ def batch_of(recipe: str, size: int = 7) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(0)
     if recipe == "ctr":
         ids = [torch.randint(n, (size,), generator=draw) for n in (5, 7, 4)]
-        dense, labels = torch.randn(size, 2, generator=draw), torch.randint(2, (size,), generator=draw).float()
+        dense, labels = (
+            torch.randn(size, 2, generator=draw),
+            torch.randint(2, (size,), generator=draw).float(),
+        )
         return {"ids_BF": torch.stack(ids, 1), "dense_BN": dense, "labels_B": labels}
     if recipe == "text":
         ids = torch.randint(60, (size, 9), generator=draw)
         return {"ids_BT": ids, "targets_BT": torch.cat([ids[:, 1:], torch.full((size, 1), IGNORED)], 1)}
-    return {"x_BCHW": torch.rand(size, 1, 8, 8, generator=draw), "labels_B": torch.randint(10, (size,), generator=draw)}
+    return {
+        "x_BCHW": torch.rand(size, 1, 8, 8, generator=draw),
+        "labels_B": torch.randint(10, (size,), generator=draw),
+    }
 
 
 def model_of(recipe: str, kind: str, devices: str = "cpu", **values: object) -> nn.Module:
     options = find_recipe(recipe).model
     sizes = {"dim": 6, "hidden": 8, "layers": 1, "dropout": 0.0, "dtype": "float64"} | values
     used = {name: value for name, value in sizes.items() if name in options.model_fields}
-    return build_model(recipe, ModelContext(resolve_devices(devices), INFO[recipe], options(kind=kind, **used), 3))
+    return build_model(
+        recipe, ModelContext(resolve_devices(devices), INFO[recipe], options(kind=kind, **used), 3)
+    )
 
 
 @pytest.mark.parametrize(("recipe", "kind"), RECIPES)
@@ -80,7 +90,9 @@ def test_a_factorization_machine_is_the_sum_over_pairs() -> None:
     rows_BFD, dense_BN = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     for b in range(4):
         fields = [*rows_BFD[b], *(dense_BN[b, n] * network.dense_ND[n] for n in range(2))]
-        expected = sum(field[0] for field in fields) + sum(one[1:] @ two[1:] for one, two in itertools.combinations(fields, 2))
+        expected = sum(field[0] for field in fields) + sum(
+            one[1:] @ two[1:] for one, two in itertools.combinations(fields, 2)
+        )
         torch.testing.assert_close(network(rows_BFD, dense_BN)[b], expected)
 
 
@@ -104,7 +116,9 @@ def test_the_wide_part_is_linear_in_the_first_column() -> None:
     rows_BFD = torch.randn(2, 3, 5)
     more = rows_BFD.clone()
     more[:, 1, 0] += 1.5
-    torch.testing.assert_close(network(more, torch.zeros(2, 0)) - network(rows_BFD, torch.zeros(2, 0)), torch.full((2,), 1.5))
+    torch.testing.assert_close(
+        network(more, torch.zeros(2, 0)) - network(rows_BFD, torch.zeros(2, 0)), torch.full((2,), 1.5)
+    )
 
 
 def test_an_adaptive_softmax_is_a_distribution_over_all_words() -> None:
@@ -156,7 +170,9 @@ def test_digits_are_learnt(kind: str, epochs: int, data_dir: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS["ctr"])
 def test_clicks_are_learnt(kind: str, data_dir: Path, tmp_path: Path) -> None:
-    body = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i * 7 % 10},{int(i % 4 == 0 or i % 3 == 1)}" for i in range(1200))
+    body = "\n".join(
+        f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i * 7 % 10},{int(i % 4 == 0 or i % 3 == 1)}" for i in range(1200)
+    )
     (tmp_path / "clicks.csv").write_text("one,two,n,clicked\n" + body)
     values = [
         f"data.path={tmp_path / 'clicks.csv'}",
@@ -165,7 +181,9 @@ def test_clicks_are_learnt(kind: str, data_dir: Path, tmp_path: Path) -> None:
         "model.dim=4",
         "model.hidden=16",
     ]
-    report = run_job(load_config(None, ["recipe=ctr", *values, "train.batch_size=32", "train.epochs=8"]), load_settings())
+    report = run_job(
+        load_config(None, ["recipe=ctr", *values, "train.batch_size=32", "train.epochs=8"]), load_settings()
+    )
     assert report.metrics["auc"] > 0.98
 
 
@@ -191,10 +209,12 @@ class PlainLanguageModel(nn.Module):
 
 
 def test_text_reaches_the_perplexity_of_plain_torch(data_dir: Path, tmp_path: Path) -> None:
-    """Same seed and order of batches: torch's embedding, SGD and Adam on one device beside a host table on three devices."""
+    """Same seed and order of batches: torch's embedding, SGD and Adam on one device beside a host table on
+    three devices."""
     draw = torch.Generator().manual_seed(0)
     text = "\n\n".join(
-        " ".join(f"w{int(w)}" for w in torch.randint(12, (200,), generator=draw).cumsum(0) % 40) for _ in range(30)
+        " ".join(f"w{int(w)}" for w in torch.randint(12, (200,), generator=draw).cumsum(0) % 40)
+        for _ in range(30)
     )
     (tmp_path / "words.txt").write_text(text)
     config = load_config(
@@ -203,23 +223,44 @@ def test_text_reaches_the_perplexity_of_plain_torch(data_dir: Path, tmp_path: Pa
             f"data.path={tmp_path / 'words.txt'}",
             "data.window=20",
             "devices=cpu*3",
-            *("model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0", "table.optimizer=sgd", "table.lr=0.5"),
-            *("train.epochs=6", "train.schedule=constant", "train.clip_norm=0", "train.lr=0.03", "train.patience=0"),
+            *(
+                "model.dim=8",
+                "model.hidden=16",
+                "model.layers=1",
+                "model.dropout=0",
+                "table.optimizer=sgd",
+                "table.lr=0.5",
+            ),
+            *(
+                "train.epochs=6",
+                "train.schedule=constant",
+                "train.clip_norm=0",
+                "train.lr=0.03",
+                "train.patience=0",
+            ),
         ],
     )
     settings = load_settings()
     data = prepare("text", config.data, settings.prepared_dir, config.train.seed)
-    start = build_model("text", ModelContext(resolve_devices("cpu"), data.info, config.model, config.train.seed))
+    start = build_model(
+        "text", ModelContext(resolve_devices("cpu"), data.info, config.model, config.train.seed)
+    )
     plain = PlainLanguageModel(data.info["num_words"], 8, 16)
     with torch.no_grad():
         plain.words.weight.copy_(start.words.weight)  # type: ignore[union-attr, arg-type]
     states = {name.partition("network.")[2]: value for name, value in start.named_parameters()}
-    plain.network.load_state_dict({name.partition("network.")[2]: value for name, value in states.items() if "network." in name})
-    plain.output.load_state_dict({name.rpartition(".")[2]: value for name, value in start.named_parameters() if "output" in name})
+    plain.network.load_state_dict(
+        {name.partition("network.")[2]: value for name, value in states.items() if "network." in name}
+    )
+    plain.output.load_state_dict(
+        {name.rpartition(".")[2]: value for name, value in start.named_parameters() if "output" in name}
+    )
     dense = torch.optim.Adam([*plain.network.parameters(), *plain.output.parameters()], lr=0.03)
     rows = torch.optim.SGD(plain.words.parameters(), lr=0.5)
     for epoch in range(6):
-        for batch in batches(data.dataset("train"), config.train.batch_size, seed=0, epoch=epoch, shuffle=True):
+        for batch in batches(
+            data.dataset("train"), config.train.batch_size, seed=0, epoch=epoch, shuffle=True
+        ):
             for optimizer in (dense, rows):
                 optimizer.zero_grad()
             plain(batch["ids_BT"], batch["targets_BT"]).backward()

@@ -1,4 +1,5 @@
-"""Torch's own replicate, scatter and gather, run against ours: their code objects with the device-only calls rebound to copies."""
+"""Torch's own replicate, scatter and gather, run against ours: their code objects with the device-only calls
+rebound to copies."""
 
 import importlib
 import types
@@ -27,9 +28,13 @@ def rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
 
 
 def copies(tensors: list[Tensor], devices: list[Any], detach: bool = False) -> list[list[Tensor]]:
-    # As on GPUs, the first device gets the tensors themselves, or with gradients what an autograd function makes of them.
+    # As on GPUs, the first device gets the tensors themselves, or with gradients what an autograd function
+    # makes of them.
     first = list(tensors) if detach else [t.view_as(t) for t in tensors]
-    return [first if j == 0 else [t.detach().clone() if detach else t.clone() for t in tensors] for j in range(len(devices))]
+    return [
+        first if j == 0 else [t.detach().clone() if detach else t.clone() for t in tensors]
+        for j in range(len(devices))
+    ]
 
 
 upstream_replicate = rebound(
@@ -71,15 +76,20 @@ class OtherTorch:
 
 upstream_scatter_kwargs = rebound(torch_scatter_gather.scatter_kwargs, scatter=upstream_scatter)
 upstream_parallel_apply = rebound(
-    torch_parallel_apply.parallel_apply, torch=OtherTorch(), _get_device_index=lambda device, optional=False: device
+    torch_parallel_apply.parallel_apply,
+    torch=OtherTorch(),
+    _get_device_index=lambda device, optional=False: device,
 )
 
 
 def structure(module: nn.Module) -> dict[str, Any]:
-    """What a replica is made of: kinds, attributes, which tensors are parameters, buffers or plain, and their values."""
+    """What a replica is made of: kinds, attributes, which tensors are parameters, buffers or plain, and their
+    values."""
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
-        tensors = {key: value.detach().clone() for key, value in vars(part).items() if isinstance(value, Tensor)}
+        tensors = {
+            key: value.detach().clone() for key, value in vars(part).items() if isinstance(value, Tensor)
+        }
         found[name] = (
             type(part),
             sorted(set(vars(part)) - {"_is_replica"}),
@@ -95,7 +105,9 @@ def structure(module: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("make", SHAPES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("devices", [1, 2, 5])
 @pytest.mark.parametrize("detach", [False, True])
-def test_replicas_have_the_structure_of_torchs(make: Callable[[], nn.Module], devices: int, detach: bool) -> None:
+def test_replicas_have_the_structure_of_torchs(
+    make: Callable[[], nn.Module], devices: int, detach: bool
+) -> None:
     torch.manual_seed(0)
     module = make()
     theirs = upstream_replicate(module, list(range(devices)), detach)
@@ -114,7 +126,9 @@ def test_a_step_equals_that_of_torchs_own_code(make: Callable[[], nn.Module], de
     two = make().double()
     x = torch.randn(16, *SHAPES[make], dtype=torch.float64)
     places = list(range(len(split_sizes(16, devices))))
-    theirs = upstream_gather([m(c) for m, c in zip(upstream_replicate(one, places), upstream_scatter(x, places), strict=True)], 0)
+    theirs = upstream_gather(
+        [m(c) for m, c in zip(upstream_replicate(one, places), upstream_scatter(x, places), strict=True)], 0
+    )
     ours = DataParallel(two, f"cpu*{devices}")(x)
     assert torch.equal(ours, theirs)
     theirs.square().sum().backward()
@@ -125,10 +139,14 @@ def test_a_step_equals_that_of_torchs_own_code(make: Callable[[], nn.Module], de
         assert torch.equal(b1, b2), name
 
 
-@pytest.mark.parametrize("make", [m for m in SHAPES if m not in (mlp_batchnorm, spectral_norm)], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [m for m in SHAPES if m not in (mlp_batchnorm, spectral_norm)], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("devices", [2, 3, 8])
 @pytest.mark.parametrize("strict", [False, True])
-def test_networks_without_batch_state_equal_themselves_unsplit(make: Callable[[], nn.Module], devices: int, strict: bool) -> None:
+def test_networks_without_batch_state_equal_themselves_unsplit(
+    make: Callable[[], nn.Module], devices: int, strict: bool
+) -> None:
     torch.manual_seed(1)
     module = make().double()
     x = torch.randn(11, *SHAPES[make], dtype=torch.float64)
@@ -152,12 +170,16 @@ class Keyword(nn.Module):
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
 @pytest.mark.parametrize("flag", [{}, {"flag": True}])
-def test_a_call_with_keywords_equals_torchs_scatter_kwargs_and_parallel_apply(devices: int, flag: dict[str, bool]) -> None:
+def test_a_call_with_keywords_equals_torchs_scatter_kwargs_and_parallel_apply(
+    devices: int, flag: dict[str, bool]
+) -> None:
     module = Keyword()
     x, scale = torch.randn(16, 3, dtype=torch.float64), torch.randn(16, 1, dtype=torch.float64)
     places = list(range(len(split_sizes(16, devices))))
     args, kwargs = upstream_scatter_kwargs((x,), {"scale": scale, **flag}, places)
-    theirs = upstream_gather(upstream_parallel_apply(upstream_replicate(module, places), args, kwargs, places), 0)
+    theirs = upstream_gather(
+        upstream_parallel_apply(upstream_replicate(module, places), args, kwargs, places), 0
+    )
     for mode in ("inline", "serial", "threads"):
         ours = DataParallel(module, f"cpu*{devices}", mode=mode)(x, scale=scale, **flag)  # type: ignore[arg-type]
         assert torch.equal(ours["y"], theirs["y"])
@@ -171,7 +193,10 @@ def test_where_torch_fails_on_a_short_batch_with_a_flag_ours_does_not() -> None:
     assert sum(part == () for part in args) == 3  # three replicas would be called without x
     module = Keyword()
     torch.testing.assert_close(
-        DataParallel(module, "cpu*8")(x, scale=scale, flag=True)["y"], -module.layer(x), rtol=1e-12, atol=1e-12
+        DataParallel(module, "cpu*8")(x, scale=scale, flag=True)["y"],
+        -module.layer(x),
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 
@@ -209,4 +234,7 @@ def test_scatter_and_gather_equal_torchs_on_nests() -> None:
         ours = scatter(nest, resolve_devices(f"cpu*{count}"), sizes=sizes)
         theirs = upstream_scatter(nest, list(range(len(sizes))))
         assert repr(ours) == repr([*theirs])
-        assert torch.equal(gather([part[0]["a"] for part in ours], "cpu"), upstream_gather([part[0]["a"] for part in theirs], 0))
+        assert torch.equal(
+            gather([part[0]["a"] for part in ours], "cpu"),
+            upstream_gather([part[0]["a"] for part in theirs], 0),
+        )

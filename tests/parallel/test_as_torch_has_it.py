@@ -82,7 +82,9 @@ def test_the_function_with_keywords_and_without_inputs() -> None:
         close(data_parallel(net, x, devices, module_kwargs={"scale": -x, "flag": True}), -x * x)
         assert torch.equal(data_parallel(net, None, devices), torch.ones(3, 1))
         close(data_parallel(net, (x,), devices, None, 0, {"scale": x}), x * x)
-        close(data_parallel(made(), x[:, :1].expand(5, 5), devices, "cpu", dim=0), made()(x[:, :1].expand(5, 5)))
+        close(
+            data_parallel(made(), x[:, :1].expand(5, 5), devices, "cpu", dim=0), made()(x[:, :1].expand(5, 5))
+        )
 
 
 # The primitives, as the tutorial and others call them
@@ -110,7 +112,8 @@ def test_the_tutorials_own_lines(given: list[Any]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_models_that_scatter_and_apply_by_themselves(mode: Any) -> None:
-    # A recommender's forward: replicas kept, bottom and top applied apart, the tables' rows shuffled to the devices in between.
+    # A recommender's forward: replicas kept, bottom and top applied apart, the tables' rows shuffled to the
+    # devices in between.
     devices = ["cpu"] * 4
     bottom, top = made(5, 3), made(6, 1)
     dense, tables = rows(10, 5), [rows(10, 3), rows(10, 3)]
@@ -118,7 +121,9 @@ def test_models_that_scatter_and_apply_by_themselves(mode: Any) -> None:
     shares = scatter(dense, devices, dim=0)
     count = len(shares)
     seen = parallel_apply(bottoms[:count], shares, None, devices[:count], mode=mode)
-    by_device = [list(column) for column in zip(*(scatter(rows, devices, dim=0) for rows in tables), strict=True)]
+    by_device = [
+        list(column) for column in zip(*(scatter(rows, devices, dim=0) for rows in tables), strict=True)
+    ]
     mixed = [torch.cat([seen[k], by_device[k][0] * by_device[k][1]], 1) for k in range(count)]
     out = gather(parallel_apply(tops[:count], mixed, None, devices[:count], mode=mode), -1, dim=0)
     close(out, top(torch.cat([bottom(dense), tables[0] * tables[1]], 1)))
@@ -165,7 +170,9 @@ class GraphParallel(DataParallel):
     def scatter(self, graphs: list[Graph], device_ids: Any) -> Any:  # type: ignore[override]
         step = -(-len(graphs) // len(device_ids))
         parts = [graphs[start : start + step] for start in range(0, len(graphs), step)]
-        return [Graph(torch.cat([graph.x for graph in part]).to(device_ids[j])) for j, part in enumerate(parts)]
+        return [
+            Graph(torch.cat([graph.x for graph in part]).to(device_ids[j])) for j, part in enumerate(parts)
+        ]
 
 
 class ReadsGraph(nn.Module):
@@ -189,7 +196,8 @@ def test_a_subclass_that_scatters_graphs(devices: str, mode: Any) -> None:
 
 
 class Container:
-    """A batch kept as a list, one entry a device, marked as tensors or as plain data (as mmcv's DataContainer)."""
+    """A batch kept as a list, one entry a device, marked as tensors or as plain data (as mmcv's
+    DataContainer)."""
 
     def __init__(self, data: list[Any]) -> None:
         self.data = data
@@ -357,9 +365,13 @@ def test_losses_of_one_value_a_replica(mode: Any) -> None:
             DataParallel(Does(lambda x, f=shape: f(mean(x))), "cpu*3", mode=mode)(x)
         kept = DataParallel(Does(lambda x, f=shape: f(mean(x))), "cpu*3", gather="concat", mode=mode)(x)
         close(kept, torch.stack([mean(part) for part in x.chunk(3)]))
-        joined = DataParallel(Does(lambda x, f=shape: f(mean(x))), "cpu*3", gather="weighted mean", mode=mode)(x)
+        joined = DataParallel(
+            Does(lambda x, f=shape: f(mean(x))), "cpu*3", gather="weighted mean", mode=mode
+        )(x)
         close(joined.squeeze(), mean(x))
-    both = DataParallel(Does(lambda x: Output(loss=mean(x), logits=2 * x)), "cpu*3", gather="weighted mean", mode=mode)(x)
+    both = DataParallel(
+        Does(lambda x: Output(loss=mean(x), logits=2 * x)), "cpu*3", gather="weighted mean", mode=mode
+    )(x)
     close(both.loss, mean(x))
     close(both.logits, 2 * x)
     with pytest.raises(UserError, match="for a share of"):
@@ -457,6 +469,8 @@ def test_training_with_amp_checkpointing_and_two_inputs(mode: Any) -> None:
 
 
 def test_outputs_may_be_none_and_inputs_none_or_mixed() -> None:
-    out = DataParallel(Does(lambda x, mask=None, *rest: (x, None, mask)), "cpu*3")(rows(5, 2), None, "text", 3, [1, "a"])
+    out = DataParallel(Does(lambda x, mask=None, *rest: (x, None, mask)), "cpu*3")(
+        rows(5, 2), None, "text", 3, [1, "a"]
+    )
     assert out[1:] == (None, None)
     assert collections.Counter(type(o) for o in out)[Tensor] == 1

@@ -72,7 +72,10 @@ def test_modules_that_treat_each_sample_alone_agree(make: Callable[[], nn.Module
     region = DataParallel(nn.Sequential(make(), nn.Dropout(0.5)), devices)
     state = {key: value.clone() for key, value in region.state_dict().items()}
     random_state = torch.get_rng_state()
-    assert compare_split(region, torch.randn(11, *zoo.SHAPES[make], generator=torch.Generator().manual_seed(1))) == []
+    assert (
+        compare_split(region, torch.randn(11, *zoo.SHAPES[make], generator=torch.Generator().manual_seed(1)))
+        == []
+    )
     assert region.training
     assert region.module[1].training
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -102,7 +105,9 @@ def test_the_comparison_leaves_no_split_on_record_and_stops_when_asked() -> None
     region = DataParallel(nn.Softmax(0), "cpu*2")
     assert len(compare_split(region, torch.randn(5, 3))) == 1
     assert region.splits() == []
-    with pytest.raises(UserError, match="the first batch is not what it is when split:\nthe model: its output differs"):
+    with pytest.raises(
+        UserError, match="the first batch is not what it is when split:\nthe model: its output differs"
+    ):
         refuse_split_differences(region, torch.randn(5, 3))
     refuse_split_differences(DataParallel(nn.Softmax(1), "cpu*2"), torch.randn(5, 3))
 

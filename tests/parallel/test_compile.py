@@ -30,14 +30,19 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = parts(self.table.replica_rows(ids))
-        return self.head(self.region(rows) * 2).sum() + self.table.bags(ids, torch.arange(len(ids))).square().sum()
+        return (
+            self.head(self.region(rows) * 2).sum()
+            + self.table.bags(ids, torch.arange(len(ids))).square().sum()
+        )
 
 
 def trained(model: Model, call: Any) -> list[float]:
     rows, dense = RowAdam({"table": model.table}, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for number in range(4):
-        ids = torch.randint(0, 50, (7 if number == 3 else 12,), generator=torch.Generator().manual_seed(number))
+        ids = torch.randint(
+            0, 50, (7 if number == 3 else 12,), generator=torch.Generator().manual_seed(number)
+        )
         rows.zero_grad()
         dense.zero_grad()
         loss = call(ids).square().mean()
@@ -76,7 +81,9 @@ def test_regions_compile_in_place_on_one_device() -> None:
     assert compile_regions(model, backend=backend) == list(find_data_parallel(model)) == ["region"]
     assert trained(model, model) == expected
     assert graphs
-    assert all(graph.count("call_function") >= 3 for graph in graphs), "two layers and what is between them in one graph"
+    assert all(graph.count("call_function") >= 3 for graph in graphs), (
+        "two layers and what is between them in one graph"
+    )
     assert list(model.state_dict()) == keys
     compiled = DataParallel(torch.compile(nn.Linear(3, 2), backend="eager"), "cpu")  # type: ignore[arg-type]
     assert compiled(torch.ones(4, 3)).shape == (4, 2)

@@ -33,7 +33,9 @@ def make(kind: str) -> nn.Module:
         "conv": lambda: nn.Sequential(
             nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(15, 2)
         ),
-        "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), nn.Linear(4, 2)),
+        "weight_norm": lambda: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), nn.Linear(4, 2)
+        ),
     }[kind]().double()
 
 
@@ -72,7 +74,9 @@ def test_splits_are_those_of_the_reference(devices: int) -> None:
         assert [size[0] for size in wrapped.last_split.input_sizes] == rows
         assert [size[0] for size in wrapped.last_split.output_sizes] == rows
     assert [split.count for split in wrapped.splits()] == [3, 1]
-    assert json.loads(json.dumps(wrapped.splits()[1].as_dict()))["input_sizes"] == [[count, 5] for count in expected[-1]]
+    assert json.loads(json.dumps(wrapped.splits()[1].as_dict()))["input_sizes"] == [
+        [count, 5] for count in expected[-1]
+    ]
     table = splits_table(wrapped.splits()).splitlines()
     assert len(table) == 1 + len(expected[0]) + len(expected[-1])
     assert table[1].split()[:2] == ["1", "3"]
@@ -87,18 +91,23 @@ def test_split_sizes_are_those_of_chunk() -> None:
 @pytest.mark.parametrize(
     ("rows", "weights", "sizes"), [(30, (24, 80), [7, 23]), (10, (24, 80), [3, 7]), (2, (24, 24, 80), [1, 1])]
 )
-def test_weighted_splits_give_every_used_device_a_row(rows: int, weights: tuple[float, ...], sizes: list[int]) -> None:
+def test_weighted_splits_give_every_used_device_a_row(
+    rows: int, weights: tuple[float, ...], sizes: list[int]
+) -> None:
     assert split_sizes(rows, len(weights), weights) == sizes
 
 
 def test_state_dict_keys_are_those_of_the_bare_module() -> None:
     bare = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    wrapped = nn.Sequential(nn.Linear(3, 3), DataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "cpu*2"))
+    wrapped = nn.Sequential(
+        nn.Linear(3, 3), DataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "cpu*2")
+    )
     assert list(wrapped.state_dict()) == list(bare.state_dict())
     wrapped.load_state_dict(bare.state_dict())
     bare.load_state_dict(wrapped.state_dict())
     with_prefix = {
-        key.replace("1.", "1.module.", 1) if key.startswith("1.") else key: value for key, value in bare.state_dict().items()
+        key.replace("1.", "1.module.", 1) if key.startswith("1.") else key: value
+        for key, value in bare.state_dict().items()
     }
     wrapped.load_state_dict(with_prefix)
     alone = DataParallel(nn.Linear(2, 2), "cpu*2")
@@ -124,7 +133,9 @@ def test_a_short_batch_with_a_keyword_that_is_no_tensor_works() -> None:
         (({"a": torch.ones(4, 1), "b": [torch.ones(5, 1)]},), ["input 0['a']: 4", "input 0['b'][0]: 5"]),
     ],
 )
-def test_inputs_that_disagree_are_refused_before_rows_are_lost(args: tuple[object, ...], words: list[str]) -> None:
+def test_inputs_that_disagree_are_refused_before_rows_are_lost(
+    args: tuple[object, ...], words: list[str]
+) -> None:
     with pytest.raises(ValueError) as caught:
         DataParallel(nn.Identity(), "cpu*8")(*args)
     for word in words:
@@ -172,7 +183,9 @@ def test_unsuitable_modules_are_refused(module: nn.Module, word: str) -> None:
         DataParallel(nn.Sequential(module), "cpu*2")
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, from importing its compiler
+@pytest.mark.filterwarnings(
+    "ignore:.*script_method:DeprecationWarning"
+)  # torch's own, from importing its compiler
 def test_compiled_modules_are_refused() -> None:
     with pytest.raises(ValueError, match="compiled"):
         DataParallel(torch.compile(nn.Linear(2, 2)), "cpu*2")
@@ -231,7 +244,9 @@ def test_threads_see_the_callers_modes() -> None:
 
     class Look(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_autocast_dtype("cpu")))
+            seen.append(
+                (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_autocast_dtype("cpu"))
+            )
             return x
 
     devices = resolve_devices("cpu*2")
@@ -254,6 +269,11 @@ def test_a_failing_replica_says_where() -> None:
 
 def test_the_plan_names_idle_devices_and_a_better_batch_size() -> None:
     text = split_plan(100, 30, resolve_devices("cpu*8").labels).text()
-    for words in ("4,4,4,4,4,4,4,2", "2,2,2,2,2\n", "3 of 8 devices idle (cpu[5], cpu[6], cpu[7])", "32 gives 4 rows each"):
+    for words in (
+        "4,4,4,4,4,4,4,2",
+        "2,2,2,2,2\n",
+        "3 of 8 devices idle (cpu[5], cpu[6], cpu[7])",
+        "32 gives 4 rows each",
+    ):
         assert words in text
     assert "Every device is used" in split_plan(64, 16, ["cpu[0]", "cpu[1]"]).text()

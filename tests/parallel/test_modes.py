@@ -1,4 +1,5 @@
-"""Ways to run replicas, their random streams, foreign tensors, losses inside the region, memory and the checker."""
+"""Ways to run replicas, their random streams, foreign tensors, losses inside the region, memory and the
+checker."""
 
 import functools
 from collections.abc import Callable
@@ -111,7 +112,9 @@ def test_strict_placement_catches_what_two_gpus_would(make: Callable[[], nn.Modu
         (lambda: nn.LazyLinear(3), True, ["no size yet"]),
     ],
 )
-def test_the_checker_names_place_and_remedy(make: Callable[[], nn.Module], breaks: bool, words: list[str]) -> None:
+def test_the_checker_names_place_and_remedy(
+    make: Callable[[], nn.Module], breaks: bool, words: list[str]
+) -> None:
     found = check_module(make())
     assert any(finding.breaks == breaks for finding in found)
     shown = "\n".join(finding.text() for finding in found)
@@ -119,7 +122,9 @@ def test_the_checker_names_place_and_remedy(make: Callable[[], nn.Module], break
         assert word in shown
 
 
-@pytest.mark.parametrize("make", [m for m in zoo.SHAPES if m not in (zoo.mlp_batchnorm, zoo.tied)], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [m for m in zoo.SHAPES if m not in (zoo.mlp_batchnorm, zoo.tied)], ids=lambda f: f.__name__
+)
 def test_the_checker_raises_no_false_alarm(make: Callable[[], nn.Module]) -> None:
     assert check_module(make()) == []
 
@@ -147,7 +152,9 @@ def test_the_loss_inside_weighs_every_sample_alike() -> None:
 
 
 def test_replicas_that_differ_are_found() -> None:
-    replicas = replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), resolve_devices("cpu*3"), detach=True)
+    replicas = replicate(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), resolve_devices("cpu*3"), detach=True
+    )
     assert differing_replicas(replicas) == []
     with torch.no_grad():
         replicas[2][1].bias.add_(1)
@@ -178,6 +185,10 @@ def test_only_the_models_own_gpus_are_asked_for_their_memory() -> None:
 
 def test_the_benchmark_measures_every_way() -> None:
     result = run(repeats=2)
-    assert [row["what"] for row in result["rows"]][:3] == ["plain call", "nn.DataParallel, no GPU", "dphybrid, cpu"]
+    assert [row["what"] for row in result["rows"]][:3] == [
+        "plain call",
+        "nn.DataParallel, no GPU",
+        "dphybrid, cpu",
+    ]
     assert all(row["step_us"] > 0 for row in result["rows"])
     assert "dphybrid, cpu*8" in text(result)

@@ -1,4 +1,5 @@
-"""What nn.DataParallel computes wrongly without a word is right here, or refused by name before the numbers count. One test a class."""
+"""What nn.DataParallel computes wrongly without a word is right here, or refused by name before the numbers
+count. One test a class."""
 
 import contextlib
 import copy
@@ -102,7 +103,8 @@ def test_outputs_that_have_the_shares_rows_by_chance(name: str, mode: Any) -> No
         def forward(self, x: Tensor) -> Any:
             return CHANCE[name](self, x)
 
-    # Where the module mixes rows, it is a number of features that tells: any other one would be seen by its size.
+    # Where the module mixes rows, it is a number of features that tells: any other one would be seen by its
+    # size.
     x = torch.randn(8, 4 if name in ("reduced over the batch", "in a nest") else 3)
     with pytest.raises(UserError, match=r"output.* (by chance|not with 4)"):
         DataParallel(Chance(), "cpu*2", mode=mode)(x)
@@ -247,7 +249,9 @@ def dict_with_more(x: Tensor) -> DictWithMore:
     ],
 )
 @pytest.mark.parametrize("beside", [False, True])
-def test_what_carries_tensors_and_is_no_known_container(make: Callable[[Any], Any], words: str | None, beside: bool) -> None:
+def test_what_carries_tensors_and_is_no_known_container(
+    make: Callable[[Any], Any], words: str | None, beside: bool
+) -> None:
     value = make(torch.ones(6, 2)) if words else make({"x": torch.ones(6, 2)})
     more = {"other": torch.ones(6)} if beside else {}
     with pytest.raises(UserError, match=words or "carries tensors"):
@@ -256,9 +260,24 @@ def test_what_carries_tensors_and_is_no_known_container(make: Callable[[Any], An
 
 def test_objects_without_tensors_reach_every_replica() -> None:
     seen: list[Any] = []
-    plain = [object(), {1, 2}, frozenset("ab"), len, Does, torch.float32, range(3), types.SimpleNamespace(a=1), b"x", ...]
-    DataParallel(Does(lambda x, found: (seen.append(found), x)[1]), "cpu*2", probe=False)(torch.ones(4, 3), plain)
-    assert [[a is b for a, b in zip(found, plain, strict=True)] for found in seen] == [[True] * len(plain)] * 2
+    plain = [
+        object(),
+        {1, 2},
+        frozenset("ab"),
+        len,
+        Does,
+        torch.float32,
+        range(3),
+        types.SimpleNamespace(a=1),
+        b"x",
+        ...,
+    ]
+    DataParallel(Does(lambda x, found: (seen.append(found), x)[1]), "cpu*2", probe=False)(
+        torch.ones(4, 3), plain
+    )
+    assert [[a is b for a, b in zip(found, plain, strict=True)] for found in seen] == [
+        [True] * len(plain)
+    ] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -313,7 +332,9 @@ def test_a_module_replaced_after_wrapping_is_used() -> None:
         (lambda: nn.Linear(3, 3, device="meta"), "weight of module '1' is on meta"),
     ],
 )
-def test_a_module_replaced_after_wrapping_by_one_that_replicas_cannot_run(make: Callable[[], nn.Module], words: str) -> None:
+def test_a_module_replaced_after_wrapping_by_one_that_replicas_cannot_run(
+    make: Callable[[], nn.Module], words: str
+) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     wrapped = DataParallel(net, "cpu*2")
     wrapped(torch.randn(5, 3))
@@ -384,7 +405,9 @@ class LayerDrop(nn.Module):
         (LayerDrop(), ["decides by chance", "each replica by itself"]),
     ],
 )
-def test_the_checker_tells_forwards_that_draw_or_decide_by_chance(module: nn.Module, words: list[str]) -> None:
+def test_the_checker_tells_forwards_that_draw_or_decide_by_chance(
+    module: nn.Module, words: list[str]
+) -> None:
     shown = "\n".join(finding.text() for finding in check_module(module))
     for word in words:
         assert word in shown
@@ -436,9 +459,13 @@ def stubbed_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", ["serial", "threads"])
-def test_replicas_in_threads_enter_the_callers_streams(mode: Any, stubbed_cuda: list[tuple[str, Any]]) -> None:
+def test_replicas_in_threads_enter_the_callers_streams(
+    mode: Any, stubbed_cuda: list[tuple[str, Any]]
+) -> None:
     two = Devices("cuda:0,cuda:1", (torch.device("cuda:0"), torch.device("cuda:1")), virtual=False)
-    out = parallel_apply([nn.Identity(), nn.Identity()], [torch.ones(1), torch.zeros(1)], None, two, mode=mode)
+    out = parallel_apply(
+        [nn.Identity(), nn.Identity()], [torch.ones(1), torch.zeros(1)], None, two, mode=mode
+    )
     assert [x.item() for x in out] == [1, 0]
     for number in range(2):
         assert ("stream", f"the caller's on cuda:{number}") in stubbed_cuda

@@ -14,7 +14,9 @@ def test_parts_and_whole_tensors_go_together(strict: bool) -> None:
     leaves = [part.clone().requires_grad_() for part in left.split(region.sizes(7))]
     torch.testing.assert_close(region(parts(leaves), right), region.module(left, right))
     region(parts(leaves), right).sum().backward()
-    expected = torch.autograd.grad(region.module(whole := left.clone().requires_grad_(), right).sum(), whole)[0]
+    expected = torch.autograd.grad(region.module(whole := left.clone().requires_grad_(), right).sum(), whole)[
+        0
+    ]
     torch.testing.assert_close(torch.cat([leaf.grad for leaf in leaves if leaf.grad is not None]), expected)
 
 

@@ -76,7 +76,9 @@ def test_scatter_then_gather_gives_the_nest_back(data: st.DataObject, rows: int,
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 20), st.integers(1, 8))
 def test_whatever_is_no_tensor_reaches_every_replica(data: st.DataObject, rows: int, devices: int) -> None:
-    nest = data.draw(nests(st.one_of(tensors(rows), st.none(), st.integers(), st.text(max_size=3), st.booleans())))
+    nest = data.draw(
+        nests(st.one_of(tensors(rows), st.none(), st.integers(), st.text(max_size=3), st.booleans()))
+    )
     flag = data.draw(st.one_of(st.none(), st.booleans(), st.text(max_size=3)))
     seen: list[Any] = []
 

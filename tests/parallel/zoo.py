@@ -1,4 +1,5 @@
-"""Networks of many kinds, small, each a function without arguments: checked, split and compared by the tests, and by `dphybrid check`."""
+"""Networks of many kinds, small, each a function without arguments: checked, split and compared by the tests,
+and by `dphybrid check`."""
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,14 @@ def transformer() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
+    )
 
 
 class Capsules(nn.Module):
-    """Capsule layer with routing by agreement (Sabour et al. 2017): x (B, 6, 6) holds 6 capsules of width 6; returns (B, 3, 4)."""
+    """Capsule layer with routing by agreement (Sabour et al. 2017): x (B, 6, 6) holds 6 capsules of width 6;
+    returns (B, 3, 4)."""
 
     def __init__(self) -> None:
         super().__init__()

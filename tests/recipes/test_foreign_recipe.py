@@ -1,4 +1,5 @@
-"""A recipe from a package outside the project: data, model and task of its own, prepared, trained, resumed, compared and loaded."""
+"""A recipe from a package outside the project: data, model and task of its own, prepared, trained, resumed,
+compared and loaded."""
 
 import json
 import os
@@ -53,7 +54,8 @@ class Ratings(Recipe):
         split = []
         for count in (600, 200):
             users = random.integers(0, data.users, count)
-            split.append({"users_B": users, "labels_B": (taste[users] + 0.1 * random.normal(size=count)).astype(np.float32)})
+            labels = taste[users] + 0.1 * random.normal(size=count)
+            split.append({"users_B": users, "labels_B": labels.astype(np.float32)})
         return tuple(split)
 
     def build(self, context):
@@ -79,7 +81,8 @@ class Net(torch.nn.Module):
     def forward(self, batch):
         rating_B = self.region(self.table(batch["users_B"])).squeeze(1)
         error_B = rating_B - batch["labels_B"].to(rating_B)
-        return {"loss": error_B.square(), "weight": torch.ones_like(error_B), "error_B": error_B.detach().abs()}
+        weight_B = torch.ones_like(error_B)
+        return {"loss": error_B.square(), "weight": weight_B, "error_B": error_B.detach().abs()}
 '''
 
 
@@ -100,23 +103,42 @@ def package(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def command(*argv: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "dphybrid", *argv], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "dphybrid", *argv], capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(package: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(
+    package: Path, data_dir: Path, tmp_path: Path
+) -> None:
     help_text = command("train", "--help", "--recipe", "ratings")
     assert "--data.users" in help_text
     assert "--model.dim" in help_text
     assert "--data.schema-file" not in help_text
-    assert "600 samples to train, 200 to validate" in command("prepare", "--recipe", "film_club.recipe:Ratings")
+    assert "600 samples to train, 200 to validate" in command(
+        "prepare", "--recipe", "film_club.recipe:Ratings"
+    )
     values = ["--recipe", "ratings", "--devices", "cpu*2", "--run-name", "first"]
     command("train", *values, "--report", str(tmp_path / "first.json"))
-    command("train", *values, "--resume", "first", "--train.epochs", "6", "--report", str(tmp_path / "more.json"))
-    command("train", *values[:4], "--run-name", "second", "--train.epochs", "6", "--report", str(tmp_path / "second.json"))
-    first, more, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "more", "second"))
+    command(
+        "train", *values, "--resume", "first", "--train.epochs", "6", "--report", str(tmp_path / "more.json")
+    )
+    command(
+        "train",
+        *values[:4],
+        "--run-name",
+        "second",
+        "--train.epochs",
+        "6",
+        "--report",
+        str(tmp_path / "second.json"),
+    )
+    first, more, second = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "more", "second")
+    )
     assert more["run_id"] == first["run_id"]
     assert set(more["metrics"]) == {"mae", "worst"}
     assert more["metrics"]["mae"] < first["metrics"]["mae"]
@@ -138,10 +160,14 @@ def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(package: P
     assert data.reused
     (batch,) = batches(data.dataset("valid"), 200, seed=0, epoch=0, shuffle=False)
     with torch.no_grad():
-        assert float(model.eval()(batch)["error_B"].mean()) == pytest.approx(second["metrics"]["mae"], rel=1e-5)
+        assert float(model.eval()(batch)["error_B"].mean()) == pytest.approx(
+            second["metrics"]["mae"], rel=1e-5
+        )
 
 
-def test_mistakes_of_a_recipe_are_told(package: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_a_recipe_are_told(
+    package: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for path, words in (
         ("film_club.recipe:Nothing", ["no recipe 'Nothing'", "Ratings"]),
         ("film_club.nowhere:Ratings", ["no module named 'film_club.nowhere'"]),
@@ -177,7 +203,8 @@ def test_rows_that_do_not_fit_are_told(
 ) -> None:
     name = f"mistaken_{abs(hash(rows))}"
     (tmp_path / f"{name}.py").write_text(
-        f"from dphybrid.recipes import Recipe\n\n\nclass R(Recipe):\n    name = 'r'\n\n    def rows(self, data, seed):\n        return {rows}\n"
+        "from dphybrid.recipes import Recipe\n\n\nclass R(Recipe):\n    name = 'r'\n\n    def rows(self, "
+        f"data, seed):\n        return {rows}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["prepare", "--recipe", f"{name}:R"]) == 2
@@ -186,8 +213,12 @@ def test_rows_that_do_not_fit_are_told(
         assert word in told
 
 
-def test_a_recipe_that_lacks_a_part_says_which(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "half_made.py").write_text("from dphybrid.recipes import Recipe\n\n\nclass R(Recipe):\n    name = 'half'\n")
+def test_a_recipe_that_lacks_a_part_says_which(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_made.py").write_text(
+        "from dphybrid.recipes import Recipe\n\n\nclass R(Recipe):\n    name = 'half'\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     recipe = find_recipe("half_made:R")
     for part, ask in (

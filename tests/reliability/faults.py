@@ -1,7 +1,9 @@
-"""Faults at file operations: what a run writes, syncs, renames and removes below a folder is counted, and one of these operations is hit.
+"""Faults at file operations: what a run writes, syncs, renames and removes below a folder is counted, and one
+of these operations is hit.
 
-Works on what goes through Python: `open` for writing, and os.fsync, rename, replace, unlink, rmdir, mkdir. What compiled libraries write (a
-Parquet file of the preparation, SQLite) is seen when it is synced or renamed.
+Works on what goes through Python: `open` for writing, and os.fsync, rename, replace, unlink, rmdir, mkdir.
+What compiled libraries write (a Parquet file of the preparation, SQLite) is seen when it is synced or
+renamed.
 """
 
 import builtins
@@ -18,29 +20,37 @@ from typing import Any
 KILLED = 137
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EROFS", "EIO", "EMFILE")}
 MODES = ("kill", "torn", "unsynced", "lost", *ERRORS)
-"""kill: the process ends before the operation. torn: half of a write is done first. unsynced: as the power fails, what was written to
-files and not fsynced is lost. lost: and so are names that were made, renamed or removed in folders not fsynced since. The others: the
-operation fails once with that error."""
+"""kill: the process ends before the operation. torn: half of a write is done first. unsynced: as the power
+fails, what was written to files and not fsynced is lost. lost: and so are names that were made, renamed or
+removed in folders not fsynced since. The others: the operation fails once with that error."""
 
 
 class Faults:
-    """Counts operations below `root` and, at number `target` (from 1; 0: never), does what `mode` says. seed: which unsynced files go."""
+    """Counts operations below `root` and, at number `target` (from 1; 0: never), does what `mode` says. seed:
+    which unsynced files go."""
 
     def __init__(self, root: Path, target: int = 0, mode: str = "kill", seed: int = 0) -> None:
         self.root, self.target, self.mode = str(root) + os.sep, target, mode
         self.count = 0
         self._random = random.Random(seed)
         self._unsynced: set[int] = set()
-        self._undo: list[tuple[int, Callable[[], None]]] = []  # with the inode of the folder that was not synced since
+        self._undo: list[
+            tuple[int, Callable[[], None]]
+        ] = []  # with the inode of the folder that was not synced since
         self._kept = root.parent / f"{root.name}-kept"  # what a removal that is undone brings back
 
     def install(self) -> None:
         """Put this layer under the process, which is one of its own: nothing takes it away again."""
-        self._real = {name: getattr(os, name) for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "link")}
+        self._real = {
+            name: getattr(os, name)
+            for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "link")
+        }
         real_open = io.open
         self._kept.mkdir(exist_ok=True)
 
-        def opened(file: Any, mode: str = "r", buffering: int = -1, *args: Any, opener: Any = None, **kwargs: Any) -> Any:
+        def opened(
+            file: Any, mode: str = "r", buffering: int = -1, *args: Any, opener: Any = None, **kwargs: Any
+        ) -> Any:
             if not isinstance(file, str | Path) or not self._below(file) or not set(mode) & set("wax+"):
                 return real_open(file, mode, buffering, *args, opener=opener, **kwargs)
             self.hit("open", EMFILE=True)

@@ -1,4 +1,5 @@
-"""Files are damaged one after the other: that is told by name, or harms nothing; never other numbers, never an error foreign to the user.
+"""Files are damaged one after the other: that is told by name, or harms nothing; never other numbers, never
+an error foreign to the user.
 
 A seeded few of all damages by default; DPHYBRID_DAMAGES=all takes every one.
 """
@@ -64,8 +65,11 @@ def predicted(_: Path) -> list[float]:
     return scores
 
 
-def told_or_harmless(root: Path, file: Path, damaged: bytes | None, work: Callable[[Path], Any], expected: Any) -> bool:
-    """Damage a fresh copy and work with it; return whether it was told. Fails when the outcome is another one."""
+def told_or_harmless(
+    root: Path, file: Path, damaged: bytes | None, work: Callable[[Path], Any], expected: Any
+) -> bool:
+    """Damage a fresh copy and work with it; return whether it was told. Fails when the outcome is another
+    one."""
     shutil.rmtree(root / "data")
     shutil.copytree(root / "whole", root / "data")
     file.unlink()
@@ -86,13 +90,19 @@ def test_damage_is_told_or_harmless(finished: Path, work: Callable[[Path], Any])
     shutil.rmtree(finished / "data")
     shutil.copytree(finished / "whole", finished / "data")
     expected = work(finished)
-    there = [path.relative_to(finished / "whole") for path in sorted((finished / "whole").rglob("*")) if path.is_file()]
+    there = [
+        path.relative_to(finished / "whole")
+        for path in sorted((finished / "whole").rglob("*"))
+        if path.is_file()
+    ]
     every = [(file, kind, place) for file in there for kind in DAMAGES for place in (0.03, 0.4, 0.77)]
     chosen = every if COUNT == "all" else random.Random(0).sample(every, int(COUNT))
     told = 0
     for name, kind, place in chosen:
         content = (finished / "whole" / name).read_bytes()
-        told += told_or_harmless(finished, finished / "data" / name, DAMAGES[kind](content, place), work, expected)
+        told += told_or_harmless(
+            finished, finished / "data" / name, DAMAGES[kind](content, place), work, expected
+        )
     assert told > len(chosen) // 12
 
 

@@ -1,6 +1,8 @@
-"""A run is hit at its file operations, one after the other, and started again: it must come to the same bits, metrics and checkpoints.
+"""A run is hit at its file operations, one after the other, and started again: it must come to the same bits,
+metrics and checkpoints.
 
-A seeded few of all operations and modes by default; DPHYBRID_FAULTS=N takes N of them, DPHYBRID_FAULTS=all every one (an hour).
+A seeded few of all operations and modes by default; DPHYBRID_FAULTS=N takes N of them, DPHYBRID_FAULTS=all
+every one (an hour).
 """
 
 import os
@@ -59,7 +61,9 @@ def undisturbed(
 
 def check(data_dir: Path, options: list[str], undisturbed: dict[str, Any], target: int, mode: str) -> None:
     code, _, output = run_trial(data_dir, options, target, mode)
-    assert code in ((KILLED,) if mode in ("kill", "torn", "unsynced", "lost") else (0, 2)), f"{target} {mode}: {code}\n{output}"
+    assert code in ((KILLED,) if mode in ("kill", "torn", "unsynced", "lost") else (0, 2)), (
+        f"{target} {mode}: {code}\n{output}"
+    )
     code, _, output = run_trial(data_dir, options)
     assert code == 0, f"after {target} {mode}\n{output}"
     assert came_to(data_dir) == undisturbed, f"after {target} {mode}\n{output}"
@@ -67,7 +71,9 @@ def check(data_dir: Path, options: list[str], undisturbed: dict[str, Any], targe
 
 @pytest.mark.slow
 @pytest.mark.timeout(36000 if TRIALS == "all" else 1200)
-def test_a_run_that_is_hit_anywhere_comes_to_the_same(tmp_path: Path, undisturbed: tuple[dict[str, Any], int, list[str]]) -> None:
+def test_a_run_that_is_hit_anywhere_comes_to_the_same(
+    tmp_path: Path, undisturbed: tuple[dict[str, Any], int, list[str]]
+) -> None:
     expected, count, options = undisturbed
     assert count > 150
     every = [(target, mode) for target in range(1, count + 1) for mode in MODES]

@@ -1,4 +1,5 @@
-"""One run in a process of its own, under a layer of faults; forked from a process that has imported everything."""
+"""One run in a process of its own, under a layer of faults; forked from a process that has imported
+everything."""
 
 import json
 import os
@@ -31,8 +32,11 @@ IMPORTED = (_predict, _source, sklearn.metrics, torch._dynamo)
 NAME = "run"
 
 
-def run_trial(data_dir: Path, overrides: list[str], target: int = 0, mode: str = "kill") -> tuple[int, int, str]:
-    """Train, or go on with what there is, and hit operation `target`; return exit code, number of operations, and output.
+def run_trial(
+    data_dir: Path, overrides: list[str], target: int = 0, mode: str = "kill"
+) -> tuple[int, int, str]:
+    """Train, or go on with what there is, and hit operation `target`; return exit code, number of operations,
+    and output.
 
     Exit codes: 0 done, 2 told as UserError, 1 an error that is foreign to the user, 137 killed.
     """
@@ -92,6 +96,8 @@ def came_to(data_dir: Path) -> dict[str, Any]:
         "sums": [read_state(path).sha256 for path in there],
         "splits": [row.model_dump() for row in splits.rows],
         "lines": splits.lines,
-        "leftovers": sorted(path.name for path in folder.rglob(".*") if path.suffix != ".verified" and path.name != ".lock"),
+        "leftovers": sorted(
+            path.name for path in folder.rglob(".*") if path.suffix != ".verified" and path.name != ".lock"
+        ),
         "prepared": json.loads(next(data_dir.glob("prepared/*/manifest.json")).read_text())["arrays"],
     }

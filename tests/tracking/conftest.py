@@ -30,12 +30,29 @@ class MlflowServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        command = ["mlflow", "server", "--backend-store-uri", self.backend, "--workers", "1", "--port", str(self.port)]
+        environment = os.environ | {
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        command = [
+            "mlflow",
+            "server",
+            "--backend-store-uri",
+            self.backend,
+            "--workers",
+            "1",
+            "--port",
+            str(self.port),
+        ]
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *command], cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, "-m", *command],
+                cwd=self.folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         end = time.monotonic() + patience(180)
         while time.monotonic() < end:

@@ -34,7 +34,11 @@ def test_an_even_split_is_not_worth_a_word(batch: int, devices: int) -> None:
 
 def test_idle_and_starved_devices_are_named_with_a_batch_that_fills_all() -> None:
     (idle,) = balance_warnings(splits(10, 8), 8, {}, STAGES)
-    assert idle == "3 of 8 devices got no rows of a batch of 10; a batch of a multiple of 8 rows, such as 16, fills all alike"
+    assert (
+        idle
+        == "3 of 8 devices got no rows of a batch of 10; a batch of a multiple of 8 rows, such as 16, fills "
+        "all alike"
+    )
     (starved,) = balance_warnings(splits(30, 8), 8, {}, STAGES)
     assert starved.startswith("one device got 2 rows of a batch of 30 and the others 4")
     assert "such as 32" in starved
@@ -45,7 +49,9 @@ def test_gpus_that_wait_are_told_with_what_they_waited_for() -> None:
     assert balance_warnings([], 2, busy, STAGES) == []
     (uneven,) = balance_warnings([], 2, busy | {"system/gpu1_utilization_pct": 30.0}, STAGES)
     assert uneven.startswith("gpu1 worked 30% of the time and gpu0 90%")
-    (waiting,) = balance_warnings([], 2, {"system/gpu0_utilization_pct": 20.0, "system/gpu1_utilization_pct": 10.0}, STAGES)
+    (waiting,) = balance_warnings(
+        [], 2, {"system/gpu0_utilization_pct": 20.0, "system/gpu1_utilization_pct": 10.0}, STAGES
+    )
     assert "the busiest GPU, gpu0, worked 20% of the time" in waiting
     assert "lookup (40% of the time)" in waiting
 
@@ -53,7 +59,9 @@ def test_gpus_that_wait_are_told_with_what_they_waited_for() -> None:
 def test_a_run_with_idle_devices_says_so_at_its_end_and_on_its_page(data_dir: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    report = run_job(load_config(None, ["recipe=toy", "devices=cpu*8", "train.batch_size=10"]), load_settings())
+    report = run_job(
+        load_config(None, ["recipe=toy", "devices=cpu*8", "train.batch_size=10"]), load_settings()
+    )
     assert report.warnings
     assert "3 of 8 devices got no rows" in report.text
     note = MlflowClient(report.tracking_uri).get_run(report.run_id).data.tags["mlflow.note.content"]
@@ -99,7 +107,9 @@ class FakePynvml(SimpleNamespace):
         return 61
 
 
-def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakePynvml())
     tracker, averages = Collecting(), Averages()
     with system_metrics(tracker, time.time() - 100, ["GPU-a", "GPU-b", "GPU-lost"], averages, every_s=0.02):

@@ -71,7 +71,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             patch.setenv("DPHYBRID_DATA_DIR", str(folder / "data"))
             patch.setenv("MLFLOW_TRACKING_URI", server.uri)
             patch.chdir(folder)
-            overrides = ["recipe=hybrid", "train.epochs=2", "train.batch_size=60", "checkpoint.register_as=hybrid-model"]
+            overrides = [
+                "recipe=hybrid",
+                "train.epochs=2",
+                "train.batch_size=60",
+                "checkpoint.register_as=hybrid-model",
+            ]
             reports = [
                 run_job(load_config(None, [*overrides, f"devices={devices}"]), load_settings())
                 for devices in ("cpu", "cpu*2", "cpu*8")
@@ -109,9 +114,13 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
 def test_splits_and_figures_open_as_table_and_pictures(seen: Seen) -> None:
     report = seen.reports[2]
     base = report.run_url.partition("?")[0]
-    page = seen.open(f"{base}/artifacts/split_shapes.json?workflowType=machine_learning", "split_table", "first_step")
+    page = seen.open(
+        f"{base}/artifacts/split_shapes.json?workflowType=machine_learning", "split_table", "first_step"
+    )
     assert page.get_by_text("split 1 / replica 3 / network.region").first.is_visible()
-    page = seen.open(f"{base}/artifacts/figures?workflowType=machine_learning", "figures", "rows_per_replica.png")
+    page = seen.open(
+        f"{base}/artifacts/figures?workflowType=machine_learning", "figures", "rows_per_replica.png"
+    )
     page.get_by_text("rows_per_replica.png").first.click()
     picture = page.locator("img[src^='blob:'], img[src^='data:'], img[src*='artifact']").first
     picture.wait_for(timeout=WAIT_MS)
@@ -121,7 +130,8 @@ def test_splits_and_figures_open_as_table_and_pictures(seen: Seen) -> None:
 
 
 def test_charts_of_three_runs_are_grouped(seen: Seen) -> None:
-    address = f"{seen.server.uri}/#/experiments/{seen.experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    runs = f"{seen.server.uri}/#/experiments/{seen.experiment_id}/runs"
+    address = f"{runs}?workflowType=machine_learning&compareRunsMode=CHART"
     page = seen.open(address, "charts", "valid")
     text = page.inner_text("body")
     for report in seen.reports:
@@ -132,11 +142,21 @@ def test_charts_of_three_runs_are_grouped(seen: Seen) -> None:
         assert page.get_by_text(section, exact=True).count() == 0, section
 
 
-@pytest.mark.parametrize(("view", "columns"), [("Result", ["final/mse", "devices.resolved"]), ("Speed", ["summary/step_ms_p50"])])
+@pytest.mark.parametrize(
+    ("view", "columns"), [("Result", ["final/mse", "devices.resolved"]), ("Speed", ["summary/step_ms_p50"])]
+)
 @pytest.mark.parametrize("width", [1440, 1000])
-def test_a_view_is_one_sorted_table_reached_from_the_experiment(seen: Seen, view: str, columns: list[str], width: int) -> None:
-    page = seen.open(f"{seen.server.uri}/#/experiments/{seen.experiment_id}/runs?workflowType=machine_learning", "runs", view)
-    address = page.get_by_role("link", name=view, exact=True).first.get_attribute("href")  # it opens a page of its own
+def test_a_view_is_one_sorted_table_reached_from_the_experiment(
+    seen: Seen, view: str, columns: list[str], width: int
+) -> None:
+    page = seen.open(
+        f"{seen.server.uri}/#/experiments/{seen.experiment_id}/runs?workflowType=machine_learning",
+        "runs",
+        view,
+    )
+    address = page.get_by_role("link", name=view, exact=True).first.get_attribute(
+        "href"
+    )  # it opens a page of its own
     assert seen.reports[0].views[view] == f"{seen.server.uri}/{address}"
     page.close()
     page = seen.browser.new_page(viewport={"width": width, "height": 900})
@@ -170,7 +190,9 @@ def test_the_compare_view_of_three_runs_shows_what_differs(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("width", [1440, 1000, 390])
-def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(seen: Seen, tmp_path: Path, width: int) -> None:
+def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(
+    seen: Seen, tmp_path: Path, width: int
+) -> None:
     page_file = compare_runs(seen.server.uri, [report.run_id for report in seen.reports], tmp_path)
     page = seen.browser.new_page(viewport={"width": width, "height": 1000})
     errors: list[str] = []
@@ -187,12 +209,17 @@ def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(seen:
     page.get_by_label(f"show {seen.reports[1].run_name}").uncheck()
     assert page.evaluate("document.getElementById('stages').data[0].y.length") == 2
     page.locator("#runs th", has_text="samples/s").click()
-    speeds = [float(text.replace(",", "")) for text in page.locator("#runs tbody tr td:nth-child(4)").all_inner_texts()]
+    speeds = [
+        float(text.replace(",", ""))
+        for text in page.locator("#runs tbody tr td:nth-child(4)").all_inner_texts()
+    ]
     assert speeds == sorted(speeds, reverse=True)
     page.locator("#axis").select_option("times")
     page.wait_for_timeout(300)
     assert "seconds" in page.locator("#curves").inner_text()
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
-    sizes = page.locator("text").evaluate_all("all => all.map(one => parseFloat(getComputedStyle(one).fontSize))")
+    sizes = page.locator("text").evaluate_all(
+        "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))"
+    )
     assert min(sizes) >= 9
     assert errors == []

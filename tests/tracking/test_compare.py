@@ -43,7 +43,9 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], Setti
         patch.chdir(folder)
         settings = load_settings()
         overrides = ["recipe=hybrid", "train.epochs=2"]
-        reports = [run_job(load_config(None, [*overrides, f"devices={devices}"]), settings) for devices in DEVICES]
+        reports = [
+            run_job(load_config(None, [*overrides, f"devices={devices}"]), settings) for devices in DEVICES
+        ]
     return reports, settings, folder
 
 
@@ -63,7 +65,12 @@ def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
 
 
 def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
-    runs = [facts("c", "cpu*4", 300.0), facts("a", "cpu", 100.0), facts("b", "cpu*2", 150.0), facts("d", "cpu*4", None)]
+    runs = [
+        facts("c", "cpu*4", 300.0),
+        facts("a", "cpu", 100.0),
+        facts("b", "cpu*2", 150.0),
+        facts("d", "cpu*4", None),
+    ]
     assert [run.name for run in ordered(runs, "devices.resolved")] == ["a", "b", "c", "d"]
     rows = overview(runs, "devices.resolved")
     assert [(row["run"], row["speed-up"], row["efficiency"]) for row in rows] == [
@@ -76,8 +83,18 @@ def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
 
 def test_each_combination_of_the_other_values_has_its_own_baseline() -> None:
     runs = [
-        facts(f"{devices} b{batch} s{seed}", devices, speed + seed, **{"train.batch_size": batch, "train.seed": str(seed)})
-        for devices, batch, speed in [("cpu", "64", 72.0), ("cpu*2", "64", 36.0), ("cpu", "512", 128.0), ("cpu*2", "512", 256.0)]
+        facts(
+            f"{devices} b{batch} s{seed}",
+            devices,
+            speed + seed,
+            **{"train.batch_size": batch, "train.seed": str(seed)},
+        )
+        for devices, batch, speed in [
+            ("cpu", "64", 72.0),
+            ("cpu*2", "64", 36.0),
+            ("cpu", "512", 128.0),
+            ("cpu*2", "512", 256.0),
+        ]
         for seed in (0, 2)
     ]
     found = speeds(runs, "devices.resolved")
@@ -98,21 +115,46 @@ def test_a_combination_without_a_known_baseline_has_no_speed_up() -> None:
 
 
 def test_values_of_numbers_are_in_their_order() -> None:
-    runs = [facts(str(i), "cpu", float(i), **{"train.batch_size": size}) for i, size in enumerate(["100", "20", "20", "20"])]
-    assert [run.value("train.batch_size") for run in ordered(runs, param_of("batch", runs))] == ["20", "20", "20", "100"]
+    runs = [
+        facts(str(i), "cpu", float(i), **{"train.batch_size": size})
+        for i, size in enumerate(["100", "20", "20", "20"])
+    ]
+    assert [run.value("train.batch_size") for run in ordered(runs, param_of("batch", runs))] == [
+        "20",
+        "20",
+        "20",
+        "100",
+    ]
 
 
 def test_only_what_differs_is_a_difference() -> None:
     runs = [
-        facts("a", "cpu", 1.0, same="1", lr="0.1", **{"devices": "cpu", "train.seed": "1", "size.table_rows": "3"}),
-        facts("b", "cpu*2", 1.0, same="1", lr="0.2", only="x", **{"devices": "cpu*2", "train.seed": "2", "size.table_rows": "4"}),
+        facts(
+            "a",
+            "cpu",
+            1.0,
+            same="1",
+            lr="0.1",
+            **{"devices": "cpu", "train.seed": "1", "size.table_rows": "3"},
+        ),
+        facts(
+            "b",
+            "cpu*2",
+            1.0,
+            same="1",
+            lr="0.2",
+            only="x",
+            **{"devices": "cpu*2", "train.seed": "2", "size.table_rows": "4"},
+        ),
     ]
     assert differing(runs) == ["devices.resolved", "lr", "only", "train.seed"]
 
 
 def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> None:
     runs = [
-        dataclasses.replace(facts("second\x1b[31m", "cpu*2", 150.0, recipe="toy"), stages_ms={"forward": 3.0, "lookup": 1.0}),
+        dataclasses.replace(
+            facts("second\x1b[31m", "cpu*2", 150.0, recipe="toy"), stages_ms={"forward": 3.0, "lookup": 1.0}
+        ),
         facts("first", "cpu", 100.0, recipe="toy"),
     ]
     lines = text_of(runs, "devices.resolved").splitlines()
@@ -130,10 +172,15 @@ def test_numbers_that_json_lacks_and_long_curves_fit_on_the_page(tmp_path: Path)
     assert len(points) <= 600
     assert points[-1] == (4999.0, 1.0)
     text = write_comparison(runs, tmp_path, "devices").read_text()
-    json.loads(text.partition('id="data">')[2].partition("</script>")[0], parse_constant=lambda name: pytest.fail(name))
+    json.loads(
+        text.partition('id="data">')[2].partition("</script>")[0],
+        parse_constant=lambda name: pytest.fail(name),
+    )
 
 
-@pytest.mark.parametrize(("value", "text"), [(None, ""), (0.123456, "0.1235"), (12345.6, "12,346"), (100.0, "100")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, ""), (0.123456, "0.1235"), (12345.6, "12,346"), (100.0, "100")]
+)
 def test_numbers(value: float | None, text: str) -> None:
     assert number(value) == text
 
@@ -160,13 +207,20 @@ def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path
     assert [run["name"] for run in data["runs"]] == [report.run_name for report in reports]
     assert data["runs"][0]["url"] == reports[0].run_url
     assert set(data["speeds"]["devices.resolved"]) == {report.run_id for report in reports}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.html", "speed.png", "stages.png", "metrics.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "index.html",
+        "speed.png",
+        "stages.png",
+        "metrics.png",
+    }
 
 
 def test_names_with_odd_characters_are_text_on_the_page_and_in_pictures(tmp_path: Path) -> None:
     names = ["</script><script>alert(1)</script>", "costs $5 and $6^", "b & c\u2028"]
     runs = [
-        dataclasses.replace(facts(name, f"cpu*{place + 1}", 1.0, note=name), stages_ms={"x": 1.0}, steps={"$a$": [(0.0, 1.0)]})
+        dataclasses.replace(
+            facts(name, f"cpu*{place + 1}", 1.0, note=name), stages_ms={"x": 1.0}, steps={"$a$": [(0.0, 1.0)]}
+        )
         for place, name in enumerate(names)
     ]
     text = write_comparison(runs, tmp_path, "devices").read_text()
@@ -202,11 +256,16 @@ def test_the_command_finds_runs_by_name_and_logs_its_page_in_an_experiment_of_it
 
 
 def test_wrong_calls_say_what_is_there(
-    sweep: tuple[list[Report], Settings, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sweep: tuple[list[Report], Settings, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     reports, _, folder = sweep
     uri = reports[0].tracking_uri
-    with pytest.raises(UserError, match=rf"run nobody: not in experiment 'dphybrid'; the newest there: .*{reports[2].run_name}"):
+    with pytest.raises(
+        UserError,
+        match=rf"run nobody: not in experiment 'dphybrid'; the newest there: .*{reports[2].run_name}",
+    ):
         find_runs(uri, "dphybrid", ["nobody"])
     with pytest.raises(UserError, match=r"experiment 'elsewhere': is not at .*; there: .*dphybrid"):
         find_runs(uri, "elsewhere")

@@ -1,4 +1,5 @@
-"""Damage to the files of a journal: whatever is lost by it is counted and told, nothing that arrives was changed, and nothing fails."""
+"""Damage to the files of a journal: whatever is lost by it is counted and told, nothing that arrives was
+changed, and nothing fails."""
 
 import errno
 import json
@@ -35,7 +36,8 @@ class Store:
 
 
 def recorded(folder: Path, sent: int) -> tuple[Store, set[Point]]:
-    """Write a journal of which `sent` records arrived before its process was killed; return the server and all points."""
+    """Write a journal of which `sent` records arrived before its process was killed; return the server and
+    all points."""
     journal, store = Journal(folder, "r"), Store()
     journal.set_destination(tracking_uri="sqlite://", experiment_id="1")
     points: set[Point] = set()
@@ -193,7 +195,9 @@ def test_a_damaged_file_that_waits_is_refused_and_told(tmp_path: Path) -> None:
     assert run.data.tags["mlflow.note.content"].endswith("note")
 
 
-def test_a_full_disk_costs_lines_of_metrics_that_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_lines_of_metrics_that_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, left = os.write, [3.5]
 
     def until_full(handle: int, content: bytes) -> int:
@@ -229,7 +233,10 @@ def test_a_refusal_that_passes_is_tried_again_at_once(tmp_path: Path) -> None:
         store.write(records)
 
     journal.append({"op": "dataset", "values": {"a": 1.0}})
-    assert deliver(journal, Sender(journal, write, beat=lambda: None), 20) == (True, Losses(0, 0, 0, (), journal.aside))
+    assert deliver(journal, Sender(journal, write, beat=lambda: None), 20) == (
+        True,
+        Losses(0, 0, 0, (), journal.aside),
+    )
     assert store.points == {("a", 0, 1.0)}
 
 

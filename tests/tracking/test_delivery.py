@@ -38,7 +38,14 @@ def card(folder: Path, step: int = 1) -> CheckpointCard:
 
 
 def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
-    names = ["bob's", 'a "good" one', """bob's "best" one""", """bob-s "best" one""", "100%_sure", "naïve größe"]
+    names = [
+        "bob's",
+        'a "good" one',
+        """bob's "best" one""",
+        """bob-s "best" one""",
+        "100%_sure",
+        "naïve größe",
+    ]
     for number in (1, 2):
         tracker = open_tracker(None, "names", tmp_path)
         tracker.start("run", {}, {}, "")
@@ -87,7 +94,9 @@ def test_nothing_counts_as_registered_where_nothing_is_recorded() -> None:
     assert Tracker().register("clicks", "uid", "challenger") == "nothing is recorded"
 
 
-def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = load_settings().mlflow_dir
     runs = []
     for name in ("damaged", "good", "unreadable"):
@@ -114,7 +123,9 @@ def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(data_dir: 
     assert [p.step for p in client.get_metric_history(runs[0], "train/loss")] == [0, 1, 2, 4]
     run = client.get_run(runs[0])
     assert run.data.tags["dphybrid.lost_records"].startswith("1 record damaged")
-    assert run.data.tags["mlflow.note.content"].startswith("> **Not everything was recorded:** 1 record damaged")
+    assert run.data.tags["mlflow.note.content"].startswith(
+        "> **Not everything was recorded:** 1 record damaged"
+    )
     assert client.get_run(runs[1]).data.tags["mlflow.note.content"] == "good"
     unreadable.rmdir()
     assert main(["sync"]) == 0
@@ -166,7 +177,12 @@ def test_an_early_checkpoint_that_is_gone_when_it_is_sent_costs_no_point(tmp_pat
         tracker.log_metrics({"valid/auc": 0.5 if step == 1 else 0.6}, step)
         kept = card(tmp_path / "checkpoints", step)
         tracker.log_checkpoints(
-            [CheckpointCard(kept.uid, kept.name, step, kept.folder, "latest", {"valid/auc": 0.5 + (step - 1) / 10})], None
+            [
+                CheckpointCard(
+                    kept.uid, kept.name, step, kept.folder, "latest", {"valid/auc": 0.5 + (step - 1) / 10}
+                )
+            ],
+            None,
         )
     shutil.rmtree(tmp_path / "checkpoints" / "step-000001")
     journal.release()

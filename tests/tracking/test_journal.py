@@ -188,7 +188,22 @@ def test_appending_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["loss(a)", "x//y", "/lead", "a/../b", "p@1", "naïve/größe", "a,b|c", "x" * 400, "", "%", "a=b", "..", "tab\tname"]
+    "name",
+    [
+        "loss(a)",
+        "x//y",
+        "/lead",
+        "a/../b",
+        "p@1",
+        "naïve/größe",
+        "a,b|c",
+        "x" * 400,
+        "",
+        "%",
+        "a=b",
+        "..",
+        "tab\tname",
+    ],
 )
 def test_odd_names_become_names_that_mlflow_takes(name: str) -> None:
     from mlflow.utils.validation import _validate_metric_name

@@ -48,13 +48,20 @@ def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
     outside.mkdir()
     (root / "checkpoint" / "tables").symlink_to(outside)
     (tmp_path / "source").write_text("rows")
-    entry = {"name": "tables/x", "path": str(tmp_path / "source"), "bytes": 4, "sha256": file_digest(tmp_path / "source")}
+    entry = {
+        "name": "tables/x",
+        "path": str(tmp_path / "source"),
+        "bytes": 4,
+        "sha256": file_digest(tmp_path / "source"),
+    }
     (root / "left_out.json").write_text(json.dumps([entry]))
     _with_left_out(root)  # the copy has a folder of its own there
     assert list(outside.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"name": 1}]', '[{"name": "a", "path": "b", "bytes": 1}]', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[1]", '[{"name": 1}]', '[{"name": "a", "path": "b", "bytes": 1}]', "[" * 100_000]
+)
 def test_a_damaged_page_of_left_out_files_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "left_out.json").write_text(text)
@@ -68,10 +75,13 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
     (tmp_path / "mymodels.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(tmp_path))
     report = run_job(
-        load_config(None, ["recipe=toy", "model.factory=mymodels:make", "checkpoint.register_as=mine"]), load_settings()
+        load_config(None, ["recipe=toy", "model.factory=mymodels:make", "checkpoint.register_as=mine"]),
+        load_settings(),
     )
     own = dphybrid.load_model(report.run_name)
-    assert own.state_dict().keys() == dphybrid.load_model("models:/mine@challenger").state_dict().keys()  # of the embedded store
+    assert (
+        own.state_dict().keys() == dphybrid.load_model("models:/mine@challenger").state_dict().keys()
+    )  # of the embedded store
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(report.best_checkpoint, elsewhere)
     del sys.modules["mymodels"]
@@ -79,7 +89,8 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
     for packages in ("", "my, models", "mymodel"):
         monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", packages)
         with pytest.raises(
-            UserError, match=r"model.factory='mymodels:make' would run code .* set DPHYBRID_FACTORY_PACKAGES=mymodels"
+            UserError,
+            match=r"model.factory='mymodels:make' would run code .* set DPHYBRID_FACTORY_PACKAGES=mymodels",
         ):
             dphybrid.load_model(str(elsewhere))
     link = load_settings().runs_dir / "link"

@@ -29,7 +29,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, MlflowCl
             patch.delenv(name, raising=False)
         patch.setenv("DPHYBRID_DATA_DIR", str(folder))
         patch.chdir(folder)
-        report = run_job(load_config(None, ["recipe=hybrid", "devices=cpu*3", "train.epochs=2"]), load_settings())
+        report = run_job(
+            load_config(None, ["recipe=hybrid", "devices=cpu*3", "train.epochs=2"]), load_settings()
+        )
     return report, MlflowClient(report.tracking_uri)
 
 
@@ -52,30 +54,46 @@ def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, Ml
     assert len(client.get_metric_history(report.run_id, "valid/mse")) == 2
 
 
-def test_the_finer_metrics_are_a_table_unless_all_are_asked_for(finished: tuple[Report, MlflowClient], tmp_path: Path) -> None:
+def test_the_finer_metrics_are_a_table_unless_all_are_asked_for(
+    finished: tuple[Report, MlflowClient], tmp_path: Path
+) -> None:
     import polars
 
     report, client = finished
     (folder,) = client.list_artifacts(report.run_id, "details")
     assert folder.path == "details/from-step-000020"
-    table = polars.read_csv(client.download_artifacts(report.run_id, f"{folder.path}/metrics.csv", str(tmp_path)))
+    table = polars.read_csv(
+        client.download_artifacts(report.run_id, f"{folder.path}/metrics.csv", str(tmp_path))
+    )
     assert table.columns == ["time_ms", "step", "metric", "value"]
     names = set(table["metric"])
     for name in (
-        *("timing/lookup_ms", "timing/scatter_ms", "timing/replicate_ms", "timing/forward_ms", "timing/gather_ms"),
+        *(
+            "timing/lookup_ms",
+            "timing/scatter_ms",
+            "timing/replicate_ms",
+            "timing/forward_ms",
+            "timing/gather_ms",
+        ),
         *("perf/step_ms_p95", "split/rows_max", "train/lr", "system/cpu_pct", "system/page_faults_per_step"),
     ):
         assert name in names, name
     shares = table.filter(polars.col("metric").str.starts_with("timing_share/"))["value"]
     assert shares.sum() == pytest.approx(100, abs=0.01)
-    assert table.filter(polars.col("metric") == "timing/forward_ms")["step"].to_list() == list(range(20, 320, 20))
+    assert table.filter(polars.col("metric") == "timing/forward_ms")["step"].to_list() == list(
+        range(20, 320, 20)
+    )
     tracker = open_tracker(None, "full", tmp_path / "full", detail="full")
     run_id = tracker.start("run", {}, {}, "")
     tracker.log_metrics({"timing/forward_ms": 1.0, "train/loss": 2.0}, 1)
     tracker.log_summary({"timing_mean/forward_ms": 1.0})
     tracker.finish("FINISHED")
     there = MlflowClient(tracker.tracking_uri)
-    assert set(there.get_run(run_id).data.metrics) == {"timing/forward_ms", "train/loss", "timing_mean/forward_ms"}
+    assert set(there.get_run(run_id).data.metrics) == {
+        "timing/forward_ms",
+        "train/loss",
+        "timing_mean/forward_ms",
+    }
     assert there.list_artifacts(run_id) == []
 
 
@@ -90,7 +108,9 @@ def test_the_experiment_has_views_with_the_metrics_that_its_runs_end_with(tmp_pa
 
     def state(view: str) -> dict[str, Any]:
         page = json.loads(client.get_experiment(experiment).tags[f"mlflow.sharedViewState.{view}"])
-        found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(page["state"].removeprefix("deflate;"))))
+        found: dict[str, Any] = json.loads(
+            zlib.decompress(base64.b64decode(page["state"].removeprefix("deflate;")))
+        )
         return found
 
     write_views(client, experiment, [])
@@ -98,8 +118,14 @@ def test_the_experiment_has_views_with_the_metrics_that_its_runs_end_with(tmp_pa
     write_views(client, experiment, ["final/log_loss"])
     write_views(client, experiment, ["final/auc"])
     assert state("Result")["selectedColumns"][:2] == ["metrics.`final/log_loss`", "metrics.`final/auc`"]
-    assert (state("Result")["orderByKey"], state("Result")["orderByAsc"]) == ("metrics.`final/log_loss`", True)
-    assert (state("Speed")["orderByKey"], state("Speed")["orderByAsc"]) == ("metrics.`summary/samples_per_s_median`", False)
+    assert (state("Result")["orderByKey"], state("Result")["orderByAsc"]) == (
+        "metrics.`final/log_loss`",
+        True,
+    )
+    assert (state("Speed")["orderByKey"], state("Speed")["orderByAsc"]) == (
+        "metrics.`summary/samples_per_s_median`",
+        False,
+    )
     note = client.get_experiment(experiment).tags["mlflow.note.content"]
     assert f"[Speed](#/experiments/{experiment}/runs?viewStateShareKey=Speed&" in note
     client.set_experiment_tag(experiment, "mlflow.note.content", "our own words")
@@ -131,23 +157,34 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
     before_the_command = text.partition("### Reproduce")[0]
     assert "<script>" not in before_the_command
     assert "| column | role | ids | values |" in text
-    assert r"| \<script\>alert\(1\)\</script\> \| \`x\` ?\[31m | categorical | 12 | a \| b, \<b\>c\</b\> |" in text
+    assert (
+        r"| \<script\>alert\(1\)\</script\> \| \`x\` ?\[31m | categorical | 12 | a \| b, \<b\>c\</b\> |"
+        in text
+    )
     assert "\x1b" not in text
-    page = run_report_html(facts, config, {"figures/where_time_goes.png": b"png"}, {"bad": "javascript:alert(1)"})
+    page = run_report_html(
+        facts, config, {"figures/where_time_goes.png": b"png"}, {"bad": "javascript:alert(1)"}
+    )
     assert "<script" not in page
     assert "javascript:" not in page
     assert "\x1b" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` ?[31m</td><td>categorical</td><td>12</td>" in page
 
 
-def test_the_splits_are_a_table_and_plain_lines(finished: tuple[Report, MlflowClient], tmp_path: Path) -> None:
+def test_the_splits_are_a_table_and_plain_lines(
+    finished: tuple[Report, MlflowClient], tmp_path: Path
+) -> None:
     report, client = finished
-    table = json.loads(Path(client.download_artifacts(report.run_id, "split_shapes.json", str(tmp_path))).read_text())
+    table = json.loads(
+        Path(client.download_artifacts(report.run_id, "split_shapes.json", str(tmp_path))).read_text()
+    )
     assert table["columns"][:2] == ["where", "split"]
     keys = [row[0] for row in table["data"]]
     assert len(set(keys)) == len(keys)
     assert table["data"][0][:2] == ["split 1 / replica 0 / network.region", "[22, 10] -> [22, 10]"]
-    lines = Path(client.download_artifacts(report.run_id, "splits.txt", str(tmp_path))).read_text().splitlines()
+    lines = (
+        Path(client.download_artifacts(report.run_id, "splits.txt", str(tmp_path))).read_text().splitlines()
+    )
     assert lines == report.split_lines
     assert lines[0] == "Let's use 3 devices!"
     logged = json.loads(client.get_run(report.run_id).data.tags["mlflow.loggedArtifacts"])
@@ -186,14 +223,18 @@ def test_the_data_set_is_an_input_with_its_digest(finished: tuple[Report, Mlflow
     assert json.loads(given.dataset.profile)["num_rows"] == 10_000
 
 
-def test_checkpoints_are_models_that_load_back(finished: tuple[Report, MlflowClient], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_models_that_load_back(
+    finished: tuple[Report, MlflowClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mlflow
 
     report, client = finished
     run = client.get_run(report.run_id)
     steps = {output.step for output in run.outputs.model_outputs}
     assert max(steps) == 314
-    models = client.search_logged_models([run.info.experiment_id], filter_string=f"source_run_id='{report.run_id}'")
+    models = client.search_logged_models(
+        [run.info.experiment_id], filter_string=f"source_run_id='{report.run_id}'"
+    )
     best = next(model for model in models if "best" in model.tags["dphybrid.role"])
     assert str(best.status) == "READY"
     assert {metric.key for metric in best.metrics} == {"valid/mse"}
@@ -233,7 +274,9 @@ def test_processes_that_make_the_store_at_once_all_succeed(tmp_path: Path) -> No
         "from pathlib import Path; from dphybrid.tracking import open_tracker;"
         f"t = open_tracker(None, 'together', Path({str(tmp_path)!r})); print(t.start('run', {{}}, {{}}, ''))"
     )
-    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     ids = {child.communicate(timeout=180)[0].strip() for child in children}
     assert len(ids - {""}) == 3
 

@@ -1,4 +1,5 @@
-"""A tracking server that goes away, with real servers: training goes on, and the record is whole afterwards."""
+"""A tracking server that goes away, with real servers: training goes on, and the record is whole
+afterwards."""
 
 import json
 import os
@@ -36,7 +37,9 @@ def test_a_server_that_dies_in_mid_run_and_comes_back_has_every_point_once(
 ) -> None:
     server = new_server(SQLITE if database == "sqlite" else request.getfixturevalue("postgres_uri"))
     tracker = open_tracker(server.uri, "outage", tmp_path / "store")
-    run_id = tracker.start("run", {f"section.param_{i}": str(i) for i in range(1000)}, {"odd (tag)": "x"}, "note")
+    run_id = tracker.start(
+        "run", {f"section.param_{i}": str(i) for i in range(1000)}, {"odd (tag)": "x"}, "note"
+    )
     assert tracker.flush(60)
     slowest = 0.0
     for step in range(300):
@@ -46,7 +49,9 @@ def test_a_server_that_dies_in_mid_run_and_comes_back_has_every_point_once(
             time.sleep(60 if database == "sqlite" else 20)  # without a server
             threading.Thread(target=server.start).start()
         begin = time.perf_counter()
-        tracker.log_metrics({"train/loss": 1 / (step + 1), "odd (name)": float(step), "train/nan": float("nan")}, step)
+        tracker.log_metrics(
+            {"train/loss": 1 / (step + 1), "odd (name)": float(step), "train/nan": float("nan")}, step
+        )
         slowest = max(slowest, time.perf_counter() - begin)
         if step % 50 == 0:
             tracker.log_text(f"note-{step}.txt", "text")
@@ -62,7 +67,9 @@ def test_a_server_that_dies_in_mid_run_and_comes_back_has_every_point_once(
     for key in ("train/loss", "train/nan", *names):
         assert history(client, run_id, key) == list(range(300))
     assert len(names) == 1
-    assert {item.path for item in client.list_artifacts(run_id)} == {f"note-{step}.txt" for step in range(0, 300, 50)}
+    assert {item.path for item in client.list_artifacts(run_id)} == {
+        f"note-{step}.txt" for step in range(0, 300, 50)
+    }
     assert list((tmp_path / "store" / "spool").glob("*.jsonl")) == []
 
 
@@ -83,7 +90,9 @@ def test_training_ends_without_its_server_and_sync_completes_the_run(
         return evaluated(session, meter)
 
     monkeypatch.setattr(loop, "end_of_epoch", with_a_death)
-    report = run_job(load_config(None, [*RUN, "train.epochs=3", "checkpoint.register_as=hybrid"]), load_settings())
+    report = run_job(
+        load_config(None, [*RUN, "train.epochs=3", "checkpoint.register_as=hybrid"]), load_settings()
+    )
     assert report.metrics["mse"] < 1
     assert "`dphybrid sync` sends them" in capsys.readouterr().out
     sync = [sys.executable, "-m", "dphybrid", "sync", "--wait"]
@@ -102,15 +111,30 @@ def test_training_ends_without_its_server_and_sync_completes_the_run(
     assert history(client, report.run_id, "train/loss") == list(range(5, 475, 5))
     assert history(client, report.run_id, "valid/mse") == [157, 314, 471]
     assert "How batches were split" in run.data.tags["mlflow.note.content"]
-    assert {"split_shapes.json", "report.json"} <= {item.path for item in client.list_artifacts(report.run_id)}
+    assert {"split_shapes.json", "report.json"} <= {
+        item.path for item in client.list_artifacts(report.run_id)
+    }
     models = client.search_logged_models([run.info.experiment_id])
     assert sorted(model.tags["dphybrid.step"] for model in models) == ["314", "471"]
     assert client.get_model_version_by_alias("hybrid", "champion").version == "1"
 
 
-def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(new_server: NewServer, data_dir: Path) -> None:
+def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(
+    new_server: NewServer, data_dir: Path
+) -> None:
     server = new_server(SQLITE)
-    command = [sys.executable, "-m", "dphybrid", "train", "--tracking", server.uri, "--recipe", "hybrid", "--train.epochs", "40"]
+    command = [
+        sys.executable,
+        "-m",
+        "dphybrid",
+        "train",
+        "--tracking",
+        server.uri,
+        "--recipe",
+        "hybrid",
+        "--train.epochs",
+        "40",
+    ]
     command += ["--train.log-every", "10", "--checkpoint.every-steps", "50", "--train.patience", "0"]
     client = MlflowClient(server.uri)
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -130,7 +154,9 @@ def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(new_server: N
         text=True,
         env=os.environ | {"MLFLOW_TRACKING_URI": server.uri},
     )
-    assert f"{run.info.run_id}: its process is gone; ended as KILLED" in sync.stdout, sync.stdout + sync.stderr
+    assert f"{run.info.run_id}: its process is gone; ended as KILLED" in sync.stdout, (
+        sync.stdout + sync.stderr
+    )
     assert client.get_run(run.info.run_id).info.status == "KILLED"
     command[command.index("--train.epochs") + 1] = "3"
     done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
@@ -163,7 +189,9 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     server = new_server(SQLITE)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     monkeypatch.setenv("DPHYBRID_UPLOAD_LIMIT_MIB", "1")
-    config = load_config(None, ["recipe=hybrid", "model.dim=400", "train.epochs=1", "checkpoint.register_as=wide"])
+    config = load_config(
+        None, ["recipe=hybrid", "model.dim=400", "train.epochs=1", "checkpoint.register_as=wide"]
+    )
     report = run_job(config, load_settings())
     client = MlflowClient(server.uri)
     version = client.get_model_version_by_alias("wide", "challenger")
@@ -171,7 +199,9 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     assert table.stat().st_size > 2**20
     uploaded = [p for p in (server.folder / "artifacts").rglob("*.safetensors") if p.name == table.name]
     assert uploaded == []
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{data_dir}/elsewhere.db")  # only the store asked for counts
+    monkeypatch.setenv(
+        "MLFLOW_TRACKING_URI", f"sqlite:///{data_dir}/elsewhere.db"
+    )  # only the store asked for counts
     folder = checkpoint_folder("models:/wide@challenger", server.uri)
     with pytest.raises(UserError, match=r"models:/wide@nobody: cannot be fetched"):
         checkpoint_folder("models:/wide@nobody", server.uri)

@@ -1,4 +1,5 @@
-"""A password planted in every address is shown nowhere: not on the terminal, in errors, pages, artifacts, params, tags or logs."""
+"""A password planted in every address is shown nowhere: not on the terminal, in errors, pages, artifacts,
+params, tags or logs."""
 
 from pathlib import Path
 
@@ -27,7 +28,15 @@ def test_a_planted_password_is_found_nowhere(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("PREFECT_API_URL", f"http://bob:{SECRET}@127.0.0.1:9/api")
     said = dphybrid(
-        "train", "--recipe", "toy", "--checkpoint.register-as", "clicks", "--report", "report.json", "--tag", f"from={uri}"
+        "train",
+        "--recipe",
+        "toy",
+        "--checkpoint.register-as",
+        "clicks",
+        "--report",
+        "report.json",
+        "--tag",
+        f"from={uri}",
     )
     assert "Registered:  models:/clicks@challenger" in said, said
     assert "postgresql://***@127.0.0.1" in said
@@ -36,7 +45,11 @@ def test_a_planted_password_is_found_nowhere(
     said += dphybrid("compare", "--experiment", "nowhere")
     assert "experiment 'nowhere': is not at postgresql://***@" in said
     said += dphybrid("sync")
-    for address in (f"http://bob:{SECRET}@127.0.0.1:9", f"nonsense://bob:{SECRET}@h/p", f"file://{SECRET}@h/p"):
+    for address in (
+        f"http://bob:{SECRET}@127.0.0.1:9",
+        f"nonsense://bob:{SECRET}@h/p",
+        f"file://{SECRET}@h/p",
+    ):
         said += dphybrid("train", "--recipe", "toy", "--tracking", address)
     assert "MLflow knows no nonsense://" in said
     said += caplog.text
@@ -48,7 +61,9 @@ def test_a_planted_password_is_found_nowhere(
     (run,) = client.search_runs([experiment.experiment_id])
     assert "***" in run.data.tags["from"]
     assert SECRET not in str(run.to_dictionary())
-    assert SECRET not in str([model.to_dictionary() for model in client.search_logged_models([experiment.experiment_id])])
+    assert SECRET not in str(
+        [model.to_dictionary() for model in client.search_logged_models([experiment.experiment_id])]
+    )
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert (tmp_path / "report.json") in files
     there = [path for path in files if SECRET.encode() in path.read_bytes()]

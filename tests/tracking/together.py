@@ -1,4 +1,5 @@
-"""Eight runs at once on one SQLite store: `python -m tests.tracking.together FOLDER ROUNDS` prints what is missing or double, as JSON."""
+"""Eight runs at once on one SQLite store: `python -m tests.tracking.together FOLDER ROUNDS` prints what is
+missing or double, as JSON."""
 
 import json
 import os
@@ -27,7 +28,9 @@ def run(store: Path, number: int, seed: int) -> None:
             path = folder / f"step-{step:06d}"
             path.mkdir(parents=True)
             (path / "state.json").write_text(json.dumps({"sha256": {}, "number": number}))
-            card = CheckpointCard(f"{number}-{step}", path.name, step, path, "latest", {"valid/auc": step / STEPS})
+            card = CheckpointCard(
+                f"{number}-{step}", path.name, step, path, "latest", {"valid/auc": step / STEPS}
+            )
             tracker.log_checkpoints([card], ("data", "digest-of-all"))
         if chance.random() < 0.1:
             tracker.flush(chance.random())
@@ -51,13 +54,17 @@ def one_round(store: Path, seed: int) -> list[str]:
             traceback.print_exc()
         finally:
             os._exit(code)
-    return [f"process {child} ended with {status}" for child in children if (status := os.waitpid(child, 0)[1])]
+    return [
+        f"process {child} ended with {status}" for child in children if (status := os.waitpid(child, 0)[1])
+    ]
 
 
 def look(store: Path) -> list[str]:
     """Return what is missing or double of the runs in a store."""
     client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))
-    wrong = [f"left: {path.name}" for path in (store / "spool").iterdir() if path.suffix not in (".json", ".lock")]
+    wrong = [
+        f"left: {path.name}" for path in (store / "spool").iterdir() if path.suffix not in (".json", ".lock")
+    ]
     (experiment,) = [e for e in client.search_experiments() if e.name == "together"]
     runs = client.search_runs([experiment.experiment_id])
     wrong += [f"{len(runs)} runs"] if len(runs) != RUNS else []
@@ -67,13 +74,16 @@ def look(store: Path) -> list[str]:
             steps = [point.step for point in client.get_metric_history(run_id, key)]
             if sorted(steps) != list(range(1, STEPS + 1)):
                 wrong.append(f"{told}: {key} at {steps}")
-        models = client.search_logged_models([experiment.experiment_id], filter_string=f"source_run_id = '{run_id}'")
+        models = client.search_logged_models(
+            [experiment.experiment_id], filter_string=f"source_run_id = '{run_id}'"
+        )
         facts = {
             "status": found.info.status == "FINISHED",
             "params": len(found.data.params) == 20,
             "inputs": len(found.inputs.dataset_inputs) == 1,
             "artifacts": [item.path for item in client.list_artifacts(run_id)] == ["note.txt"],
-            "model": [[(m.key, m.step) for m in model.metrics] for model in models] == [[("valid/auc", STEPS)]],
+            "model": [[(m.key, m.step) for m in model.metrics] for model in models]
+            == [[("valid/auc", STEPS)]],
             "losses": "dphybrid.lost_records" not in found.data.tags,
         }
         wrong += [f"{told}: {name}" for name, good in facts.items() if not good]

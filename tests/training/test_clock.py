@@ -135,10 +135,25 @@ def test_a_run_too_short_for_a_warm_up_still_has_figures() -> None:
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
 def test_named_stages_explain_where_a_run_went(devices: str, data_dir: Path) -> None:
-    report = run_job(load_config(None, ["recipe=hybrid", f"devices={devices}", "train.epochs=2"]), load_settings())
+    report = run_job(
+        load_config(None, ["recipe=hybrid", f"devices={devices}", "train.epochs=2"]), load_settings()
+    )
     total = sum(report.stages.values())
-    assert report.stages["other"] < 0.1 * total  # steps of a millisecond, on a machine that does other things, too
-    named = {"data", "lookup", "forward", "loss", "backward", "row_update", "dense_update", "evaluate", "checkpoint", "log"}
+    assert (
+        report.stages["other"] < 0.1 * total
+    )  # steps of a millisecond, on a machine that does other things, too
+    named = {
+        "data",
+        "lookup",
+        "forward",
+        "loss",
+        "backward",
+        "row_update",
+        "dense_update",
+        "evaluate",
+        "checkpoint",
+        "log",
+    }
     assert named | ({"scatter", "replicate", "gather"} if devices != "cpu" else set()) <= set(report.stages)
     assert report.step_ms["p50"] <= report.step_ms["p95"]
 
@@ -155,7 +170,9 @@ def test_chosen_steps_are_profiled_into_a_trace(data_dir: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("steps", ["6-4", "0-3", "x", "1-2-3"])
-def test_steps_to_profile_that_make_no_sense_are_refused(steps: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_to_profile_that_make_no_sense_are_refused(
+    steps: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DPHYBRID_PROFILE", steps)
     with pytest.raises(UserError, match=r"(?i)profile"):
         _ = load_settings().profile_steps

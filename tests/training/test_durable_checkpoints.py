@@ -13,7 +13,14 @@ from dphybrid.jobs.pages import ResultPage, SplitsPage
 from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
 from dphybrid.tracking import Tracker
-from dphybrid.training.checkpoint import Progress, Trained, complete_checkpoints, read_state, save_checkpoint, verify_checkpoint
+from dphybrid.training.checkpoint import (
+    Progress,
+    Trained,
+    complete_checkpoints,
+    read_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
@@ -40,7 +47,8 @@ def trained() -> Trained:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
-    "where", ["table words row 7", "parameter linear.weight row 0", "optimizer's exp_avg of linear.bias row 0"]
+    "where",
+    ["table words row 7", "parameter linear.weight row 0", "optimizer's exp_avg of linear.bias row 0"],
 )
 def test_what_is_no_number_is_never_saved(where: str, value: float, trained: Trained, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, trained, {}, {})
@@ -87,14 +95,32 @@ class Recorded(Tracker):
             self.losses[step] = metrics["train/loss"]
 
 
-def test_a_resumed_run_records_the_same_as_an_undisturbed_one(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_records_the_same_as_an_undisturbed_one(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-    options = ["recipe=hybrid", "devices=cpu*2", "train.batch_size=3000", "train.epochs=3", "train.log_every=5"]
-    after_step, stop, records = SplitLog.after_step, StopRequest(), {"whole": Recorded(), "broken": Recorded()}
+    options = [
+        "recipe=hybrid",
+        "devices=cpu*2",
+        "train.batch_size=3000",
+        "train.epochs=3",
+        "train.log_every=5",
+    ]
+    after_step, stop, records = (
+        SplitLog.after_step,
+        StopRequest(),
+        {"whole": Recorded(), "broken": Recorded()},
+    )
 
     def run(name: str, resume: str | None = None) -> tuple[SplitsPage, ResultPage]:
         monkeypatch.setattr("dphybrid.jobs.train.attached", lambda *_: records[name])
-        run_job(load_config(None, options), load_settings(), run_name=None if resume else name, resume=resume, stop=stop)
+        run_job(
+            load_config(None, options),
+            load_settings(),
+            run_name=None if resume else name,
+            resume=resume,
+            stop=stop,
+        )
         folder = data_dir / "runs" / name
         return SplitsPage.read(folder / "splits.json"), ResultPage.read(folder / "result.json")
 

@@ -1,4 +1,5 @@
-"""A batch that does not fit is computed in parts, with the same result; the error is injected, for no GPU is needed to see that."""
+"""A batch that does not fit is computed in parts, with the same result; the error is injected, for no GPU is
+needed to see that."""
 
 from pathlib import Path
 
@@ -34,13 +35,21 @@ def build(context: ModelContext) -> nn.Module:
 
 def train(data_dir: Path, name: str, limit: int) -> dict[str, torch.Tensor]:
     rows = data_dir.parent / "clicks.csv"
-    rows.write_text("clicked,site,age\n" + "".join(f"{i % 3 == 0:d},s{i * 7 % 31},{i % 50}\n" for i in range(400)))
+    rows.write_text(
+        "clicked,site,age\n" + "".join(f"{i % 3 == 0:d},s{i * 7 % 31},{i % 50}\n" for i in range(400))
+    )
     config = build_config(
         {
             "recipe": "ctr",
             "devices": "cpu*2",
             "data": {"path": str(rows), "label": "clicked"},
-            "model": {"factory": "tests.training.test_memory:build", "dim": 4, "hidden": 8, "dropout": 0.0, "dtype": "float64"},
+            "model": {
+                "factory": "tests.training.test_memory:build",
+                "dim": 4,
+                "hidden": 8,
+                "dropout": 0.0,
+                "dtype": "float64",
+            },
             "train": {"epochs": 2, "batch_size": 64, "clip_norm": 0.5},
         }
     )
@@ -52,24 +61,37 @@ def train(data_dir: Path, name: str, limit: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("limit", [20, 63])
-def test_a_batch_in_parts_gives_the_same_steps(data_dir: Path, limit: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_in_parts_gives_the_same_steps(
+    data_dir: Path, limit: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = train(data_dir, "whole", 10**9)
     assert "out of memory" not in capsys.readouterr().out
     parts = train(data_dir, "parts", limit)
     shown = capsys.readouterr().out
-    assert shown.count("out of memory in step 5 with a batch of 64 rows: CUDA out of memory. Tried to allocate 2.00 GiB.") == 1
+    assert (
+        shown.count(
+            "out of memory in step 5 with a batch of 64 rows: CUDA out of memory. Tried to allocate 2.00 GiB."
+        )
+        == 1
+    )
     assert "going on with each batch in 4 parts" in shown
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-9, atol=1e-12)
 
 
 def test_parts_that_do_not_fit_either_are_told(data_dir: Path) -> None:
-    with pytest.raises(UserError, match=r"out of memory in step 5 .*(?s:.)*4 parts already; lower train.batch_size"):
+    with pytest.raises(
+        UserError, match=r"out of memory in step 5 .*(?s:.)*4 parts already; lower train.batch_size"
+    ):
         train(data_dir, "none", 3)
 
 
 def test_parts_of_a_batch() -> None:
-    batch = {"ids_BF": torch.arange(20).view(10, 2), "labels_B": torch.arange(10), "negatives_K": torch.arange(10)}
+    batch = {
+        "ids_BF": torch.arange(20).view(10, 2),
+        "labels_B": torch.arange(10),
+        "negatives_K": torch.arange(10),
+    }
     parts = list(micro_batches(batch, 4))
     assert [len(part["labels_B"]) for part in parts] == [3, 3, 3, 1]
     assert all(len(part["negatives_K"]) == 10 for part in parts)

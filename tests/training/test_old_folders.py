@@ -44,14 +44,20 @@ def test_a_run_without_versions_is_loaded_and_predicts(old_run: Path) -> None:
     assert read_run(old_run).page.version == 0
     assert find_checkpoint("old", load_settings()).name == "step-000003"
     assert sum(weight.numel() for weight in load_model("old").state_dict().values()) == 11 * 2 + 23
-    scores = Predictor(old_run / "checkpoints" / "step-000006").predict({"age": [30, 70], "city": ["a", "nowhere"]})
-    assert scores.tolist() == pytest.approx([0.27502405643463135, 0.6734785437583923], abs=1e-6)  # that version's answer
+    scores = Predictor(old_run / "checkpoints" / "step-000006").predict(
+        {"age": [30, 70], "city": ["a", "nowhere"]}
+    )
+    assert scores.tolist() == pytest.approx(
+        [0.27502405643463135, 0.6734785437583923], abs=1e-6
+    )  # that version's answer
 
 
 def test_a_run_without_versions_goes_on(old_run: Path, tmp_path: Path) -> None:
     before = torch.get_rng_state()
     report = run_job(
-        load_config(None, [*OPTIONS, f"data.path={tmp_path / 'clicks.csv'}", "train.epochs=3"]), load_settings(), resume="old"
+        load_config(None, [*OPTIONS, f"data.path={tmp_path / 'clicks.csv'}", "train.epochs=3"]),
+        load_settings(),
+        resume="old",
     )
     assert report.run_name == "old"
     state = read_state(Path(report.latest_checkpoint))

@@ -24,13 +24,20 @@ def test_newest_best_and_each_nth_stay(tmp_path: Path) -> None:
     make(tmp_path, [10, 20, 30, 40, 50, 60, 70])
     kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2, keep_every=30), best=[20])
     assert [step_of(path) for path in kept] == [20, 30, 60, 70]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06d}" for step in (20, 30, 60, 70)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step-{step:06d}" for step in (20, 30, 60, 70)
+    ]
 
 
 def test_checkpoints_are_in_the_order_of_their_steps_beyond_six_digits(tmp_path: Path) -> None:
     make(tmp_path, [999_990, 999_995, 1_000_000, 1_000_005])
     (tmp_path / "step-1000007.damaged").mkdir()
-    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [999_990, 999_995, 1_000_000, 1_000_005]
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [
+        999_990,
+        999_995,
+        1_000_000,
+        1_000_005,
+    ]
     kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2), best=[999_995])
     assert [step_of(path) for path in kept] == [999_995, 1_000_000, 1_000_005]
 

@@ -47,7 +47,9 @@ def test_a_model_that_computes_across_the_batch_does_not_train(
     (tmp_path / "split_models.py").write_text(MODELS)
     monkeypatch.syspath_prepend(str(tmp_path))
     for devices in ("cpu", "cpu*3"):
-        with pytest.raises(UserError, match=r"(?s)first batch is not what it is when split.*region.1: its output differs"):
+        with pytest.raises(
+            UserError, match=r"(?s)first batch is not what it is when split.*region.1: its output differs"
+        ):
             train("model.factory=split_models:across", "train.check_split=true", f"devices={devices}")
     train("model.factory=split_models:across", "devices=cpu*3")  # nobody asked
     checked = train("model.factory=split_models:alone", "train.check_split=true", "devices=cpu*3")

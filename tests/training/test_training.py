@@ -25,7 +25,14 @@ from dphybrid.util.stop import Interrupted, StopRequest
 from tests.conftest import SHARED
 from tests.waiting import patience
 
-SMALL_TEXT = ["model.dim=8", "model.hidden=8", "data.window=16", "train.epochs=2", "model.dtype=float64", "model.dropout=0"]
+SMALL_TEXT = [
+    "model.dim=8",
+    "model.hidden=8",
+    "data.window=16",
+    "train.epochs=2",
+    "model.dtype=float64",
+    "model.dropout=0",
+]
 
 
 @pytest.fixture
@@ -56,8 +63,12 @@ def small_text(tmp_path: Path) -> str:
     return f"data.path={file}"
 
 
-def train(*overrides: str, resume: str | None = None, name: str | None = None, stop: StopRequest | None = None) -> Report:
-    return run_job(load_config(None, list(overrides)), load_settings(), run_name=name, resume=resume, stop=stop)
+def train(
+    *overrides: str, resume: str | None = None, name: str | None = None, stop: StopRequest | None = None
+) -> Report:
+    return run_job(
+        load_config(None, list(overrides)), load_settings(), run_name=name, resume=resume, stop=stop
+    )
 
 
 def tensors(report: Report) -> dict[str, torch.Tensor]:
@@ -66,7 +77,9 @@ def tensors(report: Report) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru", "transformer"])
-def test_text_trains_to_the_same_losses_on_any_number_of_devices(kind: str, data_dir: Path, small_text: str) -> None:
+def test_text_trains_to_the_same_losses_on_any_number_of_devices(
+    kind: str, data_dir: Path, small_text: str
+) -> None:
     one = train(small_text, *SMALL_TEXT, f"model.kind={kind}", "devices=cpu")
     for devices in ("cpu*2", "cpu*3", "cpu*8"):
         split = train(small_text, *SMALL_TEXT, f"model.kind={kind}", f"devices={devices}")
@@ -98,7 +111,9 @@ def test_hybrid_trains_to_the_same_losses_on_any_number_of_devices(data_dir: Pat
     options = ["recipe=hybrid", "model.dtype=float64", "train.epochs=2"]
     one = train(*options, "devices=cpu")
     for devices in ("cpu*2", "cpu*3", "cpu*8"):
-        assert train(*options, f"devices={devices}").metrics["mse"] == pytest.approx(one.metrics["mse"], abs=1e-10)
+        assert train(*options, f"devices={devices}").metrics["mse"] == pytest.approx(
+            one.metrics["mse"], abs=1e-10
+        )
 
 
 @pytest.mark.parametrize("recipe", ["toy", "blocks", "hybrid", "convnet"])
@@ -114,7 +129,9 @@ def test_recipes_learn_what_was_planted(recipe: str, data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
-def test_toy_prints_and_records_the_reference_lines(devices: int, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_toy_prints_and_records_the_reference_lines(
+    devices: int, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = SHARED / "reference" / "split_shapes.json"
     if not file.is_file():
         pytest.skip("the reference table is not here")
@@ -142,7 +159,14 @@ def test_the_same_seed_gives_the_same_bits(data_dir: Path, small_text: str) -> N
 def test_stopped_and_resumed_equals_undisturbed(
     optimizer: str, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = [small_text, *SMALL_TEXT, "model.dropout=0.3", "train.epochs=3", f"table.optimizer={optimizer}", "table.lr=0.01"]
+    options = [
+        small_text,
+        *SMALL_TEXT,
+        "model.dropout=0.3",
+        "train.epochs=3",
+        f"table.optimizer={optimizer}",
+        "table.lr=0.01",
+    ]
     whole = train(*options, name="whole")
 
     after_step, stop = SplitLog.after_step, StopRequest()
@@ -180,7 +204,9 @@ def test_resuming_with_another_model_is_refused(data_dir: Path, small_text: str)
 
 
 def test_checkpoints_are_kept_as_asked_and_the_best_always(data_dir: Path, small_text: str) -> None:
-    report = train(small_text, *SMALL_TEXT, "train.epochs=4", "checkpoint.keep_last=1", "checkpoint.every_steps=2")
+    report = train(
+        small_text, *SMALL_TEXT, "train.epochs=4", "checkpoint.keep_last=1", "checkpoint.every_steps=2"
+    )
     kept = complete_checkpoints(Path(report.latest_checkpoint).parent)
     assert {Path(report.best_checkpoint), Path(report.latest_checkpoint)} == set(kept)
 
@@ -189,7 +215,9 @@ def test_a_checkpoint_of_another_shape_or_a_damaged_one_is_named(data_dir: Path,
     report = train(small_text, *SMALL_TEXT, "train.epochs=1")
     other = train(small_text, *SMALL_TEXT, "train.epochs=1", "model.hidden=9", "model.layers=1")
     model = model_from_checkpoint(other.latest_checkpoint)
-    with pytest.raises(UserError, match=r"region.network.network.weight_ih_l0 is .* in the file and .* in the model"):
+    with pytest.raises(
+        UserError, match=r"region.network.network.weight_ih_l0 is .* in the file and .* in the model"
+    ):
         load_weights(Path(report.latest_checkpoint), model)
     with pytest.raises(UserError, match="is no checkpoint"):
         model_from_checkpoint(data_dir / "runs")
@@ -235,9 +263,12 @@ def test_schedules_end_at_a_hundredth() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_command_checkpoints_and_goes_on(number: int, code: int, data_dir: Path, small_text: str) -> None:
+def test_an_interrupted_command_checkpoints_and_goes_on(
+    number: int, code: int, data_dir: Path, small_text: str
+) -> None:
     flags = [
-        f"--{text.replace('=', ' ', 1).replace('_', '-', 1)}" for text in [*SMALL_TEXT, "train.epochs=4000", "train.patience=0"]
+        f"--{text.replace('=', ' ', 1).replace('_', '-', 1)}"
+        for text in [*SMALL_TEXT, "train.epochs=4000", "train.patience=0"]
     ]
     data_flag = ["--data.path", small_text.partition("=")[2]]
     argv = [

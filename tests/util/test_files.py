@@ -13,7 +13,15 @@ import pytest
 from dphybrid.util import files
 from dphybrid.util.digests import note_verified, verify_files
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import clear_leftovers, disk_errors_told, making, read_json, remove_folder, write_json, write_text
+from dphybrid.util.files import (
+    clear_leftovers,
+    disk_errors_told,
+    making,
+    read_json,
+    remove_folder,
+    write_json,
+    write_text,
+)
 from dphybrid.util.locks import FileLock, is_held
 from dphybrid.util.pages import Page
 
@@ -22,7 +30,9 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "page.json"
     write_json(file, {"a": "ä"})
 
@@ -30,13 +40,18 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(UserError, match=r"page\.json: No space left on device; make room"), disk_errors_told():
+    with (
+        pytest.raises(UserError, match=r"page\.json: No space left on device; make room"),
+        disk_errors_told(),
+    ):
         write_json(file, {"a": 2})
     assert read_json(file) == {"a": "ä"}
     assert names(tmp_path) == ["page.json"]
 
 
-def test_every_write_is_synced_before_its_name_and_the_folder_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_write_is_synced_before_its_name_and_the_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -75,7 +90,14 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_leftovers_go_and_a_folder_that_was_to_be_replaced_comes_back(tmp_path: Path) -> None:
-    for name in (".a.partial-1-2f", ".b.removed-1-2f", ".c.replaced-1-2f", ".d.replaced-1-2f", "d", ".e.verified"):
+    for name in (
+        ".a.partial-1-2f",
+        ".b.removed-1-2f",
+        ".c.replaced-1-2f",
+        ".d.replaced-1-2f",
+        "d",
+        ".e.verified",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text(name)
     clear_leftovers(tmp_path, "a")
@@ -150,7 +172,9 @@ def test_pages_of_other_versions(tmp_path: Path) -> None:
         Example.read(file)
 
 
-def test_whole_files_are_read_once_and_touched_ones_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_files_are_read_once_and_touched_ones_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "x").write_text("one")

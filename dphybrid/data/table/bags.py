@@ -1,7 +1,7 @@
 """Columns of bags: several values in a cell, such as tags `drama|comedy`, or the words of a free text.
 
-A cell becomes ids (L,): those of its first items in their order, then PADDING_ID; a cell without items is the id of "no value" alone. An item
-that comes twice counts twice. Letters: B rows, L items of a row at most.
+A cell becomes ids (L,): those of its first items in their order, then PADDING_ID; a cell without items is the
+id of "no value" alone. An item that comes twice counts twice. Letters: B rows, L items of a row at most.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,14 @@ def is_list_of_items(dtype: pl.DataType) -> bool:
 
 
 def list_texts(column: pl.Series, where: str) -> pl.Series:
-    """Return lists of items as text with `SEPARATOR` between the items; None among them is no item. Raises UserError when an item holds it."""
+    """Return lists of items as text with `SEPARATOR` between the items; None among them is no item. Raises
+    UserError when an item holds it."""
     lists = column.cast(pl.List(pl.String))
     items = lists.explode()
     if (odd := items.filter(items.str.contains(SEPARATOR, literal=True).fill_null(False))).len():
         raise UserError(
-            f"{where}: column {column.name!r} holds the item {odd[0]!r} in a list; items are told apart by {SEPARATOR!r}, so write it "
+            f"{where}: column {column.name!r} holds the item {odd[0]!r} in a list; items are told apart by "
+            f"{SEPARATOR!r}, so write it "
             "without, or the column as text and its separator in a schema file"
         )
     return lists.list.join(SEPARATOR, ignore_nulls=True)
@@ -40,8 +42,8 @@ def list_texts(column: pl.Series, where: str) -> pl.Series:
 
 @dataclass(frozen=True)
 class Cells:
-    """Cells taken apart. items_N: the kept items of all rows, one row after another; lengths_B: how many of them each row has; cut: cells that
-    hold more; left_out: the items beyond."""
+    """Cells taken apart. items_N: the kept items of all rows, one row after another; lengths_B: how many of
+    them each row has; cut: cells that hold more; left_out: the items beyond."""
 
     items_N: pl.Series
     lengths_B: Array
@@ -50,7 +52,8 @@ class Cells:
 
 
 def take_apart(texts: pl.Series, separator: str | None, max_items: int) -> Cells:
-    """Return the items of cells (None: no value): blanks around them are stripped, empty ones dropped. separator None: lower-cased words."""
+    """Return the items of cells (None: no value): blanks around them are stripped, empty ones dropped.
+    separator None: lower-cased words."""
     texts = texts.cast(pl.String)
     if separator is None:
         lists = texts.str.to_lowercase().str.extract_all(_WORD)
@@ -90,12 +93,16 @@ def widened(ids: Array, width: int) -> Array:
 
 def form_text(separator: str | None, max_items: int) -> str:
     """Return in words how cells are taken apart."""
-    return f"{'words' if separator is None else f'a bag with {separator!r} between items'}, at most {max_items} of a cell"
+    return (
+        f"{'words' if separator is None else f'a bag with {separator!r} between items'}, at most "
+        f"{max_items} of a cell"
+    )
 
 
 @dataclass(frozen=True)
 class BagColumn(CategoryColumn):
-    """A fitted column of bags: its items are the categories. separator: between items, None for words; max_items: looked up of a cell."""
+    """A fitted column of bags: its items are the categories. separator: between items, None for words;
+    max_items: looked up of a cell."""
 
     separator: str | None = SEPARATOR
     max_items: int = MAX_ITEMS
@@ -107,7 +114,9 @@ class BagColumn(CategoryColumn):
     def ids(self, texts: pl.Series) -> Array:
         """Return ids (B, L) of texts (None: no value), L as the fullest cell needs it."""
         cells = take_apart(texts, self.separator, self.max_items)
-        ids_BL = padded(super().ids(cells.items_N), cells.lengths_B, max(1, int(cells.lengths_B.max(initial=1))))
+        ids_BL = padded(
+            super().ids(cells.items_N), cells.lengths_B, max(1, int(cells.lengths_B.max(initial=1)))
+        )
         ids_BL[np.arange(ids_BL.shape[1]) >= cells.lengths_B[:, None]] = PADDING_ID
         ids_BL[cells.lengths_B == 0, 0] = MISSING_ID
         return ids_BL

@@ -1,4 +1,5 @@
-"""Categories as ids: 0 = no value, 1 = unknown value, from 2 on the values, most frequent first, then hash buckets. B: rows."""
+"""Categories as ids: 0 = no value, 1 = unknown value, from 2 on the values, most frequent first, then hash
+buckets. B: rows."""
 
 import zlib
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class Dictionary:
         return self.met(texts.to_frame().select(self.expression(texts.name)).to_series())
 
     def expression(self, column: str) -> pl.Expr:
-        """Return the same as an expression of a column, so that one call does many columns; its result must go to `met`."""
+        """Return the same as an expression of a column, so that one call does many columns; its result must
+        go to `met`."""
         return (pl.col(column).cast(self.dtype).to_physical() + 1).fill_null(0)
 
     def met(self, codes: pl.Series) -> Array:
@@ -49,8 +51,8 @@ class Dictionary:
 
 @dataclass(frozen=True)
 class CategoryColumn:
-    """A fitted column of categories. vocabulary: the values that have an id of their own, in the order of their ids; hash_buckets: all other
-    ones share so many ids (0: the unknown one)."""
+    """A fitted column of categories. vocabulary: the values that have an id of their own, in the order of
+    their ids; hash_buckets: all other ones share so many ids (0: the unknown one)."""
 
     name: str
     vocabulary: pl.Series
@@ -63,9 +65,14 @@ class CategoryColumn:
     def ids_of_codes(self, values: pl.Series) -> Array:
         """Return the ids of a dictionary's codes: entry 0 for no value, entry 1 + i for values[i]."""
         known = pl.DataFrame(
-            {"value": self.vocabulary, "id": np.arange(FIRST_ID, FIRST_ID + len(self.vocabulary), dtype=np.int64)}
+            {
+                "value": self.vocabulary,
+                "id": np.arange(FIRST_ID, FIRST_ID + len(self.vocabulary), dtype=np.int64),
+            }
         )
-        found = pl.DataFrame({"value": values}).join(known, on="value", how="left", maintain_order="left")["id"]
+        found = pl.DataFrame({"value": values}).join(known, on="value", how="left", maintain_order="left")[
+            "id"
+        ]
         if self.hash_buckets:
             first = FIRST_ID + len(self.vocabulary)
             others = [first + zlib.crc32(value.encode()) % self.hash_buckets for value in values.to_list()]
@@ -81,14 +88,17 @@ class CategoryColumn:
         dictionary, known = self._dictionary
         codes_B = dictionary.codes(texts)
         if len(dictionary) >= len(known[0]):  # texts that were not met before
-            known[0] = np.concatenate([known[0], self.ids_of_codes(dictionary.values()[len(known[0]) - 1 :])[1:]])
+            known[0] = np.concatenate(
+                [known[0], self.ids_of_codes(dictionary.values()[len(known[0]) - 1 :])[1:]]
+            )
         return known[0][codes_B]
 
 
 def fit_categories(
     name: str, values: pl.Series, counts: Array, min_count: int, top: int | None = None, hash_buckets: int = 0
 ) -> CategoryColumn:
-    """Keep the values seen at least `min_count` times in the training part, the `top` most frequent ones at most."""
+    """Keep the values seen at least `min_count` times in the training part, the `top` most frequent ones at
+    most."""
     seen = pl.DataFrame({"value": values, "rows": counts}).filter(pl.col("rows") >= min_count)
     kept = seen.sort(["rows", "value"], descending=[True, False])["value"]
     return CategoryColumn(name, kept if top is None else kept.head(top), hash_buckets)

@@ -23,7 +23,8 @@ def is_parquet(file: Path) -> bool:
 
 
 def read_chunks(file: Path, data: TableDataConfig, numbers: Set[str] = frozenset()) -> Iterator[Rows]:
-    """Yield the rows of a file, chunk after chunk, made by a thread of its own; a file without rows gives one empty chunk.
+    """Yield the rows of a file, chunk after chunk, made by a thread of its own; a file without rows gives one
+    empty chunk.
 
     numbers: names of columns that may come as finite float64 instead of text where that is quicker.
     Raises UserError when it cannot be read, is empty, or is no text.
@@ -39,10 +40,14 @@ def read_jobs(file: Path, data: TableDataConfig, numbers: Set[str] = frozenset()
 
 
 def read_rows(file: Path, data: TableDataConfig) -> Rows:
-    """Read a whole file into memory. Raises UserError like `read_chunks`, and when too many rows do not fit or fewer than 2 do."""
+    """Read a whole file into memory. Raises UserError like `read_chunks`, and when too many rows do not fit
+    or fewer than 2 do."""
     chunks = list(read_chunks(file, data))
     rejected = [row for chunk in chunks for row in chunk.rejected]
-    values, lines = pl.concat([chunk.values for chunk in chunks]), np.concatenate([chunk.lines for chunk in chunks])
+    values, lines = (
+        pl.concat([chunk.values for chunk in chunks]),
+        np.concatenate([chunk.lines for chunk in chunks]),
+    )
     first = chunks[0]
     check_rejected(file, rejected, len(values) + len(rejected), data.max_rejected)
     check_enough(file, first, len(values))
@@ -55,12 +60,19 @@ def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     start = 1
     try:
         # Folders named key=value become columns.
-        lazy = pl.scan_parquet(file, hive_partitioning=any("=" in part for part in file.parent.parts), try_parse_hive_dates=False)
+        lazy = pl.scan_parquet(
+            file, hive_partitioning=any("=" in part for part in file.parent.parts), try_parse_hive_dates=False
+        )
         schema = lazy.collect_schema()
-        names, lists = schema.names(), frozenset(name for name, dtype in schema.items() if is_list_of_items(dtype))
+        names, lists = (
+            schema.names(),
+            frozenset(name for name, dtype in schema.items() if is_list_of_items(dtype)),
+        )
         for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
             values = clean([_single(column, file, data) for column in frame.get_columns()], data.missing)
-            yield Rows(names, values, np.arange(start, start + len(frame)), [], True, "row", file, lists=lists)
+            yield Rows(
+                names, values, np.arange(start, start + len(frame)), [], True, "row", file, lists=lists
+            )
             start += len(frame)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"data.path={file}: cannot be read as Parquet: {error}") from error
@@ -70,7 +82,8 @@ def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
 
 
 def _single(column: pl.Series, file: Path, data: TableDataConfig) -> pl.Series:
-    """Return a Parquet column of single values, lists of items as text; one of other things must be ignored, and is empty then."""
+    """Return a Parquet column of single values, lists of items as text; one of other things must be ignored,
+    and is empty then."""
     if is_list_of_items(column.dtype) and column.name not in data.ignore:
         return list_texts(column, f"data.path={file}")
     if not (column.dtype.is_nested() or column.dtype in (pl.Binary, pl.Object)):
@@ -78,6 +91,7 @@ def _single(column: pl.Series, file: Path, data: TableDataConfig) -> pl.Series:
     if column.name in data.ignore:
         return pl.Series(column.name, [None] * len(column), dtype=pl.String)
     raise UserError(
-        f"data.path={file}: column {column.name!r} holds {column.dtype}, not single values or lists of texts or whole numbers; "
+        f"data.path={file}: column {column.name!r} holds {column.dtype}, not single values or lists of "
+        "texts or whole numbers; "
         "name it in data.ignore, or write it as text"
     )

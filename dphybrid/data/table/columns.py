@@ -15,7 +15,8 @@ BLOCK_ROWS = 2**16
 
 
 class ColumnStore:
-    """One file of numbers a column, (B,) or (B, L), written chunk by chunk within `with`, then read in blocks by any number of threads."""
+    """One file of numbers a column, (B,) or (B, L), written chunk by chunk within `with`, then read in blocks
+    by any number of threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

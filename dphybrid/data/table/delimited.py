@@ -1,8 +1,9 @@
 """Rows of CSV and TSV files, block by block.
 
-A block of a file that holds no quote and has the same number of separators in every line goes to polars as it is. Any other block is read
-row by row (`dphybrid.data.table.fields`), which gives the same values, only slower. Where a block without quotes ends is known before it is read, so
-that threads can read several at a time; neither blocks nor results depend on them.
+A block of a file that holds no quote and has the same number of separators in every line goes to polars as it
+is. Any other block is read row by row (`dphybrid.data.table.fields`), which gives the same values, only
+slower. Where a block without quotes ends is known before it is read, so that threads can read several at a
+time; neither blocks nor results depend on them.
 """
 
 import gzip
@@ -20,7 +21,15 @@ import numpy as np
 import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.fields import MAX_SPAN, SAMPLE, column_names, cut_rows, find_separator, first_rows, has_header
+from dphybrid.data.table.fields import (
+    MAX_SPAN,
+    SAMPLE,
+    column_names,
+    cut_rows,
+    find_separator,
+    first_rows,
+    has_header,
+)
 from dphybrid.data.table.rows import Job, Rows, clean, done
 from dphybrid.util.errors import UserError
 
@@ -47,7 +56,8 @@ class Layout:
 
 
 def csv_jobs(file: Path, data: TableDataConfig, numbers: Set[str]) -> Iterator[Job]:
-    """Yield the jobs that return the rows of a file's blocks, in order; see `dphybrid.data.table.chunks.read_chunks`. Raises UserError like it."""
+    """Yield the jobs that return the rows of a file's blocks, in order; see
+    `dphybrid.data.table.chunks.read_chunks`. Raises UserError like it."""
     layout: Layout | None = None
     line = offset = 0  # of what is not read yet
     found = False
@@ -60,7 +70,10 @@ def csv_jobs(file: Path, data: TableDataConfig, numbers: Set[str]) -> Iterator[J
             if not cut and not last:
                 rest += piece
                 if len(rest) > LONGEST_LINE:
-                    raise UserError(f"data.path={file}: line {line + 1} does not end within {LONGEST_LINE:,} bytes; is it text?")
+                    raise UserError(
+                        f"data.path={file}: line {line + 1} does not end within {LONGEST_LINE:,} bytes; is "
+                        "it text?"
+                    )
                 continue
             block, rest = b"".join((rest, memoryview(piece)[:cut])), piece[cut:]
             if not block:
@@ -97,7 +110,11 @@ class _text_stream:
         self.stream: IO[bytes] | gzip.GzipFile | None = None
 
     def __enter__(self) -> "_text_stream":
-        self.stream = gzip.open(self.file, "rb") if self.file.suffix.lower() == ".gz" else self.file.open("rb", buffering=0)
+        self.stream = (
+            gzip.open(self.file, "rb")
+            if self.file.suffix.lower() == ".gz"
+            else self.file.open("rb", buffering=0)
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,7 +126,9 @@ class _text_stream:
         try:
             return self.stream.read(size)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"data.path={self.file}: is no complete gzip file: {error}; pack it again, or unpack it") from error
+            raise UserError(
+                f"data.path={self.file}: is no complete gzip file: {error}; pack it again, or unpack it"
+            ) from error
 
 
 def _last_line_end(raw: bytes) -> int:
@@ -133,7 +152,14 @@ def _layout(file: Path, block: bytes, data: TableDataConfig) -> Layout | None:
 
 
 def _block_rows(
-    file: Path, block: bytes, layout: Layout, data: TableDataConfig, numbers: Set[str], line: int, offset: int, num_lines: int
+    file: Path,
+    block: bytes,
+    layout: Layout,
+    data: TableDataConfig,
+    numbers: Set[str],
+    line: int,
+    offset: int,
+    num_lines: int,
 ) -> Rows:
     """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
     values = _plain(block, num_lines, layout, data.missing, numbers)
@@ -143,7 +169,9 @@ def _block_rows(
     return Rows(layout.names, values, lines, [], layout.header, "line", file, offset + len(block))
 
 
-def _plain(block: bytes, num_rows: int, layout: Layout, missing: Sequence[str], numbers: Set[str]) -> pl.DataFrame | None:
+def _plain(
+    block: bytes, num_rows: int, layout: Layout, missing: Sequence[str], numbers: Set[str]
+) -> pl.DataFrame | None:
     """Return the columns of such a block when polars reads it as `_careful` would, else None."""
     separator, width = layout.separator.encode(), len(layout.names)
     if len(separator) > 1 or width == 1:
@@ -170,9 +198,13 @@ def _plain(block: bytes, num_rows: int, layout: Layout, missing: Sequence[str], 
             )
         except pl.exceptions.PolarsError:
             continue
-        if len(frame) != num_rows:  # a row with too many fields raises; so with all separators there, every row has its own
+        if (
+            len(frame) != num_rows
+        ):  # a row with too many fields raises; so with all separators there, every row has its own
             return None
-        if all(frame[i].is_finite().all() for i in as_numbers):  # else their texts are needed, to say what is wrong
+        if all(
+            frame[i].is_finite().all() for i in as_numbers
+        ):  # else their texts are needed, to say what is wrong
             return clean(frame.get_columns(), missing) if blanks else frame
     return None
 
@@ -186,7 +218,8 @@ def _count(block: bytes, sign: bytes) -> int:
 def _careful(
     file: Path, block: bytes, layout: Layout, data: TableDataConfig, line: int, offset: int, last: bool
 ) -> tuple[Rows, int, bytes]:
-    """Return the rows of a block, how many lines they took, and the end of the block that needs lines of the next one."""
+    """Return the rows of a block, how many lines they took, and the end of the block that needs lines of the
+    next one."""
     lines = _LINE_END.split(_decode(file, block, line, offset))
     if lines[-1] == "":
         lines.pop()
@@ -195,18 +228,28 @@ def _careful(
     used = len(lines)
     starts = [i for i, text in enumerate(lines) if text.strip()]
     for i, row, reason in cut_rows(lines, starts, layout.separator, len(layout.names)):
-        if reason and not last and '"' in lines[i] and i + MAX_SPAN > len(lines):  # may go on in the next block
+        if (
+            reason and not last and '"' in lines[i] and i + MAX_SPAN > len(lines)
+        ):  # may go on in the next block
             used = i
             break
         if reason:
-            rejected.append({"file": str(file), "line": line + i + 1, "reason": reason, "text": lines[i][:SHOWN]})
+            rejected.append(
+                {"file": str(file), "line": line + i + 1, "reason": reason, "text": lines[i][:SHOWN]}
+            )
         else:
             good.append((line + i + 1, row))
-    values = clean(_columns([row for _, row in good], layout.separator, len(layout.names)).get_columns(), data.missing)
+    values = clean(
+        _columns([row for _, row in good], layout.separator, len(layout.names)).get_columns(), data.missing
+    )
     numbers = np.array([number for number, _ in good], dtype=np.int64)
     unread = "".join(f"{text}\n" for text in lines[used:]).encode()
     bytes_read = offset + len(block) - len(unread)
-    return Rows(layout.names, values, numbers, rejected, layout.header, "line", file, bytes_read), used, unread
+    return (
+        Rows(layout.names, values, numbers, rejected, layout.header, "line", file, bytes_read),
+        used,
+        unread,
+    )
 
 
 def _decode(file: Path, raw: bytes, line: int, offset: int) -> str:
@@ -215,7 +258,8 @@ def _decode(file: Path, raw: bytes, line: int, offset: int) -> str:
     except UnicodeDecodeError as error:
         line += 1 + len(_LINE_END_BYTES.findall(raw[: error.start]))
         raise UserError(
-            f"data.path={file}: is no UTF-8 text (line {line}, byte {offset + error.start}); save it as UTF-8, or give a Parquet file"
+            f"data.path={file}: is no UTF-8 text (line {line}, byte {offset + error.start}); save it as "
+            "UTF-8, or give a Parquet file"
         ) from error
 
 
@@ -234,4 +278,6 @@ def _columns(rows: list[str | list[str]], separator: str, width: int) -> pl.Data
         )
     split = [row.split(separator) if isinstance(row, str) else row for row in rows]
     columns = zip(*split, strict=True) if split else ([] for _ in names)
-    return pl.DataFrame([pl.Series(name, column, dtype=pl.String) for name, column in zip(names, columns, strict=True)])
+    return pl.DataFrame(
+        [pl.Series(name, column, dtype=pl.String) for name, column in zip(names, columns, strict=True)]
+    )

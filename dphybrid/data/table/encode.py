@@ -1,6 +1,8 @@
-"""Columns as numbers: ids of categories, standardized numbers, quantile buckets. Everything is learnt from the training part.
+"""Columns as numbers: ids of categories, standardized numbers, quantile buckets. Everything is learnt from
+the training part.
 
-Ids of buckets: 0 = no value, then by size. Letters: B rows, F columns of one id a row (or of bags, in bags_BFL), N dense columns, L ids of a bag.
+Ids of buckets: 0 = no value, then by size. Letters: B rows, F columns of one id a row (or of bags, in
+bags_BFL), N dense columns, L ids of a bag.
 """
 
 import itertools
@@ -18,7 +20,8 @@ from dphybrid.data.table.bags import BagColumn, one_width
 from dphybrid.data.table.categories import MISSING_ID, CategoryColumn
 
 MAX_DEVIATION = 100.0
-"""Standard deviations at which a standardized number is cut off, so that one absurd value cannot drown a batch."""
+"""Standard deviations at which a standardized number is cut off, so that one absurd value cannot drown a
+batch."""
 FEW_EDGES = 64
 """Edges up to which comparing with each of them is faster than a search."""
 CACHED_ROWS = 2**13
@@ -29,7 +32,8 @@ FIT_ROWS = 2**18
 
 @dataclass(frozen=True)
 class NumericColumn:
-    """A fitted column of numbers. log: they pass through sign(x) log(1 + |x|); indicator: a dense column tells the missing ones;
+    """A fitted column of numbers. log: they pass through sign(x) log(1 + |x|); indicator: a dense column
+    tells the missing ones;
     edges: of the buckets, None for none."""
 
     name: str
@@ -50,10 +54,13 @@ class NumericColumn:
         return 0 if self.edges is None else len(self.edges) + 2
 
     def dense(self, raw_B: Array, out_BN: Array) -> None:
-        """Write the standardized values, 0 where there is none (nan), and the indicator into out_BN (B, width)."""
+        """Write the standardized values, 0 where there is none (nan), and the indicator into out_BN (B,
+        width)."""
         missing_B = np.isnan(raw_B)
         scaled_B = _log(raw_B) if self.log else raw_B
-        with np.errstate(over="ignore"):  # numbers near the end of float64: infinite is then a fair answer to "how far"
+        with np.errstate(
+            over="ignore"
+        ):  # numbers near the end of float64: infinite is then a fair answer to "how far"
             deviation_B = (scaled_B - self.mean) / self.std
         out_BN[:, 0] = np.where(missing_B, 0.0, np.clip(deviation_B, -MAX_DEVIATION, MAX_DEVIATION))
         if self.indicator:
@@ -73,7 +80,8 @@ class NumericColumn:
 
 
 def fit_numeric(name: str, train_B: Array, num_buckets: int, scale: str = "auto") -> NumericColumn:
-    """Learn from the training values (nan: no value). num_buckets 0: none. scale: auto (log when heavy-tailed), log, standard or none."""
+    """Learn from the training values (nan: no value). num_buckets 0: none. scale: auto (log when
+    heavy-tailed), log, standard or none."""
     known = np.sort(train_B[~np.isnan(train_B)])
     indicator = len(known) < len(train_B)
     if not len(known):
@@ -82,7 +90,9 @@ def fit_numeric(name: str, train_B: Array, num_buckets: int, scale: str = "auto"
     use_log = scale == "log"
     if scale == "auto":
         with np.errstate(over="ignore"):
-            use_log = bool(top - middle > 10 * max(high - low, 1e-12) or (low >= 0 and high > 30 * max(middle, 1e-12)))
+            use_log = bool(
+                top - middle > 10 * max(high - low, 1e-12) or (low >= 0 and high > 30 * max(middle, 1e-12))
+            )
         use_log = use_log or bool(max(abs(known[0]), abs(known[-1])) > 1e100)
     fit = _log(known) if use_log else known
     mean, std = (0.0, 1.0) if scale == "none" else (float(fit.mean()), float(fit.std()) or 1.0)
@@ -107,12 +117,15 @@ def bucket_edges(known: Array, num_buckets: int) -> Array:
         return np.unique(np.quantile(known, shares))
     around = np.concatenate([large, np.nextafter(large, np.inf)])
     spare = max(0, num_buckets - 1 - len(around))
-    edges = np.concatenate([around, np.quantile(rest, np.linspace(0, 1, spare + 2)[1:-1])]) if spare else around
+    edges = (
+        np.concatenate([around, np.quantile(rest, np.linspace(0, 1, spare + 2)[1:-1])]) if spare else around
+    )
     return np.unique(edges)
 
 
 def side_by_side(columns: Sequence[Array], dtype: type[np.integer[Any]], num_rows: int) -> Array:
-    """Return columns (B,) as (B, F), some rows at a time that stay in a core's cache; `np.stack` takes far longer."""
+    """Return columns (B,) as (B, F), some rows at a time that stay in a core's cache; `np.stack` takes far
+    longer."""
     out_BF: Array = np.empty((num_rows, len(columns)), dtype)
     for start in range(0, num_rows, CACHED_ROWS):
         rows = slice(start, start + CACHED_ROWS)
@@ -123,10 +136,11 @@ def side_by_side(columns: Sequence[Array], dtype: type[np.integer[Any]], num_row
 
 @dataclass(frozen=True)
 class TableEncoder:
-    """From columns of text to `ids_BF` (buckets first, then categories), `dense_BN` and, where there are bags, `bags_BFL`. What it has learnt is
-    saved beside a checkpoint.
+    """From columns of text to `ids_BF` (buckets first, then categories), `dense_BN` and, where there are
+    bags, `bags_BFL`. What it has learnt is saved beside a checkpoint.
 
-    label: name of the answer's column, classes: its two values, the positive one last. missing: texts that mean no value.
+    label: name of the answer's column, classes: its two values, the positive one last. missing: texts that
+    mean no value.
     """
 
     numeric: tuple[NumericColumn, ...]
@@ -167,8 +181,8 @@ class TableEncoder:
         return out_BN
 
     def encode(self, columns: Mapping[str, pl.Series]) -> tuple[dict[str, Array], int]:
-        """Return the arrays of a batch (ids int64, numbers float32), and how many values of numeric columns are no finite numbers and count as
-        missing.
+        """Return the arrays of a batch (ids int64, numbers float32), and how many values of numeric columns
+        are no finite numbers and count as missing.
 
         columns: each of `names` as text or numbers; what means no value is None.
         """
@@ -198,11 +212,18 @@ class TableEncoder:
         }
         if self.bags:
             page["bags"] = [
-                {"name": c.name, "hash_buckets": c.hash_buckets, "separator": c.separator, "max_items": c.max_items}
+                {
+                    "name": c.name,
+                    "hash_buckets": c.hash_buckets,
+                    "separator": c.separator,
+                    "max_items": c.max_items,
+                }
                 for c in self.bags
             ]
         (folder / "encoder.json").write_text(json.dumps(page, indent=1, ensure_ascii=False), encoding="utf-8")
-        lists = [pl.Series("values", [c.vocabulary.to_list() for c in self.vocabularies], dtype=pl.List(pl.String))]
+        lists = [
+            pl.Series("values", [c.vocabulary.to_list() for c in self.vocabularies], dtype=pl.List(pl.String))
+        ]
         pl.DataFrame(lists).write_parquet(folder / "vocabularies.parquet")
 
     @classmethod
@@ -212,9 +233,18 @@ class TableEncoder:
         vocabularies = list(pl.read_parquet(folder / "vocabularies.parquet")["values"])
         categories, bags = page["categories"], page.get("bags", [])
         return cls(
-            tuple(NumericColumn(**{**c, "edges": None if c["edges"] is None else tuple(c["edges"])}) for c in page["numeric"]),
-            tuple(CategoryColumn(c["name"], v, c["hash_buckets"]) for c, v in zip(categories, vocabularies, strict=False)),
+            tuple(
+                NumericColumn(**{**c, "edges": None if c["edges"] is None else tuple(c["edges"])})
+                for c in page["numeric"]
+            ),
+            tuple(
+                CategoryColumn(c["name"], v, c["hash_buckets"])
+                for c, v in zip(categories, vocabularies, strict=False)
+            ),
             page["label"],
             tuple(page["classes"]),
-            tuple(BagColumn(**c, vocabulary=v) for c, v in zip(bags, vocabularies[len(categories) :], strict=True)),
+            tuple(
+                BagColumn(**c, vocabulary=v)
+                for c, v in zip(bags, vocabularies[len(categories) :], strict=True)
+            ),
         )

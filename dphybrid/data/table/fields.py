@@ -1,6 +1,8 @@
-"""Fields of delimited text, row by row: RFC 4180 plus what files in the wild do (blanks around values, ragged rows, stray quotes).
+"""Fields of delimited text, row by row: RFC 4180 plus what files in the wild do (blanks around values, ragged
+rows, stray quotes).
 
-A quote that opens and never closes costs its own row only. Separator, header and column names are told from the first rows.
+A quote that opens and never closes costs its own row only. Separator, header and column names are told from
+the first rows.
 """
 
 import csv
@@ -31,7 +33,8 @@ def is_number(text: str) -> bool:
 def cut_rows(
     lines: list[str], starts: Sequence[int], separator: str, width: int
 ) -> Iterator[tuple[int, str | list[str], str | None]]:
-    """Yield (number of the first line from 0 on, row, why it is rejected). A row without quotes stays one string."""
+    """Yield (number of the first line from 0 on, row, why it is rejected). A row without quotes stays one
+    string."""
     done = -1
     for i in starts:
         if i <= done:  # the row before runs over this line
@@ -58,8 +61,11 @@ def first_rows(lines: list[str], starts: Sequence[int], separator: str) -> list[
     return rows
 
 
-def _quoted(lines: list[str], start: int, separator: str, width: int | None) -> tuple[list[str], int, str | None]:
-    """Return the row that begins in line `start`, its last line, and what is wrong with it. width None: any."""
+def _quoted(
+    lines: list[str], start: int, separator: str, width: int | None
+) -> tuple[list[str], int, str | None]:
+    """Return the row that begins in line `start`, its last line, and what is wrong with it. width None:
+    any."""
     text = lines[start]
     for last in range(start, min(start + MAX_SPAN, len(lines))):
         if last > start:
@@ -96,11 +102,14 @@ def _loose(line: str, separator: str) -> list[str]:
 
 
 def find_separator(sample: Sequence[str], wanted: str) -> str:
-    """Return the wanted separator, else the one that cuts the most lines into the same number of cells, then into the most cells."""
+    """Return the wanted separator, else the one that cuts the most lines into the same number of cells, then
+    into the most cells."""
     if wanted != "auto":
         separator = {"tab": "\t", "\\t": "\t"}.get(wanted, wanted)
         if len(separator) != 1 or separator in '"\r\n':
-            raise UserError(f"data.delimiter={wanted!r}: give one character, no quote and no line end, or tab")
+            raise UserError(
+                f"data.delimiter={wanted!r}: give one character, no quote and no line end, or tab"
+            )
         return separator
 
     def score(separator: str) -> tuple[float, int]:
@@ -111,8 +120,9 @@ def find_separator(sample: Sequence[str], wanted: str) -> str:
 
 
 def has_header(first: list[str], others: list[list[str]], data: TableDataConfig) -> bool:
-    """Tell whether the first line names the columns: it holds a column name that the config gives; else it holds no number, and names
-    a column whose other values are all numbers, or is complete, without repetition, and none of its cells appears below it."""
+    """Tell whether the first line names the columns: it holds a column name that the config gives; else it
+    holds no number, and names a column whose other values are all numbers, or is complete, without
+    repetition, and none of its cells appears below it."""
     if data.header != "auto":
         return data.header == "yes"
     named = (data.label or "", *data.numeric, *data.categorical, *data.bags, *data.text, *data.ignore)
@@ -125,7 +135,11 @@ def has_header(first: list[str], others: list[list[str]], data: TableDataConfig)
     told = [cell not in ("", *data.missing) for cell in first]
     if any(name and values and all(map(is_number, values)) for name, values in zip(told, below, strict=True)):
         return True
-    return all(told) and len(set(first)) == len(first) and not any(c in v for c, v in zip(first, below, strict=True))
+    return (
+        all(told)
+        and len(set(first)) == len(first)
+        and not any(c in v for c, v in zip(first, below, strict=True))
+    )
 
 
 def column_names(header: list[str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Rows of files, read once, chunk by chunk, into one file a column: numbers, codes of a dictionary, or codes of a bag's items.
+"""Rows of files, read once, chunk by chunk, into one file a column: numbers, codes of a dictionary, or codes
+of a bag's items.
 
 Threads read and encode some chunks ahead of the one that is being written. Letters: B rows, L items of a bag.
 """
@@ -32,12 +33,14 @@ POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
 ROLE_ROWS = 20_000
 """Rows from which the columns' roles are told."""
 READERS = max(3, THREADS)
-"""Chunks that are read and encoded at a time; one more than two cores, since threads of polars' own parse each of them."""
+"""Chunks that are read and encoded at a time; one more than two cores, since threads of polars' own parse
+each of them."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column and what it is used as. reason: why, where it is not plain; samples: a few values for people."""
+    """A column and what it is used as. reason: why, where it is not plain; samples: a few values for
+    people."""
 
     name: str
     role: Role
@@ -48,10 +51,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that was read: its columns lie in the store, as numbers (nan: no value) or codes of the dictionaries (0: no value, or no item).
+    """A table that was read: its columns lie in the store, as numbers (nan: no value) or codes of the
+    dictionaries (0: no value, or no item).
 
-    items: dictionaries of the bags' items. longest_bag: items of the fullest cell. left_out: by column, cells with too many items and how
-    many items.
+    items: dictionaries of the bags' items. longest_bag: items of the fullest cell. left_out: by column, cells
+    with too many items and how many items.
     """
 
     label: str
@@ -71,7 +75,9 @@ class Table:
 
     def lookups(self, encoder: TableEncoder) -> dict[str, Array]:
         """Return by column the ids of its codes."""
-        found = mapped(lambda c: c.ids_of_codes(self.values_of(c.name)).astype(np.int32), encoder.vocabularies)
+        found = mapped(
+            lambda c: c.ids_of_codes(self.values_of(c.name)).astype(np.int32), encoder.vocabularies
+        )
         return dict(zip((c.name for c in encoder.vocabularies), found, strict=True))
 
 
@@ -94,7 +100,8 @@ class _Encoded:
 
 
 class Reading:
-    """Reads files of rows into a store; schema: what is known of the columns before. held_files: of files, those whose rows are held out."""
+    """Reads files of rows into a store; schema: what is known of the columns before. held_files: of files,
+    those whose rows are held out."""
 
     def __init__(
         self,
@@ -124,7 +131,8 @@ class Reading:
         self.num_read: int | None = None
 
     def run(self) -> None:
-        """Read all files. Raises UserError when they cannot be read, do not fit together, or have too few rows."""
+        """Read all files. Raises UserError when they cannot be read, do not fit together, or have too few
+        rows."""
         first: Rows | None = None
         total = sum(file.stat().st_size for file in self.files)
         before = 0
@@ -141,11 +149,14 @@ class Reading:
                 self._add(chunk)
             before += file.stat().st_size
         assert first is not None
-        check_rejected(str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected)
+        check_rejected(
+            str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected
+        )
         check_enough(str(self.data.path), first, self.num_rows)
 
     def table(self) -> Table:
-        """Return what was read, once the store is written. Raises UserError when labels are not two-valued or a part is empty."""
+        """Return what was read, once the store is written. Raises UserError when labels are not two-valued or
+        a part is empty."""
         labels_B, classes = self._labels()
         split = self._split(self.num_rows if self.num_read is None else self.num_read)
         return Table(
@@ -167,27 +178,36 @@ class Reading:
         self.columns = self._roles(rows)
         self.numeric = [column.name for column in self.columns if column.role == "numeric"]
         coded = [self.label, *(column.name for column in self.columns if column.role == "categorical")]
-        self.split_column = self._find(rows, self.data.split_column, "data.split_column") if self.data.split_column else None
+        self.split_column = (
+            self._find(rows, self.data.split_column, "data.split_column") if self.data.split_column else None
+        )
         if self.split_column and self.split_column not in coded:
             coded.append(self.split_column)
         self.dictionaries = {name: Dictionary() for name in coded}
-        self.bags = {column.name: bag_form(column) for column in self.columns if column.role in ("bag", "text")}
+        self.bags = {
+            column.name: bag_form(column) for column in self.columns if column.role in ("bag", "text")
+        }
         self.items = {name: Dictionary() for name in self.bags}
         self.numbers.update(name for name in self.numeric if name not in coded)
 
     def _encoded(self, rows: Rows) -> _Encoded:
         """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
         if rows.names != self.names:
-            missing = [name for name in self.names if name not in rows.names] or [n for n in rows.names if n not in self.names]
+            missing = [name for name in self.names if name not in rows.names] or [
+                n for n in rows.names if n not in self.names
+            ]
             if missing:
                 raise UserError(
-                    f"data.path={self.data.path}: {rows.file} has other columns than {self.files[0]}, {missing[0]!r} for one; "
+                    f"data.path={self.data.path}: {rows.file} has other columns than {self.files[0]}, "
+                    f"{missing[0]!r} for one; "
                     "give files with the same columns"
                 )
         place = {name: str(rows.names.index(name)) for name in self.names}
         frame = rows.values
         nan = float("nan")
-        numbers = frame.select_seq(pl.col(place[name]).cast(pl.Float64, strict=False).fill_null(nan) for name in self.numeric)
+        numbers = frame.select_seq(
+            pl.col(place[name]).cast(pl.Float64, strict=False).fill_null(nan) for name in self.numeric
+        )
         wrong_B, rejected = np.zeros(len(frame), bool), list(rows.rejected)
         unlabelled = frame[place[self.label]].is_null()
         if unlabelled.any():
@@ -195,12 +215,17 @@ class Reading:
             rejected += [self._rejected(rows, int(i), "no label") for i in np.flatnonzero(wrong_B)]
         for name in self.numeric:
             values, found = frame[place[name]], numbers[place[name]]
-            if values.dtype == pl.Float64 or int(found.is_finite().sum()) == len(values) - values.null_count():
+            if (
+                values.dtype == pl.Float64
+                or int(found.is_finite().sum()) == len(values) - values.null_count()
+            ):
                 continue
             odd_B = (values.is_not_null() & ~found.is_finite()).to_numpy() & ~wrong_B
             hint = "mend it, list it in data.missing, or name the column in data.categorical"
             rejected += [
-                self._rejected(rows, int(i), f"data.numeric: column {name!r} holds {values[int(i)]!r}, no number; {hint}")
+                self._rejected(
+                    rows, int(i), f"data.numeric: column {name!r} holds {values[int(i)]!r}, no number; {hint}"
+                )
                 for i in np.flatnonzero(odd_B)
             ]
             wrong_B |= odd_B
@@ -209,7 +234,9 @@ class Reading:
             frame, numbers = frame.filter(keep), numbers.filter(keep) if self.numeric else numbers
         columns = {name: numbers[place[name]].to_numpy() for name in self.numeric}
         # One after another: the other threads have chunks of their own.
-        codes = frame.select_seq(dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items())
+        codes = frame.select_seq(
+            dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items()
+        )
         for name, dictionary in self.dictionaries.items():
             columns[self._key(name)] = dictionary.met(codes[place[name]])
         longest, left_out = 1, {}
@@ -232,11 +259,14 @@ class Reading:
         self.rejected += chunk.rejected
         self.num_rows += chunk.num_rows
         seen = self.num_rows + len(self.rejected)
-        if len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen:  # hopeless
+        if (
+            len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen
+        ):  # hopeless
             check_rejected(str(self.data.path), self.rejected, seen, self.data.max_rejected)
 
     def _key(self, name: str) -> str:
-        """Return where the codes of a column's whole cells lie; the column may be read as numbers or items besides, for data.split_column."""
+        """Return where the codes of a column's whole cells lie; the column may be read as numbers or items
+        besides, for data.split_column."""
         return f"{name}\0codes" if name in self.numeric or name in self.bags else name
 
     def _rejected(self, rows: Rows, row: int, reason: str) -> dict[str, Any]:
@@ -274,7 +304,9 @@ class Reading:
                     other = "label" if found == self.label else given[found]
                     raise UserError(f"{flag}={name!r}: this column is already named as {other}; name it once")
                 given[found] = role
-        options = {self._find(rows, name, "data.schema_file: columns"): o for name, o in self.schema.columns.items()}
+        options = {
+            self._find(rows, name, "data.schema_file: columns"): o for name, o in self.schema.columns.items()
+        }
         columns = []
         sample = rows.values.head(ROLE_ROWS)
         for place, name in enumerate(rows.names):
@@ -284,7 +316,8 @@ class Reading:
             told = given.get(name) or own.role
             if name in rows.lists and own.separator not in (None, SEPARATOR):
                 raise UserError(
-                    f"data.schema_file: columns.{name}.separator = {own.separator!r}: {rows.file} has lists in this column, whose items need "
+                    f"data.schema_file: columns.{name}.separator = {own.separator!r}: {rows.file} has lists "
+                    "in this column, whose items need "
                     "no separator; remove it"
                 )
             if told is not None:
@@ -300,13 +333,15 @@ class Reading:
         return columns
 
     def _labels(self) -> tuple[Array, list[str]]:
-        """Return labels (B,) of 0 and 1, and the two values: numbers by size, else by text, the positive one last."""
+        """Return labels (B,) of 0 and 1, and the two values: numbers by size, else by text, the positive one
+        last."""
         values = self.dictionaries[self.label].values().to_list()
         found = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
         if len(found) != 2:
             shown = ", ".join(repr(v) for v in found[:6]) + (", ..." if len(found) > 6 else "")
             raise UserError(
-                f"data.label={self.data.label}: needs two different values, column {self.label!r} has {len(found)}: {shown} "
+                f"data.label={self.data.label}: needs two different values, column {self.label!r} has "
+                f"{len(found)}: {shown} "
                 f"({self.data.path}); name another column, or make the label two-valued"
             )
         if found[0].lower() in POSITIVE:
@@ -317,5 +352,8 @@ class Reading:
     def _split(self, num_read: int) -> RowSplit:
         codes_B, values = None, None
         if self.split_column:
-            codes_B, values = self.store.whole(self._key(self.split_column)), self.dictionaries[self.split_column].values()
+            codes_B, values = (
+                self.store.whole(self._key(self.split_column)),
+                self.dictionaries[self.split_column].values(),
+            )
         return split_rows(self.data, self.seed, self.num_rows, num_read, codes_B, values)

@@ -15,9 +15,12 @@ from dphybrid.util.errors import UserError
 class Rows:
     """Values as stripped text (None: no value), the line of each row from 1 on, and the rejected rows.
 
-    values: columns 0, 1, ...; their names stand apart, because polars reads names such as `*` or `^a$` as patterns.
-    header: the first line named the columns; Parquet files always do. place: what `lines` counts, "line" or "row".
-    lists: names of the columns whose values were lists; they come as text with `bags.SEPARATOR` between the items.
+    values: columns 0, 1, ...; their names stand apart, because polars reads names such as `*` or `^a$` as
+    patterns.
+    header: the first line named the columns; Parquet files always do. place: what `lines` counts, "line" or
+    "row".
+    lists: names of the columns whose values were lists; they come as text with `bags.SEPARATOR` between the
+    items.
     """
 
     names: list[str]
@@ -50,19 +53,27 @@ def done(rows: Rows) -> Job:
 def check_enough(file: Path | str, first: Rows, num_rows: int) -> None:
     """Raise UserError when there are not at least two rows."""
     if not num_rows:
-        raise UserError(f"data.path={file}: has {'a header and ' if first.header else ''}no rows that can be read")
+        raise UserError(
+            f"data.path={file}: has {'a header and ' if first.header else ''}no rows that can be read"
+        )
     if num_rows < 2:
-        raise UserError(f"data.path={file}: has {num_rows} rows; at least 2 are needed, one of them for validation")
+        raise UserError(
+            f"data.path={file}: has {num_rows} rows; at least 2 are needed, one of them for validation"
+        )
 
 
-def check_rejected(file: Path | str, rejected: Sequence[dict[str, Any]], num_rows: int, max_rejected: float) -> None:
+def check_rejected(
+    file: Path | str, rejected: Sequence[dict[str, Any]], num_rows: int, max_rejected: float
+) -> None:
     """Raise UserError when more than the share `max_rejected` of `num_rows` rows was rejected."""
     if len(rejected) > max_rejected * num_rows:
         first = rejected[0]
         where = "" if str(file) == first["file"] else f" of {first['file']}"
         raise UserError(
-            f"data.path={file}: {len(rejected)} of {num_rows} rows cannot be read, more than data.max_rejected={max_rejected:g} allows; "
-            f"the first is line {first['line']}{where}: {first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
+            f"data.path={file}: {len(rejected)} of {num_rows} rows cannot be read, more than "
+            f"data.max_rejected={max_rejected:g} allows; "
+            f"the first is line {first['line']}{where}: {first['reason']}; mend the file, set "
+            "data.delimiter, or raise data.max_rejected"
         )
 
 

@@ -1,10 +1,14 @@
-"""What the columns of a table are used as: inferred from the first rows, printed, kept as `schema.toml`, and overridden by flags or a file.
+"""What the columns of a table are used as: inferred from the first rows, printed, kept as `schema.toml`, and
+overridden by flags or a file.
 
-- numeric: every value present is a number. A code with few values stays numeric on purpose: its buckets give each frequent value its own row;
-- categorical: some value is no number; or numbers that are names: written with a leading zero (007), beyond 2^53, or whole numbers in a
-  column whose name ends in id, code, zip, ... (user_id, itemId);
-- bag, text: several values in a cell, the words of a free text; never inferred, but a column that looks like bags is told;
-- ignore: a row number (whole numbers that grow by one from row to row, hardly any left out), as data frames write it; or no value at all.
+- numeric: every value present is a number. A code with few values stays numeric on purpose: its buckets give
+  each frequent value its own row;
+- categorical: some value is no number; or numbers that are names: written with a leading zero (007), beyond
+  2^53, or whole numbers in a column whose name ends in id, code, zip, ... (user_id, itemId);
+- bag, text: several values in a cell, the words of a free text; never inferred, but a column that looks like
+  bags is told;
+- ignore: a row number (whole numbers that grow by one from row to row, hardly any left out), as data frames
+  write it; or no value at all.
 """
 
 import json
@@ -35,7 +39,8 @@ Role = Literal["numeric", "categorical", "bag", "text", "ignore"]
 
 
 class ColumnOptions(Section):
-    """A column's section `[columns.NAME]` in a schema file; what is left out is inferred, or taken from the data section of the config."""
+    """A column's section `[columns.NAME]` in a schema file; what is left out is inferred, or taken from the
+    data section of the config."""
 
     role: Role | None = None
     """numeric, categorical, bag, text or ignore."""
@@ -44,7 +49,8 @@ class ColumnOptions(Section):
     top: int | None = Field(default=None, ge=1)
     """At most so many values get a row of their own, the most frequent ones (categorical, bag, text)."""
     hash_buckets: int = Field(default=0, ge=0)
-    """Values without a row of their own share so many by a hash instead of the unknown one (categorical, bag, text)."""
+    """Values without a row of their own share so many by a hash instead of the unknown one (categorical, bag,
+    text)."""
     separator: str | None = Field(default=None, min_length=1)
     """Text between the items of a cell, | where nothing is said (bag)."""
     max_items: int | None = Field(default=None, ge=1, le=1024)
@@ -68,20 +74,28 @@ def read_schema(path: Path) -> SchemaFile:
         return SchemaFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(
-            f"data.schema_file={path}: cannot be read: {error}; give a file like a prepared folder's schema.toml"
+            f"data.schema_file={path}: cannot be read: {error}; give a file like a prepared folder's "
+            "schema.toml"
         ) from error
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {item['msg']}" for item in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {item['msg']}" for item in error.errors()
+        )
         raise UserError(f"data.schema_file={path}: {wrong}") from error
 
 
 def schema_text(label: str, columns: Sequence[tuple[str, ColumnOptions]]) -> str:
     """Return a schema as a TOML file."""
-    lines = ["# Roles and encodings of a table's columns; --data.schema-file reads this file.", f"label = {_quoted(label)}"]
+    lines = [
+        "# Roles and encodings of a table's columns; --data.schema-file reads this file.",
+        f"label = {_quoted(label)}",
+    ]
     for name, options in columns:
         lines += ["", f"[columns.{_quoted(name)}]"]
         values: dict[str, Any] = options.model_dump(exclude_defaults=True, exclude_none=True)
-        lines += [f"{key} = {_quoted(value) if isinstance(value, str) else value}" for key, value in values.items()]
+        lines += [
+            f"{key} = {_quoted(value) if isinstance(value, str) else value}" for key, value in values.items()
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -91,7 +105,8 @@ def _quoted(text: str) -> str:
 
 
 def inferred_role(name: str, present: pl.Series, num_rows: int) -> tuple[Role, str]:
-    """Return (role, reason where it is not plain) of a column with the given values present, by the rules at the top of this file."""
+    """Return (role, reason where it is not plain) of a column with the given values present, by the rules at
+    the top of this file."""
     if not len(present):
         return "ignore", "no values"
     others = present.filter(~finite(present))
@@ -99,7 +114,10 @@ def inferred_role(name: str, present: pl.Series, num_rows: int) -> tuple[Role, s
         if len(others) <= FEW_OTHERS * len(present):
             return "categorical", f"{others[0]!r} is no number; data.missing can name it"
         several = 2 * int(others.str.contains(SEPARATOR, literal=True).sum()) > len(present)
-        return "categorical", f"most cells hold {SEPARATOR!r}; --data.bags would read their items" if several else ""
+        return (
+            "categorical",
+            f"most cells hold {SEPARATOR!r}; --data.bags would read their items" if several else "",
+        )
     if present.str.contains(r"^-?0\d").any():
         return "categorical", "leading zeros"
     whole = present.cast(pl.Int64, strict=False)

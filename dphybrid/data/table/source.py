@@ -1,7 +1,8 @@
 """Tables of clicks: CSV, TSV or Parquet files with a binary label, categorical and numeric columns.
 
-Read once, chunk by chunk, into one file a column (numbers, or codes of a dictionary); then split, fitted on the training part, and encoded.
-Memory holds a chunk, the vocabularies and a few numbers a row, however large the input is. Letters: B rows, F id columns, N dense columns.
+Read once, chunk by chunk, into one file a column (numbers, or codes of a dictionary); then split, fitted on
+the training part, and encoded. Memory holds a chunk, the vocabularies and a few numbers a row, however large
+the input is. Letters: B rows, F id columns, N dense columns.
 """
 
 import itertools
@@ -69,7 +70,11 @@ class TableSource:
             "held_files": len(self.held_files),
             **({"base": self.base.prepared.digest} if self.base else {}),
             "formats": sorted(
-                {"".join(file.suffixes[-2:]).lower() for file in self.files if file.suffix.lower() in (".gz", ".parquet", ".pq")}
+                {
+                    "".join(file.suffixes[-2:]).lower()
+                    for file in self.files
+                    if file.suffix.lower() in (".gz", ".parquet", ".pq")
+                }
             ),
         }
 
@@ -87,16 +92,25 @@ class TableSource:
         table = reading.table()
         parts: dict[str, Array] = {}
         if self.base:
-            held, parts["new_rows"] = extended_split(table.split, self.base, _keys_of(table, store, self.base.encoder))
+            held, parts["new_rows"] = extended_split(
+                table.split, self.base, _keys_of(table, store, self.base.encoder)
+            )
             table = replace(table, split=held)
-        parts |= {"train_rows": np.flatnonzero(~table.split.held_B), "valid_rows": np.flatnonzero(table.split.held_B)}
+        parts |= {
+            "train_rows": np.flatnonzero(~table.split.held_B),
+            "valid_rows": np.flatnonzero(table.split.held_B),
+        }
         encoder, unseen = self._fit(table, store, progress)
         split: dict[str, Any] = {part: len(rows) for part, rows in parts.items()}
-        split |= {f"{part}_label_rate": float(table.labels_B[parts[f"{part}_rows"]].mean()) for part in ("train", "valid")}
+        split |= {
+            f"{part}_label_rate": float(table.labels_B[parts[f"{part}_rows"]].mean())
+            for part in ("train", "valid")
+        }
         num_rows, id_columns = len(table.labels_B), encoder.id_columns
         if not id_columns:
             raise UserError(
-                f"data.path={self.data.path}: no column is left to look up; ignore fewer columns or set data.buckets above 0"
+                f"data.path={self.data.path}: no column is left to look up; ignore fewer columns or set "
+                "data.buckets above 0"
             )
         lookups = table.lookups(encoder)
         arrays: dict[str, Array | Streamed] = {
@@ -105,7 +119,9 @@ class TableSource:
                 np.dtype(np.int32),
                 lambda: _ids(encoder, lookups, store, num_rows),
             ),
-            "dense_BN": Streamed((num_rows, encoder.num_dense), np.dtype(np.float32), lambda: _dense(encoder, store, num_rows)),
+            "dense_BN": Streamed(
+                (num_rows, encoder.num_dense), np.dtype(np.float32), lambda: _dense(encoder, store, num_rows)
+            ),
             "labels_B": table.labels_B,
         }
         info: dict[str, Any] = {
@@ -125,8 +141,14 @@ class TableSource:
             "base": str(self.base.prepared.path) if self.base else None,
             "split": split | {"most_unseen": max(unseen.values(), default=0.0)},
             "unseen": unseen,
-            "columns": [{k: v for k, v in column.__dict__.items() if k != "options"} for column in table.columns],
-            **({"left_out_items": {name: list(counts) for name, counts in table.left_out.items()}} if table.left_out else {}),
+            "columns": [
+                {k: v for k, v in column.__dict__.items() if k != "options"} for column in table.columns
+            ],
+            **(
+                {"left_out_items": {name: list(counts) for name, counts in table.left_out.items()}}
+                if table.left_out
+                else {}
+            ),
         }
         text = self._description(table, encoder, split, unseen)
 
@@ -137,8 +159,11 @@ class TableSource:
 
         return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, table.rejected, save)
 
-    def _fit(self, table: Table, store: ColumnStore, progress: Progress) -> tuple[TableEncoder, dict[str, float]]:
-        """Learn from the training rows; also return the share of validation values, a category column, that no training row has."""
+    def _fit(
+        self, table: Table, store: ColumnStore, progress: Progress
+    ) -> tuple[TableEncoder, dict[str, float]]:
+        """Learn from the training rows; also return the share of validation values, a category column, that
+        no training row has."""
         held_B = table.split.held_B
         trained = np.flatnonzero(~held_B)
         sample_B = np.zeros(len(held_B), bool)
@@ -148,12 +173,19 @@ class TableSource:
         def fit(column: Column) -> NumericColumn | CategoryColumn:
             o = column.options
             if column.role == "numeric":
-                raw_B = np.concatenate([block[rows_B] for block, rows_B in store.with_rows(column.name, sample_B)])
-                return fit_numeric(column.name, raw_B, self.data.buckets if o.buckets is None else o.buckets, o.scale)
+                raw_B = np.concatenate(
+                    [block[rows_B] for block, rows_B in store.with_rows(column.name, sample_B)]
+                )
+                return fit_numeric(
+                    column.name, raw_B, self.data.buckets if o.buckets is None else o.buckets, o.scale
+                )
             values = table.values_of(column.name)
             counts = np.zeros((2, len(values) + 1), np.int64)
             for codes_B, rows_B in store.with_rows(column.name, held_B):  # (B, L) of bags
-                counts += [np.bincount(codes.ravel(), minlength=len(values) + 1) for codes in (codes_B, codes_B[rows_B])]
+                counts += [
+                    np.bincount(codes.ravel(), minlength=len(values) + 1)
+                    for codes in (codes_B, codes_B[rows_B])
+                ]
             train, held = (counts[0] - counts[1])[1:], counts[1, 1:]
             unseen[column.name] = float(held[train == 0].sum() / max(held.sum(), 1))
             least = self.data.min_count if o.min_count is None else o.min_count
@@ -169,7 +201,11 @@ class TableSource:
             progress("encode columns", len(fitted), len(used))
         encoder = TableEncoder(
             tuple(column for column in fitted if isinstance(column, NumericColumn)),
-            tuple(column for column in fitted if isinstance(column, CategoryColumn) and not isinstance(column, BagColumn)),
+            tuple(
+                column
+                for column in fitted
+                if isinstance(column, CategoryColumn) and not isinstance(column, BagColumn)
+            ),
             table.label,
             (table.classes[0], table.classes[1]),
             tuple(column for column in fitted if isinstance(column, BagColumn)),
@@ -178,49 +214,76 @@ class TableSource:
             encoder = extended(self.base.encoder, encoder)
         return encoder, {column.name: unseen[column.name] for column in encoder.vocabularies}
 
-    def _description(self, table: Table, encoder: TableEncoder, split: dict[str, Any], unseen: dict[str, float]) -> list[str]:
+    def _description(
+        self, table: Table, encoder: TableEncoder, split: dict[str, Any], unseen: dict[str, float]
+    ) -> list[str]:
         num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
         columns, classes, labels_B = table.columns, table.classes, table.labels_B
         wide = max(len("column"), *(len(column.name) for column in columns))
-        lines = [f"  {self.data.path}: {len(labels_B):,} rows, label {table.label!r}: {classes[1]!r} is 1, {classes[0]!r} is 0"]
+        lines = [
+            f"  {self.data.path}: {len(labels_B):,} rows, label {table.label!r}: {classes[1]!r} is 1, "
+            f"{classes[0]!r} is 0"
+        ]
         lines += [f"  {'column':<{wide}}  role            ids  values such as"]
         for column in columns:
             samples = ", ".join(text if len(text) <= 24 else text[:21] + "..." for text in column.samples)
             reason = f"  ({column.reason})" if column.reason else ""
-            lines.append(f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  {samples}{reason}")
+            lines.append(
+                f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  "
+                f"{samples}{reason}"
+            )
         lines.append(
-            f"  {split['train_rows']:,} rows to train ({split['train_label_rate']:.1%} of them 1), {split['valid_rows']:,} to validate "
+            f"  {split['train_rows']:,} rows to train ({split['train_label_rate']:.1%} of them 1), "
+            f"{split['valid_rows']:,} to validate "
             f"({split['valid_label_rate']:.1%}), {sum(num_ids.values()):,} table rows"
         )
         lines.append(f"  {table.split.text}")
-        if new := {name: share for name, share in sorted(unseen.items(), key=lambda item: -item[1])[:5] if share >= UNSEEN_TOLD}:
+        if new := {
+            name: share
+            for name, share in sorted(unseen.items(), key=lambda item: -item[1])[:5]
+            if share >= UNSEEN_TOLD
+        }:
             shares = ", ".join(f"{name} {share:.1%}" for name, share in new.items())
             lines.append(f"  validation values that no training row has: {shares}")
         for name, (cells, items) in table.left_out.items():
             lines.append(
-                f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left out; max_items in schema.toml"
+                f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left "
+                "out; max_items in schema.toml"
             )
         lines.append(
-            "  Other roles: --data.numeric, --data.categorical, --data.bags, --data.text, --data.ignore with column names, or --data.schema-file "
+            "  Other roles: --data.numeric, --data.categorical, --data.bags, --data.text, --data.ignore "
+            "with column names, or --data.schema-file "
             "with an edited schema.toml of this folder; without a header columns are named 0, 1, ..."
         )
         if table.rejected:
-            lines.append(f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which and why")
+            lines.append(
+                f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which "
+                "and why"
+            )
         return lines
 
 
-def _ids(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int) -> Iterator[Array]:
+def _ids(
+    encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int
+) -> Iterator[Array]:
     def block(number: int) -> Array:
         parts = [column.ids(store.block(column.name, number)) for column in encoder.numeric if column.num_ids]
-        parts += [lookups[column.name].take(store.block(column.name, number)) for column in encoder.categories]
+        parts += [
+            lookups[column.name].take(store.block(column.name, number)) for column in encoder.categories
+        ]
         return side_by_side(parts, np.int32, min(BLOCK_ROWS, num_rows - number * BLOCK_ROWS))
 
     return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
 
 
-def _bags(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int, longest: int) -> Iterator[Array]:
+def _bags(
+    encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int, longest: int
+) -> Iterator[Array]:
     def block(number: int) -> Array:
-        return one_width([bag_ids(store.block(c.name, number)[:, :longest], lookups[c.name]) for c in encoder.bags], longest)
+        return one_width(
+            [bag_ids(store.block(c.name, number)[:, :longest], lookups[c.name]) for c in encoder.bags],
+            longest,
+        )
 
     return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
 
@@ -235,23 +298,38 @@ def _dense(encoder: TableEncoder, store: ColumnStore, num_rows: int) -> Iterator
 
 def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
     """The rows' keys in another table's encoding."""
-    before = {c.name: "numeric" for c in encoder.numeric} | {c.name: "categorical" for c in encoder.categories}
+    before = {c.name: "numeric" for c in encoder.numeric} | {
+        c.name: "categorical" for c in encoder.categories
+    }
     before |= {c.name: form_text(c.separator, c.max_items) for c in encoder.bags}
-    now = {c.name: form_text(*bag_form(c)) if c.role in ("bag", "text") else c.role for c in table.columns if c.role != "ignore"}
+    now = {
+        c.name: form_text(*bag_form(c)) if c.role in ("bag", "text") else c.role
+        for c in table.columns
+        if c.role != "ignore"
+    }
     for name, form in before.items():
         if name not in now:
-            raise UserError(f"data.base: the earlier table has a column {name!r} that is used no more; train a new model")
+            raise UserError(
+                f"data.base: the earlier table has a column {name!r} that is used no more; train a new model"
+            )
         if now[name] != form:
             raise UserError(
-                f"data.base: column {name!r} was {form} and is {now[name]}; a model cannot be carried over, train a new one"
+                f"data.base: column {name!r} was {form} and is {now[name]}; a model cannot be carried over, "
+                "train a new one"
             )
     lookups = table.lookups(encoder)
     num_rows, start = len(table.labels_B), 0
 
     def blocks() -> Iterator[tuple[Array, Array, Array, Array | None]]:
         nonlocal start
-        bags = _bags(encoder, lookups, store, num_rows, table.longest_bag) if encoder.bags else itertools.repeat(None)
-        for ids_BF, dense_BN in zip(_ids(encoder, lookups, store, num_rows), _dense(encoder, store, num_rows), strict=True):
+        bags = (
+            _bags(encoder, lookups, store, num_rows, table.longest_bag)
+            if encoder.bags
+            else itertools.repeat(None)
+        )
+        for ids_BF, dense_BN in zip(
+            _ids(encoder, lookups, store, num_rows), _dense(encoder, store, num_rows), strict=True
+        ):
             yield ids_BF, dense_BN, table.labels_B[start : start + len(ids_BF)], next(bags)
             start += len(ids_BF)
 
@@ -262,19 +340,22 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
     """Find the files. Raises UserError for a missing path or an empty file."""
     if data.path is None:
         raise UserError(
-            "data.path is not set; recipe ctr needs a CSV, TSV or Parquet file: --data.path clicks.csv --data.label clicked"
+            "data.path is not set; recipe ctr needs a CSV, TSV or Parquet file: --data.path clicks.csv "
+            "--data.label clicked"
         )
     files = find_files(data.path, "data.path")
     held = find_files(data.valid_path, "data.valid_path") if data.valid_path else ()
     if both := {file.resolve() for file in files} & {file.resolve() for file in held}:
         raise UserError(
-            f"data.valid_path={data.valid_path}: {min(both)} is among the files of data.path, too; rows cannot be in both parts"
+            f"data.valid_path={data.valid_path}: {min(both)} is among the files of data.path, too; rows "
+            "cannot be in both parts"
         )
     return TableSource(data, seed, files, held)
 
 
 def find_files(path: str, place: str) -> tuple[Path, ...]:
-    """Return the files of a file, a folder (with what is below it) or a pattern such as `logs/day-*.csv.gz`, sorted by name.
+    """Return the files of a file, a folder (with what is below it) or a pattern such as `logs/day-*.csv.gz`,
+    sorted by name.
 
     Raises UserError when there are none, and for an empty file.
     """
@@ -289,12 +370,17 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
         ]
         if not files:
             raise UserError(
-                f"{place}={path}: is a folder without files of rows ({', '.join(SUFFIXES)}); name a file, or one that has some"
+                f"{place}={path}: is a folder without files of rows ({', '.join(SUFFIXES)}); name a file, "
+                "or one that has some"
             )
     else:
         anchor = Path(root.anchor) if root.anchor else Path()
         pattern = str(root.relative_to(anchor))
-        files = [file for file in anchor.glob(pattern) if file.is_file()] if any(sign in pattern for sign in "*?[") else []
+        files = (
+            [file for file in anchor.glob(pattern) if file.is_file()]
+            if any(sign in pattern for sign in "*?[")
+            else []
+        )
         if not files:
             raise UserError(f"{place}={path}: there is no such file")
     for file in files:

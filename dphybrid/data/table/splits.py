@@ -22,11 +22,17 @@ class RowSplit:
 
 
 def split_rows(
-    data: TableDataConfig, seed: int, num_rows: int, num_read: int, codes_B: Array | None, values: pl.Series | None
+    data: TableDataConfig,
+    seed: int,
+    num_rows: int,
+    num_read: int,
+    codes_B: Array | None,
+    values: pl.Series | None,
 ) -> RowSplit:
     """Choose the validation rows. Rows from number `num_read` on came from files given as held out.
 
-    codes_B, values: the split column, as a dictionary's codes (0: no value). Raises UserError when one part would be empty.
+    codes_B, values: the split column, as a dictionary's codes (0: no value). Raises UserError when one part
+    would be empty.
     """
     if data.valid_path is not None:
         held_B = np.arange(num_rows) >= num_read
@@ -39,13 +45,15 @@ def split_rows(
     if not held_B.any() or held_B.all():
         what = "no row is" if not held_B.any() else "all rows are"
         raise UserError(
-            f"data.split={data.split}: {what} in the validation split; give more rows, or another data.valid_fraction or data.split_column"
+            f"data.split={data.split}: {what} in the validation split; give more rows, or another "
+            "data.valid_fraction or data.split_column"
         )
     return RowSplit(held_B, text)
 
 
 def _random(seed: int, num_rows: int, fraction: float) -> Array:
-    """Hold out the same share of every block of rows: memory does not grow with a permutation of all of them."""
+    """Hold out the same share of every block of rows: memory does not grow with a permutation of all of
+    them."""
     held_B = np.zeros(num_rows, bool)
     for number, start in enumerate(range(0, num_rows, _BLOCK)):
         size = min(_BLOCK, num_rows - start)
@@ -59,7 +67,9 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, values: pl.Serie
     counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
     if data.split == "time":
         numbers = all(is_number(text) for text in texts)
-        order = sorted(range(len(texts)), key=lambda i: (float(texts[i]) if numbers else 0.0, texts[i]), reverse=True)
+        order = sorted(
+            range(len(texts)), key=lambda i: (float(texts[i]) if numbers else 0.0, texts[i]), reverse=True
+        )
     else:
         by_name = sorted(range(len(texts)), key=lambda i: texts[i])
         order = [by_name[i] for i in np.random.default_rng(seed).permutation(len(texts))]
@@ -73,8 +83,12 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, values: pl.Serie
     is_held[1 + np.array(chosen, dtype=np.int64)] = True
     if data.split == "time":
         text = (
-            f"validation split: {data.split_column} from {texts[chosen[-1]]!r} on; earlier rows, and those without a value, train"
+            f"validation split: {data.split_column} from {texts[chosen[-1]]!r} on; earlier rows, and "
+            "those without a value, train"
         )
     else:
-        text = f"validation split: {len(chosen):,} of {len(texts):,} values of {data.split_column}, none of which trains"
+        text = (
+            f"validation split: {len(chosen):,} of {len(texts):,} values of {data.split_column}, none of "
+            "which trains"
+        )
     return is_held[codes_B], text

@@ -1,10 +1,15 @@
-"""Click-through models: one host table for all id columns, and in one region a network over its rows, the numbers and the loss.
+"""Click-through models: one host table for all id columns, and in one region a network over its rows, the
+numbers and the loss.
 
-- wide-deep: Wide & Deep (Cheng et al. 2016): a one-wide column of each row is the wide part, the others feed a deep network;
-- deepfm: DeepFM (Guo et al. 2017): the same, with a factorization machine over all pairs of rows instead of the wide part alone;
-- dlrm: DLRM (Naumov et al. 2019): dot products of all pairs of rows and of a network's view of the numbers feed a second network.
+- wide-deep: Wide & Deep (Cheng et al. 2016): a one-wide column of each row is the wide part, the others feed
+  a deep network;
+- deepfm: DeepFM (Guo et al. 2017): the same, with a factorization machine over all pairs of rows instead of
+  the wide part alone;
+- dlrm: DLRM (Naumov et al. 2019): dot products of all pairs of rows and of a network's view of the numbers
+  feed a second network.
 
-Letters: B samples, F id columns, N numeric columns, G columns of bags, L items of a bag, D width of a row, V fields (rows and numbers), P pairs.
+Letters: B samples, F id columns, N numeric columns, G columns of bags, L items of a bag, D width of a row, V
+fields (rows and numbers), P pairs.
 """
 
 import itertools
@@ -32,7 +37,9 @@ def deep_network(inputs: int, hidden: int, layers: int, outputs: int, dropout: f
 class WideDeep(nn.Module):
     """(rows_BFD, dense_BN) -> logits_B; column 0 of a row is its wide weight."""
 
-    def __init__(self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float) -> None:
+    def __init__(
+        self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float
+    ) -> None:
         super().__init__()
         self.deep = deep_network(num_columns * (dim - 1) + num_dense, hidden, layers, 1, dropout)
         self.wide = nn.Linear(num_dense, 1) if num_dense else None
@@ -46,7 +53,9 @@ class WideDeep(nn.Module):
 class DeepFM(nn.Module):
     """(rows_BFD, dense_BN) -> logits_B; a number is a field, too: its value times a row of its own."""
 
-    def __init__(self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float) -> None:
+    def __init__(
+        self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float
+    ) -> None:
         super().__init__()
         self.dense_ND = nn.Parameter(torch.randn(num_dense, dim) * 0.01)
         self.deep = deep_network((num_columns + num_dense) * (dim - 1), hidden, layers, 1, dropout)
@@ -66,7 +75,9 @@ class DLRM(nn.Module):
     first_P: Tensor
     second_P: Tensor
 
-    def __init__(self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float) -> None:
+    def __init__(
+        self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float
+    ) -> None:
         super().__init__()
         self.bottom = deep_network(num_dense, hidden, 1, dim, 0.0) if num_dense else None
         num_vectors = num_columns + (num_dense > 0)
@@ -91,8 +102,8 @@ NETWORKS: dict[str, type[nn.Module]] = {"wide-deep": WideDeep, "deepfm": DeepFM,
 class ClickRegion(nn.Module):
     """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits_B).
 
-    shares_BGL: of G bags of L rows, each row's share in its bag's mean, 0 for padding; the bags' rows are then the last G * L of rows_BFD, and
-    the network sees one pooled row a bag.
+    shares_BGL: of G bags of L rows, each row's share in its bag's mean, 0 for padding; the bags' rows are
+    then the last G * L of rows_BFD, and the network sees one pooled row a bag.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -105,7 +116,9 @@ class ClickRegion(nn.Module):
         if shares_BGL is not None:
             bags, items = shares_BGL.shape[1:]
             rows_BFD, bag_BND = rows_BFD.split([rows_BFD.shape[1] - bags * items, bags * items], dim=1)
-            pooled_BGD = (bag_BND.unflatten(1, (bags, items)) * shares_BGL.to(bag_BND.dtype)[..., None]).sum(2)
+            pooled_BGD = (bag_BND.unflatten(1, (bags, items)) * shares_BGL.to(bag_BND.dtype)[..., None]).sum(
+                2
+            )
             rows_BFD = torch.cat([rows_BFD, pooled_BGD], dim=1)
         logits_B = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
         loss_B = F.binary_cross_entropy_with_logits(logits_B, labels_B.to(logits_B.dtype), reduction="none")
@@ -113,9 +126,12 @@ class ClickRegion(nn.Module):
 
 
 class ClickModel(nn.Module):
-    """Shifts column-local ids into one table and hands the rows to the region. num_bags: of the last columns, a row's ids are bags."""
+    """Shifts column-local ids into one table and hands the rows to the region. num_bags: of the last columns,
+    a row's ids are bags."""
 
-    def __init__(self, table: HostEmbedding, num_ids: list[int], region: DataParallel, num_bags: int = 0) -> None:
+    def __init__(
+        self, table: HostEmbedding, num_ids: list[int], region: DataParallel, num_bags: int = 0
+    ) -> None:
         super().__init__()
         self.table = table
         self.region = region
@@ -129,7 +145,8 @@ class ClickModel(nn.Module):
         ids_BF = batch["ids_BF"] + self._offsets_F
         if len(self._offsets_G):
             bags_BGL = batch["bags_BFL"]
-            # Padding looks up its bag's first item again, of which it takes no share: no row is touched that the bag does not hold.
+            # Padding looks up its bag's first item again, of which it takes no share: no row is touched that
+            # the bag does not hold.
             items_BGL = torch.where(bags_BGL < 0, bags_BGL[:, :, :1], bags_BGL) + self._offsets_G[:, None]
             ids_BF = torch.cat([ids_BF, items_BGL.flatten(1)], dim=1)
         return {"table": ids_BF}

@@ -32,14 +32,18 @@ class CtrModelConfig(ModelConfig):
     layers: int = Field(default=2, ge=1, le=64)
     """Number of hidden layers."""
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
-    """Share of activations dropped while training. With more than one device the masks differ from those of one device."""
+    """Share of activations dropped while training. With more than one device the masks differ from those of
+    one device."""
 
 
 class Ctr(Recipe):
     """Click-through rate."""
 
     name = "ctr"
-    summary = "A table with a yes-or-no label: Wide & Deep, DeepFM or DLRM over one table for all categorical columns."
+    summary = (
+        "A table with a yes-or-no label: Wide & Deep, DeepFM or DLRM over one table for all "
+        "categorical columns."
+    )
     data = TableDataConfig
     model = CtrModelConfig
     table = {"optimizer": "adagrad", "lr": 0.02}

@@ -13,4 +13,8 @@ def make_digits(random: np.random.Generator, rows: int) -> Made:
     order = random.permutation(len(found.target))[:rows]
     x_BCHW = (found.images[order, None] / 16).astype(np.float32)
     info = {"num_classes": 10, "image": list(x_BCHW.shape[1:])}
-    return {"x_BCHW": x_BCHW, "labels_B": found.target[order].astype(np.int64)}, info, "handwritten digits of 8 x 8 pixels (UCI)"
+    return (
+        {"x_BCHW": x_BCHW, "labels_B": found.target[order].astype(np.int64)},
+        info,
+        "handwritten digits of 8 x 8 pixels (UCI)",
+    )

@@ -1,7 +1,8 @@
-"""Image classifiers, loss inside the region: a small convolutional network, and a capsule network (Sabour, Frosst, Hinton 2017).
+"""Image classifiers, loss inside the region: a small convolutional network, and a capsule network (Sabour,
+Frosst, Hinton 2017).
 
-Letters: B samples, C channels, H height, W width, I input capsules, J output capsules (classes), D width of an input capsule,
-E width of an output capsule.
+Letters: B samples, C channels, H height, W width, I input capsules, J output capsules (classes), D width of
+an input capsule, E width of an output capsule.
 """
 
 import torch
@@ -20,15 +21,18 @@ RECONSTRUCTION = 0.0005
 
 
 class ConvRegion(nn.Module):
-    """(x_BCHW, labels_B) -> (loss_B, logits_BJ): two convolutions, a pooling, two linear layers, cross-entropy."""
+    """(x_BCHW, labels_B) -> (loss_B, logits_BJ): two convolutions, a pooling, two linear layers,
+    cross-entropy."""
 
     def __init__(self, image: tuple[int, int, int], num_classes: int, hidden: int, dropout: float) -> None:
         super().__init__()
         channels, height, width = image
         self.network = nn.Sequential(
-            nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Dropout(dropout),
-            nn.Linear(64 * (height // 2) * (width // 2), hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, num_classes),
+            nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(dropout),
+            nn.Linear(64 * (height // 2) * (width // 2), hidden), nn.ReLU(), nn.Dropout(dropout),
+            nn.Linear(hidden, num_classes),
         )  # fmt: skip
 
     def forward(self, x_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +47,8 @@ def squash(vectors: Tensor) -> Tensor:
 
 
 class DigitCapsules(nn.Module):
-    """capsules_BID -> capsules_BJE by routing: an input capsule sends its vote to where the others' votes agree with it."""
+    """capsules_BID -> capsules_BJE by routing: an input capsule sends its vote to where the others' votes
+    agree with it."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
@@ -56,14 +61,19 @@ class DigitCapsules(nn.Module):
             share_BIJ = agreement_BIJ.softmax(2)
             last = routing == ROUTINGS - 1
             # Only the last sum is trained through: the shares are an inference of their own.
-            capsules_BJE = squash(torch.einsum("bij,bije->bje", share_BIJ, votes_BIJE if last else votes_BIJE.detach()))
+            capsules_BJE = squash(
+                torch.einsum("bij,bije->bje", share_BIJ, votes_BIJE if last else votes_BIJE.detach())
+            )
             if not last:
-                agreement_BIJ = agreement_BIJ + torch.einsum("bije,bje->bij", votes_BIJE.detach(), capsules_BJE)
+                agreement_BIJ = agreement_BIJ + torch.einsum(
+                    "bije,bje->bij", votes_BIJE.detach(), capsules_BJE
+                )
         return capsules_BJE
 
 
 class CapsuleRegion(nn.Module):
-    """(x_BCHW, labels_B) -> (loss_B, logits_BJ): margin loss on the lengths, plus what it costs to redraw the image from its capsule."""
+    """(x_BCHW, labels_B) -> (loss_B, logits_BJ): margin loss on the lengths, plus what it costs to redraw the
+    image from its capsule."""
 
     def __init__(self, image: tuple[int, int, int], num_classes: int, hidden: int) -> None:
         super().__init__()
@@ -73,7 +83,10 @@ class CapsuleRegion(nn.Module):
         rows, columns = ((side - 2 - 3) // 2 + 1 for side in (height, width))
         self.digits = DigitCapsules(8 * rows * columns, num_classes)
         self.redraw = nn.Sequential(
-            nn.Linear(num_classes * DIGIT_CAPSULE, hidden), nn.ReLU(), nn.Linear(hidden, channels * height * width), nn.Sigmoid()
+            nn.Linear(num_classes * DIGIT_CAPSULE, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, channels * height * width),
+            nn.Sigmoid(),
         )
 
     def forward(self, x_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +95,10 @@ class CapsuleRegion(nn.Module):
         capsules_BJE = self.digits(capsules_BID)
         length_BJ = capsules_BJE.square().sum(2).add(1e-12).sqrt()
         is_class_BJ = F.one_hot(labels_B, length_BJ.shape[1]).to(length_BJ)
-        margin_BJ = is_class_BJ * (0.9 - length_BJ).relu().square() + 0.5 * (1 - is_class_BJ) * (length_BJ - 0.1).relu().square()
+        margin_BJ = (
+            is_class_BJ * (0.9 - length_BJ).relu().square()
+            + 0.5 * (1 - is_class_BJ) * (length_BJ - 0.1).relu().square()
+        )
         redrawn_BX = self.redraw((capsules_BJE * is_class_BJ[:, :, None]).flatten(1))
         redraw_B = (redrawn_BX - x_BCHW.flatten(1)).square().sum(1)
         return margin_BJ.sum(1) + RECONSTRUCTION * redraw_B, length_BJ
@@ -106,5 +122,9 @@ def build_digits(context: ModelContext[DigitsModelConfig]) -> ImageModel:
     channels, height, width = context.info["image"]
     image = (int(channels), int(height), int(width))
     capsule = o.kind == "capsule"
-    region = CapsuleRegion(image, num_classes, o.hidden) if capsule else ConvRegion(image, num_classes, o.hidden, o.dropout)
+    region = (
+        CapsuleRegion(image, num_classes, o.hidden)
+        if capsule
+        else ConvRegion(image, num_classes, o.hidden, o.dropout)
+    )
     return ImageModel(DataParallel(region, context.devices), context.dtype)

@@ -31,7 +31,10 @@ class Digits(Recipe):
     """Handwritten digits."""
 
     name = "digits"
-    summary = "Handwritten digits of 8 x 8 pixels, which come with scikit-learn: convolutions or capsules, without a table."
+    summary = (
+        "Handwritten digits of 8 x 8 pixels, which come with scikit-learn: convolutions or capsules, "
+        "without a table."
+    )
     model = DigitsModelConfig
     train = {"epochs": 15, "batch_size": 64, "log_every": 10}
 

@@ -1,6 +1,8 @@
-"""Triples (head, relation, tail): a folder with train, valid and perhaps test files, or one file of which a part is held out.
+"""Triples (head, relation, tail): a folder with train, valid and perhaps test files, or one file of which a
+part is held out.
 
-Every entity and relation of any part gets a number, as published results count them: an answer is ranked among all entities.
+Every entity and relation of any part gets a number, as published results count them: an answer is ranked
+among all entities.
 Letters: B triples, 3 columns (head, relation, tail), K negatives, M known answers, V entities.
 """
 
@@ -25,10 +27,18 @@ SHOWN = 500
 
 
 class TripleDataset(Dataset):
-    """Triples to train on, with negatives that a batch shares; the same batch of an epoch always has the same ones."""
+    """Triples to train on, with negatives that a batch shares; the same batch of an epoch always has the same
+    ones."""
 
-    def __init__(self, triples_B3: Array, num_entities: int, num_negatives: int, seed: tuple[int, int] = (0, 0)) -> None:
-        self.triples_B3, self.num_entities, self.num_negatives, self.seed = triples_B3, num_entities, num_negatives, seed
+    def __init__(
+        self, triples_B3: Array, num_entities: int, num_negatives: int, seed: tuple[int, int] = (0, 0)
+    ) -> None:
+        self.triples_B3, self.num_entities, self.num_negatives, self.seed = (
+            triples_B3,
+            num_entities,
+            num_negatives,
+            seed,
+        )
 
     def __len__(self) -> int:
         return len(self.triples_B3)
@@ -44,7 +54,8 @@ class TripleDataset(Dataset):
 
 
 class RankedDataset(Dataset):
-    """Triples to rank, each with the answers of both directions that are known from any part, -1 where a triple has fewer."""
+    """Triples to rank, each with the answers of both directions that are known from any part, -1 where a
+    triple has fewer."""
 
     def __init__(self, triples_B3: Array, known: "KnownAnswers") -> None:
         self.triples_B3, self.known = triples_B3, known
@@ -59,13 +70,19 @@ class RankedDataset(Dataset):
 
 def columns(triples_B3: Array) -> dict[str, Tensor]:
     """Return the columns by name."""
-    return {name: torch.from_numpy(triples_B3[:, i].copy()) for i, name in enumerate(("heads_B", "relations_B", "tails_B"))}
+    return {
+        name: torch.from_numpy(triples_B3[:, i].copy())
+        for i, name in enumerate(("heads_B", "relations_B", "tails_B"))
+    }
 
 
 class KnownAnswers:
-    """Answers by question: those of question q are answers[starts[q] : starts[q + 1]]; keys: the questions, sorted."""
+    """Answers by question: those of question q are answers[starts[q] : starts[q + 1]]; keys: the questions,
+    sorted."""
 
-    def __init__(self, keys: Array, starts: Array, answers: Array, num_entities: int, num_relations: int) -> None:
+    def __init__(
+        self, keys: Array, starts: Array, answers: Array, num_entities: int, num_relations: int
+    ) -> None:
         self.keys, self.starts, self.answers = keys, starts, answers
         self.num_entities, self.num_relations = num_entities, num_relations
 
@@ -73,16 +90,26 @@ class KnownAnswers:
     def arrays(triples_B3: Array, num_entities: int, num_relations: int) -> dict[str, Array]:
         """Return the arrays that triples come to, by the names of __init__."""
         heads_B, relations_B, tails_B = triples_B3.T
-        questions = np.concatenate([relations_B * num_entities + heads_B, (relations_B + num_relations) * num_entities + tails_B])
+        questions = np.concatenate(
+            [relations_B * num_entities + heads_B, (relations_B + num_relations) * num_entities + tails_B]
+        )
         pairs = np.unique(np.stack([questions, np.concatenate([tails_B, heads_B])], axis=1), axis=0)
         keys, starts = np.unique(pairs[:, 0], return_index=True)
-        return {"keys": keys, "starts": np.append(starts, len(pairs)), "answers": np.ascontiguousarray(pairs[:, 1])}
+        return {
+            "keys": keys,
+            "starts": np.append(starts, len(pairs)),
+            "answers": np.ascontiguousarray(pairs[:, 1]),
+        }
 
     def of(self, triples_B3: Array) -> Array:
         """Return known_B2M, -1 where there are fewer."""
         heads_B, relations_B, tails_B = triples_B3.T
         asked_B2 = np.stack(
-            [relations_B * self.num_entities + heads_B, (relations_B + self.num_relations) * self.num_entities + tails_B], axis=1
+            [
+                relations_B * self.num_entities + heads_B,
+                (relations_B + self.num_relations) * self.num_entities + tails_B,
+            ],
+            axis=1,
         )
         place_B2 = np.searchsorted(self.keys, asked_B2)
         start_B2, stop_B2 = self.starts[place_B2], self.starts[place_B2 + 1]
@@ -95,7 +122,9 @@ def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Datase
     """Return a part of prepared triples."""
     if name == "train":
         return TripleDataset(arrays["train_triples"], info["num_entities"], info["num_negatives"])
-    known = KnownAnswers(arrays["keys"], arrays["starts"], arrays["answers"], info["num_entities"], info["num_relations"])
+    known = KnownAnswers(
+        arrays["keys"], arrays["starts"], arrays["answers"], info["num_entities"], info["num_relations"]
+    )
     return RankedDataset(arrays[f"{name}_triples"], known)
 
 
@@ -145,16 +174,23 @@ class TripleSource:
         if len(rejected) > self.data.max_rejected * (num_rows + len(rejected)):
             first = rejected[0]
             raise UserError(
-                f"data.path={self.data.path}: {len(rejected)} of {num_rows + len(rejected)} lines are no triples, more than "
-                f"data.max_rejected={self.data.max_rejected:g} allows; the first is line {first['line']} of {first['file']}: {first['reason']}; "
+                f"data.path={self.data.path}: {len(rejected)} of {num_rows + len(rejected)} lines are no "
+                "triples, more than "
+                f"data.max_rejected={self.data.max_rejected:g} allows; the first is line {first['line']} of "
+                f"{first['file']}: {first['reason']}; "
                 "mend the file, set data.delimiter, or raise data.max_rejected"
             )
         if "valid" not in parts:
             order = np.random.default_rng(self.seed).permutation(num_rows)
             held = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
-            parts = {"train": parts["train"][np.sort(order[held:])], "valid": parts["train"][np.sort(order[:held])]}
+            parts = {
+                "train": parts["train"][np.sort(order[held:])],
+                "valid": parts["train"][np.sort(order[:held])],
+            }
         if empty := [part for part, triples in parts.items() if not len(triples)]:
-            raise UserError(f"data.path={self.data.path}: the {empty[0]} part has no triples; give a file with some")
+            raise UserError(
+                f"data.path={self.data.path}: the {empty[0]} part has no triples; give a file with some"
+            )
         seen = np.zeros(len(entities), dtype=bool)
         seen[parts["train"][:, [0, 2]]] = True
         lines = [f"  triples from {self.data.path}: {len(entities):,} entities, {len(relations):,} relations"]
@@ -166,7 +202,9 @@ class TripleSource:
             )
             lines.append(f"  {part}: {len(triples):,} triples{known}")
         if rejected:
-            lines.append(f"  {len(rejected)} lines rejected: rejected.jsonl in the prepared folder says which and why")
+            lines.append(
+                f"  {len(rejected)} lines rejected: rejected.jsonl in the prepared folder says which and why"
+            )
         info = {
             "num_entities": len(entities),
             "num_relations": len(relations),
@@ -179,7 +217,9 @@ class TripleSource:
 
     def _triples(self, file: Path, rejected: list[dict[str, Any]]) -> Iterator[list[str]]:
         """Yield the triples of a file; other lines that are not blank go to `rejected`."""
-        separator: str | None = {"auto": "\t", "tab": "\t", "\\t": "\t"}.get(self.data.delimiter, self.data.delimiter)
+        separator: str | None = {"auto": "\t", "tab": "\t", "\\t": "\t"}.get(
+            self.data.delimiter, self.data.delimiter
+        )
         try:
             with file.open(encoding="utf-8-sig") as stream:
                 for number, line in enumerate(stream, start=1):
@@ -189,32 +229,52 @@ class TripleSource:
                     if len(cells) == 3 and all(cells):
                         yield cells
                     elif line.strip():
-                        reason = f"{len(cells)} values, expected head, relation and tail" if len(cells) != 3 else "an empty value"
-                        rejected.append({"file": str(file), "line": number, "reason": reason, "text": line[:SHOWN].rstrip("\n")})
+                        reason = (
+                            f"{len(cells)} values, expected head, relation and tail"
+                            if len(cells) != 3
+                            else "an empty value"
+                        )
+                        rejected.append(
+                            {
+                                "file": str(file),
+                                "line": number,
+                                "reason": reason,
+                                "text": line[:SHOWN].rstrip("\n"),
+                            }
+                        )
         except UnicodeDecodeError as error:
-            raise UserError(f"data.path: {file} is no UTF-8 text (byte {error.start}); save it as UTF-8") from error
+            raise UserError(
+                f"data.path: {file} is no UTF-8 text (byte {error.start}); save it as UTF-8"
+            ) from error
 
 
 def open_source(data: KgeDataConfig, seed: int) -> TripleSource:
     """Find the files. Raises UserError for a missing path and a folder without a train file."""
     if data.path is None:
-        raise UserError("data.path is not set; recipe kge needs a file of triples, or a folder with train.txt and valid.txt")
+        raise UserError(
+            "data.path is not set; recipe kge needs a file of triples, or a folder with train.txt and "
+            "valid.txt"
+        )
     root = Path(data.path).expanduser()
     if root.is_file():
         return TripleSource(data, seed, {"train": root})
     if not root.is_dir():
         raise UserError(
-            f"data.path={data.path}: there is no such file or folder; give a file of triples, or a folder with train.txt"
+            f"data.path={data.path}: there is no such file or folder; give a file of triples, or a folder "
+            "with train.txt"
         )
     parts: dict[str, Path] = {}
     for part in PARTS:
         found = [root / f"{part}{suffix}" for suffix in SUFFIXES if (root / f"{part}{suffix}").is_file()]
         if len(found) > 1:
-            raise UserError(f"data.path={data.path}: holds {found[0].name} and {found[1].name}; leave one of them")
+            raise UserError(
+                f"data.path={data.path}: holds {found[0].name} and {found[1].name}; leave one of them"
+            )
         if found:
             parts[part] = found[0]
     if "train" not in parts:
         raise UserError(
-            f"data.path={data.path}: the folder has no train.txt (or .tsv, .csv); name the files train, valid and test"
+            f"data.path={data.path}: the folder has no train.txt (or .tsv, .csv); name the files train, "
+            "valid and test"
         )
     return TripleSource(data, seed, parts)

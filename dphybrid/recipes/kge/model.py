@@ -1,8 +1,10 @@
 """Knowledge-graph embeddings: which entity completes (head, relation, ?) and (?, relation, tail).
 
-DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016) and RotatE (Sun et al. 2019), each trained as by Lacroix et al. 2018: a relation has
-a row for each direction, and the answer competes in a softmax; here against negatives that the whole batch shares.
-Letters: B triples, 2 directions (tail asked, head asked), K other entities, D width of a row, M known answers, V entities.
+DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016) and RotatE (Sun et al. 2019), each trained as by
+Lacroix et al. 2018: a relation has a row for each direction, and the answer competes in a softmax; here
+against negatives that the whole batch shares.
+Letters: B triples, 2 directions (tail asked, head asked), K other entities, D width of a row, M known
+answers, V entities.
 """
 
 import math
@@ -30,7 +32,8 @@ def distmult(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
 
 
 def complex_product(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
-    """The query of ComplEx: rows are complex numbers, real parts first. Its dot product with t is Re(h r conj(t))."""
+    """The query of ComplEx: rows are complex numbers, real parts first. Its dot product with t is Re(h r
+    conj(t))."""
     (a, b), (c, d) = entity_BD.chunk(2, -1), relation_BD.chunk(2, -1)
     return torch.cat([a * c - b * d, a * d + b * c], -1)
 
@@ -53,7 +56,8 @@ QUERIES = {"distmult": distmult, "complex": complex_product, "rotate": rotation}
 class TripleRegion(nn.Module):
     """Relations, scores and loss.
 
-    (heads_BD, relations_B, tails_BD, others_KD, excluded_B2K, num_entities) -> loss_B, scores_B2 of the answers, and over the others that are not
+    (heads_BD, relations_B, tails_BD, others_KD, excluded_B2K, num_entities) -> loss_B, scores_B2 of the
+    answers, and over the others that are not
     excluded: logsumexp_B2, above_B2 and equal_B2, how many score more than the answer and how many the same.
     """
 
@@ -81,7 +85,9 @@ class TripleRegion(nn.Module):
         relations_B2D = self.relations(torch.stack([relations_B, relations_B + self.num_relations], 1))
         query_B2D = QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
         answers_B2D = torch.stack([tails_BD, heads_BD], 1)
-        scores_B2 = self.scores(query_B2D.flatten(0, 1).unsqueeze(1), answers_B2D.flatten(0, 1).unsqueeze(1)).view(-1, 2)
+        scores_B2 = self.scores(
+            query_B2D.flatten(0, 1).unsqueeze(1), answers_B2D.flatten(0, 1).unsqueeze(1)
+        ).view(-1, 2)
         others_B2K = self.scores(query_B2D, others_KD).masked_fill(excluded_B2K, -math.inf)
         logsumexp_B2 = others_B2K.logsumexp(-1)
         # K others stand for all entities but the answer.
@@ -99,7 +105,8 @@ class TripleRegion(nn.Module):
 
 
 class TripleModel(nn.Module):
-    """Trains against shared negatives; in evaluation ranks each answer among all entities, known other answers left out ("filtered")."""
+    """Trains against shared negatives; in evaluation ranks each answer among all entities, known other
+    answers left out ("filtered")."""
 
     def __init__(self, entities: HostEmbedding, region: DataParallel, kind: str) -> None:
         super().__init__()
@@ -120,7 +127,9 @@ class TripleModel(nn.Module):
             return self._rank(batch, triple)
         answers_B2 = torch.stack([batch["tails_B"], batch["heads_B"]], 1)
         excluded_B2K = answers_B2.unsqueeze(2) == batch["negatives_K"]
-        loss_B = self.region(*triple, excluded_B2K, others_KD=rows_ND[2 * count :], num_entities=self.entities.num_rows)[0]
+        loss_B = self.region(
+            *triple, excluded_B2K, others_KD=rows_ND[2 * count :], num_entities=self.entities.num_rows
+        )[0]
         return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0)}
 
     def _rank(self, batch: dict[str, Tensor], triple: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:

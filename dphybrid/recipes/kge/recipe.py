@@ -22,7 +22,8 @@ class KgeDataConfig(DataConfig):
     """Which triples, and what answers compete with."""
 
     path: str | None = None
-    """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file; head, relation, tail, separated by tabs."""
+    """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file; head, relation,
+    tail, separated by tabs."""
     delimiter: str = "auto"
     """Character between head, relation and tail; auto looks at the file."""
     negatives: int = Field(default=1024, ge=1, le=2**20)
@@ -80,7 +81,11 @@ class Kge(Recipe):
             return None
         place = Path(path).expanduser()
         if place.is_dir():
-            found = [place / f"train{ending}" for ending in (".txt", ".tsv", ".csv", "") if (place / f"train{ending}").is_file()]
+            found = [
+                place / f"train{ending}"
+                for ending in (".txt", ".tsv", ".csv", "")
+                if (place / f"train{ending}").is_file()
+            ]
             if found and _is_triple(found[0]):
                 return f"data.path={path} is a folder with triples in {found[0].name}"
         elif place.suffix.lower() in (".txt", ".tsv") and place.is_file() and _is_triple(place):

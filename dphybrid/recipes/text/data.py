@@ -28,13 +28,15 @@ PASSAGE = 12
 MAX_REPEATED = 0.2
 """Documents of which a larger share of passages stands elsewhere are held out last."""
 MAX_HELD = 2.0
-"""Documents that would make the held-out part larger than this many times what was asked for are held out last."""
+"""Documents that would make the held-out part larger than this many times what was asked for are held out
+last."""
 
 _TOKEN = re.compile(r"<unk>|\w+|[^\w\s]")
 
 
 class WindowDataset(Dataset):
-    """Windows of T tokens without overlap; the target of a token is the next one. Each epoch but the first starts at another token."""
+    """Windows of T tokens without overlap; the target of a token is the next one. Each epoch but the first
+    starts at another token."""
 
     def __init__(self, tokens: Array, window: int, offset: int = 0) -> None:
         self.tokens, self.window, self.offset = tokens, window, offset
@@ -51,7 +53,9 @@ class WindowDataset(Dataset):
         step_BT = index_B[:, None] * self.window + np.arange(self.window)
         place_BT = (self.offset + step_BT) % count
         ids_BT = self.tokens[place_BT].astype(np.int64)
-        targets_BT = np.where(step_BT < count - 1, self.tokens[(place_BT + 1) % count], IGNORED).astype(np.int64)
+        targets_BT = np.where(step_BT < count - 1, self.tokens[(place_BT + 1) % count], IGNORED).astype(
+            np.int64
+        )
         return {"ids_BT": torch.from_numpy(ids_BT), "targets_BT": torch.from_numpy(targets_BT)}
 
 
@@ -72,8 +76,17 @@ class TextSource:
     @property
     def options(self) -> dict[str, Any]:
         d = self.data
-        names = [file.relative_to(self.root).as_posix() for file in self.files] if self.root and self.root.is_dir() else []
-        return {"min_count": d.min_count, "window": d.window, "valid_fraction": d.valid_fraction, "files": names}
+        names = (
+            [file.relative_to(self.root).as_posix() for file in self.files]
+            if self.root and self.root.is_dir()
+            else []
+        )
+        return {
+            "min_count": d.min_count,
+            "window": d.window,
+            "valid_fraction": d.valid_fraction,
+            "files": names,
+        }
 
     def digests(self, progress: Progress) -> list[bytes]:
         if self.files:
@@ -101,7 +114,8 @@ class TextSource:
         where = str(self.root) if self.root else "the Python reference"
         if len(documents) < 2:
             raise UserError(
-                f"data.path={where}: found {len(documents)} documents with words; two are needed, one of them for validation"
+                f"data.path={where}: found {len(documents)} documents with words; two are needed, one of "
+                "them for validation"
             )
         progress("look for repeated passages", 0, 1)
         held, doubtful = held_out([words for _, words in documents], self.data.valid_fraction, self.seed)
@@ -117,38 +131,47 @@ class TextSource:
         for part, tokens in (("training", train_tokens), ("validation", valid_tokens)):
             if len(tokens) <= self.data.window:
                 raise UserError(
-                    f"data.path={where}: the {part} part has {len(tokens)} tokens, fewer than data.window={self.data.window} asks for; "
+                    f"data.path={where}: the {part} part has {len(tokens)} tokens, fewer than "
+                    f"data.window={self.data.window} asks for; "
                     "give more text, a smaller data.window, or another data.valid_fraction"
                 )
         unknown = float((valid_tokens == 0).mean())
         lines = [
             f"  text from {where}: {len(documents):,} documents, {len(vocabulary):,} words "
             f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {UNKNOWN})",
-            f"  {len(train_tokens):,} tokens to train; validation split: {len(valid)} whole documents, {len(valid_tokens):,} tokens, "
+            f"  {len(train_tokens):,} tokens to train; validation split: {len(valid)} whole documents, "
+            f"{len(valid_tokens):,} tokens, "
             f"{unknown:.1%} of them {UNKNOWN}",
         ]
         if doubtful:
             lines.append(
-                f"  {doubtful} validation documents repeat passages of others, so the validation figures flatter; too little text stands alone"
+                f"  {doubtful} validation documents repeat passages of others, so the validation figures "
+                "flatter; too little text stands alone"
             )
         info = {"num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
-        return Content("text", {"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra)
+        return Content(
+            "text", {"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra
+        )
 
 
 def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[set[int], int]:
-    """Return the numbers of the documents to hold out, about `fraction` of all words, and how many of them repeat passages of others.
+    """Return the numbers of the documents to hold out, about `fraction` of all words, and how many of them
+    repeat passages of others.
 
-    At random by seed among those that stand alone and are not far too large. Only when these come to less than half of what is wanted,
-    the smallest one that stands alone or, last, documents that would have been read in training, because large parts of them stand in
-    other documents too (the least repeated one first). One document always stays for training.
+    At random by seed among those that stand alone and are not far too large. Only when these come to less
+    than half of what is wanted, the smallest one that stands alone or, last, documents that would have been
+    read in training, because large parts of them stand in other documents too (the least repeated one first).
+    One document always stays for training.
     """
     sizes = [len(words) for words in documents]
     wanted = fraction * sum(sizes)
     shares = repeated_shares(documents)
     order = [int(number) for number in np.random.default_rng(seed).permutation(len(documents))]
     alone = [number for number in order if shares[number] <= MAX_REPEATED]
-    repeated = sorted((number for number in order if shares[number] > MAX_REPEATED), key=lambda number: shares[number])
+    repeated = sorted(
+        (number for number in order if shares[number] > MAX_REPEATED), key=lambda number: shares[number]
+    )
     held: set[int] = set()
     taken = 0
 
@@ -170,7 +193,8 @@ def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[se
 
 
 def repeated_shares(documents: list[list[str]]) -> list[float]:
-    """Return for each document the share of its passages of `PASSAGE` words that stand in another document too."""
+    """Return for each document the share of its passages of `PASSAGE` words that stand in another document
+    too."""
     numbers: dict[str, int] = {}
     passages: list[Array] = []
     for words in documents:
@@ -185,7 +209,9 @@ def repeated_shares(documents: list[list[str]]) -> list[float]:
 
 
 def _encode(documents: list[tuple[str, list[str]]], vocabulary: dict[str, int]) -> Array:
-    numbers = [number for _, words in documents for number in (*(vocabulary.get(word, 0) for word in words), 1)]
+    numbers = [
+        number for _, words in documents for number in (*(vocabulary.get(word, 0) for word in words), 1)
+    ]
     return np.array(numbers, dtype=np.int32)
 
 
@@ -194,7 +220,8 @@ def _python_reference() -> dict[str, str]:
         from pydoc_data.topics import topics
     except ModuleNotFoundError as error:
         raise UserError(
-            "this Python comes without pydoc_data, the default text; install your system's full Python, or give text with data.path"
+            "this Python comes without pydoc_data, the default text; install your system's full Python, or "
+            "give text with data.path"
         ) from error
     return topics
 
@@ -204,7 +231,8 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"data.path: {file} is no UTF-8 text (byte {error.start}); convert it, or leave it out of the folder"
+            f"data.path: {file} is no UTF-8 text (byte {error.start}); convert it, or leave it out of the "
+            "folder"
         ) from error
 
 
@@ -214,13 +242,19 @@ def open_source(data: TextDataConfig, seed: int) -> TextSource:
         return TextSource(data, seed, (), None)
     root = Path(data.path).expanduser()
     if not root.exists():
-        raise UserError(f"data.path={data.path}: there is no such file or folder; give a text file or a folder of them")
+        raise UserError(
+            f"data.path={data.path}: there is no such file or folder; give a text file or a folder of them"
+        )
     if root.is_file():
         files = [root]
     else:
-        files = sorted(file for file in root.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file())
+        files = sorted(
+            file for file in root.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file()
+        )
         if not files:
-            raise UserError(f"data.path={data.path}: the folder holds no text files ({', '.join(TEXT_SUFFIXES)})")
+            raise UserError(
+                f"data.path={data.path}: the folder holds no text files ({', '.join(TEXT_SUFFIXES)})"
+            )
     if not any(file.stat().st_size for file in files):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
     return TextSource(data, seed, tuple(files), root)

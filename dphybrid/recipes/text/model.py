@@ -18,7 +18,8 @@ IGNORED = -100
 
 
 class Recurrent(nn.Module):
-    """LSTM or GRU over rows_BTD, from a zero state: samples are independent, so any split gives the same result."""
+    """LSTM or GRU over rows_BTD, from a zero state: samples are independent, so any split gives the same
+    result."""
 
     def __init__(self, kind: str, dim: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -26,7 +27,8 @@ class Recurrent(nn.Module):
         self.network = network(dim, hidden, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
 
     def forward(self, rows_BTD: Tensor) -> Tensor:
-        self.network.flatten_parameters()  # replicas hold views of one broadcast buffer; cuDNN wants them in one piece again
+        # replicas hold views of one broadcast buffer; cuDNN wants them in one piece again
+        self.network.flatten_parameters()
         hidden_BTH, _ = self.network(rows_BTD)
         return hidden_BTH
 
@@ -37,8 +39,12 @@ class CausalTransformer(nn.Module):
     def __init__(self, dim: int, hidden: int, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.enter = nn.Linear(dim, hidden)
-        layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True)
-        self.network = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(hidden), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True
+        )
+        self.network = nn.TransformerEncoder(
+            layer, layers, norm=nn.LayerNorm(hidden), enable_nested_tensor=False
+        )
 
     def forward(self, rows_BTD: Tensor) -> Tensor:
         hidden_BTH = self.enter(rows_BTD)
@@ -64,12 +70,15 @@ class FullSoftmax(nn.Module):
         self.layer = nn.Linear(hidden, num_words)
 
     def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
-        return F.cross_entropy(self.layer(hidden_BTH).transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none")
+        return F.cross_entropy(
+            self.layer(hidden_BTH).transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none"
+        )
 
 
 class AdaptiveSoftmax(nn.Module):
-    """The same by an adaptive softmax (Grave et al. 2017): words stand in the order of their frequency, and clusters of rare ones are
-    reached through narrow layers, so that cost hardly grows with the vocabulary. Its losses are exact, of a softmax in two steps."""
+    """The same by an adaptive softmax (Grave et al. 2017): words stand in the order of their frequency, and
+    clusters of rare ones are reached through narrow layers, so that cost hardly grows with the vocabulary.
+    Its losses are exact, of a softmax in two steps."""
 
     def __init__(self, hidden: int, num_words: int) -> None:
         super().__init__()
@@ -78,18 +87,22 @@ class AdaptiveSoftmax(nn.Module):
             raise UserError(f"model.output=adaptive: {num_words} words are too few for it; use full")
         if hidden < 16:
             raise UserError(
-                f"model.output=adaptive: the rarest words get a layer of a 16th of model.hidden={hidden}; use 16 or more"
+                f"model.output=adaptive: the rarest words get a layer of a 16th of model.hidden={hidden}; "
+                "use 16 or more"
             )
         self.layer = nn.AdaptiveLogSoftmaxWithLoss(hidden, num_words, cutoffs)
 
     def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
         known_BT = targets_BT != IGNORED
-        score_BT = self.layer(hidden_BTH.flatten(0, 1), targets_BT.clamp(min=0).flatten()).output.view_as(targets_BT)
+        score_BT = self.layer(hidden_BTH.flatten(0, 1), targets_BT.clamp(min=0).flatten()).output.view_as(
+            targets_BT
+        )
         return torch.where(known_BT, -score_BT, 0.0)
 
 
 class LanguageRegion(nn.Module):
-    """Network, output layer and loss: (rows_BTD, targets_BT) -> (loss_B, weight_B), so only two numbers a sample leave a device."""
+    """Network, output layer and loss: (rows_BTD, targets_BT) -> (loss_B, weight_B), so only two numbers a
+    sample leave a device."""
 
     def __init__(self, network: nn.Module, output: nn.Module, dropout: float) -> None:
         super().__init__()
@@ -129,7 +142,9 @@ def build_text(context: ModelContext[TextModelConfig]) -> TextModel:
         network = CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
     else:
         network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
-    output = AdaptiveSoftmax(o.hidden, num_words) if o.output == "adaptive" else FullSoftmax(o.hidden, num_words)
+    output = (
+        AdaptiveSoftmax(o.hidden, num_words) if o.output == "adaptive" else FullSoftmax(o.hidden, num_words)
+    )
     region = LanguageRegion(network, output, o.dropout)
     words = context.table(num_words, o.dim, name="words")
     return TextModel(words, DataParallel(region, context.devices))

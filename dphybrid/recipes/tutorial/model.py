@@ -1,4 +1,5 @@
-"""The tutorials' models: toy, blocks, hybrid and convnet. Each is a plain module; `Supervised` adds the loss of a task.
+"""The tutorials' models: toy, blocks, hybrid and convnet. Each is a plain module; `Supervised` adds the loss
+of a task.
 
 Letters: B samples, I inputs, O outputs, C classes or channels.
 """
@@ -19,10 +20,17 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Supervised(nn.Module):
-    """A module `network(input) -> output` with its loss outside: the batch's `input_key` goes in, `target_key` is compared."""
+    """A module `network(input) -> output` with its loss outside: the batch's `input_key` goes in,
+    `target_key` is compared."""
 
     def __init__(
-        self, network: nn.Module, input_key: str, target_key: str, loss: Loss, output_key: str, dtype: torch.dtype
+        self,
+        network: nn.Module,
+        input_key: str,
+        target_key: str,
+        loss: Loss,
+        output_key: str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.network = network
@@ -50,7 +58,8 @@ def class_error(output_BC: Tensor, labels_B: Tensor) -> Tensor:
 
 
 class Blocks(nn.Module):
-    """Three linear layers of which only the middle one is data-parallel; the outer two run on the first device."""
+    """Three linear layers of which only the middle one is data-parallel; the outer two run on the first
+    device."""
 
     def __init__(self, inputs: int, width: int, outputs: int, devices: Devices) -> None:
         super().__init__()
@@ -77,13 +86,17 @@ class Hybrid(nn.Module):
 
 def build_toy(context: ModelContext[ModelConfig]) -> Supervised:
     """Linear(5, 2), all of it data-parallel."""
-    network = DataParallel(nn.Linear(context.info["num_inputs"], context.info["num_outputs"]), context.devices)
+    network = DataParallel(
+        nn.Linear(context.info["num_inputs"], context.info["num_outputs"]), context.devices
+    )
     return Supervised(network, "x_BI", "y_BO", squared_error, "prediction", context.dtype)
 
 
 def build_blocks(context: ModelContext[BlocksModelConfig]) -> Supervised:
     """Linear(10, 20) -> DataParallel(Linear(20, 20)) -> Linear(20, 20)."""
-    network = Blocks(context.info["num_inputs"], context.options.hidden, context.info["num_outputs"], context.devices)
+    network = Blocks(
+        context.info["num_inputs"], context.options.hidden, context.info["num_outputs"], context.devices
+    )
     return Supervised(network, "x_BI", "y_BO", squared_error, "prediction", context.dtype)
 
 
@@ -99,6 +112,11 @@ def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
     """Conv2d(3, 64, 3, padding=1) -> ReLU -> Linear(64 * 32 * 32, 10), cross-entropy."""
     hidden = context.options.hidden
     network = nn.Sequential(
-        nn.Conv2d(3, hidden, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(hidden * 32 * 32, context.info["num_classes"])
+        nn.Conv2d(3, hidden, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(hidden * 32 * 32, context.info["num_classes"]),
     )
-    return Supervised(DataParallel(network, context.devices), "x_BCHW", "labels_B", class_error, "logits", context.dtype)
+    return Supervised(
+        DataParallel(network, context.devices), "x_BCHW", "labels_B", class_error, "logits", context.dtype
+    )

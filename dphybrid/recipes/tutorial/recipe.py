@@ -1,4 +1,5 @@
-"""The four small models of PyTorch's data-parallel tutorials, each a recipe, on random data with a planted answer."""
+"""The four small models of PyTorch's data-parallel tutorials, each a recipe, on random data with a planted
+answer."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,10 @@ class Toy(_Regression):
     """The tutorial's first model."""
 
     name = "toy"
-    summary = "The tutorial's linear layer, all of it data-parallel, which prints its shapes from inside each replica."
+    summary = (
+        "The tutorial's linear layer, all of it data-parallel, which prints its shapes from inside "
+        "each replica."
+    )
     train = {
         **PLAIN,
         "epochs": 1,
