@@ -18,9 +18,9 @@ from dphybrid.jobs.load import find_checkpoint
 from dphybrid.jobs.predict import Predictor
 from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.selftest.trial import came_to
 from dphybrid.util.errors import UserError
 from tests.reliability.test_faults import OPTIONS
-from tests.reliability.trial import came_to
 
 COUNT = os.environ.get("DPHYBRID_DAMAGES", "12")
 ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}

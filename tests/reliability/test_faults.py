@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.faults import KILLED, MODES
-from tests.reliability.trial import came_to, run_trial
+from dphybrid.selftest.faults import KILLED, MODES
+from dphybrid.selftest.trial import came_to, run_trial
 
 TRIALS = os.environ.get("DPHYBRID_FAULTS", "8")
 CLICKS = Path(__file__).parent.parent / "fixtures" / "run_without_version" / "clicks.csv"

@@ -21,10 +21,10 @@ from dphybrid.jobs.pages import Report, ResultPage, SplitsPage
 from dphybrid.jobs.runs import all_runs
 from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.selftest.faults import Faults
 from dphybrid.tracking import figures
 from dphybrid.training.checkpoint import complete_checkpoints, read_state
 from dphybrid.util.errors import UserError
-from tests.reliability.faults import Faults
 
 torch.set_num_threads(1)
 IMPORTED = (_predict, _source, sklearn.metrics, torch._dynamo)
@@ -74,7 +74,7 @@ def _work(data_dir: Path, overrides: list[str], target: int, mode: str, log: Pat
     except UserError as error:
         print(f"error: {error}")
         code = 2
-    except BaseException:  # noqa: BLE001 - told to the test
+    except BaseException:  # noqa: BLE001 - told to whoever tries
         traceback.print_exc()
         code = 1
     print(f"operations {faults.count}")

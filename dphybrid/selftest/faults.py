@@ -45,7 +45,7 @@ class Faults:
             name: getattr(os, name)
             for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "link")
         }
-        real_open = io.open
+        real_open: Any = io.open
         self._kept.mkdir(exist_ok=True)
 
         def opened(
@@ -60,11 +60,17 @@ class Faults:
                 return io.BufferedWriter(raw) if buffering else raw
             return io.TextIOWrapper(io.BufferedWriter(raw), *args, **kwargs)
 
-        builtins.open = io.open = opened  # type: ignore[assignment]
-        os.fsync = self._fsync
-        os.rename = os.replace = self._rename  # type: ignore[assignment]
-        os.unlink = os.remove = self._unlink  # type: ignore[assignment]
-        os.rmdir, os.mkdir = self._rmdir, self._mkdir  # type: ignore[assignment]
+        replaced: dict[str, Any] = {
+            "fsync": self._fsync,
+            "rename": self._rename,
+            "replace": self._rename,
+            "unlink": self._unlink,
+            "remove": self._unlink,
+            "rmdir": self._rmdir,
+            "mkdir": self._mkdir,
+        }
+        vars(os).update(replaced)
+        vars(builtins)["open"] = vars(io)["open"] = opened
 
     def hit(self, what: str, torn: Callable[[], object] | None = None, EMFILE: bool = False) -> None:
         """Count an operation, and fail where it is the one."""
