@@ -1,6 +1,6 @@
 """Embedding tables in host memory, and the optimizers of their rows. Needs torch, numpy and numba."""
 
-from dphybrid.embedding.collection import HostEmbeddingCollection
+from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables
 from dphybrid.embedding.optim import (
     LazyAdam,
     RowAdagrad,
@@ -11,7 +11,7 @@ from dphybrid.embedding.optim import (
     make_row_optimizer,
 )
 from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
-from dphybrid.embedding.table import HostEmbedding, find_tables
+from dphybrid.embedding.table import HostEmbedding
 from dphybrid.embedding.vocabulary import GrowingVocabulary, HashedVocabulary
 
 __all__ = [

@@ -5,7 +5,7 @@ Letters: B samples, F columns (one id column a table here), N ids of a bag looku
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ class HostEmbeddingCollection(nn.Module):
 
     dim: width of all rows. padding: name -> id that stays zero and is never trained. std: of the start
     values, one for all or name -> std.
-    options: what else `HostEmbedding` takes (seed, dtype, storage, path). Row optimizers and `RowPipeline`
-    see `flat` alone; give the latter `flat_ids(...)`.
+    options: what else `HostEmbedding` takes (seed, dtype, storage, path). make: makes the flat table from
+    (num_rows, dim, name=, std=, and the options). Row optimizers and `RowPipeline` see `flat` alone, which
+    `find_tables` names as the collection is named; give the pipeline `flat_ids(...)`.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class HostEmbeddingCollection(nn.Module):
         padding: Mapping[str, int] | None = None,
         std: float | Mapping[str, float] = 0.1,
         name: str = "tables",
+        make: Callable[..., HostEmbedding] = HostEmbedding,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -46,9 +48,7 @@ class HostEmbeddingCollection(nn.Module):
         self.starts = dict(zip(tables, starts[:-1], strict=True))
         self._starts_F = torch.tensor(starts[:-1])
         self._num_rows_F = torch.tensor(list(tables.values()))
-        self.flat = HostEmbedding(
-            starts[-1], dim, std=1.0 if isinstance(std, Mapping) else std, name=name, **options
-        )
+        self.flat = make(starts[-1], dim, std=1.0 if isinstance(std, Mapping) else std, name=name, **options)
         if isinstance(std, Mapping):
             for table, start in self.starts.items():
                 self.flat.weight[start : start + tables[table]] *= std[table]
@@ -68,25 +68,27 @@ class HostEmbeddingCollection(nn.Module):
         """Return the rows of one table as a view (num_rows, dim)."""
         return self.flat.weight[self.starts[table] : self.starts[table] + self.num_rows[table]]
 
-    def flat_ids(self, ids_BF: Tensor) -> Tensor:
-        """Return the ids in `flat` of ids_BF, whose columns are the tables in order.
+    def flat_ids(self, ids_BF: Tensor, tables: slice = slice(None)) -> Tensor:
+        """Return the ids in `flat` of ids_BF, whose columns (the last dimension) are the tables in order, or
+        those of them that `tables` selects.
 
         Raises UserError for an id that its own table lacks, naming table, value and position.
         """
-        if ids_BF.dtype != torch.int64 or ids_BF.shape[-1] != len(self.num_rows):
+        names = list(self.num_rows)[tables]
+        if ids_BF.dtype != torch.int64 or ids_BF.shape[-1] != len(names):
             raise UserError(
-                f"ids are {ids_BF.dtype} of shape {tuple(ids_BF.shape)}; give int64 with "
-                f"{len(self.num_rows)} columns, one a table"
+                f"ids are {ids_BF.dtype} of shape {tuple(ids_BF.shape)}; give int64 with {len(names)} "
+                "columns, one a table"
             )
-        wrong = (ids_BF < 0) | (ids_BF >= self._num_rows_F)
+        wrong = (ids_BF < 0) | (ids_BF >= self._num_rows_F[tables])
         if bool(wrong.any()):
             place = wrong.nonzero()[0].tolist()
-            table = list(self.num_rows)[place[-1]]
+            table = names[place[-1]]
             raise UserError(
                 f"table {table!r}: id {int(ids_BF[tuple(place)])} at position {place} is no row; rows are 0 "
                 f"to {self.num_rows[table] - 1}"
             )
-        return ids_BF + self._starts_F
+        return ids_BF + self._starts_F[tables]
 
     def forward(self, ids_BF: Tensor) -> Tensor:
         """Return rows_BFD of one id a table and sample."""
@@ -120,3 +122,18 @@ class HostEmbeddingCollection(nn.Module):
                 f"{self.num_rows[table] - 1}"
             )
         return self.flat.bags(ids_N + self.starts[table], offsets_B, mode=mode, weights_N=weights_N)
+
+
+def find_tables(model: nn.Module) -> dict[str, HostEmbedding]:
+    """Return the host tables of a model by dotted name, each once; a collection's is named as the
+    collection."""
+    return dict(_tables(model))
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, HostEmbedding]]:
+    collections: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, HostEmbeddingCollection):
+            collections[id(module.flat)] = name
+        elif isinstance(module, HostEmbedding):
+            yield collections.get(id(module)) or name, module

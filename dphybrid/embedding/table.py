@@ -4,7 +4,7 @@ Letters: N ids of a lookup, U unique rows of it, B bags, D width of a row.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -242,14 +242,3 @@ class HostEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.dim}, dtype={self.weight.dtype}, in host memory"
-
-
-def find_tables(model: nn.Module) -> dict[str, HostEmbedding]:
-    """Return the host tables of a model by dotted name, each once."""
-    return dict(_tables(model))
-
-
-def _tables(model: nn.Module) -> Iterator[tuple[str, HostEmbedding]]:
-    for name, module in model.named_modules():
-        if isinstance(module, HostEmbedding):
-            yield name, module

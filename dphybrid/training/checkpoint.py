@@ -120,7 +120,7 @@ def save_checkpoint(
     final = folder / f"step-{trained.progress.step:06d}"
     optimizer_page: dict[str, Any] = {}
     files = {f"tables/{name}.safetensors": tensors for name, tensors in _table_tensors(trained).items()}
-    files["blocks.safetensors"] = dense_state(trained.model, set(find_tables(trained.model)))
+    files["blocks.safetensors"] = dense_state(trained.model)
     if trained.dense is not None:
         files["blocks_optimizer.safetensors"], optimizer_page = _flatten_optimizer(trained.dense.state_dict())
 
@@ -222,7 +222,7 @@ def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> Non
     """
     tables = find_tables(model)
     blocks = read_tensors(path / "blocks.safetensors")
-    wanted = dense_state(model, set(tables))
+    wanted = dense_state(model)
     problems = [f"missing {name}" for name in wanted.keys() - blocks.keys()] + [
         f"unexpected {name}" for name in blocks.keys() - wanted.keys()
     ]
@@ -231,9 +231,7 @@ def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> Non
         for name in wanted.keys() & blocks.keys()
         if blocks[name].shape != wanted[name].shape
     ]
-    problems += [
-        f"missing table {name}" for name in tables if not (path / "tables" / f"{name}.safetensors").is_file()
-    ]
+    problems += [f"missing table {name}" for name in tables if not table_file(path, name).is_file()]
     if problems:
         raise UserError(
             f"{path}: does not fit this model: {'; '.join(sorted(problems))}; use the config it was trained "
@@ -243,15 +241,23 @@ def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> Non
         for name, tensor in wanted.items():
             tensor.copy_(blocks[name])
         for name in (name for name in tables if name not in skip):
-            read_into(path / "tables" / f"{name}.safetensors", "weight", tables[name].weight)
+            read_into(table_file(path, name), "weight", tables[name].weight)
 
 
-def dense_state(model: nn.Module, tables: set[str]) -> dict[str, Tensor]:
+def table_file(path: Path, name: str) -> Path:
+    """Return the file of a table in the checkpoint `path`."""
+    file = path / "tables" / f"{name}.safetensors"
+    before = file.with_name(f"{name}.flat.safetensors")  # what a collection's was called
+    return before if before.is_file() and not file.is_file() else file
+
+
+def dense_state(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers of the blocks by portable name, as references."""
+    rows = {id(table.weight) for table in find_tables(model).values()}
     return {
         key: value
         for key, value in model.state_dict().items()
-        if key.rpartition(".")[0] not in tables and isinstance(value, Tensor)
+        if id(value) not in rows and isinstance(value, Tensor)
     }
 
 
@@ -300,7 +306,7 @@ def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) 
     places: dict[str, tuple[Path, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in [*tables, "_optimizer"]:
-        file = path / "tables" / f"{name}.safetensors"
+        file = table_file(path, name)
         for key, shape in tensor_shapes(file).items() if file.is_file() else ():
             if key != "weight":
                 whole = key if name == "_optimizer" else f"{name}.{key}"

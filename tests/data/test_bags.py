@@ -208,7 +208,7 @@ def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
     assert plain.metrics["auc"] < 0.6
     assert three.metrics["log_loss"] == pytest.approx(one.metrics["log_loss"], abs=1e-5)
     assert three.metrics["auc"] == pytest.approx(one.metrics["auc"], abs=1e-3)
-    tables = [model_from_checkpoint(report.best_checkpoint).table.weight for report in (one, three)]
+    tables = [model_from_checkpoint(report.best_checkpoint).table.flat.weight for report in (one, three)]
     torch.testing.assert_close(*tables, rtol=1e-4, atol=1e-5)
     predictor = Predictor(one.best_checkpoint)
     scores = predictor.predict(
@@ -231,7 +231,7 @@ def test_a_pooled_row_is_the_mean_of_the_items_rows(quiet: Path) -> None:
     config = load_config(None, ["recipe=ctr", "model.dim=4", "model.dropout=0"])
     info = {"num_ids": [5, 6, 7], "num_dense": 0, "num_bags": 2}
     model = build_model("ctr", ModelContext(resolve_devices("cpu*2"), info, config.model, 0))
-    weight = model.table.weight
+    weight = model.table.flat.weight
     model.region.probe = False  # whose extra forward the hook below would see, too
     seen = []
     model.region.module.network.register_forward_pre_hook(
@@ -254,7 +254,7 @@ def test_a_pooled_row_is_the_mean_of_the_items_rows(quiet: Path) -> None:
     )
     torch.testing.assert_close(torch.cat(seen), expected)
     outputs["loss"].sum().backward()
-    ids_U, _ = model.table.row_gradients()
+    ids_U, _ = model.table.flat.row_gradients()
     assert ids_U.tolist() == [0, 4, 6, 7, 8, 11, 15, 16]  # no row of padding
 
 

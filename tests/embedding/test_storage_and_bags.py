@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from dphybrid.bench.embedding import plain, run, table_text, zipf_ids
@@ -20,6 +21,7 @@ from dphybrid.embedding import (
     RowOptimizer,
     RowPipeline,
     RowSGD,
+    find_tables,
 )
 
 
@@ -163,6 +165,19 @@ def test_a_collection_is_its_tables_side_by_side() -> None:
         tables(torch.tensor([[3, 5]]))
     with pytest.raises(ValueError, match=r"'item': id -1 at position \[0\]"):
         tables.bags("item", torch.tensor([-1]), torch.tensor([0]))
+
+
+def test_a_collection_counts_as_one_table_of_its_name() -> None:
+    model = nn.ModuleDict({"columns": HostEmbeddingCollection({"user": 30}, 4), "other": HostEmbedding(3, 4)})
+    assert find_tables(model) == {"columns": model["columns"].flat, "other": model["other"]}
+    assert find_tables(model["columns"]) == {"flat": model["columns"].flat}
+
+
+def test_ids_of_some_tables_are_shifted() -> None:
+    tables = HostEmbeddingCollection({"user": 30, "item": 5, "tags": 7}, 4)
+    assert tables.flat_ids(torch.tensor([[0, 1], [4, 6]]), slice(1, None)).tolist() == [[30, 36], [34, 41]]
+    with pytest.raises(ValueError, match=r"'tags': id 7 at position \[0, 1\] is no row; rows are 0 to 6"):
+        tables.flat_ids(torch.tensor([[0, 7]]), slice(1, None))
 
 
 def test_a_collection_is_prefetched() -> None:

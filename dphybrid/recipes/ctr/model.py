@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.embedding import HostEmbedding
+from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel, parts
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
@@ -126,35 +126,33 @@ class ClickRegion(nn.Module):
 
 
 class ClickModel(nn.Module):
-    """Shifts column-local ids into one table and hands the rows to the region. num_bags: of the last columns,
+    """Looks the columns' rows up in a table each and hands them to the region. num_bags: of the last columns,
     a row's ids are bags."""
 
-    def __init__(
-        self, table: HostEmbedding, num_ids: list[int], region: DataParallel, num_bags: int = 0
-    ) -> None:
+    def __init__(self, table: HostEmbeddingCollection, region: DataParallel, num_bags: int = 0) -> None:
         super().__init__()
         self.table = table
         self.region = region
         table.place_on(region.devices.replicas, region.sizes)
-        self.num_ids = num_ids
-        offsets = torch.tensor([0, *itertools.accumulate(num_ids[:-1])], dtype=torch.int64)
-        self._offsets_F, self._offsets_G = offsets.split([len(num_ids) - num_bags, num_bags])
+        num_single = len(table.num_rows) - num_bags
+        self.num_bags, self._single, self._bags = num_bags, slice(num_single), slice(num_single, None)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The ids that `forward` will look up, so that their rows can be fetched ahead."""
-        ids_BF = batch["ids_BF"] + self._offsets_F
-        if len(self._offsets_G):
+        ids_BF = self.table.flat_ids(batch["ids_BF"], self._single)
+        if self.num_bags:
             bags_BGL = batch["bags_BFL"]
             # Padding looks up its bag's first item again, of which it takes no share: no row is touched that
             # the bag does not hold.
-            items_BGL = torch.where(bags_BGL < 0, bags_BGL[:, :, :1], bags_BGL) + self._offsets_G[:, None]
+            items_BGL = torch.where(bags_BGL < 0, bags_BGL[:, :, :1], bags_BGL)
+            items_BGL = self.table.flat_ids(items_BGL.mT, self._bags).mT
             ids_BF = torch.cat([ids_BF, items_BGL.flatten(1)], dim=1)
         return {"table": ids_BF}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        rows_BFD = parts(self.table.replica_rows(self.table_ids(batch)["table"]))
+        rows_BFD = parts(self.table.flat.replica_rows(self.table_ids(batch)["table"]))
         inputs = [batch["dense_BN"], batch["labels_B"]]
-        if len(self._offsets_G):
+        if self.num_bags:
             held_BGL = batch["bags_BFL"] >= 0
             inputs.append(held_BGL / held_BGL.sum(2, keepdim=True))
         loss_B, logits_B = self.region(rows_BFD, *inputs)
@@ -168,6 +166,10 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
     network = NETWORKS[o.kind](len(num_ids), o.dim, num_dense, o.hidden, o.layers, o.dropout)
     std = 0.1 if o.kind == "dlrm" else 0.01  # products of tiny rows would be next to nothing for long
-    table = context.table(sum(num_ids), o.dim, name="table", std=std)
+    names = [str(column["name"]) for column in context.info.get("columns", [])] or map(
+        str, range(len(num_ids))
+    )
+    tables = dict(zip(names, num_ids, strict=True))
+    table = HostEmbeddingCollection(tables, o.dim, name="table", std=std, make=context.table)
     region = DataParallel(ClickRegion(network), context.devices)
-    return ClickModel(table, num_ids, region, int(context.info.get("num_bags", 0)))
+    return ClickModel(table, region, int(context.info.get("num_bags", 0)))
