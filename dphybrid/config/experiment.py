@@ -85,6 +85,9 @@ class TrainConfig(Section):
     line."""
     clip_norm: float = Field(default=1.0, ge=0.0)
     """Largest global norm of the gradients of blocks and rows together; 0: no clipping."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What follows a loss or gradient that is NaN or infinite: stop, or skip that step (no update of blocks
+    nor rows; steps skipped are counted). A weight that is none ends training either way."""
     patience: int = Field(default=3, ge=0)
     """Epochs without a better validation metric after which training stops; 0: never."""
     log_every: int = Field(default=20, ge=1)

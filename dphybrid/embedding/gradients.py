@@ -87,6 +87,12 @@ class RowGradients:
     def __bool__(self) -> bool:
         return bool(self._lookups)
 
+    def tensors(self) -> list[Tensor]:
+        """Return what backwards have brought so far, on whatever devices, as it is."""
+        leaves = [lookup.leaf_UD.grad for lookup in self._lookups if lookup.leaf_UD is not None]
+        came = [grads_XD for lookup in self._lookups for grads_XD, _ in lookup.grads]
+        return came + [grad for grad in leaves if grad is not None]
+
     def clear(self) -> None:
         """Forget all lookups."""
         self._lookups, self.factor = [], 1.0

@@ -44,6 +44,7 @@ class ResultPage(Page):
     steps_timed: int
     stages: dict[str, float]
     steps_per_epoch: int
+    steps_skipped: int = 0
 
 
 class MetricsPage(Page):

@@ -50,6 +50,12 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     tracker = attached(run, settings)
     table = [row.table_row() for row in splits.rows]
     warnings = balance_warnings(table, len(resolve_devices(result.devices)), result.system, result.stages)
+    if result.steps_skipped:
+        warnings.insert(
+            0,
+            f"{result.steps_skipped} of {result.steps} steps were skipped, as their loss or gradients were "
+            "no finite numbers",
+        )
     name, not_registered = run.config.checkpoint.register_as or "", ""
     if name:
         not_registered = tracker.register(name, checkpoint_uid(Path(result.best_checkpoint)), "challenger")
@@ -130,6 +136,8 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
     summary |= {f"summary/step_ms_{name}": value for name, value in result.step_ms.items() if name != "steps"}
     if result.step_ms:
         summary["summary/samples_per_s_median"] = 1e3 * config.train.batch_size / result.step_ms["p50"]
+    if config.train.on_nonfinite == "skip":
+        summary["summary/steps_skipped"] = result.steps_skipped
     return summary | {"summary/train_s": total}
 
 

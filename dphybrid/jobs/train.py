@@ -366,6 +366,7 @@ def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, fl
         steps_timed=meter.times.count,
         stages={name: round(seconds, 6) for name, seconds in stages},
         steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
+        steps_skipped=progress.skipped,
     )
     write_text(run.folder / "splits.txt", "\n".join(session.splits.lines) + "\n")
     SplitsPage(rows=session.splits.rows(), lines=session.splits.lines).write(run.folder / "splits.json")

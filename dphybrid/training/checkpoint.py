@@ -51,7 +51,8 @@ class Progress:
     """How far training is. step counts optimizer steps; batch is the next batch of the epoch; history has a
     row an epoch.
 
-    micro_batches: parts that a batch is computed in, after it did not fit into memory.
+    micro_batches: parts that a batch is computed in, after it did not fit into memory. skipped: steps without
+    an update, as their loss or gradients were no numbers.
     """
 
     step: int = 0
@@ -64,6 +65,7 @@ class Progress:
     epoch_weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     micro_batches: int = 1
+    skipped: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
 
 

@@ -1,15 +1,95 @@
-"""Whether what a checkpoint would hold are numbers: nothing that is none is written over good checkpoints."""
+"""Whether loss, gradients and weights are finite numbers: nothing that is none is put into weights, nor
+written over good checkpoints."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import RowOptimizer, find_tables
+from dphybrid.embedding import HostEmbedding, RowOptimizer, find_tables
 from dphybrid.util.errors import UserError
 
 _BLOCK = 2**18
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """What of a step is NaN or infinite, by the stage that shows it first. weight: is a weight among it?"""
+
+    text: str
+    weight: bool
+
+
+def gradient_sum(parameters: Iterable[Tensor], tables: Mapping[str, HostEmbedding]) -> float:
+    """Return the sum of all gradients: a finite number only if each of them is one, and mostly then."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    for table in tables.values():
+        grads += table.gradients.tensors()
+    sums: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        sums.setdefault(grad.device, []).append(grad.sum().double())
+    return sum(float(torch.stack(parts).sum()) for parts in sums.values())
+
+
+def kept_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return each buffer that a forward may change (running means, counts) with a copy of it."""
+    return [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+
+def not_finite(
+    model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor, clipped: bool
+) -> NotFinite | None:
+    """Return what of a step is NaN or infinite after its backward, or None when all of it are finite numbers.
+
+    clipped: were the gradients scaled down by their norm, which may be infinite where none of them is?
+    """
+    found: list[str] = []
+
+    def look(stage: str, tensors: Iterable[tuple[str, Tensor, Tensor | None]]) -> bool:
+        """Note the first bad entry of each tensor. ids_U: what its rows are called."""
+        bad = []
+        for name, tensor, ids_U in tensors:
+            if (at := _bad_at(tensor)) is not None:
+                row = at[0] if ids_U is None else int(ids_U[at[0]])
+                bad.append(f"{name.format(row=row)} is {at[1]}")
+        if bad:
+            more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+            found.append(f"{stage}: {', '.join(bad[:_NAMED])}{more}")
+        return bool(bad)
+
+    tables = find_tables(model)
+    rows = {name: got for name, table in tables.items() if (got := table.row_gradients()) is not None}
+    parameters = dict(model.named_parameters())
+    look("data", [(f"{name} of the batch's sample {{row}}", value, None) for name, value in batch.items()])
+    touched = [(name, tables[name].weight[ids_U], ids_U) for name, (ids_U, _) in rows.items()]
+    weight = look("lookup", [(f"table {name} row {{row}}", values, ids_U) for name, values, ids_U in touched])
+    weight |= look("forward", [(f"parameter {name}", value, None) for name, value in parameters.items()])
+    look("loss", [("the loss", loss, None)])
+    gradients: list[tuple[str, Tensor, Tensor | None]] = [
+        (f"the gradient of table {name} row {{row}}", grads_UD, ids_U)
+        for name, (ids_U, grads_UD) in rows.items()
+    ]
+    gradients += [
+        (f"the gradient of parameter {name}", value.grad, None)
+        for name, value in parameters.items()
+        if value.grad is not None
+    ]
+    look("backward", gradients)
+    if not found and clipped:
+        found.append("clip: the gradients' norm is infinite, each of them is finite")
+    return NotFinite("; ".join(found), weight) if found else None
+
+
+def _bad_at(tensor: Tensor) -> tuple[int, float] | None:
+    """Return where on dim 0 the first entry that is no finite number is, and that entry."""
+    if not tensor.is_floating_point() or bool((fine := torch.isfinite(tensor)).all()):
+        return None
+    place = (~fine).reshape(-1).nonzero()[0]
+    row = int(place) // max(1, tensor[0].numel()) if tensor.dim() else 0
+    return row, float(tensor.detach().reshape(-1)[place])
 
 
 def check_finite(

@@ -1,6 +1,7 @@
 """The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over validation rows."""
 
 import gc
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_t
 from dphybrid.parallel import refuse_split_differences
 from dphybrid.training.checkpoint import save_checkpoint
 from dphybrid.training.display import Display
+from dphybrid.training.finite import gradient_sum, kept_buffers, not_finite
 from dphybrid.training.memory import PARTS, micro_batches, num_rows, out_of_memory_report, scale_gradients
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Meter, observed
@@ -64,10 +66,12 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     """Take one optimizer step; return the batch's summed loss and its number of terms, still on their device.
 
     A batch that does not fit into a GPU's memory is computed once more in parts, and so are all after it.
-    Raises UserError when that does not fit either.
+    Raises UserError when that does not fit either, and when loss or gradients are no finite numbers; with
+    train.on_nonfinite=skip such a step changes nothing, and returns zeros.
     """
     trained, clock, config = session.trained, session.clock, session.config.train
     did_not_fit = ""
+    buffers = kept_buffers(trained.model) if config.on_nonfinite == "skip" else []
     try:
         loss, weight = _gradients(session, batch)
     except torch.OutOfMemoryError as error:
@@ -93,9 +97,18 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
         gc.collect()
         torch.cuda.empty_cache()
         return train_step(session, batch)
-    if config.clip_norm > 0:
-        with clock.stage("clip"):
-            clip_grad_norm_(trained.model.parameters(), find_tables(trained.model), config.clip_norm)
+    with clock.stage("clip"):
+        parameters, tables = trained.model.parameters(), find_tables(trained.model)
+        if config.clip_norm > 0:
+            size = clip_grad_norm_(parameters, tables, config.clip_norm)
+        else:
+            size = gradient_sum(parameters, tables)
+        sound = math.isfinite(size) and math.isfinite(loss.detach())
+    if not sound and (found := not_finite(trained.model, batch, loss.detach(), clipped=config.clip_norm > 0)):
+        session.skip_or_stop(found)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        return torch.zeros_like(loss), torch.zeros_like(weight)
     with clock.stage("dense_update"):
         if trained.dense is not None:
             trained.dense.step()
@@ -150,13 +163,24 @@ def held_out_outputs(model: nn.Module, data: Dataset, batch_size: int, task: Tas
         kept = {name: value for name, value in {**batch, **outputs}.items() if name in wanted}
         for name, value in kept.items():
             collected.setdefault(name, []).append(value.detach().cpu())
-    return {name: torch.cat(parts) for name, parts in collected.items()}
+    outputs = {name: torch.cat(parts) for name, parts in collected.items()}
+    if bool((wrong := outputs["loss"].isnan()).any()):
+        raise UserError(
+            f"evaluation: the loss of sample {int(wrong.nonzero()[0][0])} is nan, with weights that are "
+            "finite; look at that sample, and at the model's logarithms, roots and divisions"
+        )
+    return outputs
 
 
 def end_of_epoch(session: Session, meter: Meter) -> str:
     """Evaluate, log, and move the progress to the next epoch; return the line that tells it."""
     progress, task = session.trained.progress, session.task
     meter.settle()
+    if progress.epoch_weight == 0 and progress.skipped:
+        raise UserError(
+            f"epoch {progress.epoch + 1}: all of its steps were skipped, as train.on_nonfinite=skip says, "
+            "and nothing was trained; look at the data, or lower train.lr and table.lr"
+        )
     with session.clock.stage("evaluate"):
         metrics = evaluate(session.trained.model, session.valid_data, session.config.train.batch_size, task)
     train_loss = progress.epoch_loss / max(progress.epoch_weight, 1e-12)

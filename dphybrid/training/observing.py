@@ -1,7 +1,6 @@
 """What is seen of a training: loss and speed in lines, stages in the clock, splits, a profile. The loop tells
 it of each epoch and step."""
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -12,7 +11,6 @@ from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
 from dphybrid.training.display import Display
 from dphybrid.training.profiling import StepProfiler, profiled_steps
 from dphybrid.training.session import Session
-from dphybrid.util.errors import UserError
 from dphybrid.util.memory import page_faults
 
 
@@ -38,16 +36,11 @@ class Meter:
         self._steps += 1
 
     def settle(self) -> None:
-        """Move what is summed up into the progress. Raises UserError when the loss is no number any more."""
+        """Move what is summed up into the progress."""
         if self._sums is None:
             return
         loss, weight = (float(value) for value in self._sums)
         self._sums = None
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the training loss became {loss} by step {self._session.trained.progress.step}; "
-                "lower train.lr or table.lr, or set train.clip_norm; the last checkpoint is kept"
-            )
         self._loss += loss
         self._weight += weight
         progress = self._session.trained.progress
@@ -70,15 +63,18 @@ class Meter:
         with session.clock.stage("log"):
             window = session.clock.window()
             seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
-            loss = self._loss / max(self._weight, 1e-12)
             metrics = {
-                "train/loss": loss,
                 "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
                 "perf/step_ms": 1e3 * seconds,
                 "perf/samples_per_s": session.config.train.batch_size / seconds,
                 "system/page_faults_per_step": (page_faults() - self._faults) / self._steps,
             }
             self._faults = page_faults()
+            loss = self._loss / self._weight if self._weight else None
+            if loss is not None:  # None: all of these steps were skipped
+                metrics["train/loss"] = loss
+            if session.config.train.on_nonfinite == "skip":
+                metrics["train/steps_skipped"] = session.trained.progress.skipped
             metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
             if self.rows is not None:
@@ -86,11 +82,12 @@ class Meter:
                     f"embedding/{name}": value for name, value in self.rows.counters(self._steps).items()
                 }
             session.tracker.log_metrics(metrics, step)
-        self.note = f"loss {loss:.4g}"
+        self.note = "no loss" if loss is None else f"loss {loss:.4g}"
         self._loss, self._weight, self._steps = 0.0, 0.0, 0
         epoch = session.trained.progress.epoch + 1
         speed = f"{metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
-        return f"epoch {epoch} step {step}: train loss {loss:.5g}, {speed}"
+        shown = "all steps skipped" if loss is None else f"train loss {loss:.5g}"
+        return f"epoch {epoch} step {step}: {shown}, {speed}"
 
 
 class Observer:

@@ -8,11 +8,15 @@ from typing import Any
 from dphybrid.config import ExperimentConfig
 from dphybrid.data import Dataset
 from dphybrid.tracking import Tracker
-from dphybrid.training.checkpoint import Trained
+from dphybrid.training.checkpoint import Trained, complete_checkpoints
 from dphybrid.training.clock import StageClock
+from dphybrid.training.finite import NotFinite
 from dphybrid.training.metrics import Task
 from dphybrid.training.split_log import SplitLog
+from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
+
+_EACH, _EVERY = 10, 100
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,24 @@ class Session:
     profile_steps: range = range(0)
     encoder: Path | None = None
     encoder_sums: Mapping[str, str] = field(default_factory=dict)
+
+    def skip_or_stop(self, found: NotFinite) -> None:
+        """Count and tell a step without an update. Raises UserError where train.on_nonfinite does not say
+        skip, and where a weight itself is no number: no later step could be sound."""
+        progress = self.trained.progress
+        text = f"step {progress.step + 1}: {found.text}"
+        if self.config.train.on_nonfinite == "stop" or found.weight:
+            done = complete_checkpoints(self.checkpoints)
+            other = "" if found.weight else ", or train.on_nonfinite=skip,"
+            raise UserError(
+                f"{text}; lower train.lr or table.lr, or set train.clip_norm{other} and "
+                + (
+                    f"go on from the last good checkpoint, {done[-1]}, with --resume"
+                    if done
+                    else "start again: there is no checkpoint yet"
+                )
+            )
+        progress.skipped += 1
+        if progress.skipped <= _EACH or progress.skipped % _EVERY == 0:
+            self.splits.note([told := f"{text}; skipped ({progress.skipped} by now)"])
+            print(told, flush=True)
