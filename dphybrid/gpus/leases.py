@@ -6,7 +6,6 @@ people. All users of the machine write into the folder, so nothing in it is trus
 regular files alone, and pages are checked.
 """
 
-import fcntl
 import json
 import os
 import time
@@ -21,6 +20,7 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 from dphybrid.gpus.inventory import Gpu, clock_time
 from dphybrid.util.errors import UserError
+from dphybrid.util.locks import is_locked, lock
 from dphybrid.util.shared_files import OddFileError, open_regular, read_text, shared_folder_fault
 
 FALLBACK = Path("/tmp/dphybrid-leases")
@@ -233,11 +233,7 @@ def locked_page(file: Path) -> str | None:
     except OSError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return read_text(handle)
-    else:
-        return None
+        return read_text(handle) if is_locked(handle) else None
     finally:
         os.close(handle)
 
@@ -281,12 +277,9 @@ def _open_shared(file: Path) -> int:
 
 
 def _lock_now(handle: int) -> None:
-    for attempt in range(3):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # perhaps somebody is only looking, which takes microseconds
-            if attempt == 2:
-                raise
-            time.sleep(0.005)
-        else:
+    """Raises BlockingIOError when another process holds it."""
+    for _ in range(3):
+        if lock(handle):
             return
+        time.sleep(0.005)  # perhaps somebody is only looking
+    raise BlockingIOError

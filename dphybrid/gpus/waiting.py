@@ -5,7 +5,6 @@ that a run that wants three is not overtaken for ever by runs that want one; a t
 people's processes make impossible for now holds nobody up.
 """
 
-import fcntl
 import json
 import os
 import time
@@ -19,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from dphybrid.gpus.inventory import Gpu, Inventory, Policy, busy_reason, visible
 from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease, user_name
 from dphybrid.util.errors import UserError
+from dphybrid.util.locks import lock
 from dphybrid.util.shared_files import OddFileError
 
 _BIRTH_S = 60.0
@@ -212,7 +212,7 @@ def _ticket(folder: Path, eligible: Sequence[Gpu], least: int, run: str) -> Iter
     handle = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         os.fchmod(handle, 0o644)
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle, wait=True)
         os.write(handle, json.dumps(page).encode())
         hidden.rename(folder / name)  # seen only when locked
         yield name

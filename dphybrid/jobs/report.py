@@ -149,8 +149,8 @@ def _pictures(result: ResultPage, table: Table) -> dict[str, bytes]:
         pictures["figures/rows_per_replica.png"] = rows_per_replica_figure(table)
     history = result.history
     if len(history) > 1:
-        named = {name: name.replace("held-out", "validation") for name in history[0] if name != "step"}
-        curves = {shown: [(row["step"], row[name]) for row in history] for name, shown in named.items()}
+        names = [name for name in history[0] if name != "step"]
+        curves = {name: [(row["step"], row[name]) for row in history] for name in names}
         pictures["figures/learning_curves.png"] = curves_figure(curves, "step")
     return pictures
 

@@ -28,7 +28,7 @@ from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.tracking.registry import Registry, Version
 from dphybrid.training.checkpoint import load_weights, read_state, verify_checkpoint
-from dphybrid.training.loop import held_out_outputs
+from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.digests import file_digest
@@ -257,13 +257,13 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
     if run.config.train.warm_start is None:
         decision = Decision(promoted=True, why="the first model of its name has nobody to be compared with")
     else:
-        decision = compare_on_held_out_rows(run_folder, settings, min_gain)
+        decision = compare_on_validation_rows(run_folder, settings, min_gain)
     registry.decide(challenger, decision.promoted, decision.why)
     decision.write(run.folder / "decision.json")
     return decision
 
 
-def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: float) -> Decision:
+def compare_on_validation_rows(run_folder: str, settings: Settings, min_gain: float) -> Decision:
     """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's
     validation rows."""
     run = read_run(run_folder)
@@ -280,7 +280,7 @@ def compare_on_held_out_rows(run_folder: str, settings: Settings, min_gain: floa
             best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
             verify_checkpoint(best)
             load_weights(best, network)
-        outputs.append(held_out_outputs(network, data.dataset("valid"), config.train.batch_size, task))
+        outputs.append(validation_outputs(network, data.dataset("valid"), config.train.batch_size, task))
         del network  # before the next one needs its memory
     champion, challenger = (task.compute(output) for output in outputs)
     gains = bootstrap_gains(outputs[0], outputs[1], task, config.train.seed)

@@ -7,7 +7,6 @@ whoever starts it writes the same words into its file and into its record on the
 only the home whose words stand there queues it again. The files lie in a folder of this user alone.
 """
 
-import fcntl
 import os
 import re
 import signal
@@ -38,6 +37,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.gpus import lease_folder
 from dphybrid.orchestration.queueing import BEGUN, HOME, STARTED_BY, UNREACHABLE
 from dphybrid.util.errors import UserError
+from dphybrid.util.locks import is_locked, lock
 from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, read_text
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
@@ -144,7 +144,7 @@ def _locked(file: Path) -> Iterator[None]:
     orphan: the other one has the run."""
     while True:
         with os.fdopen(open_regular(file, os.O_RDWR | os.O_CREAT, own=True), "r+") as stream:
-            while not _try_lock(stream.fileno()):
+            while not lock(stream.fileno()):
                 if is_orphan():
                     print(
                         f"{file.stem}: the worker that started this process is dead, and another process "
@@ -264,14 +264,6 @@ def queue_lost_runs(pool: str) -> list[str]:
         return []
 
 
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _start_of(file: Path) -> str:
     """Return who started a run last, "" where its file does not tell."""
     try:
@@ -294,11 +286,7 @@ def _is_locked(file: Path) -> bool:
     when it is gone."""
     handle = open_regular(file, own=True)
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
+        return is_locked(handle)
     finally:
         os.close(handle)
 

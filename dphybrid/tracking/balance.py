@@ -21,14 +21,14 @@ def balance_warnings(
 ) -> list[str]:
     """Return a sentence with a remedy for each thing found.
 
-    splits: rows as `SplitLog.rows` gives them. system: means of the `system/...` metrics. stages: stage ->
+    splits: rows of the split table. system: means of the `system/...` metrics. stages: stage ->
     seconds.
     """
     return _of_the_split(splits, num_devices) + _of_the_gpus(system, stages)
 
 
 def _of_the_split(splits: Sequence[Mapping[str, Any]], num_devices: int) -> list[str]:
-    full = [row for row in splits if row["where"].startswith("split 1 /")]
+    full = [row for row in splits if row["number"] == 1]
     first = [row for row in full if row["block"] == full[0]["block"]]
     if num_devices < 2 or not first:
         return []

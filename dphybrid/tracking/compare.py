@@ -110,10 +110,7 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         started=datetime.fromtimestamp(begin / 1000),
         params=dict(run.data.params),
         metrics=metrics,
-        splits=[
-            (str(row[0]), str(row[1]))
-            for row in (_read_page(client, run_id, "split_shapes.json") or {}).get("data", [])
-        ],
+        splits=_full_split(_read_page(client, run_id, "split_shapes.json") or {}),
         stages_ms=_stages_ms(client, run_id, metrics),
         url=run_address(store_uri, run.info.experiment_id, run_id),
         steps={name: sorted((float(p.step), p.value) for p in points) for name, points in histories.items()},
@@ -122,6 +119,16 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
             for name, points in histories.items()
         },
     )
+
+
+def _full_split(table: Mapping[str, Any]) -> dict[tuple[int, str], str]:
+    """Return the shapes of the first split by replica and block, from a run's table of splits."""
+    rows = [dict(zip(table["columns"], values, strict=True)) for values in table.get("data", [])]
+    for row in rows:
+        if "number" not in row:  # a table of before these columns has the label alone
+            number, replica, _ = str(row["where"]).split(" / ", 2)
+            row |= {"number": int(number.split()[-1]), "replica": int(replica.split()[-1])}
+    return {(row["replica"], row["block"]): row["split"] for row in rows if row["number"] == 1}
 
 
 def _read_page(client: MlflowClient, run_id: str, name: str) -> Any:

@@ -36,7 +36,7 @@ class RunFacts:
     started: datetime
     params: Mapping[str, str]
     metrics: Mapping[str, float]
-    splits: Sequence[tuple[str, str]]
+    splits: Mapping[tuple[int, str], str]
     stages_ms: Mapping[str, float] = field(default_factory=dict)
     steps: Mapping[str, list[Point]] = field(default_factory=dict)
     times: Mapping[str, list[Point]] = field(default_factory=dict)
@@ -150,15 +150,11 @@ def overview(runs: Sequence[RunFacts], param: str) -> list[dict[str, str]]:
 
 def split_table(runs: Sequence[RunFacts]) -> list[dict[str, str]]:
     """Return a row a replica and a column a run: shapes in and out of the first, that is the full, batch."""
-    columns = {run.name: dict(run.splits) for run in runs}
-    wheres = dict.fromkeys(
-        where for shapes in columns.values() for where in shapes if where.startswith("split 1 /")
-    )
-    order = sorted(wheres, key=lambda where: [as_number(word) or 0.0 for word in where.split()])
+    places = sorted({place for run in runs for place in run.splits})
     return [
-        {"replica": where.removeprefix("split 1 / ")}
-        | {label: shapes.get(where, "") for label, shapes in columns.items()}
-        for where in order
+        {"replica": f"replica {replica} / {block}"}
+        | {run.name: run.splits.get((replica, block), "") for run in runs}
+        for replica, block in places
     ]
 
 

@@ -39,11 +39,10 @@ def _plain(text: str) -> str:
 
 
 def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Draw the rows each replica got, one group of bars a distinct split. rows: as `SplitLog.rows` gives
-    them."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    """Draw the rows each replica got, one group of bars a distinct split. rows: of the split table."""
+    groups: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(f"{str(row['where']).partition(' / ')[0]} {row['block']}", []).append(row)
+        groups.setdefault((row["number"], row["block"]), []).append(row)
     shown = list(groups.items())[:8]
     figure = _figure(8, 1.2 + 0.9 * len(shown) + 0.12 * sum(len(g) for _, g in shown))
     axes = figure.subplots()

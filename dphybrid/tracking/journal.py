@@ -9,7 +9,6 @@ by the server), `RUN.files/` (contents that wait), `RUN.lock` (held by the one t
 """
 
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -34,6 +33,7 @@ from dphybrid.tracking.lines import (
     write_page,
     write_whole,
 )
+from dphybrid.util.locks import lock
 
 Record = dict[str, Any]
 """op: what it is; n: its number; t: when it was written (ms); and the values of its kind."""
@@ -300,9 +300,7 @@ class Journal:
             return True
         self._make_folder()
         file = open(self._path("lock"), "w", opener=private)  # noqa: SIM115 - held as long as this object
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not lock(file.fileno()):
             file.close()
             return False
         self._lock_file = file

@@ -1,6 +1,5 @@
 """Opens the tracker: an MLflow server or database by URI, or the embedded store in a folder."""
 
-import fcntl
 import logging
 import os
 import urllib.error
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from dphybrid.tracking.base import Detail, Tracker
 from dphybrid.util.errors import UserError
+from dphybrid.util.locks import lock
 from dphybrid.util.masking import without_credentials
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
@@ -84,7 +84,7 @@ def make_database(uri: str, store: Path) -> None:
 
     store.mkdir(parents=True, exist_ok=True)
     with (store / "mlflow.lock").open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        lock(stream.fileno(), wait=True)
         MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")
 
 

@@ -46,6 +46,10 @@ class Generators(BaseModel):
     cuda: list[str] = []
 
 
+VALIDATION = "validation "
+"""Before the names of the validation split's metrics in an epoch's row of a run's history."""
+
+
 @dataclass
 class Progress:
     """How far training is. step counts optimizer steps; batch is the next batch of the epoch; history has a
@@ -67,6 +71,12 @@ class Progress:
     micro_batches: int = 1
     skipped: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        old, new = "held-out ", VALIDATION
+        self.history = [
+            {name.replace(old, new): value for name, value in row.items()} for row in self.history
+        ]
 
 
 class CheckpointState(Page):

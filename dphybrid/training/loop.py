@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables
 from dphybrid.parallel import refuse_split_differences
-from dphybrid.training.checkpoint import save_checkpoint
+from dphybrid.training.checkpoint import VALIDATION, save_checkpoint
 from dphybrid.training.display import Display
 from dphybrid.training.finite import gradient_sum, kept_buffers, not_finite
 from dphybrid.training.memory import PARTS, micro_batches, num_rows, out_of_memory_report, scale_gradients
@@ -148,11 +148,11 @@ def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 def evaluate(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, float]:
     """Return the task's metrics over all rows of `data`."""
-    return task.compute(held_out_outputs(model, data, batch_size, task))
+    return task.compute(validation_outputs(model, data, batch_size, task))
 
 
 @torch.no_grad()
-def held_out_outputs(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, Tensor]:
+def validation_outputs(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, Tensor]:
     """Return what metrics are computed from, on the CPU: a row each of losses, weights, logits, labels, ...
     for a row of `data`."""
     model.eval()
@@ -198,7 +198,7 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
         {
             "step": progress.step,
             "train loss": train_loss,
-            **{f"held-out {name}": value for name, value in metrics.items()},
+            **{f"{VALIDATION}{name}": value for name, value in metrics.items()},
         }
     )
     progress.epoch, progress.batch, progress.epoch_loss, progress.epoch_weight = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dphybrid.config import CheckpointConfig
 from dphybrid.tracking import CheckpointCard
-from dphybrid.training.checkpoint import Progress, complete_checkpoints, read_state, step_of
+from dphybrid.training.checkpoint import VALIDATION, Progress, complete_checkpoints, read_state, step_of
 from dphybrid.training.metrics import Task
 from dphybrid.util.digests import file_digest
 from dphybrid.util.files import remove_folder
@@ -15,7 +15,7 @@ from dphybrid.util.files import remove_folder
 
 def best_steps(progress: Progress, task: Task, count: int) -> list[int]:
     """Return the steps of the `count` best evaluations, best first."""
-    metric = f"held-out {task.metric}"
+    metric = f"{VALIDATION}{task.metric}"
     rows = [row for row in progress.history if not math.isnan(row[metric])]
     rows.sort(key=lambda row: row[metric], reverse=task.higher_is_better)
     return [int(row["step"]) for row in rows[:count]]

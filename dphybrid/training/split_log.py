@@ -39,8 +39,8 @@ class SplitRow(BaseModel):
     steps: int
 
     def table_row(self) -> dict[str, Any]:
-        """Return the row for MLflow, which needs one column that tells rows apart: `where`. Nothing reads it
-        back."""
+        """Return the row for MLflow, which needs one column that tells rows apart: `where`, for people; code
+        reads `number` and `replica`."""
         return {
             "where": f"split {self.number} / replica {self.replica} / {self.block}",
             "split": self.first_shape,
@@ -48,6 +48,8 @@ class SplitRow(BaseModel):
                 include={"block", "batch_rows", "rows", "device", "first_step", "last_step", "steps"}
             ),
             "latest": self.latest_shape,
+            "number": self.number,
+            "replica": self.replica,
         }
 
 

@@ -30,13 +30,11 @@ class FileLock:
                 self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
             )
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_file_at(
-                    self.path, handle
-                ):  # else its last holder removed it: a newer one may be held by someone else
+                if not lock(handle, wait):
+                    return False
+                # Else its last holder removed it: a newer one may be held by someone else.
+                if _is_file_at(self.path, handle):
                     self.handle, handle = handle, -1
-            except BlockingIOError:
-                return False
             finally:
                 if handle >= 0:
                     os.close(handle)
@@ -54,12 +52,12 @@ class FileLock:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Wait for the lock on the temporary file `path` and hold it during the block."""
-    lock = FileLock(path, temporary=True)
-    lock.acquire(wait=True)
+    held = FileLock(path, temporary=True)
+    held.acquire(wait=True)
     try:
         yield
     finally:
-        lock.release()
+        held.release()
 
 
 def is_held(path: Path) -> bool:
@@ -69,11 +67,29 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
+        return is_locked(handle)
+    finally:
+        os.close(handle)
+
+
+def lock(handle: int, wait: bool = False) -> bool:
+    """Lock an open file for this handle alone; return False when another handle has it and `wait` is not
+    set."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(handle: int) -> bool:
+    """Return whether another handle than this one has the lock on its file. While one looks, which takes
+    microseconds, `lock` without waiting fails elsewhere."""
+    try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(handle)
+    fcntl.flock(handle, fcntl.LOCK_UN)
     return False
 
 

@@ -22,7 +22,7 @@ STAGES = {"forward": 5.0, "lookup": 4.0, "data": 1.0}
 
 def splits(batch: int, devices: int) -> list[dict[str, Any]]:
     return [
-        {"where": f"split 1 / replica {i} / region", "block": "region", "rows": rows, "batch_rows": batch}
+        {"number": 1, "replica": i, "block": "region", "rows": rows, "batch_rows": batch}
         for i, rows in enumerate(split_sizes(batch, devices))
     ]
 

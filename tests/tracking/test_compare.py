@@ -60,7 +60,7 @@ def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
         started=datetime(2026, 1, 1),
         params={"devices.resolved": on, "devices.replicas": replicas, **params},
         metrics={} if speed is None else {"summary/samples_per_s_median": speed},
-        splits=[],
+        splits={},
     )
 
 

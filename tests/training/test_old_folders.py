@@ -63,5 +63,9 @@ def test_a_run_without_versions_goes_on(old_run: Path, tmp_path: Path) -> None:
     state = read_state(Path(report.latest_checkpoint))
     assert (state.progress.step, state.progress.epoch, state.version) == (9, 3, 1)
     assert [row["step"] for row in state.progress.history] == [3, 6, 9]
+    assert all(
+        row.keys() == {"step", "train loss", "validation auc", "validation log_loss"}
+        for row in state.progress.history
+    )
     assert read_run(old_run).page.version == 1
     torch.set_rng_state(before)

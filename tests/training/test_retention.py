@@ -45,10 +45,10 @@ def test_checkpoints_are_in_the_order_of_their_steps_beyond_six_digits(tmp_path:
 def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:
     auc, loss = BINARY, LANGUAGE_MODEL
     rows = [(1, 0.5), (2, 0.9), (3, float("nan")), (4, 0.7)]
-    progress = Progress(history=[{"step": step, f"held-out {auc.metric}": value} for step, value in rows])
+    progress = Progress(history=[{"step": step, f"validation {auc.metric}": value} for step, value in rows])
     assert auc.higher_is_better
     assert best_steps(progress, auc, 2) == [2, 4]
-    progress = Progress(history=[{"step": step, f"held-out {loss.metric}": value} for step, value in rows])
+    progress = Progress(history=[{"step": step, f"validation {loss.metric}": value} for step, value in rows])
     assert not loss.higher_is_better
     assert best_steps(progress, loss, 2) == [1, 4]
 
