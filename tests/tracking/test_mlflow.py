@@ -304,7 +304,8 @@ def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path:
 def test_figures_are_pictures() -> None:
     rows = [
         {
-            "where": f"split 1 / replica {i} / region",
+            "number": 1,
+            "replica": i,
             "block": "region",
             "rows": 4,
             "device": f"cpu[{i}]",
