@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import kernels
+from dphybrid.embedding.collection import HostEmbeddingCollection, look_up_columns
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
 from dphybrid.embedding.pipeline import RowPipeline
@@ -225,6 +226,52 @@ def many_tables_costs(
     return found
 
 
+def separate_tables_costs(
+    batch_size: int, rounds: int, num_tables: int = 200, rows_each: int = 10_000, dim: int = 16
+) -> dict[str, Timing | float]:
+    """Return ms of a row-wise Adagrad step over many tables of one width, each a module of its own, beside
+    one flat table of all their rows, and ratios of CPU time; cold caches."""
+    batches = [
+        torch.stack([zipf_ids(rows_each, (batch_size,), seed=100 * turn + f) for f in range(num_tables)], 1)
+        for turn in range(4)
+    ]
+    grads_BFD = torch.randn(batch_size, num_tables, dim)
+    offsets_F = torch.arange(num_tables) * rows_each
+    flat = HostEmbedding(num_tables * rows_each, dim)
+    collection = HostEmbeddingCollection({str(number): rows_each for number in range(num_tables)}, dim)
+
+    def separate() -> list[HostEmbedding]:
+        return [HostEmbedding(rows_each, dim) for _ in range(num_tables)]
+
+    def step_of(tables: list[HostEmbedding], look_up: Callable[[Tensor], Tensor]) -> Step:
+        rows = make_row_optimizer("adagrad", {str(n): table for n, table in enumerate(tables)}, lr=0.01)
+        turns = _cycle(batches)
+
+        def step() -> None:
+            rows.zero_grad()
+            look_up(next(turns)).backward(grads_BFD)
+            rows.step()
+
+        return step
+
+    at_once, singly = separate(), separate()
+    names = ("one flat table", "a collection", "modules, one look_up_columns", "modules, a call each")
+    steps = (
+        step_of([flat], lambda ids_BF: flat(ids_BF + offsets_F)),
+        step_of([collection.flat], collection),
+        step_of(at_once, lambda ids_BF: look_up_columns(at_once, ids_BF)),
+        step_of(
+            singly,
+            lambda ids_BF: torch.stack(
+                [table(ids_B) for table, ids_B in zip(singly, ids_BF.T.contiguous(), strict=True)], 1
+            ),
+        ),
+    )
+    timings = race(dict(zip(names, steps, strict=True)), rounds, cold=True)
+    of_flat = {f"{name} / {names[0]}": timings[name].cpu_ms / timings[names[0]].cpu_ms for name in names[1:]}
+    return {**timings, **of_flat}
+
+
 def _fbgemm(rows_of_tables: list[int], dim: int, batches: list[Tensor], grads: Tensor) -> dict[str, Step]:
     """FBGEMM's table-batched embedding on the CPU. batches: of B ids of each table, flat. grads: (B, T *
     dim)."""
@@ -401,6 +448,9 @@ def _with_threads(rounds: int, scale: float) -> dict[str, Any]:
             results[f"26 tables, batch {batch_size}, {caches} caches"] = many_tables_costs(
                 batch_size, rounds, rows_each=int(100_000 * scale), cold=caches == "cold"
             )
+        results[f"200 tables, batch {batch_size}"] = separate_tables_costs(
+            max(1, int(batch_size * scale)), rounds, max(2, int(200 * scale)), max(2, int(10_000 * scale))
+        )
     results["by table size"] = size_costs(
         16, int(20_000 * scale), rounds, (int(100_000 * scale), int(10_000_000 * scale))
     )

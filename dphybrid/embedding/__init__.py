@@ -1,6 +1,6 @@
 """Embedding tables in host memory, and the optimizers of their rows. Needs torch, numpy and numba."""
 
-from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables
+from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables, look_up_columns
 from dphybrid.embedding.optim import (
     LazyAdam,
     RowAdagrad,
@@ -28,5 +28,6 @@ __all__ = [
     "RowSGD",
     "clip_grad_norm_",
     "find_tables",
+    "look_up_columns",
     "make_row_optimizer",
 ]

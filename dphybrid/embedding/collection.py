@@ -5,15 +5,61 @@ Letters: B samples, F columns (one id column a table here), N ids of a bag looku
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dphybrid.embedding import kernels
+from dphybrid.embedding.gradients import Columns, Pending, TableRows
+from dphybrid.embedding.lookup import no_row, whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
+
+
+@outside_of_graphs
+def look_up_columns(tables: Sequence[HostEmbedding], ids_BF: Tensor) -> Tensor:
+    """Return rows_BFD of one id a table and sample, of tables that are modules of their own: values and
+    gradients of `torch.stack([table(ids_BF[:, f]) for f, table in enumerate(tables)], 1)`, in one go.
+
+    Sorting and updating are one, too, for a row optimizer that has the same tables of their width and type in
+    the same order. Raises UserError for tables of several widths or types, and for ids like
+    `HostEmbedding.forward`.
+    """
+    first, start = tables[0], time.perf_counter()
+    weights = [table.weight for table in tables]
+    dim, dtype = weights[0].shape[1], weights[0].dtype
+    if any(weight.size(1) != dim or weight.dtype != dtype for weight in weights):
+        kinds = sorted({f"{weight.shape[1]} of {weight.dtype}" for weight in weights})
+        raise UserError(f"look_up_columns: rows are {', '.join(kinds)}; give tables of one width and type")
+    if ids_BF.dim() != 2 or ids_BF.shape[1] != len(weights):
+        raise UserError(
+            f"look_up_columns: ids are of shape {tuple(ids_BF.shape)}; give a column for each of the "
+            f"{len(weights)} tables"
+        )
+    ids_BF = whole_numbers(ids_BF, first.name).contiguous()
+    rows_BFD = torch.empty((*ids_BF.shape, dim), dtype=first.row_dtype)
+    if not kernels.gather_columns(weights, ids_BF, rows_BFD):
+        wrong_BF = (ids_BF < 0) | (ids_BF >= torch.tensor([table.num_rows for table in tables]))
+        column = int(wrong_BF.any(0).nonzero()[0])
+        raise no_row(ids_BF[:, column], tables[column].num_rows, tables[column].name)
+    if not torch.is_grad_enabled():
+        return rows_BFD
+    first.counters.gather_ms += 1e3 * (time.perf_counter() - start)  # of all tables, counted on the first
+    first.counters.bytes_gathered += rows_BFD.nbytes
+    first.counters.ids += ids_BF.numel()
+    members = [table.gradients for table in tables]
+    columns = first.gradients.columns
+    if columns is None or columns.members != members or any(one.columns is not columns for one in members):
+        columns = Columns(members)
+    pending = Pending(ids_BF.view(-1))
+    columns.expect(pending)
+    linked: Tensor = TableRows.apply(first._anchor, rows_BFD, pending)
+    return linked
 
 
 class HostEmbeddingCollection(nn.Module):

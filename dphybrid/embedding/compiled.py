@@ -161,10 +161,10 @@ def arrange_kernel() -> Any:
 
 
 def gather_kernel(dim: int, stored: int) -> Any:
-    """Copy rows, bfloat16 as float32.
+    """Copy rows of several tables, whose ids take turns, bfloat16 as float32.
 
-    PAGE: 1 ids (int64), 2 their number, 3 of a block, 4 table, 5 rows of it, 6 target. Out: 7 is 1 when an id
-    is no row.
+    PAGE: 1 ids (int64), 2 their number, 3 of a block, 4 tables (each: address of rows, their number), 5 their
+    number, 6 target. Out: 7 is 1 when an id is no row of its table.
     """
     item, out_item = ITEM_BYTES[stored], ITEM_BYTES[stored] if stored != vectors.BFLOAT16 else 4
     lanes = lanes_of(dim, out_item)
@@ -172,23 +172,29 @@ def gather_kernel(dim: int, stored: int) -> Any:
 
     def gather(page: int) -> None:
         ids, count, size = read_int(page + 8), read_int(page + 16), read_int(page + 24)
-        table, num_rows, target = read_int(page + 32), read_int(page + 40), read_int(page + 48)
+        tables, tables_bytes, target = read_int(page + 32), 16 * read_int(page + 40), read_int(page + 48)
         while True:
             first = take_next(page) * size
             if first >= count:
                 return
             last = min(first + size, count)
+            own, others = 16 * first % tables_bytes, 16 * (first + AHEAD) % tables_bytes
             for n in range(first, last):
-                ahead = table + row_bytes * read_int(ids + 8 * min(n + AHEAD, last - 1))
+                ahead = read_int(tables + others) + row_bytes * read_int(ids + 8 * min(n + AHEAD, last - 1))
                 for line in range(0, row_bytes, LINE):
                     prefetch(ahead + line, 0)
                 row = read_int(ids + 8 * n)
-                if row < 0 or row >= num_rows:
+                if row < 0 or row >= read_int(tables + own + 8):
                     write_int(page + 56, 1)
                     return
-                source, to = table + row_bytes * row, target + dim * out_item * n
+                source, to = read_int(tables + own) + row_bytes * row, target + dim * out_item * n
                 for d in range(0, dim, lanes):
                     store(to + d * out_item, load(source + d * item, stored, lanes))
+                own, others = own + 16, others + 16
+                if own == tables_bytes:
+                    own = 0
+                if others == tables_bytes:
+                    others = 0
 
     return compiled(gather)
 

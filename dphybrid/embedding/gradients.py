@@ -56,6 +56,83 @@ class Pending:
         return [(grads_XD, None) for grads_XD, _ in self.grads]
 
 
+class Column:
+    """One table's share of a lookup in several at once, in the place of a `Pending` of its own: every
+    `count`-th id and gradient from `first` on."""
+
+    sources_N, leaf_UD = None, None
+
+    def __init__(self, shared: Pending, first: int, count: int) -> None:
+        self._shared, self._part = shared, slice(first, None, count)
+
+    @property
+    def ids_N(self) -> Tensor:
+        return self._shared.ids_N[self._part]
+
+    @property
+    def grads(self) -> list[tuple[Tensor, int]]:
+        return [(grads_XD[self._part], version) for grads_XD, version in self._shared.grads]
+
+    @property
+    def filled(self) -> bool:
+        return self._shared.filled
+
+    def on_the_way(self) -> "list[tuple[Tensor, torch.cuda.Event | None]]":
+        return [(grads_XD[self._part], event) for grads_XD, event in self._shared.on_the_way()]
+
+
+class Columns:
+    """The lookups of several tables at once, `shared`, whose ids take turns: one of each of `members`.
+
+    A step that treats all members alike costs no work by table. Whatever else is done to one of them first
+    hands out to each its own share of the lookups.
+    """
+
+    def __init__(self, members: "list[RowGradients]") -> None:
+        self.members = members
+        starts = itertools.accumulate([member.num_rows for member in members[:-1]], initial=0)
+        self.starts_F = torch.tensor(list(starts))
+        self.shared: list[Pending] = []
+        self._cleared: set[RowGradients] = set()
+        for member in members:
+            member.hand_out()
+            member.columns = self
+
+    def expect(self, pending: Pending) -> None:
+        """Count in a lookup."""
+        if self._cleared:
+            self.hand_out()
+        self.shared.append(pending)
+        if any(member._lookups or not member.owned for member in self.members):
+            self.hand_out()
+
+    def clear(self, member: "RowGradients") -> None:
+        """Forget a member's share."""
+        self._cleared.add(member)
+        if len(self._cleared) == len(self.members):
+            self.shared, self._cleared = [], set()
+
+    def hand_out(self) -> None:
+        """Give each member its own share of the lookups."""
+        shared, cleared, self.shared, self._cleared = self.shared, self._cleared, [], set()
+        for number, member in enumerate(self.members):
+            if member not in cleared:
+                for pending in shared:
+                    member.expect(Column(pending, number, len(self.members)))
+
+    def segments(self, tables: "Sequence[RowGradients]", dtype: torch.dtype) -> list[Segment]:
+        """Return all lookups with ids as keys that start at 0, if no other than the members are `tables`;
+        else hand them out."""
+        if not self.shared or self._cleared or tables != self.members:
+            self.hand_out()
+            return []
+        return [
+            Segment((pending.ids_N.view(-1, len(tables)) + self.starts_F).view(-1), _dense(grads_XD, dtype))
+            for pending in self.shared
+            for grads_XD, _ in pending.on_the_way()
+        ]
+
+
 class TableRows(torch.autograd.Function):
     """rows_ND -> the same; their gradient goes to `pending`. anchor: makes autograd come back here, gets
     none."""
@@ -81,14 +158,16 @@ class RowGradients:
         self.owned, self._told = False, False
         self.frozen: list[int] = []
         self.factor = 1.0
-        self._lookups: list[Pending] = []
-        self._coming: list[tuple[Pending, Tensor, torch.cuda.Event | None]] = []
+        self.columns: Columns | None = None
+        self._lookups: list[Pending | Column] = []
+        self._coming: list[tuple[Pending | Column, Tensor, torch.cuda.Event | None]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._lookups)
+        return bool(self._lookups) or (self.columns is not None and bool(self.columns.shared))
 
     def tensors(self) -> list[Tensor]:
         """Return what backwards have brought so far, on whatever devices, as it is."""
+        self.hand_out()
         leaves = [lookup.leaf_UD.grad for lookup in self._lookups if lookup.leaf_UD is not None]
         came = [grads_XD for lookup in self._lookups for grads_XD, _ in lookup.grads]
         return came + [grad for grad in leaves if grad is not None]
@@ -96,10 +175,18 @@ class RowGradients:
     def clear(self) -> None:
         """Forget all lookups."""
         self._lookups, self.factor = [], 1.0
+        if self.columns is not None and self.columns.shared:
+            self.columns.clear(self)
 
-    def expect(self, pending: Pending) -> None:
+    def hand_out(self) -> None:
+        """Take the own share of lookups in several tables, and have the other tables take theirs."""
+        if self.columns is not None and self.columns.shared:
+            self.columns.hand_out()
+
+    def expect(self, pending: Pending | Column) -> None:
         """Count in the gradients of a lookup. Those of steps before are let go, with a warning, where no
         optimizer takes them."""
+        self.hand_out()
         if not self.owned and any(lookup.filled for lookup in self._lookups):
             self.clear()
             if not self._told:
@@ -124,6 +211,7 @@ class RowGradients:
 
     def start(self) -> None:
         """Start copying what is on devices."""
+        self.hand_out()
         self._coming = [(lookup, *found) for lookup in self._lookups for found in lookup.on_the_way()]
 
     def segments(self, dtype: torch.dtype) -> list[Segment]:
@@ -135,28 +223,30 @@ class RowGradients:
         if events:
             self.counters.d2h_ms += 1e3 * (time.perf_counter() - start)
         coming, self._coming = self._coming, []
-        found = []
-        for lookup, grads_XD, _ in coming:
-            rows_XD = grads_XD.to(dtype)
-            dense = rows_XD.stride(-1) == 1 or rows_XD.shape[-1] == 1
-            found.append(Segment(lookup.ids_N, rows_XD if dense else rows_XD.contiguous(), lookup.sources_N))
-        return found
+        return [
+            Segment(lookup.ids_N, _dense(grads_XD, dtype), lookup.sources_N) for lookup, grads_XD, _ in coming
+        ]
+
+
+def _dense(grads_XD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of `dtype` without gaps in a row."""
+    rows_XD = grads_XD.to(dtype)
+    return rows_XD if rows_XD.stride(-1) == 1 or rows_XD.shape[-1] == 1 else rows_XD.contiguous()
 
 
 def arrange_gradients(tables: Sequence[RowGradients], dtype: torch.dtype) -> tuple[Arranged, list[int]]:
     """Return the gradients (of `dtype`) of several tables by key, and each table's first key: those of all
     tables before come first."""
-    for table in tables:
-        table.start()
-    segments: list[tuple[Segment, int]] = []
-    frozen: list[int] = []
-    first_keys, first_key = [], 0
-    for table in tables:
-        segments += [(segment, first_key) for segment in table.segments(dtype)]
-        frozen += [first_key + row for row in table.frozen]
-        first_keys.append(first_key)
-        first_key += table.num_rows
-    return kernels.arrange(segments, first_key, frozen), first_keys
+    first_keys = [0, *itertools.accumulate([table.num_rows for table in tables])]
+    columns = tables[0].columns
+    segments = [(segment, 0) for segment in columns.segments(tables, dtype)] if columns is not None else []
+    if not segments:
+        for table in tables:
+            table.start()
+        for table, first_key in zip(tables, first_keys, strict=False):
+            segments += [(segment, first_key) for segment in table.segments(dtype)]
+    frozen = [key + row for key, table in zip(first_keys, tables, strict=False) for row in table.frozen]
+    return kernels.arrange(segments, first_keys[-1], frozen), first_keys[:-1]
 
 
 def merge_gradients(tables: Sequence[RowGradients], dim: int, dtype: torch.dtype) -> Tensor:

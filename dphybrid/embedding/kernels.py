@@ -7,6 +7,7 @@ Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a
 import ctypes
 import hashlib
 import importlib.util
+import operator
 import os
 import struct
 import sys
@@ -73,6 +74,8 @@ def warm_up(rule: str, dim: int, dtype: torch.dtype) -> None:
     _kernel("update", RULES[rule], dim, KINDS[dtype])
 
 
+_TABLE = 7
+"""Numbers in the update kernel's page on one table."""
 _Page = ctypes.c_int64 * 24
 
 
@@ -95,13 +98,23 @@ def gather(weight_VD: Tensor, ids_N: Tensor, out_ND: Tensor, threads: int | None
 
     threads: at most; None: torch's number where that pays.
     """
-    (count,), (num_rows, dim) = ids_N.shape, weight_VD.shape
+    return gather_columns([weight_VD], ids_N, out_ND, threads)
+
+
+def gather_columns(
+    weights_F: Sequence[Tensor], ids_BF: Tensor, out_BFD: Tensor, threads: int | None = None
+) -> bool:
+    """Like `gather`, of several tables of one width and type: the columns of ids_BF are of one table each."""
+    count, weight = ids_BF.numel(), weights_F[0]
     if not count:
         return True
-    size, threads = _share(count, dim * weight_VD.element_size(), threads)
-    ids_N = ids_N.contiguous()
-    numbers = [ids_N.data_ptr(), count, size, weight_VD.data_ptr(), num_rows, out_ND.data_ptr()]
-    return not _call(_kernel("gather", dim, KINDS[weight_VD.dtype]), numbers, threads)[7]
+    dim = weight.shape[1]
+    size, threads = _share(count, dim * weight.element_size(), threads)
+    ids_BF = ids_BF.contiguous()
+    lines = [number for table in weights_F for number in (table.data_ptr(), table.size(0))]
+    tables = (ctypes.c_int64 * len(lines))(*lines)
+    numbers = (ids_BF.data_ptr(), count, size, ctypes.addressof(tables), len(weights_F), out_BFD.data_ptr())
+    return not _call(_kernel("gather", dim, KINDS[weight.dtype]), numbers, threads)[7]
 
 
 @dataclass
@@ -239,31 +252,45 @@ class Rule:
     corrections: tuple[Tensor, Tensor] | None = None
 
 
-def update(
-    rule: Rule,
-    arranged: Arranged,
-    tables: Sequence[tuple[int, Tensor, Sequence[Tensor], int, float]],
-) -> None:
-    """Change the rows and states of the arranged keys. tables: (first key, weight_VD, states, start of the
-    noise, factor on gradients), all of one width and type.
-    """
-    count, weight_VD = len(arranged.keys_U), tables[0][1]
+class Tables:
+    """Tables of one width and type and their states, as the update kernel reads them. first_keys: each one's
+    first key, those of all before it."""
+
+    def __init__(
+        self, first_keys: Sequence[int], weights: Sequence[Tensor], states: Sequence[Sequence[Tensor]]
+    ) -> None:
+        self.tensors = [*weights, *(state for states_of_one in states for state in states_of_one)]
+        self.dim, self.dtype, self._count = weights[0].shape[1], weights[0].dtype, len(weights)
+        self.page = (ctypes.c_int64 * (_TABLE * self._count))()
+        for number, (first_key, weight, own) in enumerate(zip(first_keys, weights, states, strict=True)):
+            addresses = [first_key, weight.data_ptr(), *(state.data_ptr() for state in own)]
+            self.page[_TABLE * number : _TABLE * number + len(addresses)] = [*addresses]
+        self.factors = [0.0] * self._count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Are these (weights, then states) still the tables' tensors?"""
+        return len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
+
+    def set_factors(self, factors: Sequence[float]) -> None:
+        """Say what each table's gradients shall be multiplied by."""
+        if [*factors] != self.factors:
+            self.page[_TABLE - 1 :: _TABLE], self.factors = [*_bits(*factors)], [*factors]
+
+    def set_noises(self, noises: Sequence[int]) -> None:
+        """Say where the noise of each table's rounding starts."""
+        self.page[_TABLE - 2 :: _TABLE] = [*noises]
+
+
+def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:
+    """Change the rows and states of the arranged keys."""
+    count, dim = len(arranged.keys_U), tables.dim
     if not count:
         return
-    dim = weight_VD.shape[1]
-    lines: list[int] = []
-    for first_key, weight, states, noise, factor in tables:
-        lines += [
-            first_key,
-            weight.data_ptr(),
-            *(state.data_ptr() for state in states),
-            *(0,) * (3 - len(states)),
-            noise,
-        ]
-        lines += _bits(factor)
-    page = (ctypes.c_int64 * len(lines))(*lines)
     fixes = rule.corrections or (torch.ones(1, dtype=torch.float64),) * 2
-    size, threads = _share(count, dim * weight_VD.element_size(), None)
+    size, threads = _share(count, dim * tables.dtype.itemsize, None)
     numbers = [
         count,
         size,
@@ -271,9 +298,13 @@ def update(
         arranged.bounds_U2.data_ptr(),
         arranged.places_N.data_ptr(),
     ]
-    numbers += [ctypes.addressof(page), len(tables), *_bits(rule.decay, rule.lr, rule.eps, *rule.betas)]
+    numbers += [
+        ctypes.addressof(tables.page),
+        len(tables),
+        *_bits(rule.decay, rule.lr, rule.eps, *rule.betas),
+    ]
     numbers += [fixes[0].data_ptr(), fixes[1].data_ptr(), len(fixes[0]) - 1]
-    _call(_kernel("update", RULES[rule.name], dim, KINDS[weight_VD.dtype]), numbers, threads)
+    _call(_kernel("update", RULES[rule.name], dim, KINDS[tables.dtype]), numbers, threads)
 
 
 def _bits(*numbers: float) -> tuple[int, ...]:

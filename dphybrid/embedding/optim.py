@@ -6,6 +6,7 @@ second moment a row (the mean of the squared gradient), as FBGEMM's EXACT_ROWWIS
 PARTIAL_ROWWISE_ADAM do.
 """
 
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -45,6 +46,7 @@ class RowOptimizer(ABC):
             if table.weight.dtype == torch.bfloat16:
                 self.state[name][_ROUNDINGS] = torch.zeros(1, dtype=torch.int64)
         self._numbers = {name: number for number, name in enumerate(self.tables)}
+        self._lines: dict[str, kernels.Tables] = {}
         self._together: dict[tuple[int, torch.dtype], list[str]] = {}
         for name, table in self.tables.items():
             self._together.setdefault((table.dim, table.weight.dtype), []).append(name)
@@ -70,24 +72,28 @@ class RowOptimizer(ABC):
                 self._update(names, tables)
 
     def _update(self, names: list[str], tables: list[HostEmbedding]) -> None:
-        start, waited_ms = time.perf_counter(), sum(table.counters.d2h_ms for table in tables)
+        start, waited_ms = time.perf_counter(), sum([table.counters.d2h_ms for table in tables])
         arranged, first_keys = arrange_gradients([table.gradients for table in tables], tables[0].row_dtype)
-        lines, changed = [], []
-        for name, table, first_key in zip(names, tables, first_keys, strict=True):
-            state = {key: value for key, value in self.state[name].items() if key != _ROUNDINGS}
-            lines.append(
-                (first_key, table.weight, [*state.values()], self._noise(name), table.gradients.factor)
-            )
-            changed += [table.weight, *state.values()]
-        versions = [table.weight._version for table in tables]
+        rounded = tables[0].weight.dtype == torch.bfloat16
+        weights = [table.weight for table in tables]
+        states = [[*self.state[name].values()][: -1 if rounded else None] for name in names]
+        changed = [*weights, *itertools.chain.from_iterable(states)]
+        lines = self._lines.get(names[0])
+        if lines is None or not lines.are(changed):
+            lines = self._lines[names[0]] = kernels.Tables(first_keys, weights, states)
+        lines.set_factors([table.gradients.factor for table in tables])
+        if rounded:
+            lines.set_noises([self._noise(name) for name in names])
+        recording = any(table.ahead.is_recording for table in tables)
+        versions = [weight._version for weight in weights] if recording else []
         kernels.update(self.rule(), arranged, lines)
         torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
-        if any(table.ahead.is_recording for table in tables):
+        if recording:
             for table, first_key, part, version in zip(
                 tables, first_keys, parts_of_tables(arranged, first_keys), versions, strict=True
             ):
                 table.ahead.changed(version, table.weight._version, arranged.keys_U[part] - first_key)
-        counters, waited = tables[0].counters, sum(table.counters.d2h_ms for table in tables) - waited_ms
+        counters, waited = tables[0].counters, sum([table.counters.d2h_ms for table in tables]) - waited_ms
         if not tables[0].ahead.is_placed:  # those of replicas were counted when they were looked up
             counters.unique += len(arranged.keys_U)
         counters.update_ms += 1e3 * (time.perf_counter() - start) - waited
@@ -95,8 +101,6 @@ class RowOptimizer(ABC):
     def _noise(self, name: str) -> int:
         """Where the noise of a bfloat16 table starts, from a counter in the state: a resumed run rounds as
         the unbroken one would."""
-        if _ROUNDINGS not in self.state[name]:
-            return 0
         self.state[name][_ROUNDINGS] += 1
         mixed = (
             (int(self.state[name][_ROUNDINGS]) * 1_000_003 + self._numbers[name]) * 0x9E3779B97F4A7C15 % 2**64

@@ -204,6 +204,7 @@ def test_the_benchmark_runs() -> None:
     results = run((1,), rounds=1, scale=0.01)
     assert "SparseAdam / dphybrid adam" in table_text(results)
     assert "faults)" in table_text(results)
+    assert "modules, one look_up_columns / one flat table" in table_text(results)
     json.dumps(plain(results))
 
 
