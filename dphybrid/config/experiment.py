@@ -7,9 +7,17 @@ common to all recipes; `data` and `model` are a recipe's own classes (`dphybrid.
 alone.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    field_validator,
+    model_validator,
+)
 
 from dphybrid.util.device_spec import parse_device_spec
 
@@ -97,6 +105,13 @@ class TrainConfig(Section):
     same bits as off."""
     print_splits: Literal["new", "each"] = "new"
     """Print how a batch was split when that split is new, or in each step."""
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Number format that blocks compute in while training: float32; tf32, float32 whose products GPUs round
+    to ten bits; or bfloat16 (autocast). Parameters, rows and all updates stay float32, and so does
+    evaluation."""
+    deterministic: bool = False
+    """Refuse operations of the blocks that may give other bits from run to run on a GPU, instead of using
+    them."""
     check_split: bool = False
     """Compute the first batch unsplit and split before training, in evaluation mode, and stop where a module
     computes across the batch. One device: in two shares. Costs about three forwards without gradients, and
@@ -140,6 +155,15 @@ class ExperimentConfig(Section):
     table: TableConfig = TableConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _formats_agree(self) -> Self:
+        if self.train.precision != "float32" and self.model.dtype != "float32":
+            raise ValueError(
+                f"train.precision={self.train.precision} is for model.dtype=float32, not {self.model.dtype}; "
+                "leave one of them out"
+            )
+        return self
 
     @field_validator("devices")
     @classmethod

@@ -38,6 +38,7 @@ from torch import Tensor
 from dphybrid.embedding.ahead import Lookup
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
+from dphybrid.util.out_of_memory import is_out_of_memory
 
 Batch = TypeVar("Batch")
 IdsOf = Callable[[Batch], Mapping[str, Tensor | Sequence[Tensor]]]
@@ -174,6 +175,7 @@ class _Run(Generic[Batch]):
     ) -> None:
         self.prepare_s = self.wait_s = 0.0
         self._iterator, self._ids_of, self._tables = iter(batches), ids_of, tables
+        self._lookahead, self._reserved = lookahead, False
         self._done: queue.Queue[_Item[Batch] | BaseException | Literal["end"]] = queue.Queue()
         self._permits = threading.Semaphore(lookahead)
         self._stopping = threading.Event()
@@ -199,6 +201,30 @@ class _Run(Generic[Batch]):
         while not self._done.empty():
             self._done.get_nowait()
 
+    def _lookups(self, ids: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, list[Lookup]]:
+        """Prepare a batch's lookups; none of them where a device has no memory for them: the step then looks
+        up by itself, and tells what did not fit."""
+        lookups: dict[str, list[Lookup]] = {}
+        try:
+            for name, wanted in ids.items():
+                each = [wanted] if isinstance(wanted, Tensor) else wanted
+                table = self._tables[name]
+                made = [table.ahead.prepare(table, ids_of_lookup) for ids_of_lookup in each]
+                lookups[name] = [lookup for lookup in made if lookup is not None]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return {}
+        return lookups
+
+    def _reserve(self, lookups: dict[str, list[Lookup]]) -> None:
+        """Before the first forward: pinned memory for the batches that will be on their way at once."""
+        self._reserved = True
+        for name, made in lookups.items():
+            for lookup in made:
+                for channel, share in self._tables[name].ahead.shares_of(lookup):
+                    channel.reserve(len(share.memory), self._lookahead + 1)
+
     def _work(self) -> None:
         try:
             while True:
@@ -217,12 +243,9 @@ class _Run(Generic[Batch]):
                         f"ids for the tables {sorted(unknown)}, which the model lacks; it has "
                         f"{', '.join(self._tables)}"
                     )
-                lookups = {}
-                for name, wanted in ids.items():
-                    each = [wanted] if isinstance(wanted, Tensor) else wanted
-                    table = self._tables[name]
-                    made = [table.ahead.prepare(table, ids_of_lookup) for ids_of_lookup in each]
-                    lookups[name] = [lookup for lookup in made if lookup is not None]
+                lookups = self._lookups(ids)
+                if not self._reserved:
+                    self._reserve(lookups)
                 self.prepare_s += time.perf_counter() - start
                 self._done.put(_Item(batch, lookups))
                 del batch, ids, lookups  # what is handed over is not kept alive here

@@ -15,6 +15,7 @@ On the CPU (virtual devices) the same code runs: buffers are plain memory, a dev
 and events do nothing.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.lookup import Occurrences, sum_by_row
 
 _ALIGNMENT = 16
+
+_KEPT_TIMES = 256
+"""Copies whose durations wait to be read: events of a run whose counters nobody reads do not pile up."""
 
 SizesOf = Callable[[int], Sequence[int]]
 """From the number of rows of a batch to the rows of each replica's share."""
@@ -79,6 +83,7 @@ class Channel:
         self._to = torch.cuda.Stream(device) if self._cuda else None
         self._back = torch.cuda.Stream(device) if self._cuda else None
         self._timed: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._settled_ms, self._settling = 0.0, threading.Lock()
 
     def send(
         self, where: Occurrences, shape: torch.Size, read: Callable[[Tensor, Tensor], None], like: Tensor
@@ -145,9 +150,31 @@ class Channel:
 
     def settle_times(self) -> None:
         """Add the durations of finished copies to the counters."""
-        while self._timed and (isinstance(self._timed[0], float) or self._timed[0][1].query()):
-            took = self._timed.popleft()
-            self._counters.h2d_ms += took if isinstance(took, float) else took[0].elapsed_time(took[1])
+        self._settle()
+        with self._settling:
+            self._counters.h2d_ms += self._settled_ms
+            self._settled_ms = 0.0
+
+    def _settle(self) -> None:
+        with self._settling:
+            while self._timed and (isinstance(self._timed[0], float) or self._timed[0][1].query()):
+                took = self._timed.popleft()
+                self._settled_ms += took if isinstance(took, float) else took[0].elapsed_time(took[1])
+
+    def _note_time(self, took: "float | tuple[torch.cuda.Event, torch.cuda.Event]") -> None:
+        self._timed.append(took)
+        if len(self._timed) > _KEPT_TIMES:
+            self._settle()
+
+    def reserve(self, num_bytes: int, count: int) -> None:
+        """Have the pinned memory of `count` such copies allocated, which goes round from then on.
+
+        Called before the first forward: an allocation of pinned memory beside the broadcast of a forward on
+        several GPUs has hung others (pytorch#31095).
+        """
+        if self._cuda:
+            held = [self._host_memory(num_bytes) for _ in range(count)]
+            del held
 
     def _host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._cuda)
@@ -156,7 +183,7 @@ class Channel:
         start = time.perf_counter()
         if self._to is None:
             there = torch.empty(len(memory), dtype=torch.uint8, device=self.device).copy_(memory)
-            self._timed.append(1e3 * (time.perf_counter() - start))
+            self._note_time(1e3 * (time.perf_counter() - start))
             return there, None
         with self._on(self._to):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -164,7 +191,7 @@ class Channel:
             began.record(self._to)
             there.copy_(memory, non_blocking=True)
             ended.record(self._to)
-        self._timed.append((began, ended))
+        self._note_time((began, ended))
         ready = torch.cuda.Event()
         ready.record(self._to)
         return there, ready

@@ -12,7 +12,7 @@ import torch
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus import Gpu, Inventory, Lease, Policy, Wanted, acquire, lease_folder, visible
-from dphybrid.parallel import resolve_devices
+from dphybrid.parallel import before_cuda_starts, resolve_devices
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.hours import parse_training_hours
@@ -145,6 +145,7 @@ def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
     """
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
+    before_cuda_starts()
     try:
         torch.cuda.init()
         there = [

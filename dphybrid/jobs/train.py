@@ -25,7 +25,14 @@ from dphybrid.gpus.politeness import giving_way
 from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
 from dphybrid.jobs.report import attached, open_run_tracker, report_run
 from dphybrid.jobs.runs import Run, data_source, environment_tags, find_run, new_run_folder, read_run, running
-from dphybrid.parallel import Devices, compile_regions, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.parallel import (
+    Devices,
+    compile_regions,
+    find_data_parallel,
+    resolve_devices,
+    split_sizes,
+    start_on,
+)
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.tracking import Status, Tracker, waiting
@@ -43,7 +50,7 @@ from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display, preparation_progress
 from dphybrid.training.loop import evaluate, keep_checkpoints, train
 from dphybrid.training.observing import Meter
-from dphybrid.training.optimizers import make_dense_optimizer
+from dphybrid.training.optimizers import make_dense_optimizer, make_states
 from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.warm_start import warm_start
@@ -273,6 +280,7 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
     keep_freed_memory()
     keep_compiled_in(settings.data_dir / "compiled")
     devices = resolve_devices(run.page.devices)
+    start_on(devices)
     make_folder(run.checkpoints)
     clear_leftovers(run.folder)
     clear_leftovers(run.checkpoints)
@@ -288,6 +296,8 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
             config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay
         )
     trained = Trained(model, make_dense_optimizer(model, config.train), rows, Progress())
+    if devices.home.type == "cuda" and trained.dense is not None:
+        make_states(trained.dense, config.train.batch_size, model)
     torch.manual_seed(config.train.seed)
     record: dict[str, Any] = {}
     if done:

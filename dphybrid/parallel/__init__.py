@@ -10,6 +10,7 @@ from dphybrid.parallel.regions import LossInside, compile_regions, find_data_par
 from dphybrid.parallel.replication import replicate
 from dphybrid.parallel.scattering import scatter, scatter_kwargs
 from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes, splits_table
+from dphybrid.parallel.starting import before_cuda_starts, start_on
 
 __all__ = [
     "DataParallel",
@@ -20,6 +21,7 @@ __all__ = [
     "SplitDifference",
     "SplitPlan",
     "Whole",
+    "before_cuda_starts",
     "compare_split",
     "compile_regions",
     "current_replica",
@@ -36,4 +38,5 @@ __all__ = [
     "split_plan",
     "split_sizes",
     "splits_table",
+    "start_on",
 ]

@@ -349,7 +349,7 @@ def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> di
 def _generator_states() -> Generators:
     cuda = (
         [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_available()
+        if torch.cuda.is_initialized()  # by this run: a run on the CPU must not start it
         else []
     )
     return Generators(torch=torch.get_rng_state().numpy().tobytes().hex(), cuda=cuda)
@@ -360,6 +360,6 @@ def _restore_generators(states: Generators) -> None:
         return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
     torch.set_rng_state(as_tensor(states.torch))
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         for index, text in enumerate(states.cuda[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(as_tensor(text), index)

@@ -13,14 +13,23 @@ from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_t
 from dphybrid.parallel import refuse_split_differences
 from dphybrid.training.checkpoint import VALIDATION, save_checkpoint
 from dphybrid.training.display import Display
-from dphybrid.training.finite import gradient_sum, kept_buffers, not_finite
-from dphybrid.training.memory import PARTS, micro_batches, num_rows, out_of_memory_report, scale_gradients
+from dphybrid.training.finite import NotFinite, gradient_sum, kept_buffers, not_finite
+from dphybrid.training.memory import (
+    PARTS,
+    ids_by_part,
+    micro_batches,
+    num_rows,
+    out_of_memory_report,
+    scale_gradients,
+)
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Meter, observed
 from dphybrid.training.optimizers import set_learning_rates
+from dphybrid.training.precision import lower_precision, precisely, summed
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.session import Session
 from dphybrid.util.errors import UserError
+from dphybrid.util.out_of_memory import is_out_of_memory
 
 
 def train(session: Session, display: Display, meter: Meter) -> None:
@@ -32,10 +41,11 @@ def train(session: Session, display: Display, meter: Meter) -> None:
     """
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
-    ids_of = model.table_ids if isinstance(model, DeclaresIds) else None
+    ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
     if config.check_split and progress.step == 0:
         refuse_split_differences(model, next(batches_of_epoch(session)))
     with (
+        precisely(config),
         observed(session, display, meter) as seen,
         RowPipeline(find_tables(model), mode=config.pipeline) as pipeline,
     ):
@@ -69,12 +79,14 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     Raises UserError when that does not fit either, and when loss or gradients are no finite numbers; with
     train.on_nonfinite=skip such a step changes nothing, and returns zeros.
     """
-    trained, clock, config = session.trained, session.clock, session.config.train
+    trained, config = session.trained, session.config.train
     did_not_fit = ""
     buffers = kept_buffers(trained.model) if config.on_nonfinite == "skip" else []
     try:
         loss, weight = _gradients(session, batch)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         did_not_fit = out_of_memory_report(
             error, trained.progress.step + 1, num_rows(batch), trained.model, trained.dense
         )
@@ -94,28 +106,51 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
         session.tracker.set_tags(
             {"dphybrid.out_of_memory": did_not_fit, "dphybrid.micro_batches": str(PARTS)}
         )
+        for table in find_tables(trained.model).values():
+            table.ahead.expect([])  # of the whole batch: they fit no part, and hold memory
         gc.collect()
         torch.cuda.empty_cache()
         return train_step(session, batch)
+    try:
+        found = _update(session, batch, loss.detach())
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        # Some parameters may have changed already: this step cannot be taken again.
+        report = out_of_memory_report(
+            error, trained.progress.step + 1, num_rows(batch), trained.model, trained.dense
+        )
+        raise UserError(
+            f"{report}\nand that in the update, which no smaller parts of a batch help; lower the model's "
+            "sizes or take train.optimizer=sgd, and go on from the last checkpoint with --resume"
+        ) from error
+    if found:
+        session.skip_or_stop(found)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        return torch.zeros_like(loss), torch.zeros_like(weight)
+    return loss.detach(), weight.detach()
+
+
+def _update(session: Session, batch: dict[str, Tensor], loss: Tensor) -> NotFinite | None:
+    """Clip, and change blocks and rows; or change nothing and return what is no finite number."""
+    trained, clock, config = session.trained, session.clock, session.config.train
     with clock.stage("clip"):
         parameters, tables = trained.model.parameters(), find_tables(trained.model)
         if config.clip_norm > 0:
             size = clip_grad_norm_(parameters, tables, config.clip_norm)
         else:
             size = gradient_sum(parameters, tables)
-        sound = math.isfinite(size) and math.isfinite(loss.detach())
-    if not sound and (found := not_finite(trained.model, batch, loss.detach(), clipped=config.clip_norm > 0)):
-        session.skip_or_stop(found)
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        return torch.zeros_like(loss), torch.zeros_like(weight)
+        sound = math.isfinite(size) and math.isfinite(loss)
+    if not sound and (found := not_finite(trained.model, batch, loss, clipped=config.clip_norm > 0)):
+        return found
     with clock.stage("dense_update"):
         if trained.dense is not None:
             trained.dense.step()
     with clock.stage("row_update"):
         if trained.rows is not None:
             trained.rows.step()
-    return loss.detach(), weight.detach()
+    return None
 
 
 def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -130,10 +165,10 @@ def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     count = trained.progress.micro_batches
     sums: list[tuple[Tensor, Tensor]] = []
     for part in micro_batches(batch, count) if count > 1 else [batch]:
-        with clock.stage("forward"):
+        with clock.stage("forward"), lower_precision(session.config.train.precision, trained.model):
             outputs = trained.model(part)
         with clock.stage("loss"):
-            loss, weight = outputs["loss"].sum(), outputs["weight"].sum()
+            loss, weight = (summed(outputs[name]) for name in ("loss", "weight"))
             goal = loss / weight if count == 1 else loss
         with clock.stage("backward"):
             goal.backward()

@@ -4,13 +4,14 @@ Gradients of the parts are summed and divided once by the whole batch's terms, s
 not fit, up to rounding (and, with dropout, other masks). The batch itself never changes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import HostEmbedding
+from dphybrid.embedding import DeclaresIds, HostEmbedding
 from dphybrid.parallel import find_data_parallel
+from dphybrid.training.checkpoint import Progress
 
 PARTS = 4
 """Parts that a batch is computed in after it did not fit. Activations shrink with them, weights and optimizer
@@ -31,6 +32,20 @@ def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Te
         yield {
             name: value[start : start + size] if has_samples(name) else value for name, value in batch.items()
         }
+
+
+def ids_by_part(
+    model: DeclaresIds, progress: Progress
+) -> Callable[[dict[str, Tensor]], Mapping[str, Tensor | list[Tensor]]]:
+    """Return what says which ids a batch looks up: those of each part, once batches are computed in parts."""
+
+    def ids_of(batch: dict[str, Tensor]) -> Mapping[str, Tensor | list[Tensor]]:
+        if progress.micro_batches == 1:
+            return model.table_ids(batch)
+        each = [model.table_ids(part) for part in micro_batches(batch, progress.micro_batches)]
+        return {name: [ids[name] for ids in each] for name in each[0]}
+
+    return ids_of
 
 
 def has_samples(name: str) -> bool:

@@ -3,6 +3,9 @@
 Letters: B samples, T tokens of a sample, D width of a row, H width of the network, V words.
 """
 
+from collections.abc import Iterable
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,18 +22,48 @@ IGNORED = -100
 
 class Recurrent(nn.Module):
     """LSTM or GRU over rows_BTD, from a zero state: samples are independent, so any split gives the same
-    result."""
+    result.
+
+    One module a layer, with dropout between them from torch's own generator: inside a layered nn.LSTM cuDNN
+    draws it from a state of its own, which no checkpoint holds. State dicts have the names, and the numbers
+    are those, of the layered one.
+    """
 
     def __init__(self, kind: str, dim: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
         network = {"lstm": nn.LSTM, "gru": nn.GRU}[kind]
-        self.network = network(dim, hidden, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+        self.network = nn.ModuleList(network(dim if n == 0 else hidden, hidden) for n in range(layers))
+        self.dropout = dropout
+        self.register_state_dict_post_hook(_with_layered_names)
+        self.register_load_state_dict_pre_hook(_with_own_names)
 
     def forward(self, rows_BTD: Tensor) -> Tensor:
-        # replicas hold views of one broadcast buffer; cuDNN wants them in one piece again
-        self.network.flatten_parameters()
-        hidden_BTH, _ = self.network(rows_BTD)
-        return hidden_BTH
+        hidden_TBH = rows_BTD.transpose(0, 1)
+        layers = cast(Iterable[nn.RNNBase], self.network)
+        for number, layer in enumerate(layers):
+            if number:
+                hidden_TBH = F.dropout(hidden_TBH, self.dropout, self.training)
+            if vars(layer).get("_is_replica"):
+                # replicas hold views of one broadcast buffer; cuDNN wants them in one piece again
+                layer.flatten_parameters()
+            hidden_TBH, _ = layer(hidden_TBH)
+        return hidden_TBH.transpose(0, 1)
+
+
+def _with_layered_names(_module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """`network.1.bias_hh_l0` -> `network.bias_hh_l1`, in place and in order."""
+    start = f"{prefix}network."
+    for key in [key for key in state if key.startswith(start)]:
+        layer, _, name = key.removeprefix(start).partition(".")
+        state[f"{start}{name.removesuffix('_l0')}_l{layer}"] = state.pop(key)
+
+
+def _with_own_names(_module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    """The other way round."""
+    start = f"{prefix}network."
+    for key in [key for key in state if key.startswith(start)]:
+        name, _, layer = key.removeprefix(start).rpartition("_l")
+        state[f"{start}{layer}.{name}_l0"] = state.pop(key)
 
 
 class CausalTransformer(nn.Module):
@@ -49,16 +82,17 @@ class CausalTransformer(nn.Module):
     def forward(self, rows_BTD: Tensor) -> Tensor:
         hidden_BTH = self.enter(rows_BTD)
         steps, hidden = hidden_BTH.shape[1:]
-        hidden_BTH = hidden_BTH + positions(steps, hidden).to(hidden_BTH)
+        hidden_BTH = hidden_BTH + positions(steps, hidden, hidden_BTH.device).to(hidden_BTH)
         mask_TT = torch.ones(steps, steps, dtype=torch.bool, device=rows_BTD.device).triu(1)
         return self.network(hidden_BTH, mask=mask_TT)
 
 
-def positions(steps: int, hidden: int) -> Tensor:
-    """Return sinusoidal positions (steps, hidden)."""
+def positions(steps: int, hidden: int, device: torch.device | None = None) -> Tensor:
+    """Return sinusoidal positions (steps, hidden), made on `device`."""
     half = (hidden + 1) // 2
-    rate_H = torch.exp(torch.arange(half) * (-torch.log(torch.tensor(10000.0)) / half))
-    angle_TH = torch.arange(steps)[:, None] * rate_H
+    log = torch.log(torch.tensor(10000.0)).item()  # of float32, as rates have always been
+    rate_H = torch.exp(torch.arange(half, device=device) * (-log / half))
+    angle_TH = torch.arange(steps, device=device)[:, None] * rate_H
     return torch.cat([angle_TH.sin(), angle_TH.cos()], dim=1)[:, :hidden]
 
 
@@ -70,8 +104,10 @@ class FullSoftmax(nn.Module):
         self.layer = nn.Linear(hidden, num_words)
 
     def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
-        return F.cross_entropy(
-            self.layer(hidden_BTH).transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none"
+        logits_XV, targets_X = self.layer(hidden_BTH).flatten(0, 1), targets_BT.flatten()  # X: places
+        # Flat: several times as fast as on transposed logits, which deterministic CUDA refuses, too.
+        return F.cross_entropy(logits_XV, targets_X, ignore_index=IGNORED, reduction="none").view_as(
+            targets_BT
         )
 
 

@@ -1,0 +1,353 @@
+"""What a run does so that its first hours on a GPU hold no surprise, seen on stand-ins: none is needed."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dphybrid.training.loop as loop
+from dphybrid.config import TrainConfig
+from dphybrid.config.settings import load_settings
+from dphybrid.embedding import HostEmbedding, RowPipeline
+from dphybrid.embedding.ahead import LookupsAhead
+from dphybrid.embedding.counters import Counters
+from dphybrid.embedding.replicas import Channel
+from dphybrid.gpus.leasing import _show_to_torch
+from dphybrid.jobs.train import run_job
+from dphybrid.parallel import DataParallel, resolve_devices, start_on
+from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.text.model import IGNORED, FullSoftmax, Recurrent
+from dphybrid.training.checkpoint import _generator_states, _restore_generators
+from dphybrid.training.optimizers import make_dense_optimizer, make_states
+from dphybrid.training.precision import lower_precision, precisely, summed
+from dphybrid.util.errors import UserError
+from tests.training import test_memory
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_layers_with_dropout_between_are_the_layered_network_bit_for_bit(kind: str) -> None:
+    """cuDNN's layered networks draw dropout from a state that no checkpoint holds; one layer draws none."""
+    theirs_of = {"lstm": nn.LSTM, "gru": nn.GRU}[kind]
+    torch.manual_seed(3)
+    ours = Recurrent(kind, 5, 8, layers=3, dropout=0.4)
+    torch.manual_seed(3)
+    theirs = theirs_of(5, 8, 3, batch_first=True, dropout=0.4)
+    assert all(module.num_layers == 1 for module in ours.modules() if isinstance(module, nn.RNNBase))
+    state = {f"network.{name}": value for name, value in theirs.state_dict().items()}
+    assert list(ours.state_dict()) == list(state), "files of today's checkpoints go on working"
+    assert all(torch.equal(ours.state_dict()[name], value) for name, value in state.items())
+    rows_BTD = torch.randn(4, 6, 5)
+    for training in (True, False):
+        torch.manual_seed(9)
+        one = ours.train(training)(rows_BTD)
+        torch.manual_seed(9)
+        assert torch.equal(one, theirs.train(training)(rows_BTD)[0])
+    other = nn.Sequential(Recurrent(kind, 5, 8, layers=3, dropout=0.4))
+    other.load_state_dict({f"0.{name}": value for name, value in state.items()})
+    assert torch.equal(other.eval()(rows_BTD), ours(rows_BTD))
+
+
+def test_replicas_of_a_recurrent_network_put_their_weights_into_one_piece_and_one_device_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[bool] = []
+    flatten = nn.LSTM.flatten_parameters
+    network = Recurrent("lstm", 3, 4, layers=2, dropout=0.0)
+
+    def seen(layer: nn.LSTM) -> None:
+        calls.append("_is_replica" in vars(layer))
+        flatten(layer)
+
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", seen)
+    x = torch.randn(4, 2, 3)
+    one, two = DataParallel(network, "cpu"), DataParallel(network, "cpu*2", probe=False)
+    calls.clear()  # of moving it there
+    whole = one(x)
+    assert calls == []
+    torch.testing.assert_close(two(x), whole)
+    assert len(calls) >= 4
+    assert all(calls)
+
+
+def test_a_loss_over_words_is_the_one_on_transposed_logits() -> None:
+    torch.manual_seed(0)
+    output = FullSoftmax(6, 11).double()
+    hidden_BTH, targets_BT = torch.randn(3, 5, 6, dtype=torch.float64), torch.randint(11, (3, 5))
+    targets_BT[1, 2:] = IGNORED
+    slow_BT = nn.functional.cross_entropy(
+        output.layer(hidden_BTH).transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none"
+    )
+    torch.testing.assert_close(output(hidden_BTH, targets_BT), slow_BT)
+
+
+@pytest.fixture
+def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What is asked of CUDA, in order, with the workspace setting at that moment."""
+    calls: list[tuple[str, Any]] = []
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    uuid = SimpleNamespace(uuid="1")
+
+    def record(name: str, answer: object = None) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            calls.append((name, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+            return answer
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name, answer in {
+        "init": None,
+        "device_count": 1,
+        "get_device_properties": uuid,
+        "set_device": None,
+        "get_rng_state_all": [torch.zeros(2, dtype=torch.uint8)],
+        "set_rng_state": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, record(name, answer))
+    return calls
+
+
+def test_the_workspace_setting_is_there_before_cuda_starts(
+    cuda_calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _show_to_torch((SimpleNamespace(uuid="GPU-1", label="GPU 0", parent=None),))  # type: ignore[arg-type]
+    assert cuda_calls[0] == ("init", ":4096:2")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    start_on(resolve_devices("cuda:0*2"))
+    assert cuda_calls[-1] == ("set_device", ":16:8"), "what the user has set stays"
+
+
+def test_a_run_makes_its_first_gpu_the_current_one_and_one_on_the_cpu_asks_cuda_for_nothing(
+    cuda_calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    start_on(resolve_devices("cpu*2"))
+    cuda_calls.clear()
+    states = _generator_states()
+    _restore_generators(states.model_copy(update={"cuda": ["00"]}))
+    assert states.cuda == []
+    assert cuda_calls == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    _restore_generators(_generator_states())
+    assert [name for name, _ in cuda_calls] == ["get_rng_state_all", "device_count", "set_rng_state"]
+
+
+def test_durations_of_copies_that_nobody_reads_do_not_pile_up() -> None:
+    counters = Counters()
+    channel = Channel(torch.device("cpu"), counters)
+    memory = channel._host_memory(64)
+    for _ in range(5000):
+        channel._start_copy(memory)
+    assert len(channel._timed) <= 256
+    channel.settle_times()
+    assert counters.h2d_ms > 0
+
+
+def test_pinned_memory_for_batches_ahead_is_there_before_the_first_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Channel, "reserve", lambda channel, size, count: said.append(f"reserve {count}"))
+    table = HostEmbedding(20, 4)
+    table.place_on(resolve_devices("cpu*2").replicas, lambda rows: [rows // 2] * 2)
+    with RowPipeline({"t": table}, lookahead=2, on_cpu=True) as pipeline:
+        for ids in pipeline.prefetch([torch.arange(4)] * 3, lambda ids: {"t": ids}):
+            said.append("forward")
+            table.replica_rows(ids)
+    assert said == ["reserve 3"] * 2 + ["forward"] * 3
+
+
+class Full:
+    """Lookups for which no memory is there, while `left` is above 0."""
+
+    def __init__(self, left: int, error: Exception) -> None:
+        self.left, self.error, self.prepare = left, error, LookupsAhead.prepare
+
+    def __call__(
+        self, ahead: LookupsAhead, table: HostEmbedding, ids: Tensor, threads: int | None = 1
+    ) -> Any:
+        if threads == 1 and self.left > 0:  # the worker's
+            self.left -= 1
+            raise self.error
+        return self.prepare(ahead, table, ids, threads)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_worker_without_memory_hands_its_batch_over_without_a_lookup(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = HostEmbedding(20, 4)
+    table.place_on(resolve_devices("cpu*2").replicas, lambda rows: [rows // 2] * 2)
+    full = Full(2, error)
+    monkeypatch.setattr(LookupsAhead, "prepare", lambda *args, **options: full(*args, **options))
+    with RowPipeline({"t": table}, on_cpu=True) as pipeline:
+        for ids in pipeline.prefetch([torch.arange(4)] * 5, lambda ids: {"t": ids}):
+            assert torch.equal(torch.cat(table.replica_rows(ids)), table.weight[ids])
+    counters = pipeline.counters()
+    assert (counters["unique"], counters["prepared"]) == (20, 12)
+    full.left, full.error = 1, RuntimeError("something else")
+    with RowPipeline({"t": table}, on_cpu=True) as pipeline, pytest.raises(RuntimeError, match="something"):
+        next(pipeline.prefetch([torch.arange(4)], lambda ids: {"t": ids}))
+
+
+def test_after_the_fallback_each_part_gets_its_prepared_rows(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    pipelines: list[RowPipeline] = []
+
+    def ahead(*args: Any, **options: Any) -> RowPipeline:
+        pipelines.append(RowPipeline(*args, on_cpu=True, **options))
+        return pipelines[-1]
+
+    monkeypatch.setattr(loop, "RowPipeline", ahead)
+    monkeypatch.setattr("dphybrid.training.observing.Meter.log", lambda meter: "")
+    parts = test_memory.train(data_dir, "parts", 20)
+    totals = pipelines[0]._totals()
+    # 14 steps; the one that did not fit and at most two batches ahead of it were prepared whole.
+    assert totals["prepared"] > 0.7 * totals["unique"]
+    monkeypatch.setattr(loop, "RowPipeline", RowPipeline)
+    for name, tensor in test_memory.train(data_dir, "whole", 20).items():
+        assert torch.equal(parts[name], tensor), name
+
+
+def test_memory_that_runs_out_in_the_update_is_told_with_the_remedy(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+
+    def step(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    with pytest.raises(UserError, match=r"out of memory in step 1 with a batch of 64(?s:.)*in the update"):
+        test_memory.train(data_dir, "update", 10**9)
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_states_made_before_the_first_step_change_no_bit(kind: str) -> None:
+    def run(early: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        optimizer = make_dense_optimizer(model, TrainConfig(optimizer=kind, weight_decay=0.1))  # type: ignore[arg-type]
+        assert optimizer is not None
+        if early:
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            make_states(optimizer, 8, model)
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert all(parameter.grad is None for parameter in model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        kept = [value for state in optimizer.state.values() for value in state.values() if value is not None]
+        return [*(parameter.detach() for parameter in model.parameters()), *kept]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def test_states_that_do_not_fit_are_told_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = make_dense_optimizer(model, TrainConfig())
+    assert optimizer is not None
+
+    def step(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(optimizer, "step", step)
+    with pytest.raises(UserError, match=r"2.00 GiB(?s:.)*before the first step.*train.optimizer=sgd"):
+        make_states(optimizer, 8, model)
+
+
+@pytest.mark.parametrize("mode", ["inline", "serial", "threads"])
+def test_lower_precision_reaches_every_replica_and_neither_rows_nor_parameters(mode: Any) -> None:
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, rows_BD: Tensor) -> Tensor:
+            out_B = self.layer(rows_BD).squeeze(1)
+            seen.append((rows_BD.dtype, out_B.dtype))
+            return out_B
+
+    table = HostEmbedding(50, 4)
+    region = DataParallel(Scores(), "cpu*3", mode=mode, probe=False)
+    with lower_precision("bfloat16", region):
+        loss_B = region(table(torch.arange(6)))
+    assert seen == [(torch.float32, torch.bfloat16)] * 3
+    total = summed(loss_B)
+    total.backward()
+    found = table.row_gradients()
+    assert found is not None
+    blocks = [parameter.grad for parameter in region.parameters() if parameter.grad is not None]
+    assert {grad.dtype for grad in (total, found[1], *blocks)} == {torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
+    with lower_precision("float32", region), torch.no_grad():
+        assert region(table(torch.arange(6))).dtype == torch.float32
+
+
+def test_thousands_of_losses_add_up() -> None:
+    assert summed(torch.ones(4097, dtype=torch.bfloat16)).item() == 4097
+    assert summed(torch.ones(3, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+def test_gpus_round_products_only_where_it_was_asked_for(precision: Any) -> None:
+    def flags() -> tuple[bool, ...]:
+        return (
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    before = flags()
+    for strict in (False, True):
+        with precisely(TrainConfig(precision=precision, deterministic=strict)):
+            assert flags() == (precision == "tf32", precision == "tf32", strict)
+        assert flags() == before
+
+
+def train(data_dir: Path, name: str, devices: str, **options: object) -> dict[str, float]:
+    rows = data_dir.parent / "clicks.csv"
+    rows.write_text(
+        "clicked,site,age\n" + "".join(f"{i * 7 % 31 < 11:d},s{i * 7 % 31},{i % 50}\n" for i in range(600))
+    )
+    config = build_config(
+        {
+            "recipe": "ctr",
+            "devices": devices,
+            "data": {"path": str(rows), "label": "clicked"},
+            "model": {"kind": "dlrm", "dim": 4, "hidden": 16, "dropout": 0.0},
+            "train": {"epochs": 2, "batch_size": 64, **options},
+        }
+    )
+    return run_job(config, load_settings(), run_name=name).metrics
+
+
+def test_a_run_in_bfloat16_learns_the_same(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    plain = train(data_dir, "plain", "cpu*2")
+    rounded = train(data_dir, "rounded", "cpu*2", precision="bfloat16", deterministic=True)
+    assert rounded != plain
+    assert rounded == pytest.approx(plain, abs=0.02)
+
+
+def test_two_number_formats_at_once_are_refused() -> None:
+    with pytest.raises(UserError, match=r"train.precision=bfloat16 is for model.dtype=float32, not float64"):
+        build_config({"recipe": "ctr", "model": {"dtype": "float64"}, "train": {"precision": "bfloat16"}})
