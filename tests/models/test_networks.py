@@ -248,7 +248,7 @@ def test_text_reaches_the_perplexity_of_plain_torch(data_dir: Path, tmp_path: Pa
     plain = PlainLanguageModel(data.info["num_words"], 8, 16)
     with torch.no_grad():
         plain.words.weight.copy_(start.words.weight)  # type: ignore[union-attr, arg-type]
-    states = {name.partition("network.")[2]: value for name, value in start.named_parameters()}
+    states = {name.partition("network.")[2]: value for name, value in start.state_dict().items()}
     plain.network.load_state_dict(
         {name.partition("network.")[2]: value for name, value in states.items() if "network." in name}
     )
