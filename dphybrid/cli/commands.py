@@ -281,6 +281,21 @@ def hand_on(command: str, argv: Sequence[str]) -> int:
     return int(main(argv))
 
 
+def selftest(args: argparse.Namespace) -> int:
+    """Break small runs on the user's own disk; 1 when a promise was not kept."""
+    minutes = args.minutes if args.minutes is not None else 60.0 if args.full else 1.0
+    if not 0 < minutes < 10_000:
+        raise UserError(f"--minutes {minutes}: give how many minutes it may take, such as 5")
+    from dphybrid.embedding.kernels import keep_compiled_in
+    from dphybrid.selftest import promises
+
+    settings = load_settings()
+    keep_compiled_in(settings.data_dir / "compiled")
+    kept = promises.run(settings, minutes, args.full, args.seed, lambda line: print(line, flush=True))
+    print(f"\n{promises.table(kept)}")
+    return 1 if any(promise.broken for promise in kept) else 0
+
+
 def verify(args: argparse.Namespace) -> int:
     """Read prepared folders and checkpoints whole; 1 when one is damaged."""
     from dphybrid.jobs.verify import verify_places

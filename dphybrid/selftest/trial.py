@@ -33,12 +33,17 @@ NAME = "run"
 
 
 def run_trial(
-    data_dir: Path, overrides: list[str], target: int = 0, mode: str = "kill"
+    data_dir: Path,
+    overrides: list[str],
+    target: int = 0,
+    mode: str = "kill",
+    kill_after_s: float | None = None,
 ) -> tuple[int, int, str]:
     """Train, or go on with what there is, and hit operation `target`; return exit code, number of operations,
-    and output.
+    and output. kill_after_s: SIGKILL from outside then.
 
-    Exit codes: 0 done, 2 told as UserError, 1 an error that is foreign to the user, 137 killed.
+    Exit codes: 0 done, 2 told as UserError, 1 an error that is foreign to the user, 137 killed by itself, -9
+    from outside.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -46,11 +51,14 @@ def run_trial(
     log.unlink(missing_ok=True)
     child = context.Process(target=_work, args=(data_dir, overrides, target, mode, log))
     child.start()
+    if kill_after_s is not None:
+        child.join(kill_after_s)
+        child.kill()
     child.join(120)
     if child.is_alive():
         child.kill()
         raise TimeoutError(log.read_text())
-    text = log.read_text()
+    text = log.read_text() if log.is_file() else ""
     found = re.search(r"^operations (\d+)$", text, re.MULTILINE)
     return child.exitcode or 0, int(found[1]) if found else 0, text
 

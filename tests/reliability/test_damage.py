@@ -18,6 +18,7 @@ from dphybrid.jobs.load import find_checkpoint
 from dphybrid.jobs.predict import Predictor
 from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.selftest.damages import DAMAGES
 from dphybrid.selftest.trial import came_to
 from dphybrid.util.errors import UserError
 from tests.reliability.test_faults import OPTIONS
@@ -26,19 +27,6 @@ COUNT = os.environ.get("DPHYBRID_DAMAGES", "12")
 ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
 SHORT = [*OPTIONS, "train.schedule=constant"]
 LONGER = [*[text for text in SHORT if "epochs" not in text], "train.epochs=3"]
-
-
-def flipped(content: bytes, place: float) -> bytes:
-    at = int(place * (len(content) - 1))
-    return content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :] if content else b"\x01"
-
-
-DAMAGES: dict[str, Callable[[bytes, float], bytes | None]] = {
-    "flip": flipped,
-    "truncate": lambda content, place: content[: int(place * len(content))],
-    "zeros": lambda content, _: bytes(len(content)),
-    "remove": lambda *_: None,
-}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +103,7 @@ def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_names_the_other(
     shutil.rmtree(finished / "data")
     shutil.copytree(finished / "whole", finished / "data")
     table = finished / "data/runs/run/checkpoints/step-000006/tables/table.safetensors"
-    table.write_bytes(flipped(table.read_bytes(), 0.9))
+    table.write_bytes(DAMAGES["a flipped bit"](table.read_bytes(), 0.9) or b"")
     assert resumed(finished) == expected
     assert f"left out a damaged checkpoint: {table}: is damaged" in capsys.readouterr().err
     assert not list((finished / "data/runs/run/checkpoints").glob("*.damaged"))  # there is a later one now
