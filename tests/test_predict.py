@@ -263,7 +263,8 @@ from dphybrid.embedding import find_tables
 from dphybrid.jobs.load import model_from_checkpoint
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.parallel import resolve_devices
-from dphybrid.training.checkpoint import Progress, Trained, save_checkpoint
+from dphybrid.training.checkpoint import Progress, Trained
+from dphybrid.training.saving import save_checkpoint
 config, folder = build_config({"recipe": "ctr"}), Path(sys.argv[1])
 info = {"num_ids": [4_000_000], "num_dense": 0}
 if len(sys.argv) > 2:

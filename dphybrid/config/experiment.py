@@ -126,6 +126,10 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(default=0, ge=0)
     """Steps between checkpoints, besides the one after each epoch; 0: only those."""
+    full_every: int = Field(default=10, ge=1)
+    """Each so many checkpoints, one holds whole tables; those between hold the rows changed since, where
+    these are at most half of them, and share the others' file by a hard link. 1: each one is written
+    whole."""
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
     keep_best: int = Field(default=1, ge=1)

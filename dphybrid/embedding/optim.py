@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding import kernels
+from dphybrid.embedding.changed import ChangedRows
 from dphybrid.embedding.gradients import RowGradients, arrange_gradients, merge_gradients, parts_of_tables
 from dphybrid.embedding.kernels import Rule
 from dphybrid.embedding.table import HostEmbedding
@@ -50,6 +51,21 @@ class RowOptimizer(ABC):
         self._together: dict[tuple[int, torch.dtype], list[str]] = {}
         for name, table in self.tables.items():
             self._together.setdefault((table.dim, table.weight.dtype), []).append(name)
+        self.changes: ChangedRows | None = None
+
+    def track_changes(self) -> ChangedRows:
+        """Keep, from now on, which rows are changed; return what knows them."""
+        self.changes = ChangedRows(
+            {
+                kind: [(name, [self.tables[name].weight, *self.row_states(name).values()]) for name in names]
+                for kind, names in self._together.items()
+            }
+        )
+        return self.changes
+
+    def row_states(self, name: str) -> dict[str, Tensor]:
+        """Return those states of a table that have a row for each of its rows, as references."""
+        return {key: value for key, value in self.state[name].items() if key != _ROUNDINGS}
 
     @abstractmethod
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
@@ -66,12 +82,12 @@ class RowOptimizer(ABC):
 
         What that takes is counted on the first of them.
         """
-        for names in self._together.values():
+        for kind, names in self._together.items():
             tables = [self.tables[name] for name in names]
             if any(table.gradients for table in tables):
-                self._update(names, tables)
+                self._update(kind, names, tables)
 
-    def _update(self, names: list[str], tables: list[HostEmbedding]) -> None:
+    def _update(self, kind: tuple[int, torch.dtype], names: list[str], tables: list[HostEmbedding]) -> None:
         start, waited_ms = time.perf_counter(), sum([table.counters.d2h_ms for table in tables])
         arranged, first_keys = arrange_gradients([table.gradients for table in tables], tables[0].row_dtype)
         rounded = tables[0].weight.dtype == torch.bfloat16
@@ -88,6 +104,8 @@ class RowOptimizer(ABC):
         versions = [weight._version for weight in weights] if recording else []
         kernels.update(self.rule(), arranged, lines)
         torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
+        if self.changes is not None:
+            self.changes.add(kind, arranged.keys_U)
         if recording:
             for table, first_key, part, version in zip(
                 tables, first_keys, parts_of_tables(arranged, first_keys), versions, strict=True

@@ -15,8 +15,8 @@ from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.context import build_from_config
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
-from dphybrid.training.checkpoint import load_weights, table_file, verify_checkpoint
-from dphybrid.training.tensor_file import mapped_tensor
+from dphybrid.training.checkpoint import load_weights, verify_checkpoint
+from dphybrid.training.table_files import mapped_weight
 from dphybrid.util.errors import UserError
 
 
@@ -35,7 +35,7 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     tables = find_tables(model) if mapped else {}
     load_weights(Path(folder), model, skip=tables)
     for name, table in tables.items():
-        table.weight = mapped_tensor(table_file(Path(folder), name), "weight", table.weight)
+        table.weight = mapped_weight(Path(folder), name, table.weight)
     return model
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
+from dphybrid.training.saving import SavingCosts
 from dphybrid.training.split_log import SplitRow
 from dphybrid.util.pages import Page
 
@@ -30,7 +31,7 @@ class RunPage(Page):
 
 class ResultPage(Page):
     """`result.json`: what training came to. checkpoint: the latest one. step_ms: of the steps with a full
-    batch, whose number is steps_timed. stages: seconds."""
+    batch, whose number is steps_timed. stages: seconds. saving: what the checkpoints cost."""
 
     checkpoint: str
     best_checkpoint: str
@@ -45,6 +46,7 @@ class ResultPage(Page):
     stages: dict[str, float]
     steps_per_epoch: int
     steps_skipped: int = 0
+    saving: SavingCosts = SavingCosts()
 
 
 class MetricsPage(Page):
@@ -68,7 +70,7 @@ class Report(Page):
     """What a run came to; `--report FILE` writes it as JSON.
 
     views: name -> address of MLflow's tables of all runs. stages: seconds; stages_ms: milliseconds of an
-    average step.
+    average step. saving: what the checkpoints cost.
     registered_as: "" where the registry did not take it; not_registered says why then.
     """
 
@@ -88,6 +90,7 @@ class Report(Page):
     split_lines: list[str]
     stages: dict[str, float]
     stages_ms: dict[str, float] = Field(default_factory=dict)
+    saving: SavingCosts = SavingCosts()
     step_ms: dict[str, float]
     warnings: list[str]
     digests: dict[str, str]

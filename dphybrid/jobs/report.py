@@ -77,6 +77,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
         stages=result.stages,
         stages_ms=_stages_ms(result),
         step_ms=result.step_ms,
+        saving=result.saving,
         warnings=warnings,
         digests={"data": run.page.data_digest, **read_state(Path(result.best_checkpoint)).sha256},
         text="",
@@ -103,6 +104,9 @@ def _closing_words(report: Report) -> str:
         f"Validation:  {shown}",
         f"Run:         {report.run_name}" + (f", id {report.run_id}" if report.run_id else ", not recorded"),
         f"Best:        {report.best_checkpoint}",
+        f"Checkpoints: {report.saving.count} ({report.saving.full} full), "
+        f"{report.saving.written_bytes / 2**20:.3g} MiB written, training stood still "
+        f"{report.saving.stall_s:.2g} s for them",
     ]
     lines += [f"Registered:  models:/{report.registered_as}@challenger"] if report.registered_as else []
     lines += [f"NOT registered as {report.not_registered}"] if report.not_registered else []
@@ -138,6 +142,8 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
         summary["summary/samples_per_s_median"] = 1e3 * config.train.batch_size / result.step_ms["p50"]
     if config.train.on_nonfinite == "skip":
         summary["summary/steps_skipped"] = result.steps_skipped
+    summary["summary/checkpoint_stall_s"] = result.saving.stall_s
+    summary["summary/checkpoint_mib"] = result.saving.written_bytes / 2**20
     return summary | {"summary/train_s": total}
 
 

@@ -51,6 +51,7 @@ from dphybrid.training.display import Display, preparation_progress
 from dphybrid.training.loop import evaluate, keep_checkpoints, train
 from dphybrid.training.observing import Meter
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
+from dphybrid.training.saving import CheckpointWriter, SavingCosts
 from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.warm_start import warm_start
@@ -299,9 +300,19 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
     if devices.home.type == "cuda" and trained.dense is not None:
         make_states(trained.dense, config.train.batch_size, model)
     torch.manual_seed(config.train.seed)
+    encoder = data.path / "encoder"
+    saver = CheckpointWriter(
+        run.checkpoints,
+        trained,
+        config.checkpoint.full_every,
+        encoder if encoder.is_dir() else None,
+        data.manifest.files,
+    )
     record: dict[str, Any] = {}
     if done:
-        record = load_checkpoint(done, trained).record
+        page = load_checkpoint(done, trained)
+        saver.resumed(done, page)
+        record = page.record
         print(
             f"Going on from {done}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}",
             flush=True,
@@ -330,25 +341,25 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
                 "info": data.info,
             },
             dataset=(data.path.name, data.digest),
+            saver=saver,
             profile_steps=settings.profile_steps,
-            encoder=encoder if (encoder := data.path / "encoder").is_dir() else None,
-            encoder_sums=data.manifest.files,
         )
         meter = Meter(session)
         if record:
             session.splits.restore(record["splits"])
             session.clock.restore(record["clock"])
             meter.restore(record["meter"])
+            saver.costs = SavingCosts.model_validate(record.get("saving", {}))
         for line in filter(None, [announcement(devices)]):
             if not record:
                 session.splits.note([line])
             display.line(line)
         if done:
-            keep_checkpoints(session)  # the process before may have ended in between
+            keep_checkpoints(session, trained.progress)  # the process before may have ended in between
         started = datetime.fromisoformat(run.page.created).timestamp()
         averages = Averages()
         try:
-            with system_metrics(tracker, started, devices.gpu_uuids, averages):
+            with system_metrics(tracker, started, devices.gpu_uuids, averages), saver:
                 train(session, display, meter)
         finally:
             result = _write_result(run, session, meter, averages.means)
@@ -375,6 +386,7 @@ def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, fl
         step_ms=meter.times.summary(),
         steps_timed=meter.times.count,
         stages={name: round(seconds, 6) for name, seconds in stages},
+        saving=session.saver.costs,
         steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
         steps_skipped=progress.skipped,
     )

@@ -1,7 +1,8 @@
 """Faults at file operations: what a run writes, syncs, renames and removes below a folder is counted, and one
 of these operations is hit.
 
-Works on what goes through Python: `open` for writing, and os.fsync, rename, replace, unlink, rmdir, mkdir.
+Works on what goes through Python, in any thread: `open` for writing, and os.fsync, rename, replace, unlink,
+rmdir, mkdir, link.
 What compiled libraries write (a Parquet file of the preparation, SQLite) is seen when it is synced or
 renamed.
 """
@@ -12,6 +13,7 @@ import io
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,7 @@ class Faults:
     def __init__(self, root: Path, target: int = 0, mode: str = "kill", seed: int = 0) -> None:
         self.root, self.target, self.mode = str(root) + os.sep, target, mode
         self.count = 0
+        self._counting = threading.Lock()
         self._random = random.Random(seed)
         self._unsynced: set[int] = set()
         self._undo: list[
@@ -68,24 +71,26 @@ class Faults:
             "remove": self._unlink,
             "rmdir": self._rmdir,
             "mkdir": self._mkdir,
+            "link": self._link,
         }
         vars(os).update(replaced)
         vars(builtins)["open"] = vars(io)["open"] = opened
 
     def hit(self, what: str, torn: Callable[[], object] | None = None, EMFILE: bool = False) -> None:
         """Count an operation, and fail where it is the one."""
-        self.count += 1
-        if self.count != self.target:
-            return
-        if self.mode in ERRORS:
-            if self.mode != "EMFILE" or EMFILE:  # only what opens a file needs a handle
-                raise OSError(ERRORS[self.mode], os.strerror(ERRORS[self.mode]))
-            return
-        if self.mode == "torn" and torn:
-            torn()
-        if self.mode in ("unsynced", "lost"):
-            self._lose()
-        os._exit(KILLED)
+        with self._counting:  # other threads wait here while power fails
+            self.count += 1
+            if self.count != self.target:
+                return
+            if self.mode in ERRORS:
+                if self.mode != "EMFILE" or EMFILE:  # only what opens a file needs a handle
+                    raise OSError(ERRORS[self.mode], os.strerror(ERRORS[self.mode]))
+                return
+            if self.mode == "torn" and torn:
+                torn()
+            if self.mode in ("unsynced", "lost"):
+                self._lose()
+            os._exit(KILLED)
 
     def written(self, inode: int) -> None:
         self._unsynced.add(inode)
@@ -156,6 +161,14 @@ class Faults:
         self._real["mkdir"](full, mode)
         if full.startswith(self.root):
             self._undone_with(full, lambda: shutil.rmtree(full, ignore_errors=True))
+
+    def _link(self, source: Any, target: Any, **kwargs: Any) -> None:
+        full = self._full(target)
+        if full.startswith(self.root):
+            self.hit(f"link {full}")
+        self._real["link"](source, target, **kwargs)
+        if full.startswith(self.root):
+            self._undone_with(full, lambda: self._real["unlink"](full))
 
     def _keep(self, path: str) -> str:
         kept = str(self._kept / f"{os.getpid()}-{self.count}")

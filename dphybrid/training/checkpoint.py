@@ -1,10 +1,10 @@
 """Checkpoints as folders: tensors in safetensors files, everything else in a page of JSON; no pickle.
 
 `step-000500/` holds `blocks.safetensors` (dense parameters and buffers), `blocks_optimizer.safetensors`,
-`tables/NAME.safetensors` (table and its row states) and `state.json` (step, cursor, generator states,
-metrics, sha256 of every file). Written beside, fsynced,
-renamed: a folder with its final name is complete. The keys carry no `module.`, so 1, 8 or virtual devices
-read each other's files.
+`tables/NAME.safetensors` (table and its row states; see `table_files` for `changed/`) and `state.json` (step,
+cursor, generator states, metrics, sha256 of every file). Written beside, fsynced, renamed (see `saving`): a
+folder with its final name is complete. The keys carry no `module.`, so 1, 8 or virtual devices read each
+other's files.
 """
 
 import re
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,20 +20,14 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
-from dphybrid.training.finite import check_finite
-from dphybrid.training.tensor_file import (
-    read_into,
-    read_tensors,
-    tensor_shapes,
-    tensors_digest,
-    write_tensors,
-)
-from dphybrid.util.digests import copy_files, verify_files
+from dphybrid.training.table_files import read_table, table_file
+from dphybrid.training.tensor_file import read_tensors, tensor_shapes
+from dphybrid.util.digests import verify_files
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import making
 from dphybrid.util.pages import Page
 
-FORMAT = 1
+FORMAT = 2
+"""Newest format. Full checkpoints have format 1, those that hold changed rows alone format 2."""
 STEP = re.compile(r"step-\d+")
 """Name of a checkpoint's folder."""
 
@@ -81,13 +74,14 @@ class Progress:
 
 class CheckpointState(Page):
     """`state.json` of a checkpoint: all of it but its tensors. sha256: of each file by its name in the
-    folder.
+    folder. since_full: 0, or how many checkpoints before it the last full one was.
 
     record: what the run's record is told from (splits, the window of metrics, seconds by stage), so that it
     goes on without a gap.
     """
 
-    format: int = FORMAT
+    format: int = 1
+    since_full: int = 0
     progress: Progress
     config: dict[str, Any]
     data_digest: str = ""
@@ -109,65 +103,6 @@ class Trained:
     dense: torch.optim.Optimizer | None
     rows: RowOptimizer | None
     progress: Progress
-
-
-def save_checkpoint(
-    folder: Path,
-    trained: Trained,
-    config: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    encoder: Path | None = None,
-    encoder_sums: Mapping[str, str] = MappingProxyType({}),
-    record: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a checkpoint under `folder` and return its path. The same step again replaces the page alone
-    where the tensors are the same.
-
-    config: the experiment's values. facts: what else belongs into state.json (digests of data, devices).
-    encoder: folder of what turns new rows into the model's input; a copy of it makes the checkpoint ready to
-    predict; encoder_sums: the sha256 that its files must have, by `encoder/NAME`. record: goes on at a
-    resume. Raises UserError, and writes nothing, when a weight or a state is no number any more.
-    """
-    check_finite(trained.model, trained.dense, trained.rows, trained.progress.step)
-    final = folder / f"step-{trained.progress.step:06d}"
-    optimizer_page: dict[str, Any] = {}
-    files = {f"tables/{name}.safetensors": tensors for name, tensors in _table_tensors(trained).items()}
-    files["blocks.safetensors"] = dense_state(trained.model)
-    if trained.dense is not None:
-        files["blocks_optimizer.safetensors"], optimizer_page = _flatten_optimizer(trained.dense.state_dict())
-
-    def page(sums: dict[str, str]) -> CheckpointState:
-        return CheckpointState(
-            progress=trained.progress,
-            config=dict(config),
-            optimizer=optimizer_page,
-            generators=_generator_states(),
-            sha256=sums,
-            record=dict(record or {}),
-            **facts,
-        )
-
-    if (final / "state.json").is_file():  # after a resume, say: the same bits, perhaps with metrics now
-        before = read_state(final).sha256
-        if all(before.get(name) == tensors_digest(tensors) for name, tensors in files.items()):
-            page(before).write(final / "state.json")
-            return final
-    with making(final) as partial:
-        (partial / "tables").mkdir()
-        sums = {name: write_tensors(partial / name, tensors) for name, tensors in files.items()}
-        if encoder is not None:
-            copied = {
-                f"encoder/{name}": digest for name, digest in copy_files(encoder, partial / "encoder").items()
-            }
-            for name, digest in copied.items():
-                if encoder_sums.get(name, digest) != digest:
-                    raise UserError(
-                        f"{encoder.parent / name}: is damaged (its sha256 differs); no checkpoint is made "
-                        "with it"
-                    )
-            sums |= copied
-        page(sums).write(partial / "state.json")
-    return final
 
 
 def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
@@ -253,14 +188,7 @@ def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> Non
         for name, tensor in wanted.items():
             tensor.copy_(blocks[name])
         for name in (name for name in tables if name not in skip):
-            read_into(table_file(path, name), "weight", tables[name].weight)
-
-
-def table_file(path: Path, name: str) -> Path:
-    """Return the file of a table in the checkpoint `path`."""
-    file = path / "tables" / f"{name}.safetensors"
-    before = file.with_name(f"{name}.flat.safetensors")  # what a collection's was called
-    return before if before.is_file() and not file.is_file() else file
+            read_table(path, name, "weight", tables[name].weight)
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
@@ -295,40 +223,27 @@ def read_state(path: Path) -> CheckpointState:
     if not (path / "state.json").is_file():
         raise UserError(f"{path}: is no checkpoint (it has no state.json); name a step-... folder")
     page = CheckpointState.read(path / "state.json")
-    if page.format != FORMAT:
-        raise UserError(f"{path}: has checkpoint format {page.format}, this version reads {FORMAT}")
+    if not 1 <= page.format <= FORMAT:
+        raise UserError(f"{path}: has checkpoint format {page.format}, this version reads up to {FORMAT}")
     return page
 
 
-def _table_tensors(trained: Trained) -> dict[str, dict[str, Tensor]]:
-    states = trained.rows.state_dict() if trained.rows is not None else {}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for name, table in find_tables(trained.model).items():
-        own = {
-            key.removeprefix(f"{name}."): value for key, value in states.items() if key.startswith(f"{name}.")
-        }
-        tensors[name] = {"weight": table.weight, **own}
-    extra = {key: value for key, value in states.items() if key.rpartition(".")[0] not in tensors}
-    if extra:
-        tensors["_optimizer"] = extra
-    return tensors
-
-
 def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) -> None:
-    places: dict[str, tuple[Path, str]] = {}
+    places: dict[str, tuple[str, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in [*tables, "_optimizer"]:
         file = table_file(path, name)
         for key, shape in tensor_shapes(file).items() if file.is_file() else ():
             if key != "weight":
                 whole = key if name == "_optimizer" else f"{name}.{key}"
-                places[whole], shapes[whole] = (file, key), shape
+                places[whole], shapes[whole] = (name, key), shape
     rows.check_shapes(shapes)
     for key, target in rows.state_dict().items():
-        read_into(*places[key], target)
+        read_table(path, *places[key], target)
 
 
-def _flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state by name, as references, and all else of it."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
@@ -346,7 +261,8 @@ def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> di
     return {"state": state, "param_groups": page["groups"]}
 
 
-def _generator_states() -> Generators:
+def generator_states() -> Generators:
+    """Return the states of torch's generators now."""
     cuda = (
         [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
         if torch.cuda.is_initialized()  # by this run: a run on the CPU must not start it

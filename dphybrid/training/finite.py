@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import HostEmbedding, RowOptimizer, find_tables
+from dphybrid.embedding import HostEmbedding, find_tables
 from dphybrid.util.errors import UserError
+
+Rows = tuple[str, Tensor, Tensor | None]
+"""What it is, its rows, and their numbers where they are not all of them."""
 
 _BLOCK = 2**18
 _NAMED = 3
@@ -93,17 +96,19 @@ def _bad_at(tensor: Tensor) -> tuple[int, float] | None:
 
 
 def check_finite(
-    model: nn.Module, dense: torch.optim.Optimizer | None, rows: RowOptimizer | None, step: int
+    model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows], step: int
 ) -> None:
     """Raise UserError with step, table and row, or parameter, when a weight or an optimizer's state is NaN or
     infinite.
 
-    Buffers of blocks may be infinite (masks are), not NaN. Costs one pass over memory.
+    rows: of tables and of their states, those that may have changed. Buffers of blocks may be infinite (masks
+    are), not NaN. Costs one pass over them.
     """
-    for what, tensor, infinite_too in _tensors(model, dense, rows):
+    for what, tensor, ids_U, infinite_too in _tensors(model, dense, rows):
         if (place := _first_bad(tensor, infinite_too)) is not None:
+            row = int(ids_U[place]) if ids_U is not None else place
             raise UserError(
-                f"{what}{f' row {place}' if tensor.dim() else ''} is no finite number by step {step}, no "
+                f"{what}{f' row {row}' if tensor.dim() else ''} is no finite number by step {step}, no "
                 "checkpoint is made of it; "
                 "lower train.lr or table.lr, or set train.clip_norm, and go on from the last checkpoint "
                 "with --resume"
@@ -111,22 +116,20 @@ def check_finite(
 
 
 def _tensors(
-    model: nn.Module, dense: torch.optim.Optimizer | None, rows: RowOptimizer | None
-) -> Iterator[tuple[str, Tensor, bool]]:
-    for name, table in find_tables(model).items():
-        yield f"table {name}", table.weight, True
+    model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows]
+) -> Iterator[tuple[str, Tensor, Tensor | None, bool]]:
+    for what, tensor, ids_U in rows:
+        yield what, tensor, ids_U, True
     names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name
-        yield f"parameter {name}", parameter, True
+        yield f"parameter {name}", parameter, None, True
     for name, buffer in model.named_buffers():
-        yield f"buffer {name}", buffer, False
-    for key, state in (rows.state_dict() if rows is not None else {}).items():
-        yield f"row optimizer's {key}", state, True
+        yield f"buffer {name}", buffer, None, False
     for weight, states in (dense.state if dense is not None else {}).items():
         for key, state in states.items():
             if isinstance(state, Tensor):
-                yield f"optimizer's {key} of {names.get(weight, 'a parameter')}", state, True
+                yield f"optimizer's {key} of {names.get(weight, 'a parameter')}", state, None, True
 
 
 def _first_bad(tensor: Tensor, infinite_too: bool) -> int | None:

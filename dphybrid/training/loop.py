@@ -1,5 +1,6 @@
 """The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over validation rows."""
 
+import copy
 import gc
 import math
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables
 from dphybrid.parallel import refuse_split_differences
-from dphybrid.training.checkpoint import VALIDATION, save_checkpoint
+from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.display import Display
 from dphybrid.training.finite import NotFinite, gradient_sum, kept_buffers, not_finite
 from dphybrid.training.memory import (
@@ -27,6 +28,7 @@ from dphybrid.training.observing import Meter, observed
 from dphybrid.training.optimizers import set_learning_rates
 from dphybrid.training.precision import lower_precision, precisely, summed
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
+from dphybrid.training.saving import Saved
 from dphybrid.training.session import Session
 from dphybrid.util.errors import UserError
 from dphybrid.util.out_of_memory import is_out_of_memory
@@ -59,8 +61,10 @@ def train(session: Session, display: Display, meter: Meter) -> None:
                 loss, weight = train_step(session, batch)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
                 seen.step_ended(loss, weight, num_rows(batch))
+                session.saver.check()
                 if session.stop.pending:
                     path = checkpoint(session, meter)
+                    session.saver.wait()
                     raise session.stop.interruption(
                         f"after step {progress.step}; {path} goes on with --resume"
                     )
@@ -68,6 +72,8 @@ def train(session: Session, display: Display, meter: Meter) -> None:
                     checkpoint(session, meter)
             seen.line(end_of_epoch(session, meter))
             checkpoint(session, meter)
+        with session.clock.stage("checkpoint"):
+            session.saver.wait()
     if _stale(session) and progress.epoch < config.epochs:
         display.line(f"stopped early: no better {session.task.metric} for {progress.stale_epochs} epochs")
 
@@ -254,34 +260,37 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
 
 
 def checkpoint(session: Session, meter: Meter) -> Path:
-    """Write a checkpoint of this moment and remove the ones no longer kept."""
+    """Begin to write a checkpoint of this moment; when it is there, the ones no longer kept are removed."""
     meter.settle()
+    progress = copy.deepcopy(session.trained.progress)
+
+    def then(saved: Saved) -> None:  # in the thread that writes
+        costs = {
+            "system/checkpoint_stall_s": saved.stall_s,
+            "system/checkpoint_write_s": saved.write_s,
+            "system/checkpoint_mib": saved.written_bytes / 2**20,
+        }
+        session.tracker.log_metrics(costs, saved.step)
+        keep_checkpoints(session, progress)
+
     with session.clock.stage("checkpoint"):
-        trained = session.trained
-        record = {"splits": session.splits.state(), "clock": session.clock.state(), "meter": meter.state()}
-        path = save_checkpoint(
-            session.checkpoints,
-            trained,
-            session.config.model_dump(mode="json"),
-            session.facts,
-            session.encoder,
-            session.encoder_sums,
-            record,
-        )
-    keep_checkpoints(session)
-    return path
+        record = {
+            "splits": session.splits.state(),
+            "clock": session.clock.state(),
+            "meter": meter.state(),
+            "saving": session.saver.costs.model_dump(),
+        }
+        return session.saver.save(session.config.model_dump(mode="json"), session.facts, record, then)
 
 
-def keep_checkpoints(session: Session) -> None:
-    """Remove the checkpoints that are no longer kept, and tell the record which ones are."""
-    with session.clock.stage("checkpoint"):
-        config, progress = session.config.checkpoint, session.trained.progress
-        kept = prune_checkpoints(
-            session.checkpoints, config, best_steps(progress, session.task, config.keep_best)
-        )
-    with session.clock.stage("log"):
-        cards = checkpoint_cards(kept, session.config.recipe, progress.best_step)
-        session.tracker.log_checkpoints(cards, session.dataset)
+def keep_checkpoints(session: Session, progress: Progress) -> None:
+    """Remove the checkpoints that are no longer kept at this progress, and tell the record which ones are."""
+    config = session.config.checkpoint
+    kept = prune_checkpoints(
+        session.checkpoints, config, best_steps(progress, session.task, config.keep_best)
+    )
+    cards = checkpoint_cards(kept, session.config.recipe, progress.best_step)
+    session.tracker.log_checkpoints(cards, session.dataset)
 
 
 def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:

@@ -23,21 +23,36 @@ def best_steps(progress: Progress, task: Task, count: int) -> list[int]:
 
 def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int]) -> list[Path]:
     """Remove the checkpoints that are neither new, nor of the steps `best`, nor of each n-th step; return
-    what is left, oldest first."""
+    what is left, oldest first.
+
+    Where several are kept and all share the file of one full checkpoint, the newest one with another file
+    stays, too: damage to a file never takes them all.
+    """
     there = complete_checkpoints(folder)
-    kept = []
+    wanted = {
+        path
+        for place, path in enumerate(there)
+        if place >= len(there) - config.keep_last
+        or step_of(path) in best
+        or (config.keep_every > 0 and step_of(path) % config.keep_every == 0)
+    }
+    files = {path: _full_file(path) for path in there}
+    if len(wanted) > 1 and len({files[path] for path in wanted}) == 1:
+        wanted |= set([path for path in there if files[path] != files[there[-1]]][-1:])
     for aside in folder.glob("step-*.damaged"):
         if there and step_of(aside.with_suffix("")) <= step_of(there[-1]):
             remove_folder(aside)
-    for place, path in enumerate(there):
-        step = step_of(path)
-        nth = config.keep_every > 0 and step % config.keep_every == 0
-        if place >= len(there) - config.keep_last or step in best or nth:
-            kept.append(path)
-        else:
+    for path in there:
+        if path not in wanted:
             remove_folder(path)
             path.with_name(f".{path.name}.verified").unlink(missing_ok=True)
-    return kept
+    return [path for path in there if path in wanted]
+
+
+def _full_file(checkpoint: Path) -> object:
+    """Return what is the same for checkpoints that share a full one's files."""
+    files = sorted((checkpoint / "tables").glob("*.safetensors"))
+    return files[0].stat().st_ino if files else checkpoint
 
 
 def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -> list[CheckpointCard]:

@@ -1,7 +1,7 @@
 """Everything that one training run works with."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from dphybrid.training.checkpoint import Trained, complete_checkpoints
 from dphybrid.training.clock import StageClock
 from dphybrid.training.finite import NotFinite
 from dphybrid.training.metrics import Task
+from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
@@ -23,10 +24,8 @@ _EACH, _EVERY = 10, 100
 class Session:
     """Everything one training run works with.
 
-    facts: what else goes into each checkpoint's page. dataset: name and digest of the data. profile_steps:
-    steps to record in detail.
-    encoder: folder that goes into each checkpoint, so that it can predict; encoder_sums: sha256 of its files,
-    by `encoder/NAME`.
+    facts: what else goes into each checkpoint's page; saver writes them. dataset: name and digest of the
+    data. profile_steps: steps to record in detail.
     """
 
     config: ExperimentConfig
@@ -39,11 +38,10 @@ class Session:
     splits: SplitLog
     stop: StopRequest
     checkpoints: Path
+    saver: CheckpointWriter
     facts: Mapping[str, Any]
     dataset: tuple[str, str]
     profile_steps: range = range(0)
-    encoder: Path | None = None
-    encoder_sums: Mapping[str, str] = field(default_factory=dict)
 
     def skip_or_stop(self, found: NotFinite) -> None:
         """Count and tell a step without an update. Raises UserError where train.on_nonfinite does not say
@@ -51,6 +49,7 @@ class Session:
         progress = self.trained.progress
         text = f"step {progress.step + 1}: {found.text}"
         if self.config.train.on_nonfinite == "stop" or found.weight:
+            self.saver.wait()
             done = complete_checkpoints(self.checkpoints)
             other = "" if found.weight else ", or train.on_nonfinite=skip,"
             raise UserError(

@@ -7,7 +7,9 @@ in memory.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,25 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SLICE_BYTES = 16 * 2**20
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+@dataclass(frozen=True)
+class Patched:
+    """The tensor `name` of a file, but for the rows ids_U (ascending), which are those of rows_UD."""
+
+    file: Path
+    name: str
+    ids_U: Tensor
+    rows_UD: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows_UD.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tensor_shapes(self.file)[self.name]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | Patched]) -> str:
     """Write named tensors, any device; return the file's sha256 in hex. Whoever asks for it has the disk keep
     the file."""
     digest = hashlib.sha256()
@@ -39,7 +59,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor | Patched]) -> str:
     """Return the sha256 that the file of these tensors would have."""
     digest = hashlib.sha256()
     for piece in _pieces(tensors):
@@ -47,12 +67,12 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _pieces(tensors: Mapping[str, Tensor | Patched]) -> Iterator[bytes | memoryview]:
     tensors = dict(sorted(tensors.items()))  # the same tensors give the same file, however they came to be
     header: dict[str, object] = {}
     offset = 0
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -64,14 +84,26 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield len(head).to_bytes(8, "little")
     yield head
     for tensor in tensors.values():
-        yield from _byte_slices(tensor)
+        for part in _patched_slices(tensor) if isinstance(tensor, Patched) else _slices(tensor):
+            yield part.view(torch.uint8).numpy().data
 
 
-def _byte_slices(tensor: Tensor) -> Iterator[memoryview]:
+def _slices(tensor: Tensor) -> Iterator[Tensor]:
     flat = tensor.detach().reshape(-1)
     step = max(1, _SLICE_BYTES // tensor.element_size())
     for start in range(0, flat.numel(), step):
-        yield flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data
+        yield flat[start : start + step].cpu().contiguous()
+
+
+def _patched_slices(tensor: Patched) -> Iterator[Tensor]:
+    width = math.prod(tensor.shape[1:])
+    first = 0
+    for part in _stored_slices(tensor.file, tensor.name, width):
+        last = first + part.numel() // max(1, width)
+        low, high = torch.searchsorted(tensor.ids_U, torch.tensor([first, last])).tolist()
+        part.view(last - first, *tensor.shape[1:])[tensor.ids_U[low:high] - first] = tensor.rows_UD[low:high]
+        yield part
+        first = last
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -85,31 +117,62 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry["shape"]) for name, entry in _header(path)[0].items()}
 
 
+def stored_tensor(path: Path, name: str) -> Tensor:
+    """Read one tensor of a file into memory."""
+    entry = _header(path)[0][name]
+    found = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+    read_into(path, name, found)
+    return found
+
+
 def read_into(path: Path, name: str, target: Tensor) -> None:
     """Fill `target` (N, ...) in place from the tensor `name` of the file, slice by slice. Raises UserError
     when shapes differ."""
-    entries, start = _header(path)
-    shape, dtype = tuple(entries[name]["shape"]), _DTYPES[entries[name]["dtype"]]
+    shape = tensor_shapes(path)[name]
     if shape != tuple(target.shape):
         raise UserError(
             f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained "
             "on other data?"
         )
+    flat, first = target.view(-1), 0
+    for part in _stored_slices(path, name):
+        flat[first : first + part.numel()] = part
+        first += part.numel()
+
+
+def read_rows_into(path: Path, name: str, ids_U: Tensor, target: Tensor) -> None:
+    """Put the rows of the tensor `name` of the file at ids_U (ascending) of `target` (N, ...), slice by
+    slice."""
+    width = math.prod(target.shape[1:])
+    first = 0
+    for part in _stored_slices(path, name, width):
+        last = first + part.numel() // max(1, width)
+        rows = part.view(last - first, *target.shape[1:]).to(target.dtype)
+        target.index_copy_(0, ids_U[first:last], rows)
+        first = last
+
+
+def _stored_slices(path: Path, name: str, multiple_of: int = 1) -> Iterator[Tensor]:
+    """Yield the values of a tensor of a file, one slice after the other in the same memory. multiple_of: of
+    their lengths."""
     # Plain reading: pages of a mapped file would count as this process's memory, a second table for a while.
-    flat, size = target.view(-1), dtype.itemsize
-    step = max(1, _SLICE_BYTES // size)
-    buffer = torch.empty(min(step, max(1, flat.numel())), dtype=dtype)
+    entries, start = _header(path)
+    dtype, left = _DTYPES[entries[name]["dtype"]], math.prod(entries[name]["shape"])
+    width = max(1, multiple_of)
+    step = max(width, _SLICE_BYTES // dtype.itemsize // width * width)
+    buffer = torch.empty(min(step, left), dtype=dtype)
     with path.open("rb", buffering=0) as file:
         file.seek(start + entries[name]["data_offsets"][0])
-        for first in range(0, flat.numel(), step):
-            part = buffer[: min(step, flat.numel() - first)]
+        while left:
+            part = buffer[: min(step, left)]
             wanted = part.view(torch.uint8).numpy().data.cast("B")
             while wanted:
                 count = file.readinto(wanted)
                 if not count:
                     raise UserError(f"{path}: ends within {name}; use another checkpoint")
                 wanted = wanted[count:]
-            flat[first : first + part.numel()] = part
+            yield part
+            left -= part.numel()
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

@@ -8,8 +8,8 @@ from torch import nn
 from dphybrid.data import Prepared
 from dphybrid.data.table.extend import old_rows, open_base
 from dphybrid.embedding import find_tables
-from dphybrid.training.checkpoint import load_weights, table_file, verify_checkpoint
-from dphybrid.training.tensor_file import read_tensors
+from dphybrid.training.checkpoint import load_weights, verify_checkpoint
+from dphybrid.training.table_files import table_weight
 from dphybrid.util.errors import UserError
 
 
@@ -37,7 +37,7 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
     tables = find_tables(model)
     load_weights(checkpoint, model, skip=tables)
     for name, table in tables.items():
-        before = read_tensors(table_file(checkpoint, name))["weight"]
+        before = table_weight(checkpoint, name)
         fits = len(table.weight) == len(sources_V) and len(before) > int(sources_V.max())
         if not fits or before.shape[1] != table.weight.shape[1]:
             raise UserError(

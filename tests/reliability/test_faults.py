@@ -16,7 +16,7 @@ import pytest
 from dphybrid.selftest.faults import KILLED, MODES
 from dphybrid.selftest.trial import came_to, run_trial
 
-TRIALS = os.environ.get("DPHYBRID_FAULTS", "8")
+TRIALS = os.environ.get("DPHYBRID_FAULTS", "4")
 CLICKS = Path(__file__).parent.parent / "fixtures" / "run_without_version" / "clicks.csv"
 OPTIONS = [
     "recipe=ctr",
@@ -34,8 +34,19 @@ OPTIONS = [
     "checkpoint.every_steps=2",
 ]
 
+CHANGED_ROWS = [
+    *[text for text in OPTIONS if not text.startswith(("data.buckets", "train.batch", "checkpoint."))],
+    "data.buckets=400",
+    "train.batch_size=6",
+    "checkpoint.every_steps=3",
+    "checkpoint.full_every=4",
+    "checkpoint.keep_last=2",
+]
+"""Of seven checkpoints, five hold changed rows alone."""
+
 RUNS = {
     "a table on two devices": OPTIONS,
+    "changed rows alone": CHANGED_ROWS,
     "a tutorial on eight devices": [
         "recipe=hybrid",
         "train.epochs=2",

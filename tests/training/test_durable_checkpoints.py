@@ -19,9 +19,9 @@ from dphybrid.training.checkpoint import (
     complete_checkpoints,
     load_weights,
     read_state,
-    save_checkpoint,
     verify_checkpoint,
 )
+from dphybrid.training.saving import CheckpointWriter, save_checkpoint
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
@@ -70,17 +70,21 @@ def test_what_is_no_number_is_never_saved(where: str, value: float, trained: Tra
 
 
 def test_the_same_step_again_changes_its_page_alone(trained: Trained, tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, trained, {}, {})
-    before = path.stat().st_ino, (path / "blocks.safetensors").stat().st_ino
-    trained.progress.metrics["auc"] = 0.5
-    assert save_checkpoint(tmp_path, trained, {}, {}) == path
-    assert (path.stat().st_ino, (path / "blocks.safetensors").stat().st_ino) == before
-    assert read_state(path).progress.metrics == {"auc": 0.5}
+    with CheckpointWriter(tmp_path, trained) as writer:
+        path = writer.save({}, {})
+        writer.wait()
+        before = path.stat().st_ino, (path / "blocks.safetensors").stat().st_ino
+        trained.progress.metrics["auc"] = 0.5
+        assert writer.save({}, {}) == path
+        writer.wait()
+        assert (path.stat().st_ino, (path / "blocks.safetensors").stat().st_ino) == before
+        assert read_state(path).progress.metrics == {"auc": 0.5}
+        verify_checkpoint(path, known=False)
+        with torch.no_grad():
+            trained.model.get_parameter("linear.weight").add_(1.0)
+        writer.save({}, {})
     verify_checkpoint(path, known=False)
-    with torch.no_grad():
-        trained.model.get_parameter("linear.weight").add_(1.0)
-    save_checkpoint(tmp_path, trained, {}, {})
-    verify_checkpoint(path, known=False)
+    assert path.stat().st_ino != before[0]
     assert complete_checkpoints(tmp_path) == [path]
 
 

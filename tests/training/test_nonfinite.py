@@ -144,7 +144,11 @@ def test_a_skipped_step_changes_neither_blocks_nor_buffers_nor_rows_and_is_count
 ) -> None:
     monkeypatch.delenv("DPHYBRID_TRACKING_URI")
     report = trained(
-        "train.on_nonfinite=skip", "train.epochs=1", "checkpoint.every_steps=1", "checkpoint.keep_last=9"
+        "train.on_nonfinite=skip",
+        "train.epochs=1",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=9",
+        "checkpoint.full_every=1",
     )
     (bad,) = re.findall(r"step (\d+): .*; skipped", "\n".join(report.split_lines))
     folder = Path(report.latest_checkpoint).parent

@@ -1,0 +1,409 @@
+"""Checkpoints written beside the training, which stands still only while what has changed is copied.
+
+A full checkpoint holds each table's file whole. One in between holds a hard link to the file of the last full
+one and the rows changed since (see `table_files`), so that a folder has all it needs, whatever is removed
+beside it. A full one is made from the file of the full one before and the rows changed since, in the thread
+that writes.
+
+Letters: U changed rows of a table.
+"""
+
+import contextvars
+import copy
+import errno
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from dphybrid.embedding import find_tables
+from dphybrid.embedding.storage import available_memory_bytes, zero_rows
+from dphybrid.training.checkpoint import (
+    FORMAT,
+    CheckpointState,
+    Trained,
+    dense_state,
+    flatten_optimizer,
+    generator_states,
+    read_state,
+)
+from dphybrid.training.finite import Rows, check_finite
+from dphybrid.training.table_files import IDS, changed_file, changed_rows, rows_of, table_file
+from dphybrid.training.tensor_file import Patched, tensors_digest, write_tensors
+from dphybrid.util.digests import copy_files, file_digest
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import making
+
+_WORTH_IT = 0.5
+"""Share of changed bytes up to which they alone are copied: beyond, copying all costs little more."""
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+
+
+class SavingCosts(BaseModel):
+    """What a run's checkpoints have cost. stall_s: how long the training stood still for them; write_s: how
+    long they were written beside it."""
+
+    count: int = 0
+    full: int = 0
+    written_bytes: int = 0
+    stall_s: float = 0.0
+    longest_stall_s: float = 0.0
+    write_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint's share of the costs."""
+
+    path: Path
+    step: int
+    full: bool
+    written_bytes: int
+    stall_s: float
+    write_s: float
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A table's weight and states at rows ids_U, or all of them; whole: states without a row for each row."""
+
+    ids_U: Tensor | None
+    by_row: dict[str, Tensor]
+    whole: dict[str, Tensor]
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one training under `folder`; to be used as a context, which ends when all is
+    written.
+
+    full_every: each n-th checkpoint is full, those between hold the rows changed since. encoder: folder of
+    what turns new rows into the model's input; a copy of it makes a checkpoint ready to predict;
+    encoder_sums: the sha256 that its files must have, by `encoder/NAME`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        trained: Trained,
+        full_every: int = 1,
+        encoder: Path | None = None,
+        encoder_sums: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._folder, self._trained, self._full_every = folder, trained, full_every
+        self._encoder, self._encoder_sums = encoder, encoder_sums
+        self._changes = trained.rows.track_changes() if trained.rows is not None else None
+        self._latest: Path | None = None
+        self._versions: list[int] | None = None
+        self._since_full = 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.costs = SavingCosts()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None or error is failure:
+                raise
+            print(f"Note: the newest checkpoint could not be written: {failure}", file=sys.stderr, flush=True)
+
+    def resumed(self, path: Path, page: CheckpointState) -> None:
+        """Go on from a checkpoint that was loaded: its rows count as changed since the last full one."""
+        self._latest, self._since_full = path, page.since_full
+        if self._changes is not None:
+            found = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
+            self._changes.restore({name: ids_U for name, ids_U in found.items() if ids_U is not None})
+            self._versions = self._changes.versions()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in hand is written. Raises what its writing failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the writing of a checkpoint has failed with."""
+        if self._error is not None:
+            raise self._error
+
+    def save(
+        self,
+        config: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        record: Mapping[str, Any] | None = None,
+        then: Callable[[Saved], None] = lambda _: None,
+    ) -> Path:
+        """Begin to write a checkpoint of this moment and return its path; it is there after `wait`. The same
+        step again replaces the page alone where the tensors are the same.
+
+        config: the experiment's values. facts: what else belongs into state.json (digests of data, devices).
+        record: goes on at a resume. then: called when it is there, in the thread that writes. Raises
+        UserError, and writes nothing, when a weight or a state is no number any more; and what the writing of
+        the checkpoint before has failed with.
+        """
+        start = time.perf_counter()
+        self.wait()
+        step, before = self._trained.progress.step, self._latest
+        final = self._folder / f"step-{step:06d}"
+        copies, beside = self._copies()
+        check_finite(self._trained.model, self._trained.dense, _named(copies), step)
+        files, optimizer_page = self._dense()
+        page = CheckpointState(
+            progress=copy.deepcopy(self._trained.progress),
+            config=dict(config),
+            optimizer=optimizer_page,
+            generators=generator_states(),
+            sha256={},
+            record=copy.deepcopy(dict(record or {})),
+            **facts,
+        )
+        partly = bool(copies) and all(copied.ids_U is not None for copied in copies.values())
+        full = not partly or self._since_full + 1 >= self._full_every
+        if same := self._same(final, files):
+            page = page.model_copy(update={name: getattr(same, name) for name in _OF_TENSORS})
+        else:
+            self._since_full = 0 if full else self._since_full + 1
+            page = page.model_copy(
+                update={"since_full": self._since_full, "format": FORMAT if self._since_full else 1}
+            )
+            if full and self._changes is not None:
+                self._changes.forget()
+            self._latest = final
+            self._versions = self._changes.versions() if self._changes is not None else None
+        stall_s = time.perf_counter() - start
+
+        def work() -> None:
+            began = time.perf_counter()
+            try:
+                if same:
+                    page.write(final / "state.json")
+                    written = (final / "state.json").stat().st_size
+                else:
+                    written = self._write(final, before, copies, files, page)
+                now = time.perf_counter()
+                saved = Saved(
+                    final, step, not page.since_full, written, stall_s if beside else now - start, now - began
+                )
+                self._count(saved)
+                then(saved)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the training must end with it
+                self._error = error
+
+        if beside:
+            context = contextvars.copy_context()  # what is told there stands in the caller's log
+            self._thread = threading.Thread(target=context.run, args=(work,), name="dphybrid-checkpoint")
+            self._thread.start()
+        else:
+            work()
+            self.check()
+        return final
+
+    def _copies(self) -> tuple[dict[str, _Copied], bool]:
+        """Return each table's changed rows, or all where these are not known or too many; and whether they
+        are copies, which training leaves alone. They are not where memory has no room for them."""
+        tables, rows = find_tables(self._trained.model), self._trained.rows
+        changed = self._changes.rows() if self._changes is not None and self._latest is not None else {}
+        by_row: dict[str, dict[str, Tensor]] = {}
+        whole: dict[str, dict[str, Tensor]] = {}
+        for name, table in tables.items():
+            states = rows.state[name] if rows is not None and name in rows.state else {}
+            by_row[name] = {"weight": table.weight}
+            if rows is not None and name in rows.state:
+                by_row[name] |= rows.row_states(name)
+            whole[name] = {key: state.clone() for key, state in states.items() if key not in by_row[name]}
+        sizes = {
+            name: [sum(tensor.nbytes for tensor in tensors.values()), len(tensors["weight"])]
+            for name, tensors in by_row.items()
+        }
+        everything, partly = sum(size for size, _ in sizes.values()), 0.0
+        for name, (size, length) in sizes.items():
+            ids_U = changed.get(name)
+            partly += size if ids_U is None else size * len(ids_U) / length
+            changed[name] = ids_U
+        if any(ids_U is None for ids_U in changed.values()) or partly > _WORTH_IT * everything:
+            changed, partly = dict.fromkeys(by_row), everything
+        beside = partly <= available_memory_bytes() / 2
+        if not beside:
+            changed = dict.fromkeys(by_row)
+        return {
+            name: _Copied(
+                changed[name],
+                {
+                    key: tensor if not beside else _copied(tensor, changed[name])
+                    for key, tensor in by_row[name].items()
+                },
+                whole[name],
+            )
+            for name in by_row
+        }, beside
+
+    def _dense(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Return copies of what else a checkpoint holds, by file, and the page of the blocks' optimizer."""
+        trained = self._trained
+        tables = find_tables(trained.model)
+        files = {"blocks.safetensors": dense_state(trained.model)}
+        page: dict[str, Any] = {}
+        if trained.dense is not None:
+            files["blocks_optimizer.safetensors"], page = flatten_optimizer(trained.dense.state_dict())
+        states = trained.rows.state if trained.rows is not None else {}
+        extra = {
+            f"{name}.{key}": state
+            for name, own in states.items()
+            if name not in tables
+            for key, state in own.items()
+        }
+        if extra:
+            files["tables/_optimizer.safetensors"] = extra
+        copies = {
+            file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
+        return copies, copy.deepcopy(page)
+
+    def _same(self, final: Path, files: Mapping[str, Mapping[str, Tensor]]) -> CheckpointState | None:
+        """Return the page of the newest checkpoint where it is of this step and has the same tensors: after a
+        resume, say."""
+        if final != self._latest or self._changes is None or self._changes.versions() != self._versions:
+            return None
+        page = read_state(final)
+        same = all(page.sha256.get(name) == tensors_digest(tensors) for name, tensors in files.items())
+        return page if same else None
+
+    def _write(
+        self,
+        final: Path,
+        before: Path | None,
+        copies: Mapping[str, _Copied],
+        files: Mapping[str, Mapping[str, Tensor]],
+        page: CheckpointState,
+    ) -> int:
+        """Write a checkpoint's folder; return its bytes, without those of linked files."""
+        with making(final) as partial:
+            (partial / "tables").mkdir()
+            if page.since_full:
+                (partial / "changed").mkdir()
+            sums = {name: write_tensors(partial / name, tensors) for name, tensors in files.items()}
+            for name, copied in copies.items():
+                file, ids_U = table_file(partial, name), copied.ids_U
+                tensors: dict[str, Tensor | Patched] = {**copied.by_row, **copied.whole}
+                if ids_U is not None:
+                    assert before is not None
+                    base = table_file(before, name)
+                    base_sum = read_state(before).sha256[_key(before, base)]
+                    if page.since_full and self._linked(base, file):
+                        sums[_key(partial, file)] = base_sum
+                        file = changed_file(partial, name)
+                        tensors = {rows_of(key): rows for key, rows in copied.by_row.items()}
+                        tensors |= {**copied.whole, IDS: ids_U}
+                    else:
+                        _check_base(base, base_sum)
+                        tensors |= {
+                            key: Patched(base, key, ids_U, rows) for key, rows in copied.by_row.items()
+                        }
+                sums[_key(partial, file)] = write_tensors(file, tensors)
+            linked_bytes = sum(
+                table_file(partial, name).stat().st_size
+                for name in copies
+                if changed_file(partial, name).is_file()
+            )
+            if self._encoder is not None:
+                sums |= self._copied_encoder(self._encoder, partial)
+            page.model_copy(update={"sha256": sums}).write(partial / "state.json")
+            size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+        return size - linked_bytes
+
+    def _linked(self, base: Path, file: Path) -> bool:
+        """Link a full checkpoint's file into another folder; return False where the disk knows no links."""
+        try:
+            os.link(base, file)
+        except FileNotFoundError as error:
+            raise UserError(_GONE.format(base)) from error
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._full_every = 1
+            return False
+        return True
+
+    def _copied_encoder(self, encoder: Path, partial: Path) -> dict[str, str]:
+        copied = {
+            f"encoder/{name}": digest for name, digest in copy_files(encoder, partial / "encoder").items()
+        }
+        for name, digest in copied.items():
+            if self._encoder_sums.get(name, digest) != digest:
+                raise UserError(
+                    f"{encoder.parent / name}: is damaged (its sha256 differs); no checkpoint is made with it"
+                )
+        return copied
+
+    def _count(self, saved: Saved) -> None:
+        costs = self.costs
+        self.costs = SavingCosts(
+            count=costs.count + 1,
+            full=costs.full + saved.full,
+            written_bytes=costs.written_bytes + saved.written_bytes,
+            stall_s=costs.stall_s + saved.stall_s,
+            longest_stall_s=max(costs.longest_stall_s, saved.stall_s),
+            write_s=costs.write_s + saved.write_s,
+        )
+
+
+def save_checkpoint(
+    folder: Path,
+    trained: Trained,
+    config: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    encoder: Path | None = None,
+    encoder_sums: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
+    """Write one full checkpoint under `folder` and return its path; see `CheckpointWriter`."""
+    with CheckpointWriter(folder, trained, encoder=encoder, encoder_sums=encoder_sums) as writer:
+        return writer.save(config, facts)
+
+
+_OF_TENSORS = ("sha256", "since_full", "format")
+_GONE = "{}: is gone, and the next checkpoint was to be made from it; go on with --resume"
+
+
+def _check_base(base: Path, wanted: str) -> None:
+    """Raise UserError when the file that a full checkpoint is made from is damaged or gone."""
+    try:
+        digest = file_digest(base)
+    except FileNotFoundError as error:
+        raise UserError(_GONE.format(base)) from error
+    if digest != wanted:
+        raise UserError(
+            f"{base}: is damaged (its sha256 differs), and the next checkpoint was to be made from it; go on "
+            "with --resume, which takes the newest whole one"
+        )
+
+
+def _copied(tensor: Tensor, ids_U: Tensor | None) -> Tensor:
+    if ids_U is not None:
+        return tensor.index_select(0, ids_U)
+    return zero_rows(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
+
+def _key(folder: Path, file: Path) -> str:
+    return file.relative_to(folder).as_posix()
+
+
+def _named(copies: Mapping[str, _Copied]) -> Iterator[Rows]:
+    for table, copied in copies.items():
+        for key, rows in copied.by_row.items():
+            what = f"table {table}" if key == "weight" else f"row optimizer's {table}.{key}"
+            yield what, rows, copied.ids_U

@@ -1,0 +1,325 @@
+"""Checkpoints that hold changed rows alone: the same bits as whole ones, whatever is removed, edited or fails
+meanwhile."""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+from torch import Tensor, nn
+
+import dphybrid
+from dphybrid.config import CheckpointConfig
+from dphybrid.config.settings import load_settings
+from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, make_row_optimizer
+from dphybrid.jobs.load import load_model, model_from_checkpoint
+from dphybrid.jobs.train import run_job
+from dphybrid.jobs.verify import verify_places
+from dphybrid.recipes.configs import load_config
+from dphybrid.tracking.loader import checkpoint_folder
+from dphybrid.training.checkpoint import (
+    Progress,
+    Trained,
+    complete_checkpoints,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    read_state,
+    verify_checkpoint,
+)
+from dphybrid.training.retention import prune_checkpoints
+from dphybrid.training.saving import CheckpointWriter, save_checkpoint
+from dphybrid.training.session import Session
+from dphybrid.training.split_log import SplitLog
+from dphybrid.training.tensor_file import stored_tensor, write_tensors
+from dphybrid.util.errors import UserError
+from dphybrid.util.stop import Interrupted, StopRequest
+from tests.reliability.test_faults import CLICKS
+
+
+class Tables(nn.Module):
+    """Three tables, two of which are updated together, of two types."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words = HostEmbedding(300, 4, name="words", **options)
+        self.rounded = HostEmbedding(200, 8, dtype=torch.bfloat16, name="rounded", **options)
+        self.columns = HostEmbeddingCollection({"a": 90, "b": 50}, 4, **options)
+        self.linear = nn.Linear(16, 1)
+
+
+def new(optimizer: str, **options: Any) -> Trained:
+    torch.manual_seed(0)
+    model = Tables(**options)
+    dense = torch.optim.AdamW(model.linear.parameters())
+    return Trained(model, dense, make_row_optimizer(optimizer, find_tables(model), lr=0.1), Progress())
+
+
+def step(trained: Trained, count: int = 6) -> None:
+    """Take a step that is a function of its number alone."""
+    model, random = trained.model, torch.Generator().manual_seed(trained.progress.step)
+    assert isinstance(model, Tables)
+    assert trained.dense is not None
+    assert trained.rows is not None
+    trained.dense.zero_grad()
+    trained.rows.zero_grad()
+    rows = [
+        model.words(torch.randint(300, (count,), generator=random)),
+        model.rounded(torch.randint(200, (count,), generator=random)),
+        model.columns.flat(torch.randint(140, (count,), generator=random)),
+    ]
+    model.linear(torch.cat(rows, 1)).square().sum().backward()
+    trained.dense.step()
+    trained.rows.step()
+    trained.progress.step += 1
+
+
+def everything(trained: Trained) -> dict[str, Tensor]:
+    assert trained.rows is not None
+    assert trained.dense is not None
+    moments = {f"{i}.{k}": v for i, s in trained.dense.state_dict()["state"].items() for k, v in s.items()}
+    return trained.model.state_dict() | trained.rows.state_dict() | moments
+
+
+def loaded(path: Path, optimizer: str) -> Trained:
+    fresh = new(optimizer)
+    verify_checkpoint(path, known=False)
+    load_checkpoint(path, fresh)
+    return fresh
+
+
+@pytest.mark.parametrize("storage", ["memory", "mmap"])
+@pytest.mark.parametrize("optimizer", ["adam", "lazy-adam", "sgd"])
+def test_each_checkpoint_has_the_bits_of_the_moment_and_of_a_whole_one(
+    optimizer: str, storage: str, tmp_path: Path
+) -> None:
+    options = {} if storage == "memory" else {"storage": "mmap", "path": tmp_path}
+    trained, kinds = new(optimizer, **options), []
+    with CheckpointWriter(tmp_path / "changed", trained, full_every=3) as writer:
+        for _ in range(8):
+            path = writer.save({}, {})
+            expected = {key: value.clone() for key, value in everything(trained).items()}
+            step(trained)  # while it is being written
+            writer.wait()
+            found = loaded(path, optimizer)
+            torch.testing.assert_close(everything(found), expected, rtol=0, atol=0)
+            page = read_state(path)
+            kinds.append(page.since_full)
+            assert (page.since_full == 0) == (not (path / "changed").exists()) == (page.format == 1)
+            if not page.since_full:
+                whole = read_state(save_checkpoint(tmp_path / "whole", found, {}, {}))
+                assert whole.sha256 == page.sha256
+                assert len([name for name in page.sha256 if name.startswith("tables/")]) == 3
+    assert kinds == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert (writer.costs.count, writer.costs.full) == (8, 3)
+
+
+def test_a_resumed_training_writes_the_files_that_the_unbroken_one_writes(tmp_path: Path) -> None:
+    def train(folder: Path, trained: Trained, steps: int, resume: bool = False) -> None:
+        with CheckpointWriter(folder, trained, full_every=4) as writer:
+            if resume:
+                done = newest_whole_checkpoint(folder)
+                assert done is not None
+                writer.resumed(done, load_checkpoint(done, trained))
+            while trained.progress.step < steps:
+                step(trained)
+                writer.save({}, {})
+                writer.wait()
+
+    train(tmp_path / "unbroken", new("adam"), 9)
+    for steps in (2, 3, 5, 9):  # each time in new tensors
+        train(tmp_path / "broken", new("adam"), steps, resume=steps > 2)
+    unbroken, broken = (complete_checkpoints(tmp_path / name) for name in ("unbroken", "broken"))
+    assert [read_state(path).sha256 for path in broken] == [read_state(path).sha256 for path in unbroken]
+    assert [read_state(path).since_full for path in broken] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+def test_a_checkpoint_needs_no_other_folder_and_another_full_one_stays(tmp_path: Path) -> None:
+    trained = new("adam")
+    config = CheckpointConfig(keep_last=2)
+    kept = []
+    with CheckpointWriter(tmp_path, trained, full_every=4) as writer:
+        for _ in range(10):
+            step(trained)
+            path = writer.save({}, {}, then=lambda _: kept.append(prune_checkpoints(tmp_path, config, [])))
+    assert [[int(path.name[-2:]) for path in paths] for paths in kept] == [
+        [1], [1, 2], [2, 3], [3, 4], [4, 5], [4, 5, 6], [4, 6, 7], [4, 7, 8], [8, 9], [8, 9, 10],
+    ]  # fmt: skip
+    torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
+    assert not (tmp_path / "step-000005").exists()
+    with (path / "tables" / "words.safetensors").open("r+b") as file:  # the file that the last two share
+        file.seek(500)
+        file.write(b"?")
+    for shared in kept[-1][1:]:
+        with pytest.raises(UserError, match=r"words.safetensors: is damaged"):
+            verify_checkpoint(shared)
+    assert newest_whole_checkpoint(tmp_path) == tmp_path / "step-000008"
+
+
+def by_hand(trained: Trained) -> None:
+    assert isinstance(trained.model, Tables)
+    trained.model.words.weight[299] = 7.0
+
+
+def loaded_again(trained: Trained) -> None:
+    trained.model.load_state_dict(new("adam").model.state_dict())
+
+
+def most_rows(trained: Trained) -> None:
+    step(trained, 400)
+
+
+@pytest.mark.parametrize("change", [by_hand, loaded_again, most_rows])
+def test_what_no_update_has_changed_or_is_too_much_is_written_whole(
+    change: Callable[[Trained], None], tmp_path: Path
+) -> None:
+    trained = new("adam")
+    with CheckpointWriter(tmp_path, trained, full_every=5) as writer:
+        for number, since_full in enumerate((0, 1, 0, 1)):
+            if number == 2:
+                change(trained)
+            step(trained)
+            path = writer.save({}, {})
+            writer.wait()
+            assert read_state(path).since_full == since_full
+            torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
+
+
+def test_a_disk_without_links_and_a_full_memory_get_whole_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    trained = new("adam")
+    with CheckpointWriter(tmp_path, trained, full_every=5) as writer:
+        for number in range(4):
+            step(trained)
+            if number == 2:
+                monkeypatch.setattr("dphybrid.training.saving.available_memory_bytes", lambda: 1)
+            path = writer.save({}, {})
+            writer.wait()
+            assert not (list((path / "changed").glob("*")) if (path / "changed").is_dir() else [])
+            torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
+
+
+def test_a_damaged_base_is_never_written_on(tmp_path: Path) -> None:
+    trained = new("adam")
+    writer = CheckpointWriter(tmp_path, trained, full_every=2)
+    for _ in range(2):
+        step(trained)
+        path = writer.save({}, {})
+        writer.wait()
+    with (path / "tables" / "words.safetensors").open("r+b") as file:
+        file.seek(900)
+        file.write(b"!!")
+    step(trained)
+    writer.save({}, {})
+    with pytest.raises(UserError, match=r"words.safetensors: is damaged .*--resume"):
+        writer.wait()
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001", "step-000002"]
+
+
+OPTIONS = [
+    "recipe=ctr",
+    f"data.path={CLICKS}",
+    "data.label=clicked",
+    "data.buckets=400",
+    "model.dim=2",
+    "model.hidden=4",
+    "model.layers=1",
+    "train.batch_size=4",
+    "train.epochs=2",
+    "train.clip_norm=0",
+    "checkpoint.full_every=100",
+    "checkpoint.keep_every=1",
+    "checkpoint.every_steps=3",
+    "devices=cpu*2",
+]
+
+
+def test_all_that_reads_checkpoints_reads_changed_rows(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = run_job(load_config(None, OPTIONS), load_settings(), run_name="run")
+    folder = Path(report.best_checkpoint)
+    assert read_state(folder).since_full
+    assert report.saving.full == 1 < report.saving.count
+    assert report.saving.written_bytes > 0
+    assert report.saving.stall_s >= report.saving.longest_stall_s > 0
+    whole = load_model("run")
+    assert list(verify_places(["run"], load_settings()))[-1][1]
+    (table,) = find_tables(whole).values()
+    base = stored_tensor(folder / "tables" / "table.safetensors", "weight")
+    assert not torch.equal(table.weight, base)
+    mapped = next(iter(find_tables(model_from_checkpoint(folder, mapped=True)).values()))
+    assert torch.equal(mapped.weight, table.weight)
+    mapped.weight[:] = 0.0
+    assert list(verify_places([str(folder)], load_settings())) == [(f"{folder}: whole", True)]
+    rows = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
+    predicted = dphybrid.load("run").predict(rows)
+    client = MlflowClient(report.tracking_uri)
+    (best,) = [
+        model
+        for model in client.search_logged_models([client.get_run(report.run_id).info.experiment_id])
+        if model.tags["dphybrid.role"].startswith("best")
+    ]
+    shutil.rmtree(folder.parent)
+    assert dphybrid.load(f"models:/{best.model_id}").predict(rows).tolist() == predicted.tolist()
+    warm = [
+        *OPTIONS,
+        f"train.warm_start={checkpoint_folder(f'models:/{best.model_id}', report.tracking_uri)}",
+    ]
+    monkeypatch.setattr("dphybrid.jobs.train.train", lambda session, *_: started.append(session))
+    started: list[Session] = []
+    with pytest.raises(UserError):  # not trained: there is no checkpoint
+        run_job(load_config(None, warm), load_settings(), run_name="warm")
+    assert torch.equal(find_tables(started[0].trained.model)["table"].weight, table.weight)
+
+
+def test_the_training_ends_with_what_the_writing_thread_failed_with(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    full_disk = OSError(errno.ENOSPC, "No space left on device")
+
+    def write(path: Path, _: object) -> str:
+        if threading.current_thread() is not threading.main_thread() and "000006" in str(path):
+            raise full_disk
+        return write_tensors(path, _)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dphybrid.training.saving.write_tensors", write)
+    with pytest.raises(UserError, match="No space left on device; make room on its disk.*--resume"):
+        run_job(load_config(None, OPTIONS), load_settings(), run_name="run")
+    there = complete_checkpoints(data_dir / "runs" / "run" / "checkpoints")
+    assert [path.name for path in there] == ["step-000003"]
+    monkeypatch.setattr("dphybrid.training.saving.write_tensors", write_tensors)
+    run_job(load_config(None, OPTIONS), load_settings(), resume="run")
+
+
+def test_a_stop_waits_for_the_checkpoint_it_names(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    stop = StopRequest()
+    after_step = SplitLog.after_step
+
+    def stop_at_five(self: SplitLog, step: int) -> list[str]:
+        if step == 5:
+            stop.ask("a test")
+        return after_step(self, step)
+
+    def slowly(path: Path, tensors: Any) -> str:
+        time.sleep(0.2)
+        return write_tensors(path, tensors)
+
+    monkeypatch.setattr("dphybrid.training.saving.write_tensors", slowly)
+    monkeypatch.setattr(SplitLog, "after_step", stop_at_five)
+    with pytest.raises(Interrupted, match=r"step-000005 goes on with --resume"):
+        run_job(load_config(None, OPTIONS), load_settings(), run_name="run", stop=stop)
+    verify_checkpoint(data_dir / "runs" / "run" / "checkpoints" / "step-000005")
