@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dphybrid.cli.flags import config_from_args, overrides_from_args, tags_from_args
 from dphybrid.config.settings import load_settings
@@ -15,6 +15,9 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json
+
+if TYPE_CHECKING:
+    from dphybrid.jobs.pages import Report
 
 
 def train(args: argparse.Namespace) -> int:
@@ -24,16 +27,32 @@ def train(args: argparse.Namespace) -> int:
     from dphybrid.jobs.train import run_job
     from dphybrid.util.stop import Interrupted
 
+    if config.cluster.ranks:
+        from dphybrid.jobs.cluster import is_joined, join_job
+
+        if is_joined():
+            try:
+                joined = join_job(config, settings, args.run_name, resume, tags_from_args(args))
+            except Interrupted as interruption:
+                print(interruption)
+                return 0  # for torchrun this rank has done what it should: it is not started again
+            if joined is not None:
+                _show(joined, report_path)
+            return 0
     try:
         report = run_job(config, settings, run_name=args.run_name, resume=resume, tags=tags_from_args(args))
     except Interrupted as interruption:
         if interruption.requeue:
             go_on_later(interruption, settings)
         raise
-    print(report.text)
-    if report_path:
-        report.write(report_path)
+    _show(report, report_path)
     return 0
+
+
+def _show(report: "Report", path: Path | None) -> None:
+    print(report.text)
+    if path:
+        report.write(path)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -43,6 +62,13 @@ def plan(args: argparse.Namespace) -> int:
 
     config, settings = load_config(args.config, overrides_from_args(args)), load_settings()
     batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
+    if config.cluster.ranks:
+        from dphybrid.jobs.cluster import ranks_plan
+
+        print(ranks_plan(config, settings, batch_size, args.nodes, args.link_gbit, args.table_rows))
+        return 0
+    if args.rows is None:
+        raise UserError("--rows N: say how many rows an epoch has, so that its last batch can be shown")
     if batch_size < 1 or args.rows < 1:
         raise UserError(f"--batch-size {batch_size} --rows {args.rows}: both must be at least 1")
     devices = resolve_devices(wanted_spec(config, settings).text)

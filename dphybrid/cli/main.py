@@ -13,6 +13,7 @@ PLAN_HELP = """\
 examples:
   %(prog)s --devices 'cpu*8' --batch-size 30 --rows 100
   %(prog)s --devices cuda:0,cuda:1 --recipe text --rows 50000 --memory
+  %(prog)s --recipe ctr --cluster.ranks 16 --nodes 2 --link-gbit 25 --table-rows 4000000000
 """
 
 CHECK_HELP = """\
@@ -116,9 +117,20 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     plan.add_argument(
         "--rows",
         type=int,
-        required=True,
         metavar="N",
-        help="rows of an epoch, so that the last batch is shown too",
+        help="rows of an epoch, so that the last batch is shown too (needed but with --cluster.ranks)",
+    )
+    plan.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="machines, with --cluster.ranks W over them all (1)"
+    )
+    plan.add_argument(
+        "--link-gbit", type=float, default=100.0, metavar="G", help="rate of the network between them (100)"
+    )
+    plan.add_argument(
+        "--table-rows",
+        type=int,
+        metavar="N",
+        help="rows of the table, to plan for one that is not there yet (default: the prepared data's)",
     )
     plan.add_argument(
         "--memory",

@@ -2,6 +2,7 @@
 
 from dphybrid.config.experiment import (
     CheckpointConfig,
+    ClusterConfig,
     DataConfig,
     ExperimentConfig,
     ModelConfig,
@@ -15,6 +16,7 @@ from dphybrid.config.experiment import (
 
 __all__ = [
     "CheckpointConfig",
+    "ClusterConfig",
     "DataConfig",
     "ExperimentConfig",
     "ModelConfig",

@@ -15,7 +15,9 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializeAsAny,
+    SerializerFunctionWrapHandler,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -141,6 +143,14 @@ class CheckpointConfig(Section):
     challenger. Empty: not registered."""
 
 
+class ClusterConfig(Section):
+    """Over how many processes, perhaps on several machines, a training is spread."""
+
+    ranks: int = Field(default=0, ge=0, le=4096)
+    """Processes that hold the table in rows and train together, on TorchRec; 0: one process with the table in
+    its host memory."""
+
+
 class ExperimentConfig(Section):
     """A whole experiment. Each recipe has a class of its own below this one, with its own sections and
     defaults.
@@ -159,6 +169,14 @@ class ExperimentConfig(Section):
     table: TableConfig = TableConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_serializer(mode="wrap")
+    def _without_an_unused_cluster(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        if not self.cluster.ranks:
+            values.pop("cluster", None)  # pages of one process are what they were before there were more
+        return values
 
     @model_validator(mode="after")
     def _formats_agree(self) -> Self:

@@ -51,6 +51,11 @@ class Settings(BaseSettings):
     factory_packages: str = ""
     """Packages, separated by commas, whose functions may build the models of checkpoints that come from
     elsewhere (model.factory). Those of runs in data_dir may name any: they are your own."""
+    cluster_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds that a rank of a cluster's run waits for the others in anything that they do together; one that
+    is gone is noticed at once."""
+    cluster_restarts: int = Field(default=3, ge=0)
+    """How often the ranks of a run are started again, from its newest checkpoint, after one of them died."""
     profile: str | None = None
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default="dphybrid", min_length=1)

@@ -54,6 +54,12 @@ def _wide(array: Array) -> Array:
     return array.astype(np.int64) if array.dtype == np.int32 else array
 
 
+def part_of(num_rows: int, part: tuple[int, int]) -> slice:
+    """Return which rows of a batch belong to process part[0] of part[1]: as even as can be, in order."""
+    number, count = part
+    return slice(number * num_rows // count, (number + 1) * num_rows // count)
+
+
 def num_batches(dataset: Dataset, batch_size: int) -> int:
     """Return the batches of an epoch, the short last one counted."""
     return -(-len(dataset) // batch_size)
@@ -68,13 +74,15 @@ def batches(
     shuffle: bool,
     start_batch: int = 0,
     shuffle_rows: int | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: at most so many are shuffled
-    as one, see `shuffled_windows`; None: all."""
+    as one, see `shuffled_windows`; None: all. part: only these rows of each batch, see `part_of`."""
     view = dataset.at_epoch(seed, epoch) if shuffle else dataset
     if not shuffle:
         for start in range(start_batch * batch_size, len(view), batch_size):
-            yield view.fetch(np.arange(start, min(start + batch_size, len(view))))
+            index_B = np.arange(start, min(start + batch_size, len(view)))
+            yield view.fetch(index_B[part_of(len(index_B), part)])
         return
     rest = np.arange(0)
     for window in shuffled_windows(
@@ -83,10 +91,10 @@ def batches(
         rest = np.concatenate([rest, window])
         whole = len(rest) - len(rest) % batch_size
         for start in range(0, whole, batch_size):
-            yield view.fetch(rest[start : start + batch_size])
+            yield view.fetch(rest[start : start + batch_size][part_of(batch_size, part)])
         rest = rest[whole:]
     if len(rest):
-        yield view.fetch(rest)
+        yield view.fetch(rest[part_of(len(rest), part)])
 
 
 def shuffled_windows(

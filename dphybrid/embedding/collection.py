@@ -97,12 +97,12 @@ class HostEmbeddingCollection(nn.Module):
         self.flat = make(starts[-1], dim, std=1.0 if isinstance(std, Mapping) else std, name=name, **options)
         if isinstance(std, Mapping):
             for table, start in self.starts.items():
-                self.flat.weight[start : start + tables[table]] *= std[table]
+                self.flat.scale_start(start, start + tables[table], std[table])
         self._padding = {
             table: self.starts[table] + self._known(table, row) for table, row in (padding or {}).items()
         }
         for row in self._padding.values():
-            self.flat.weight[row] = 0.0
+            self.flat.scale_start(row, row + 1, 0.0)
         self.flat.gradients.frozen = sorted(self._padding.values())
 
     def _known(self, table: str, row: int) -> int:

@@ -20,7 +20,7 @@ from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.gradients import Pending, RowGradients, TableRows, arrange_gradients
 from dphybrid.embedding.lookup import all_in_range, no_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
-from dphybrid.embedding.storage import fill_normal, finished_file, open_rows, open_states
+from dphybrid.embedding.storage import StartValues, fill_normal, finished_file, open_rows, open_states
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
 
@@ -63,11 +63,12 @@ class HostEmbedding(nn.Module):
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
         self.weight, fresh = open_rows(num_rows, dim, dtype, storage, path, name)
         self._fresh, self._path = fresh, path
+        self.start = StartValues(num_rows, std, seed)
         with finished_file(path) if fresh and path is not None and not path.is_dir() else nullcontext():
             if fresh:
                 fill_normal(self.weight, std, seed)
-            if fresh and padding_idx is not None:
-                self.weight[padding_idx] = 0.0
+            if padding_idx is not None:
+                self.scale_start(padding_idx, padding_idx + 1, 0.0)
         self.counters = Counters()
         self.gradients = RowGradients(name, num_rows, self.counters)
         self.gradients.frozen = [] if padding_idx is None else [padding_idx]
@@ -78,6 +79,14 @@ class HostEmbedding(nn.Module):
     def row_dtype(self) -> torch.dtype:
         """Type of looked-up rows and of the optimizer's states: float32 for a bfloat16 table."""
         return torch.float32 if self.weight.dtype == torch.bfloat16 else self.weight.dtype
+
+    def scale_start(self, first: int, last: int, factor: float) -> None:
+        """Multiply the start values of the rows first to below last; rows that were in a file stay."""
+        self.start.scales.append((first, last, factor))
+        if self._fresh and factor:
+            self.weight[first:last] *= factor
+        elif self._fresh:
+            self.weight[first:last] = 0.0
 
     def zero_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
         """Return the states of a row optimizer, in memory or files like the table's own rows; see

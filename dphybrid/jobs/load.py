@@ -32,11 +32,16 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     _check_factory(config.model.factory, Path(folder), load_settings())
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, state.info, resolve_devices(devices))
-    tables = find_tables(model) if mapped else {}
-    load_weights(Path(folder), model, skip=tables)
-    for name, table in tables.items():
-        table.weight = mapped_weight(Path(folder), name, table.weight)
+    fill_model(Path(folder), model, mapped)
     return model
+
+
+def fill_model(folder: Path, model: nn.Module, mapped: bool) -> None:
+    """Fill a model from a checkpoint; mapped: see `model_from_checkpoint`."""
+    tables = find_tables(model) if mapped else {}
+    load_weights(folder, model, skip=tables)
+    for name, table in tables.items():
+        table.weight = mapped_weight(folder, name, table.weight)
 
 
 def _check_factory(factory: str | None, folder: Path, settings: Settings) -> None:

@@ -49,7 +49,8 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     data = run.open_data()
     tracker = attached(run, settings)
     table = [row.table_row() for row in splits.rows]
-    warnings = balance_warnings(table, len(resolve_devices(result.devices)), result.system, result.stages)
+    replicas = run.config.cluster.ranks or len(resolve_devices(result.devices))
+    warnings = balance_warnings(table, replicas, result.system, result.stages)
     if result.steps_skipped:
         warnings.insert(
             0,

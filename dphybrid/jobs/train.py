@@ -6,22 +6,26 @@ The flow and the command line share them. A run is a folder: `run.json` (what it
 compare.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dphybrid.cluster.ranks import Ranks
+from dphybrid.cluster.refusals import refuse_model_for_ranks, refuse_ranks
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, num_batches
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
 from dphybrid.embedding.kernels import keep_compiled_in
-from dphybrid.embedding.storage import unfilled_rows
+from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.gpus.leasing import expected_devices, leased_devices
 from dphybrid.gpus.politeness import giving_way
+from dphybrid.jobs.load import fill_model
 from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
 from dphybrid.jobs.report import attached, open_run_tracker, report_run
 from dphybrid.jobs.runs import Run, data_source, environment_tags, find_run, new_run_folder, read_run, running
@@ -42,7 +46,6 @@ from dphybrid.training.checkpoint import (
     Trained,
     complete_checkpoints,
     load_checkpoint,
-    load_weights,
     newest_whole_checkpoint,
     verify_checkpoint,
 )
@@ -54,6 +57,7 @@ from dphybrid.training.optimizers import make_dense_optimizer, make_states
 from dphybrid.training.saving import CheckpointWriter, SavingCosts
 from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog, announcement
+from dphybrid.training.together import ALONE
 from dphybrid.training.warm_start import warm_start
 from dphybrid.training.warm_up import compiling_kernels
 from dphybrid.util.device_spec import parse_device_spec
@@ -121,9 +125,14 @@ def _is_stop(error: BaseException) -> bool:
     return not isinstance(error, Exception)
 
 
-def prepare_data(config: ExperimentConfig, settings: Settings) -> str:
-    """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input."""
-    check_devices(config, expected_devices(config, settings))
+def prepare_data(config: ExperimentConfig, settings: Settings, local_ranks: int | None = None) -> str:
+    """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input.
+
+    local_ranks: of `cluster.ranks`, those of this machine; None: all.
+    """
+    devices = expected_devices(config, settings)
+    refuse_ranks(config, settings, devices, local_ranks)
+    check_devices(config, devices)
     with naming(settings.data_dir):
         make_folder(
             settings.data_dir, mode=0o700
@@ -183,8 +192,9 @@ def build_run(
     """
     data = find_recipe(config.recipe).open(Path(prepared))
     devices = resolve_devices(devices_text)
-    with unfilled_rows():  # it is only looked at
+    with deferred_rows() if config.cluster.ranks else unfilled_rows():  # it is only looked at
         model = build_from_config(config, data.info, devices, settings.table_folder)
+    refuse_model_for_ranks(config, model)
     sizes = {
         "size.block_parameters": sum(p.numel() for p in model.parameters()),
         "size.table_rows": sum(len(t.weight) for t in find_tables(model).values()),
@@ -210,19 +220,23 @@ def build_run(
             flush=True,
         )
     attempt = previous.page.attempt + 1 if previous else 1
+    ranks, nodes = config.cluster.ranks, (tags or {}).get("dphybrid.nodes", "1")
+    shown = f"{nodes} x {ranks // int(nodes)} ranks on {devices.text}" if ranks else devices.text
     all_tags = {
         **environment_tags(),
         **(tags or {}),
         "dphybrid.recipe": config.recipe,
-        "dphybrid.devices": devices.text,
+        "dphybrid.devices": shown,
         "dphybrid.attempt": str(attempt),
         "dphybrid.run_folder": str(folder),
         "dphybrid.source_digest": data.manifest.source_digest,
     }
+    if config.cluster.ranks:
+        all_tags["dphybrid.ranks"] = str(config.cluster.ranks)
     values: dict[str, Any] = {
         **flatten(config.model_dump(mode="json")),
-        "devices.replicas": len(devices),
-        "devices.resolved": devices.text,
+        "devices.replicas": config.cluster.ranks or len(devices),
+        "devices.resolved": shown,
         **{f"split.{name}": value for name, value in data.manifest.split.items()},
         **sizes,
     }
@@ -275,19 +289,30 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
     """
     stop.obey("before it was trained; it goes on with --resume")
     run = read_run(run_folder)
-    config, data = run.config, run.open_data(verified=True)
+    if run.config.cluster.ranks:
+        from dphybrid.jobs.cluster import train_in_ranks
+
+        return train_in_ranks(run, settings, stop)
+    return train_here(run, settings, stop)
+
+
+def train_here(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks | None = None) -> ResultPage:
+    """`train_run` in this process, or this process's part of it where it is one of several ranks."""
+    config, data, leads = run.config, run.open_data(verified=True), ranks is None or ranks.leads
     if settings.threads:
         torch.set_num_threads(settings.threads)
     keep_freed_memory()
     keep_compiled_in(settings.data_dir / "compiled")
-    devices = resolve_devices(run.page.devices)
+    devices = resolve_devices(run.page.devices if ranks is None else str(ranks.device))
     start_on(devices)
-    make_folder(run.checkpoints)
-    clear_leftovers(run.folder)
-    clear_leftovers(run.checkpoints)
-    done = newest_whole_checkpoint(run.checkpoints)
-    with unfilled_rows() if done or config.train.warm_start else nullcontext():
+    done = _newest_checkpoint(run) if leads else None
+    with deferred_rows() if ranks else unfilled_rows() if done or config.train.warm_start else nullcontext():
         model = build_from_config(config, data.info, devices, settings.table_folder)
+    together = ALONE
+    if ranks is not None:
+        from dphybrid.cluster.engine import spread_over
+
+        together = spread_over(ranks, model, config)
     if config.train.compile:
         compile_regions(model)
     tables = find_tables(model)
@@ -301,27 +326,18 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
         make_states(trained.dense, config.train.batch_size, model)
     torch.manual_seed(config.train.seed)
     encoder = data.path / "encoder"
-    saver = CheckpointWriter(
+    saver = together.writer(
         run.checkpoints,
         trained,
         config.checkpoint.full_every,
         encoder if encoder.is_dir() else None,
         data.manifest.files,
     )
-    record: dict[str, Any] = {}
-    if done:
-        page = load_checkpoint(done, trained)
-        saver.resumed(done, page)
-        record = page.record
-        print(
-            f"Going on from {done}: step {trained.progress.step}, epoch {trained.progress.epoch + 1}",
-            flush=True,
-        )
-    elif config.train.warm_start:
-        warm_start(Path(config.train.warm_start), model, data)
-        print(f"Starting from the weights of {config.train.warm_start}", flush=True)
-    stop.obey(f"after step {trained.progress.step}; it goes on with --resume")
-    with _recording(run, settings) as tracker, Display() as display:
+    load = _starting_point(done, config, trained, data, saver) if leads else None
+    record: dict[str, Any] = together.read(trained, load) or {}
+    if ranks is None:  # several agree on it, in their first step
+        stop.obey(f"after step {trained.progress.step}; it goes on with --resume")
+    with _recording(run, settings) if leads else nullcontext(Tracker()) as tracker, Display() as display:
         session = Session(
             config=config,
             trained=trained,
@@ -330,7 +346,7 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
             task=find_recipe(config.recipe).task(data.info),
             tracker=tracker,
             clock=StageClock.of(devices.home),
-            splits=SplitLog(model, each=config.train.print_splits == "each"),
+            splits=SplitLog(model, config.train.print_splits == "each", together.split),
             stop=stop,
             checkpoints=run.checkpoints,
             facts={
@@ -342,7 +358,8 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
             },
             dataset=(data.path.name, data.digest),
             saver=saver,
-            profile_steps=settings.profile_steps,
+            profile_steps=settings.profile_steps if leads else range(0),
+            together=together,
         )
         meter = Meter(session)
         if record:
@@ -362,19 +379,54 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
             with system_metrics(tracker, started, devices.gpu_uuids, averages), saver:
                 train(session, display, meter)
         finally:
-            result = _write_result(run, session, meter, averages.means)
-            tracker.log_text("splits.txt", (run.folder / "splits.txt").read_text(encoding="utf-8"))
+            result = _result(run, session, meter, averages.means)
+            if leads:
+                _write_result(run, session, result)
+            tracker.log_text("splits.txt", "\n".join(session.splits.lines) + "\n")
             tracker.log_table("split_shapes.json", [row.table_row() for row in session.splits.rows()])
     stop.obey("after its last step; it goes on with --resume")
     return result
 
 
-def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, float]) -> ResultPage:
+def _newest_checkpoint(run: Run) -> Path | None:
+    make_folder(run.checkpoints)
+    clear_leftovers(run.folder)
+    clear_leftovers(run.checkpoints)
+    return newest_whole_checkpoint(run.checkpoints)
+
+
+def _starting_point(
+    done: Path | None,
+    config: ExperimentConfig,
+    trained: Trained,
+    data: Prepared,
+    saver: CheckpointWriter,
+) -> Callable[[], dict[str, Any]] | None:
+    """Return what fills `trained` and returns the record to go on with; None: it stays as it was built."""
+
+    def go_on(done: Path) -> dict[str, Any]:
+        page = load_checkpoint(done, trained)
+        saver.resumed(done, page)
+        progress = trained.progress
+        print(f"Going on from {done}: step {progress.step}, epoch {progress.epoch + 1}", flush=True)
+        return page.record
+
+    def start_warm(checkpoint: str) -> dict[str, Any]:
+        warm_start(Path(checkpoint), trained.model, data)
+        print(f"Starting from the weights of {checkpoint}", flush=True)
+        return {}
+
+    if done:
+        return partial(go_on, done)
+    return partial(start_warm, config.train.warm_start) if config.train.warm_start else None
+
+
+def _result(run: Run, session: Session, meter: Meter, system: dict[str, float]) -> ResultPage:
     progress = session.trained.progress
     done = complete_checkpoints(run.checkpoints)
     best = run.checkpoints / f"step-{progress.best_step or 0:06d}"
     stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
-    result = ResultPage(
+    return ResultPage(
         checkpoint=str(done[-1]) if done else "",
         best_checkpoint=str(best if best.exists() else done[-1] if done else ""),
         steps=progress.step,
@@ -390,10 +442,12 @@ def _write_result(run: Run, session: Session, meter: Meter, system: dict[str, fl
         steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
         steps_skipped=progress.skipped,
     )
+
+
+def _write_result(run: Run, session: Session, result: ResultPage) -> None:
     write_text(run.folder / "splits.txt", "\n".join(session.splits.lines) + "\n")
     SplitsPage(rows=session.splits.rows(), lines=session.splits.lines).write(run.folder / "splits.json")
     result.write(run.folder / "result.json")
-    return result
 
 
 def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
@@ -402,10 +456,11 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     run = read_run(run_folder)
     config, data = run.config, run.open_data()
     result = ResultPage.read(run.folder / "result.json")
-    with unfilled_rows():
+    best, mapped = Path(result.best_checkpoint), config.cluster.ranks > 0  # it may not fit into this machine
+    with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, data.info, resolve_devices(run.page.devices), settings.table_folder)
-    verify_checkpoint(Path(result.best_checkpoint))
-    load_weights(Path(result.best_checkpoint), model)
+    verify_checkpoint(best)
+    fill_model(best, model, mapped)
     task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
     metrics = evaluate(model, data.dataset("valid"), batch_size, task)
     if "test" in data.parts:

@@ -190,9 +190,9 @@ def given_values(config: ExperimentConfig) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key, value in values.items():
             if isinstance(value, dict):
-                if inner := differing(value, base[key]):
+                if inner := differing(value, base.get(key, {})):
                     out[key] = inner
-            elif value != base[key]:
+            elif key not in base or value != base[key]:
                 out[key] = value
         return out
 

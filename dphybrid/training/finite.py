@@ -4,6 +4,7 @@ written over good checkpoints."""
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,9 @@ def check_finite(
     are), not NaN. Costs one pass over them.
     """
     for what, tensor, ids_U, infinite_too in _tensors(model, dense, rows):
-        if (place := _first_bad(tensor, infinite_too)) is not None:
+        # Rows that lie with other processes are looked at there.
+        place = _first_bad(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
+        if place is not None:
             row = int(ids_U[place]) if ids_U is not None else place
             raise UserError(
                 f"{what}{f' row {row}' if tensor.dim() else ''} is no finite number by step {step}, no "
@@ -117,7 +120,7 @@ def check_finite(
 
 def _tensors(
     model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows]
-) -> Iterator[tuple[str, Tensor, Tensor | None, bool]]:
+) -> Iterator[tuple[str, Any, Tensor | None, bool]]:
     for what, tensor, ids_U in rows:
         yield what, tensor, ids_U, True
     names: dict[Tensor, str] = {}
@@ -130,6 +133,11 @@ def _tensors(
         for key, state in states.items():
             if isinstance(state, Tensor):
                 yield f"optimizer's {key} of {names.get(weight, 'a parameter')}", state, None, True
+
+
+def first_bad_row(tensor: Tensor) -> int | None:
+    """Return the first row that holds no finite number."""
+    return _first_bad(tensor, infinite_too=True)
 
 
 def _first_bad(tensor: Tensor, infinite_too: bool) -> int | None:

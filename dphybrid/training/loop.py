@@ -30,6 +30,7 @@ from dphybrid.training.precision import lower_precision, precisely, summed
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.saving import Saved
 from dphybrid.training.session import Session
+from dphybrid.training.together import ALONE, Together
 from dphybrid.util.errors import UserError
 from dphybrid.util.out_of_memory import is_out_of_memory
 
@@ -42,6 +43,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
     Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.
     """
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
+    together = session.together
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
     ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
     if config.check_split and progress.step == 0:
@@ -58,11 +60,11 @@ def train(session: Session, display: Display, meter: Meter) -> None:
             for batch in seen.batches(pipeline.prefetch(batches_of_epoch(session), ids_of)):
                 set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
                 seen.step_begins()
-                loss, weight = train_step(session, batch)
+                loss, weight = together.step(session, batch, train_step)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
-                seen.step_ended(loss, weight, num_rows(batch))
+                seen.step_ended(loss, weight, together.num_rows(batch))
                 session.saver.check()
-                if session.stop.pending:
+                if together.asked(session.stop):
                     path = checkpoint(session, meter)
                     session.saver.wait()
                     raise session.stop.interruption(
@@ -187,19 +189,24 @@ def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     return loss, weight
 
 
-def evaluate(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, float]:
+def evaluate(
+    model: nn.Module, data: Dataset, batch_size: int, task: Task, together: Together = ALONE
+) -> dict[str, float]:
     """Return the task's metrics over all rows of `data`."""
-    return task.compute(validation_outputs(model, data, batch_size, task))
+    outputs = validation_outputs(model, data, batch_size, task, together.part)
+    return together.metrics(outputs, len(data), batch_size, task)
 
 
 @torch.no_grad()
-def validation_outputs(model: nn.Module, data: Dataset, batch_size: int, task: Task) -> dict[str, Tensor]:
+def validation_outputs(
+    model: nn.Module, data: Dataset, batch_size: int, task: Task, part: tuple[int, int] = ALONE.part
+) -> dict[str, Tensor]:
     """Return what metrics are computed from, on the CPU: a row each of losses, weights, logits, labels, ...
-    for a row of `data`."""
+    for a row of `data`, or of this process's part of each batch."""
     model.eval()
     wanted = ("loss", "weight", *task.reads)
     collected: dict[str, list[Tensor]] = {}
-    for batch in batches(data, batch_size, seed=0, epoch=0, shuffle=False):
+    for batch in batches(data, batch_size, seed=0, epoch=0, shuffle=False, part=part):
         outputs = model(batch)
         kept = {name: value for name, value in {**batch, **outputs}.items() if name in wanted}
         for name, value in kept.items():
@@ -223,7 +230,8 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
             "and nothing was trained; look at the data, or lower train.lr and table.lr"
         )
     with session.clock.stage("evaluate"):
-        metrics = evaluate(session.trained.model, session.valid_data, session.config.train.batch_size, task)
+        batch_size, model = session.config.train.batch_size, session.trained.model
+        metrics = evaluate(model, session.valid_data, batch_size, task, session.together)
     train_loss = progress.epoch_loss / max(progress.epoch_weight, 1e-12)
     progress.metrics = metrics
     better = task.better(metrics[task.metric], progress.best_value)
@@ -305,6 +313,7 @@ def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
         shuffle=True,
         start_batch=progress.batch,
         shuffle_rows=config.shuffle_rows,
+        part=session.together.part,
     )
 
 

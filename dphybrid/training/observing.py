@@ -81,6 +81,7 @@ class Meter:
                 metrics |= {
                     f"embedding/{name}": value for name, value in self.rows.counters(self._steps).items()
                 }
+            metrics |= session.together.measured()
             session.tracker.log_metrics(metrics, step)
         self.note = "no loss" if loss is None else f"loss {loss:.4g}"
         self._loss, self._weight, self._steps = 0.0, 0.0, 0

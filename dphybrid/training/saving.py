@@ -86,7 +86,8 @@ class CheckpointWriter:
 
     full_every: each n-th checkpoint is full, those between hold the rows changed since. encoder: folder of
     what turns new rows into the model's input; a copy of it makes a checkpoint ready to predict;
-    encoder_sums: the sha256 that its files must have, by `encoder/NAME`.
+    encoder_sums: the sha256 that its files must have, by `encoder/NAME`. in_place: rows are written where
+    they are, all of them, while training stands still: they lie with other processes.
     """
 
     def __init__(
@@ -96,10 +97,12 @@ class CheckpointWriter:
         full_every: int = 1,
         encoder: Path | None = None,
         encoder_sums: Mapping[str, str] = MappingProxyType({}),
+        in_place: bool = False,
     ) -> None:
         self._folder, self._trained, self._full_every = folder, trained, full_every
         self._encoder, self._encoder_sums = encoder, encoder_sums
-        self._changes = trained.rows.track_changes() if trained.rows is not None else None
+        self._in_place = in_place
+        self._changes = trained.rows.track_changes() if trained.rows is not None and not in_place else None
         self._latest: Path | None = None
         self._versions: list[int] | None = None
         self._since_full = 0
@@ -236,7 +239,7 @@ class CheckpointWriter:
             changed[name] = ids_U
         if any(ids_U is None for ids_U in changed.values()) or partly > _WORTH_IT * everything:
             changed, partly = dict.fromkeys(by_row), everything
-        beside = partly <= available_memory_bytes() / 2
+        beside = not self._in_place and partly <= available_memory_bytes() / 2
         if not beside:
             changed = dict.fromkeys(by_row)
         return {

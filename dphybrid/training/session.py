@@ -14,6 +14,7 @@ from dphybrid.training.finite import NotFinite
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
+from dphybrid.training.together import ALONE, Together
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
@@ -25,7 +26,8 @@ class Session:
     """Everything one training run works with.
 
     facts: what else goes into each checkpoint's page; saver writes them. dataset: name and digest of the
-    data. profile_steps: steps to record in detail.
+    data. profile_steps: steps to record in detail. together: the processes that train, this one alone or
+    several.
     """
 
     config: ExperimentConfig
@@ -42,6 +44,7 @@ class Session:
     facts: Mapping[str, Any]
     dataset: tuple[str, str]
     profile_steps: range = range(0)
+    together: Together = ALONE
 
     def skip_or_stop(self, found: NotFinite) -> None:
         """Count and tell a step without an update. Raises UserError where train.on_nonfinite does not say

@@ -1,6 +1,6 @@
 """What each batch was split into, as the plain lines of the data-parallel tutorials and as table rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,13 @@ class SplitLog:
     """Collects the splits of training steps. `each`: every step gives lines; otherwise only a split not seen
     before.
 
-    lines: what was printed, up to `MAX_LINES`.
+    lines: what was printed, up to `MAX_LINES`. whole: from this process's split to that of all that train.
     """
 
-    def __init__(self, model: nn.Module, each: bool) -> None:
+    def __init__(
+        self, model: nn.Module, each: bool, whole: Callable[[Split], Split] = lambda split: split
+    ) -> None:
+        self._whole = whole
         self._blocks = find_data_parallel(model)
         self._each = each
         self._seen: dict[tuple[object, ...], _Seen] = {}
@@ -95,6 +98,7 @@ class SplitLog:
             split = block.last_split
             if split is None:
                 continue
+            split = self._whole(split)
             key = (name or "model", *_rows(split), *split.devices)
             seen = self._seen.get(key)
             if self._each or seen is None:

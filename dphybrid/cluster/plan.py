@@ -1,0 +1,127 @@
+"""What several machines would cost before anybody has them: rows a rank, memory, bytes and time of a step.
+
+Arithmetic on paper, not a measurement: the network at nine tenths of its rate, nothing overlapped.
+"""
+
+import math
+from dataclasses import dataclass
+
+LINK_USED = 0.9
+UNIQUE_SHARE = 0.5
+"""Of the ids of a rank's part of a batch; skewed columns have fewer."""
+
+HOST_NS_PER_ID = (15.0, 24.0)
+"""What a host table costs one machine for each id of a batch: sorting, reading, updating."""
+
+ID_BYTES, NUMBER_BYTES = 8, 4
+SLOW_LINK_GBIT = 25.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained. ids: looked up by a whole batch. dense: parameters of the blocks. states: numbers that
+    the row optimizer keeps for a row."""
+
+    num_rows: int
+    dim: int
+    ids: int
+    dense: int
+    states: int = 1
+
+    @property
+    def table_bytes(self) -> int:
+        """Rows with their optimizer's states."""
+        return self.num_rows * (self.dim + self.states) * NUMBER_BYTES
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """The paper's answer for so many ranks on so many machines. sent_bytes: by each machine in a step."""
+
+    work: Workload
+    ranks: int
+    nodes: int
+    link_gbit: float
+
+    @property
+    def rows_a_rank(self) -> int:
+        return math.ceil(self.work.num_rows / self.ranks)
+
+    @property
+    def rank_bytes(self) -> int:
+        """Rows and states of a rank, and its blocks with the two moments of Adam and a gradient."""
+        rows = self.rows_a_rank * (self.work.dim + self.work.states) * NUMBER_BYTES
+        return rows + 4 * self.work.dense * NUMBER_BYTES
+
+    @property
+    def node_bytes(self) -> int:
+        return self.rank_bytes * math.ceil(self.ranks / self.nodes)
+
+    @property
+    def sent_bytes(self) -> float:
+        """An id out, its row back, its gradient out again, of all but the ids that stay; blocks twice."""
+        if self.nodes == 1:
+            return 0.0
+        unique = self.work.ids * UNIQUE_SHARE
+        of_id = ID_BYTES + 2 * self.work.dim * NUMBER_BYTES
+        away = unique * of_id * (self.nodes - 1) / self.nodes / self.nodes
+        return away + 2 * self.work.dense * NUMBER_BYTES
+
+    @property
+    def network_ms(self) -> float:
+        return 1e3 * self.sent_bytes * 8 / (LINK_USED * self.link_gbit * 1e9)
+
+    @property
+    def host_ms(self) -> tuple[float, float]:
+        """What one machine with a host table spends on the same ids, from and to."""
+        low, high = (self.work.ids * cost / 1e6 for cost in HOST_NS_PER_ID)
+        return low, high
+
+    def text(self, memory_bytes: int) -> str:
+        """Return the plan in lines. memory_bytes: of this machine, for the comparison with it."""
+        gib, work = 2**30, self.work
+        low, high = self.host_ms
+        machines = "1 machine" if self.nodes == 1 else f"{self.nodes} machines"
+        lines = [
+            f"Table: {work.num_rows:,} rows x {work.dim}, with states {work.table_bytes / gib:.4g} GiB, "
+            f"row-wise over {self.ranks} ranks on {machines}",
+            f"Rank:  {self.rows_a_rank:,} rows, {self.rank_bytes / gib:.4g} GiB with blocks and optimizers",
+            f"Node:  {self.node_bytes / gib:.4g} GiB",
+            f"Step:  {work.ids:,} ids, {UNIQUE_SHARE:.0%} of them unique; a machine sends "
+            f"{self.sent_bytes / 1e6:.4g} MB, {self.network_ms:.3g} ms at {self.link_gbit:g} Gbit/s",
+            f"       one machine with a host table: {low:.3g} to {high:.3g} ms of host work for the same ids",
+            f"       (on paper: {LINK_USED:.0%} of the link, nothing overlapped; the blocks' time on top)",
+            f"So:    {self._advice(memory_bytes)}",
+        ]
+        return "\n".join(lines)
+
+    def _advice(self, memory_bytes: int) -> str:
+        fits = self.work.table_bytes < memory_bytes
+        here = f"this machine has {memory_bytes / 2**30:.4g} GiB free"
+        if not fits:
+            return f"use the ranks: the table does not fit into one machine ({here})"
+        if self.nodes == 1:
+            return f"stay with one process (cluster.ranks=0): {here}, and ranks on one machine only cost"
+        if self.link_gbit <= SLOW_LINK_GBIT or self.network_ms >= self.host_ms[1]:
+            return (
+                f"stay with one machine: the table fits ({here}), and the network takes longer than the host"
+            )
+        return f"the ranks may pay with more than 8 GPUs; the table fits into one machine, too ({here})"
+
+
+def paper_table(work: Workload, ranks_a_node: int, links_gbit: tuple[float, ...] = (25, 100, 400)) -> str:
+    """Return a Markdown table of 1 to 64 machines."""
+    head = [
+        "machines",
+        "ranks",
+        "GiB a rank",
+        "MB sent a step",
+        *(f"ms at {link:g} Gbit/s" for link in links_gbit),
+    ]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for nodes in (1, 2, 4, 8, 16, 32, 64):
+        plans = [ClusterPlan(work, nodes * ranks_a_node, nodes, link) for link in links_gbit]
+        cells = [str(nodes), str(plans[0].ranks), f"{plans[0].rank_bytes / 2**30:.3g}"]
+        cells += [f"{plans[0].sent_bytes / 1e6:.3g}", *(f"{plan.network_ms:.2g}" for plan in plans)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

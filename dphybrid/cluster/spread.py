@@ -1,0 +1,195 @@
+"""Rows that lie with many ranks, read and written by rank 0 in slices: nobody ever holds them all.
+
+Rank 0 does what it would do with a tensor of its own, such as writing it to a file slice by slice; meanwhile
+the others `serve`. Rank 0 tells all of them what comes next, so that no one waits for longer than a slice
+takes, whatever the size of the table.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from math import prod
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dphybrid.cluster.ranks import Ranks
+
+
+class _Op(IntEnum):
+    END = 0
+    READ = 1
+    WRITE = 2
+    CHECK = 3
+    PUT = 4
+
+
+FindBad = Callable[[Tensor], int | None]
+"""From a tensor to the first of its rows that holds no finite number, or None."""
+
+
+class Spread:
+    """What of a table lies with all ranks: its rows and their states.
+
+    pieces: this rank's part of each, contiguous rows from `first` on. bounds: each rank's first row and the
+    one after its last. All in the order of rows.
+    """
+
+    def __init__(
+        self, ranks: Ranks, pieces: Sequence[Tensor], bounds: Sequence[tuple[int, int]], find_bad: FindBad
+    ) -> None:
+        self._ranks, self._pieces, self.bounds, self._find_bad = ranks, list(pieces), list(bounds), find_bad
+        self.num_rows = max(stop for _, stop in bounds)
+
+    def tensors(self) -> list["SpreadTensor"]:
+        """Return the whole of each piece, for rank 0."""
+        return [
+            SpreadTensor(self, number, (self.num_rows, *piece.shape[1:]), piece.dtype)
+            for number, piece in enumerate(self._pieces)
+        ]
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """On rank 0, while the others `serve`: they answer until the block ends, however it does."""
+        try:
+            yield
+        finally:
+            self._tell(_Op.END)
+
+    def serve(self) -> None:
+        """On the other ranks: send and take slices as rank 0 asks, until it has done."""
+        while True:
+            op, number, owner, first, stop = self._tell()
+            if op == _Op.END:
+                return
+            if op == _Op.CHECK:
+                self._ranks.all_told(self._bad(number))
+            elif op == _Op.PUT and owner == self._ranks.rank:
+                ids_U = torch.empty(first, dtype=torch.int64)
+                dist.recv(ids_U, 0)
+                piece = self._pieces[number]
+                rows = torch.empty((first, *piece.shape[1:]), dtype=piece.dtype)
+                dist.recv(rows, 0)
+                piece[ids_U.to(piece.device)] = rows.to(piece.device)
+            elif owner == self._ranks.rank:
+                part = self._pieces[number].reshape(-1)[first:stop]
+                if op == _Op.READ:
+                    dist.send(part.cpu().contiguous(), 0)
+                else:
+                    there = torch.empty(part.shape, dtype=part.dtype)
+                    dist.recv(there, 0)
+                    part.copy_(there)
+
+    def read(self, number: int, start: int, stop: int) -> Tensor:
+        """Return elements start to stop of a piece's whole, flat."""
+        found = torch.empty(stop - start, dtype=self._pieces[number].dtype)
+        for owner, first, last, place in self._owners(number, start, stop):
+            target = found[place : place + last - first]
+            self._tell(_Op.READ, number, owner, first, last)
+            if owner == self._ranks.rank:
+                target.copy_(self._pieces[number].reshape(-1)[first:last])
+            else:
+                dist.recv(target, owner)
+        return found
+
+    def write(self, number: int, start: int, values: Tensor) -> None:
+        """Put values into the elements of a piece's whole from `start` on, flat."""
+        for owner, first, last, place in self._owners(number, start, start + values.numel()):
+            source = values[place : place + last - first]
+            self._tell(_Op.WRITE, number, owner, first, last)
+            if owner == self._ranks.rank:
+                self._pieces[number].view(-1)[first:last] = source
+            else:
+                dist.send(source.to(self._pieces[number].dtype).contiguous(), owner)
+
+    def put(self, number: int, ids_U: Tensor, rows: Tensor) -> None:
+        """Put rows into the places ids_U (ascending) of a piece's whole."""
+        piece = self._pieces[number]
+        for owner, (first_row, last_row) in enumerate(self.bounds):
+            low, high = torch.searchsorted(ids_U, torch.tensor([first_row, last_row])).tolist()
+            if low == high:
+                continue
+            ids, part = ids_U[low:high] - first_row, rows[low:high].to(piece.dtype).contiguous()
+            self._tell(_Op.PUT, number, owner, high - low)
+            if owner == self._ranks.rank:
+                piece[ids.to(piece.device)] = part.to(piece.device)
+            else:
+                dist.send(ids, owner)
+                dist.send(part, owner)
+
+    def first_bad(self, number: int) -> int | None:
+        """Return the first row that holds no finite number; each rank looks at its own."""
+        self._tell(_Op.CHECK, number)
+        bad = [row for row in self._ranks.all_told(self._bad(number)) if row is not None]
+        return min(bad, default=None)
+
+    def _bad(self, number: int) -> int | None:
+        row = self._find_bad(self._pieces[number])
+        return None if row is None else row + self.bounds[self._ranks.rank][0]
+
+    def _owners(self, number: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield owner, first and last of its own elements, and the place of these behind `start`."""
+        width = prod(self._pieces[number].shape[1:])
+        for owner, (first_row, last_row) in enumerate(self.bounds):
+            first, last = max(start, first_row * width), min(stop, last_row * width)
+            if first < last:
+                yield owner, first - first_row * width, last - first_row * width, first - start
+
+    def _tell(self, *command: int) -> list[int]:
+        box = torch.tensor([*command, *[0] * (5 - len(command))])
+        dist.broadcast(box, 0)
+        return [int(value) for value in box]
+
+
+class SpreadTensor:
+    """The whole of what lies with many ranks, with as much of a tensor's manners as files of tensors need.
+
+    Flat slices are fetched from their owners, and assigned slices sent to them. Of use on rank 0 alone, while
+    the others serve.
+    """
+
+    def __init__(self, spread: Spread, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._spread, self._number = spread, number
+        self.shape, self.dtype = torch.Size(shape), dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.element_size()
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def detach(self) -> Self:
+        return self
+
+    def view(self, size: int) -> Self:
+        assert size == -1  # only ever looked at flat
+        return self
+
+    reshape = view
+
+    def __getitem__(self, place: slice) -> Tensor:
+        start, stop, _ = place.indices(self.numel())
+        return self._spread.read(self._number, start, stop)
+
+    def __setitem__(self, place: slice, values: Tensor) -> None:
+        self._spread.write(self._number, place.indices(self.numel())[0], values)
+
+    def index_copy_(self, dim: int, ids_U: Tensor, rows: Tensor) -> None:
+        assert dim == 0
+        self._spread.put(self._number, ids_U, rows)
+
+    def first_bad(self) -> int | None:
+        """Return the first row that holds no finite number."""
+        return self._spread.first_bad(self._number)

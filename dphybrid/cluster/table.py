@@ -1,0 +1,168 @@
+"""A table that lies in rows with all ranks, in the place of a host table: models look up in it as ever.
+
+Letters: N ids of a lookup, U unique rows of it, D width of a row, V rows of this rank.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.cluster.ranks import Ranks
+from dphybrid.cluster.sharding import RowShards
+from dphybrid.cluster.spread import FindBad, Spread
+from dphybrid.config import TableConfig
+from dphybrid.embedding import HostEmbedding, find_tables
+from dphybrid.embedding.lookup import Occurrences, all_in_range, no_row, sort_ids, whole_numbers
+from dphybrid.embedding.replicas import DeviceRows, SizesOf
+from dphybrid.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    where: Occurrences
+    rows_UD: Tensor
+    leaf_UD: Tensor
+
+
+class SpreadTable(HostEmbedding):
+    """Stands in for a host table whose rows lie with all ranks; every rank must look up at the same time.
+
+    table: what it stands in for, without rows of its own. spread: rows and states, for checkpoints. Its
+    `weight` is of use on rank 0 alone, while the others serve. lr: set it before a lookup.
+    """
+
+    def __init__(
+        self, table: HostEmbedding, ranks: Ranks, config: TableConfig, batch_rows: int, find_bad: FindBad
+    ) -> None:
+        nn.Module.__init__(self)
+        self.num_rows, self.dim, self.name = table.num_rows, table.dim, table.name
+        self.padding_idx, self.start = table.padding_idx, table.start
+        self.counters, self.gradients, self.ahead = table.counters, table.gradients, table.ahead
+        self.ahead.place_on([torch.device("cpu")], lambda rows: [rows])  # nothing is sent ahead
+        self._ranks, self.lr = ranks, config.lr
+        self._lookup: _Lookup | None = None
+        shards = RowShards(ranks, table.num_rows, table.dim, table.name, config, batch_rows)
+        self._shards = shards
+        pieces = [shards.rows_VD] + ([] if shards.sum_V is None else [shards.sum_V])
+        bounds = ranks.all_told((shards.first, shards.first + len(shards.rows_VD)))
+        self.spread = Spread(ranks, pieces, bounds, find_bad)
+        whole = self.spread.tensors()
+        self.weight: Any = whole[0]
+        self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
+        self.bytes_sent = self.look_up_ms = 0.0
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def fill(self) -> None:
+        """Give this rank's rows the start values that they would have in one process."""
+        if len(self._shards.rows_VD):
+            self.start.write(self._shards.rows_VD, self._shards.first)
+
+    def zero_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+        """Return the states that FBGEMM keeps, under the names that the row optimizer of one process has for
+        them."""
+        own = {name: (tuple(state.shape), state.dtype) for name, state in self._states.items()}
+        assert own == dict(wanted), (own, wanted)
+        return dict(self._states)
+
+    def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
+        """Rows come to the rank's one device in any case."""
+
+    def forward(self, ids: Tensor, *, by_replica: bool = False) -> Any:
+        """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the rank's device.
+
+        Raises UserError for ids that are no rows, and for a second lookup in a step.
+        """
+        rows = self._rows(ids)
+        return [rows] if by_replica else rows
+
+    def bags(
+        self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None
+    ) -> Tensor:
+        """Return pooled_BD; see `HostEmbedding.bags`."""
+        rows_ND = self._rows(ids_N.reshape(-1))
+        here = torch.arange(len(rows_ND), device=rows_ND.device)
+        return F.embedding_bag(
+            here, rows_ND, offsets_B.to(rows_ND.device), mode=mode, per_sample_weights=weights_N
+        )
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        ids = whole_numbers(ids, self.name)
+        if not all_in_range(ids, self.num_rows):
+            raise no_row(ids, self.num_rows, self.name)
+        trained = torch.is_grad_enabled()
+        if trained and self._lookup is not None:
+            raise UserError(
+                f"table {self.name!r}: is looked up twice in a step, and with cluster.ranks the rows of each "
+                "lookup would be updated by themselves; look all ids up at once"
+            )
+        where = sort_ids(ids.reshape(-1), self.num_rows)
+        start = time.perf_counter()
+        rows_UD = self._shards.look_up(where.unique_U, self.lr)
+        leaf_UD = rows_UD.detach()
+        device = leaf_UD.device
+        if trained:
+            self.look_up_ms += 1e3 * (time.perf_counter() - start)
+            leaf_UD.requires_grad_()
+            self._lookup = _Lookup(where, rows_UD, leaf_UD)
+            self.counters.ids += ids.numel()
+            self.counters.unique += len(where.unique_U)
+        first, stop = self.spread.bounds[self._ranks.rank]
+        away = len(where.unique_U) - int(((where.unique_U >= first) & (where.unique_U < stop)).sum())
+        # An id there, its row back, and in training its gradient there.
+        self.bytes_sent += away * (8 + 4 * self.dim * (2 if trained else 1))
+        rows_ND = DeviceRows.apply(
+            leaf_UD, where.inverse_N.to(device), where.order_N.to(device), where.starts_U.to(device)
+        )
+        return rows_ND.view(*ids.shape, self.dim)
+
+    def gradient_sum(self) -> Tensor:
+        """Return the sum of the gradients of this rank's lookup: finite only if each of them is."""
+        if self._lookup is None or self._lookup.leaf_UD.grad is None:
+            return torch.zeros((), device=self._ranks.device)
+        return self._lookup.leaf_UD.grad.sum()
+
+    def bad_gradient(self) -> int | None:
+        """Return the first row whose gradient, from this rank's lookup, is no finite number."""
+        if self._lookup is None or self._lookup.leaf_UD.grad is None:
+            return None
+        bad_U = ~torch.isfinite(self._lookup.leaf_UD.grad).all(1).cpu()
+        return int(self._lookup.where.unique_U[bad_U][0]) if bool(bad_U.any()) else None
+
+    def update(self, on_gradient: Callable[[float], float] | None) -> None:
+        """Change the rows of this step's lookup, on all ranks at once; see `RowShards.update`."""
+        lookup, self._lookup = self._lookup, None
+        if lookup is None:
+            raise UserError(f"table {self.name!r}: was not looked up in this step")
+        grads_UD = lookup.leaf_UD.grad
+        if grads_UD is None:
+            grads_UD = torch.zeros_like(lookup.leaf_UD)
+        if self.gradients.frozen:
+            frozen_U = torch.isin(lookup.where.unique_U, torch.tensor(self.gradients.frozen))
+            grads_UD = grads_UD.masked_fill(frozen_U.to(grads_UD.device)[:, None], 0.0)
+        self._shards.update(lookup.rows_UD, grads_UD, on_gradient)
+
+    def clear_row_gradients(self) -> None:
+        """Forget the lookup."""
+        self._lookup = None
+
+
+def spread_table(
+    model: nn.Module, ranks: Ranks, config: TableConfig, batch_rows: int, find_bad: FindBad
+) -> SpreadTable:
+    """Put a spread table into the place of a model's one table; return it."""
+    ((name, table),) = find_tables(model).items()
+    spread = SpreadTable(table, ranks, config, batch_rows, find_bad)
+    for module in list(model.modules()):
+        for child, held in list(module.named_children()):
+            if held is table:
+                setattr(module, child, spread)
+    assert name in find_tables(model)
+    return spread

@@ -1,0 +1,97 @@
+"""What tests of several ranks share: a table of clicks, runs that are built but not trained, and ranks."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dphybrid.cluster.launch import agent_environment
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.jobs.train import build_run, prepare_data
+from dphybrid.recipes.configs import load_config
+from dphybrid.util.errors import UserError
+
+needs_torchrec = pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None, reason="needs dphybrid[cluster]"
+)
+LIMIT_S = 200
+BASE = [
+    "recipe=ctr",
+    "devices=cpu",
+    "train.epochs=3",
+    "train.batch_size=50",
+    "train.patience=0",
+    "train.lr=0.01",
+]
+SMALL = ["model.dim=8", "model.hidden=16", "model.dropout=0", "data.label=clicked", "data.buckets=4"]
+
+
+def write_clicks(path: Path, rows: int = 630) -> Path:
+    """Write a table with numbers, categories, and a bag; the label depends on all of them."""
+    random = np.random.default_rng(7)
+    lines = ["price,site,ad,genres,clicked"]
+    for _ in range(rows):
+        price, site, ad = random.normal(), int(random.zipf(1.6)) % 60, int(random.integers(40))
+        bag = random.choice(
+            ["drama", "comedy", "news", "sport"], size=int(random.integers(1, 4)), replace=False
+        )
+        chance = 1 / (1 + np.exp(-(price + (site % 3) - (ad % 2) + ("news" in bag) - 1)))
+        lines.append(f"{price:.4f},s{site},a{ad},{'|'.join(bag)},{int(random.random() < chance)}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def settings_in(folder: Path) -> Settings:
+    return load_settings().model_copy(update={"data_dir": folder, "tracking_uri": "none", "threads": 1})
+
+
+def built(settings: Settings, name: str, values: list[str], resume: str | None = None) -> str:
+    """Prepare and build a run of the clicks in the data folder; return its folder."""
+    clicks = settings.data_dir / "clicks.csv"
+    if not clicks.exists():
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        write_clicks(clicks)
+    config = load_config(None, [*BASE, *SMALL, f"data.path={clicks}", *values])
+    prepared = prepare_data(config, settings)
+    devices = config.devices
+    return build_run(config, settings, prepared, devices, run_name=name, resume=resume)
+
+
+def train_on_ranks(settings: Settings, ranks: int, folders: list[str]) -> None:
+    """Train built runs, one after the other, by so many processes."""
+    environment = agent_environment(settings.model_dump(mode="json"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("several.py")), *folders],
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path[:1]])},
+        timeout=LIMIT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise UserError(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+
+
+def tensors_of(folder: str, number: int = -1) -> dict[str, Tensor]:
+    """Return all tensors of a run's newest checkpoint by file and name."""
+    checkpoint = sorted((Path(folder) / "checkpoints").glob("step-*"))[number]
+    return {
+        f"{file.relative_to(checkpoint)}:{name}": tensor
+        for file in sorted(checkpoint.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }

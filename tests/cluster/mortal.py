@@ -1,0 +1,27 @@
+"""A click model whose rank 1 dies, once, at the step that a variable says; alone or with its agent."""
+
+import os
+import signal
+from typing import Any
+
+from torch import nn
+
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.ctr.model import build_ctr
+
+
+def build(context: ModelContext[Any]) -> nn.Module:
+    model = build_ctr(context)
+    last, steps = int(os.environ.get("MORTAL_STEP", "0")), 0
+
+    def count(module: nn.Module, _: Any) -> None:
+        nonlocal steps
+        steps += module.training
+        first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if last and steps == last and os.environ["RANK"] == "1" and first_life:
+            if os.environ.get("MORTAL_AGENT"):
+                os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.register_forward_pre_hook(count)
+    return model

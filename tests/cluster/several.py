@@ -1,0 +1,26 @@
+"""A rank that trains several runs, one after the other: `torchrun ... several.py RUN_FOLDER ...`.
+
+Importing TorchRec takes most of a short run's time; thus it is done once for all of them.
+"""
+
+import os
+import sys
+import traceback
+
+import torch
+
+from dphybrid.cluster.ranks import joined
+from dphybrid.config.settings import load_settings
+from dphybrid.jobs.runs import read_run
+from dphybrid.jobs.train import train_here
+from dphybrid.util.stop import StopRequest
+
+try:
+    torch.set_num_threads(1)
+    with joined(60.0, torch.device("cpu")) as ranks:
+        for folder in sys.argv[1:]:
+            train_here(read_run(folder), load_settings(), StopRequest(), ranks)
+except BaseException:  # noqa: BLE001 - printed, and the end of this process
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,132 @@
+"""What several ranks cannot do is refused before work starts; one process never hears of TorchRec."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dphybrid.cluster import refusals
+from dphybrid.cluster.refusals import check_installed, refuse_model_for_ranks, refuse_ranks
+from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
+from dphybrid.jobs.train import prepare_data
+from dphybrid.recipes.configs import apply_overrides, given_values, load_config, stored_config
+from dphybrid.util.errors import UserError
+from tests.cluster.launching import settings_in
+from tests.conftest import REPOSITORY
+
+
+def config(*values: str, recipe: str = "ctr") -> ExperimentConfig:
+    return load_config(None, [f"recipe={recipe}", "devices=cpu", "cluster.ranks=2", *values])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["table.optimizer=adam"], "table.optimizer=adam has no equal"),
+        (["table.optimizer=lazy-adam"], "use adagrad or sgd"),
+        (["table.optimizer=sgd", "table.weight_decay=0.1"], "use adagrad, or 0"),
+        (["table.dtype=bfloat16"], "use table.dtype=model"),
+        (["model.dtype=float64"], "use model.dtype=float32"),
+        (["train.compile=true"], "train.compile"),
+        (["train.check_split=true"], "train.check_split"),
+        (["train.warm_start=x", "data.base=y"], "data.base"),
+        (["train.batch_size=1"], "use at least 2"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_with_the_remedy(
+    values: list[str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"^cluster\.ranks=2: ") as caught:
+        refuse_ranks(config(*values), settings_in(tmp_path), "cpu")
+    assert words in str(caught.value)
+    assert "cluster.ranks=0" in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["kge", "text", "digits"])
+def test_recipes_that_were_not_tried_are_refused(recipe: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"recipe {recipe} was not tried"):
+        refuse_ranks(config(recipe=recipe), settings_in(tmp_path), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"), [("cpu*2", "virtual"), ("cuda:0", "are 1, and each rank has one")]
+)
+def test_a_rank_has_one_device_of_its_own(devices: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        refuse_ranks(config(), settings_in(tmp_path), devices)
+
+
+def test_tables_in_files_are_refused_before_data_is_prepared(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path / "data").model_copy(update={"table_storage": "mmap"})
+    with pytest.raises(UserError, match="DPHYBRID_TABLE_STORAGE=mmap"):
+        prepare_data(config("data.path=nowhere.csv", "data.label=0"), settings)
+    assert not (tmp_path / "data").exists()
+
+
+def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"torch": "2.13.0", "fbgemm-gpu-cpu": "1.7.0"}
+    monkeypatch.setattr(refusals, "_version", lambda name: there.get(name, ""))
+    with pytest.raises(UserError) as caught:
+        check_installed(2)
+    assert "torchrec is missing, needed 1.8.*; fbgemm-gpu 1.7.0, needed 1.8.*" in str(caught.value)
+    assert "pip install 'dphybrid[cluster]'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [((), "0 tables (none)"), ((8, 8), "HostEmbeddingCollection"), ((5,), "use 8 (model.dim)")],
+)
+def test_a_model_must_have_one_table_that_the_kernels_know(tables: tuple[int, ...], words: str) -> None:
+    model = nn.ModuleDict({f"t{number}": HostEmbedding(4, dim) for number, dim in enumerate(tables)})
+    with pytest.raises(UserError) as caught:
+        refuse_model_for_ranks(config(), model)
+    assert words in str(caught.value)
+    refuse_model_for_ranks(config(), nn.ModuleList([HostEmbedding(4, 8)]))
+
+
+def test_a_config_of_one_process_is_what_it_was() -> None:
+    alone = load_config(None, ["recipe=ctr"])
+    assert not any(name.startswith("cluster") for name in flatten(alone.model_dump()))
+    assert stored_config(alone.model_dump(mode="json")) == alone
+    two = apply_overrides(alone, ["cluster.ranks=2"])
+    assert given_values(two) == {"recipe": "ctr", "cluster": {"ranks": 2}}
+    assert stored_config(two.model_dump(mode="json")).cluster.ranks == 2
+    assert apply_overrides(two, ["train.epochs=1"]).cluster.ranks == 2
+
+
+def test_one_process_imports_nothing_of_the_ranks_engine(tmp_path: Path) -> None:
+    code = """
+import sys
+from tests.cluster.launching import built, settings_in
+from dphybrid.jobs.train import train_run
+from dphybrid.util.stop import StopRequest
+from pathlib import Path
+settings = settings_in(Path(sys.argv[1]))
+train_run(built(settings, "one", ["train.epochs=1"]), settings, StopRequest())
+heavy = ("torchrec", "fbgemm_gpu", "tensordict", "dphybrid.cluster.sharding")
+print("found:", *[name for name in heavy if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=REPOSITORY,
+    )
+    assert done.stdout.splitlines()[-1] == "found:"
+
+
+def test_parts_of_a_table_start_with_the_bits_of_the_whole() -> None:
+    tables = {"a": 70_000, "b": 66_000}
+    whole = HostEmbeddingCollection(
+        tables, 4, padding={"b": 3}, std={"a": 0.5, "b": 2.0}, seed=3, name="both"
+    ).flat
+    for first, last in ((0, 136_000), (0, 10), (65_000, 70_005), (131_000, 136_000)):
+        part = torch.empty(last - first, 4)
+        whole.start.write(part, first)
+        assert torch.equal(part, whole.weight[first:last])
+    assert not whole.weight[70_003].any()

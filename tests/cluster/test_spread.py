@@ -1,0 +1,78 @@
+"""Rows that lie with several processes are read and written by the first as if they were its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dphybrid.training.tensor_file import write_tensors
+from tests.cluster.launching import free_port
+from tests.conftest import REPOSITORY
+
+RANK = """
+import sys
+from pathlib import Path
+import torch
+from dphybrid.cluster.ranks import joined
+from dphybrid.cluster.spread import Spread
+from dphybrid.training.finite import first_bad_row
+from dphybrid.training import tensor_file
+from dphybrid.training.tensor_file import read_into, read_rows_into, write_tensors
+
+tensor_file._SLICE_BYTES = 64  # slices that end within rows, and within ranks
+folder = Path(sys.argv[1])
+with joined(60, torch.device("cpu")) as ranks:
+    first, last = [(0, 4), (4, 4), (4, 11)][ranks.rank]  # the second has none
+    rows, sums = torch.zeros(last - first, 3), torch.zeros(last - first)
+    spread = Spread(ranks, [rows, sums], ranks.all_told((first, last)), first_bad_row)
+    if ranks.leads:
+        weight, total = spread.tensors()
+        with spread.served():
+            read_into(folder / "in.safetensors", "weight", weight)
+            read_into(folder / "in.safetensors", "sum", total)
+            read_rows_into(folder / "changed.safetensors", "rows", torch.tensor([1, 3, 4, 10]), weight)
+            write_tensors(folder / "out.safetensors", {"weight": weight, "sum": total})
+            assert weight.first_bad() is None and total.first_bad() == 9
+    else:
+        spread.serve()
+    total = ranks.sum(rows.double().sum())
+    print(ranks.told(f"sum {float(total)}" if ranks.leads else None))
+"""
+
+
+@pytest.mark.slow
+def test_slices_rows_and_checks_reach_their_owners(tmp_path: Path) -> None:
+    weight, total = torch.arange(33.0).view(11, 3), torch.arange(11.0)
+    total[9] = torch.nan
+    changed = -torch.ones(4, 3)
+    write_tensors(tmp_path / "in.safetensors", {"weight": weight, "sum": total})
+    write_tensors(tmp_path / "changed.safetensors", {"rows": changed})
+    port, ranks = free_port(), []
+    for rank in range(3):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": port}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, str(tmp_path)],
+                cwd=REPOSITORY,
+                env={
+                    **os.environ,
+                    **{name: str(value) for name, value in own.items()},
+                    "MASTER_ADDR": "127.0.0.1",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                },
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    expected = weight.clone()
+    expected[[1, 3, 4, 10]] = -1
+    found = load_file(tmp_path / "out.safetensors")
+    torch.testing.assert_close(found["weight"], expected)
+    torch.testing.assert_close(found["sum"], total, equal_nan=True)
+    assert said == [f"sum {float(expected.sum())}\n"] * 3
