@@ -15,7 +15,7 @@ from dphybrid.selftest.child import DONE, TOLD, in_child, own_settings
 TIMEOUT_S = 20.0
 """Nothing may take longer than that without a word."""
 
-_CONFIG = b"""recipe = "ctr"
+CONFIG = b"""recipe = "ctr"
 devices = "cpu*2"
 [data]
 path = "clicks.csv"
@@ -24,7 +24,7 @@ label = "clicked"
 epochs = 2
 lr = 0.01
 """
-_SCHEMA = b"""label = "clicked"
+SCHEMA = b"""label = "clicked"
 [columns.age]
 role = "numeric"
 buckets = 4
@@ -32,8 +32,8 @@ buckets = 4
 role = "categorical"
 min_count = 2
 """
-_PIECES = [b"\x00", b"\xff\xfe", b'"', b"'", b",", b"\n", b"\r", b"\t", b"[", b"]", b"{", b"=", b"-1", b"\\"]
-_PIECES += [b"nan", b"1e400", b"9" * 30, b"\xe2\x80\xae", b"a" * 300, b"[[" * 50, b".", b"~", b"*", b"#"]
+PIECES = [b"\x00", b"\xff\xfe", b'"', b"'", b",", b"\n", b"\r", b"\t", b"[", b"]", b"{", b"=", b"-1", b"\\"]
+PIECES += [b"nan", b"1e400", b"9" * 30, b"\xe2\x80\xae", b"a" * 300, b"[[" * 50, b".", b"~", b"*", b"#"]
 
 PATHS = ["", " ", "~nosuchuser/x", "a**b*.csv", "x" * 300, "no/such/file.csv", "/dev/null", "/proc/self/mem"]
 PATHS += [
@@ -117,7 +117,7 @@ def broken_cases(good: dict[str, bytes], chosen: random.Random) -> Iterator[Case
             None,
         ),
     ]
-    good = {"config.toml": _CONFIG, "schema.toml": _SCHEMA, **good}
+    good = {"config.toml": CONFIG, "schema.toml": SCHEMA, **good}
     while True:
         name, overrides, config = chosen.choice(kinds)
         if name in good:
@@ -125,22 +125,31 @@ def broken_cases(good: dict[str, bytes], chosen: random.Random) -> Iterator[Case
 
 
 def broken(content: bytes, chosen: random.Random) -> bytes:
-    """Return content with one to four changes: pieces put in, taken out, doubled, flipped or cut off."""
+    """Return content with one to four changes."""
     for _ in range(chosen.randint(1, 4)):
-        start = chosen.randrange(len(content) + 1)
-        stop = min(len(content), start + chosen.choice([1, 3, 20, 200]))
-        piece = chosen.choice(_PIECES)
-        content = chosen.choice(
-            [
-                content[:start] + piece + content[start:],
-                content[:start] + content[stop:],
-                content[:stop] + content[start:stop] * 3 + content[stop:],
-                content[:start] + piece + content[stop:],
-                content[:start],
-                content[:start] + bytes(chosen.randrange(256) for _ in range(stop - start)) + content[stop:],
-            ]
+        change = chosen.choice(CHANGES)
+        content = edited(
+            content, change, chosen.random(), chosen.choice([1, 3, 20, 200]), chosen.choice(PIECES)
         )
     return content
+
+
+def edited(content: bytes, change: str, place: float, length: int, piece: bytes) -> bytes:
+    """Return content with one change (see `CHANGES`) at a place from 0 to 1."""
+    start = int(place * len(content))
+    stop = min(len(content), start + length)
+    before, part, behind = content[:start], content[start:stop], content[stop:]
+    return {
+        "put in": before + piece + part + behind,
+        "replace": before + piece + behind,
+        "take out": before + behind,
+        "repeat": before + part * 3 + behind,
+        "flip": before + bytes(byte ^ 1 << byte % 8 for byte in part) + behind,
+        "cut off": before,
+    }[change]
+
+
+CHANGES = ("put in", "replace", "take out", "repeat", "flip", "cut off")
 
 
 def try_case(data_dir: str, folder: str, overrides: list[str], config: str | None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dphybrid.util.errors import UserError
 
-_ITEM = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d+))?(?:\*(?P<count>\d+))?")
+_ITEM = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d{1,9}))?(?:\*(?P<count>\d{1,9}))?")
 _HELP = (
     "use auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1 or "
     "cuda:0*4 (four virtual devices on one GPU)"
@@ -42,7 +42,7 @@ def parse_device_spec(text: str) -> DeviceSpec:
     cleaned = text.replace(" ", "").lower()
     if cleaned == "auto":
         return DeviceSpec("auto", (), False)
-    if match := re.fullmatch(r"auto\*(\d+)", cleaned):
+    if match := re.fullmatch(r"auto\*(\d{1,9})", cleaned):
         if not 1 <= int(match[1]) <= MAX_DEVICES:
             raise UserError(f"devices={text!r}: {match[1]} devices; use 1 to {MAX_DEVICES}")
         return DeviceSpec(cleaned, (), False, int(match[1]))

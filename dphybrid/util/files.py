@@ -30,6 +30,23 @@ _REMEDIES = {
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|removed|replaced)-\d+-[0-9a-f]+")
 
 
+def given_path(text: str, name: str) -> Path:
+    """Return a path that a person gave, with `~` as their home; perhaps there is nothing.
+
+    Raises UserError for what can be no path here: too long, with a NUL, of a user who is not there, in a
+    folder that is closed.
+    """
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:  # no home; a NUL, or text that is no UTF-8
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{name}={text[:200]!r}: cannot be looked up ({why}); give another path") from error
+    return path
+
+
 def temporary(path: Path, kind: str = "partial") -> Path:
     """Return a hidden name beside `path` that no other process or thread uses."""
     return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{threading.get_ident():x}")

@@ -26,6 +26,7 @@ from dphybrid.data.table.extend import Base, extended, extended_split, open_base
 from dphybrid.data.table.reading import Column, Reading, Table, bag_form
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import given_path
 
 UNSEEN_TOLD = 0.0005
 """Share of validation values without a training row from which on a person is told."""
@@ -45,7 +46,7 @@ class TableSource:
     @cached_property
     def schema(self) -> SchemaFile:
         if self.data.schema_file:
-            return read_schema(Path(self.data.schema_file).expanduser())
+            return read_schema(given_path(self.data.schema_file, "data.schema_file"))
         return read_schema(self.base.prepared.path / "schema.toml") if self.base else SchemaFile()
 
     @cached_property
@@ -359,7 +360,7 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
 
     Raises UserError when there are none, and for an empty file.
     """
-    root = Path(path).expanduser()
+    root = given_path(path, place)
     if root.is_file():
         files = [root]
     elif root.is_dir():
@@ -376,11 +377,11 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
     else:
         anchor = Path(root.anchor) if root.anchor else Path()
         pattern = str(root.relative_to(anchor))
-        files = (
-            [file for file in anchor.glob(pattern) if file.is_file()]
-            if any(sign in pattern for sign in "*?[")
-            else []
-        )
+        try:
+            wild = any(sign in pattern for sign in "*?[")
+            files = [file for file in anchor.glob(pattern) if file.is_file()] if wild else []
+        except ValueError as error:
+            raise UserError(f"{place}={path}: {error}") from error
         if not files:
             raise UserError(f"{place}={path}: there is no such file")
     for file in files:

@@ -1,7 +1,6 @@
 """Recipe ctr: click-through and other yes-or-no questions about the rows of a table."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -9,6 +8,7 @@ from pydantic import Field
 from dphybrid.config import ModelConfig
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes.recipe import Recipe
+from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,7 +71,7 @@ class Ctr(Recipe):
         path = str(data.get("path") or "")
         if path.lower().endswith(ENDINGS):
             return f"data.path={path} is a table"
-        folder = Path(path).expanduser()
+        folder = given_path(path, "data.path")
         if path and folder.is_dir() and any(file.name.lower().endswith(ENDINGS) for file in folder.iterdir()):
             return f"data.path={path} is a folder of tables"
         return None

@@ -19,6 +19,7 @@ from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.recipes.kge.recipe import KgeDataConfig
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import given_path
 
 PARTS = ("train", "valid", "test")
 SUFFIXES = (".txt", ".tsv", ".csv", "")
@@ -255,7 +256,7 @@ def open_source(data: KgeDataConfig, seed: int) -> TripleSource:
             "data.path is not set; recipe kge needs a file of triples, or a folder with train.txt and "
             "valid.txt"
         )
-    root = Path(data.path).expanduser()
+    root = given_path(data.path, "data.path")
     if root.is_file():
         return TripleSource(data, seed, {"train": root})
     if not root.is_dir():

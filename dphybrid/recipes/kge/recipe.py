@@ -8,6 +8,7 @@ from pydantic import Field
 
 from dphybrid.config import DataConfig, ModelConfig
 from dphybrid.recipes.recipe import Recipe
+from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,7 +80,7 @@ class Kge(Recipe):
         path = str(data.get("path") or "")
         if not path or data.get("label") not in (None, ""):
             return None
-        place = Path(path).expanduser()
+        place = given_path(path, "data.path")
         if place.is_dir():
             found = [
                 place / f"train{ending}"

@@ -18,6 +18,7 @@ from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.recipes.text.recipe import TextDataConfig
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import given_path
 
 UNKNOWN, END = "<unk>", "<end>"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
@@ -240,7 +241,7 @@ def open_source(data: TextDataConfig, seed: int) -> TextSource:
     """Find the files. Raises UserError for a missing path, an empty file, a folder without text."""
     if data.path is None:
         return TextSource(data, seed, (), None)
-    root = Path(data.path).expanduser()
+    root = given_path(data.path, "data.path")
     if not root.exists():
         raise UserError(
             f"data.path={data.path}: there is no such file or folder; give a text file or a folder of them"

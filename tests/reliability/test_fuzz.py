@@ -1,0 +1,313 @@
+"""Wrong input of every kind: it works, or it is told as a UserError; no error foreign to the user, and
+nothing longer than 20 s.
+
+A seeded few of each by default; DPHYBRID_FUZZ=N takes N of each, with another seed each time.
+"""
+
+import json
+import os
+import string
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dphybrid.cli import commands
+from dphybrid.cli.flags import config_from_args
+from dphybrid.cli.main import main
+from dphybrid.config.settings import load_settings
+from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
+from dphybrid.jobs.train import prepare_data
+from dphybrid.orchestration.validate import check_prefect_yaml
+from dphybrid.recipes.configs import field_types, load_config
+from dphybrid.recipes.registry import BUILT_IN
+from dphybrid.selftest.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, SCHEMA, edited
+from dphybrid.selftest.scenarios import write_files
+from dphybrid.tracking.delivery import deliver
+from dphybrid.tracking.journal import Journal
+from dphybrid.tracking.sender import Sender
+from dphybrid.training.checkpoint import CheckpointState
+from dphybrid.util.device_spec import MAX_DEVICES, parse_device_spec
+from dphybrid.util.digests import value_digest
+from dphybrid.util.errors import UserError
+from tests.conftest import REPOSITORY
+
+COUNT = int(os.environ.get("DPHYBRID_FUZZ", "0"))
+
+
+def fuzzed(few: int) -> Callable[[Any], Any]:
+    """So many examples by default, the same each time."""
+    return settings(
+        max_examples=COUNT or few,
+        derandomize=not COUNT,
+        database=None,
+        deadline=timedelta(seconds=20),
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def told_or_done(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except UserError:
+        return None
+
+
+def broken(good: bytes) -> st.SearchStrategy[bytes]:
+    """The bytes with one to four changes."""
+    edit = st.tuples(
+        st.sampled_from(CHANGES),
+        st.floats(0, 1, allow_nan=False),
+        st.sampled_from([1, 3, 20, 200]),
+        st.sampled_from(PIECES) | st.binary(max_size=8),
+    )
+
+    def apply(edits: list[tuple[str, float, int, bytes]]) -> bytes:
+        content = good
+        for one in edits:
+            content = edited(content, *one)
+        return content
+
+    return st.lists(edit, min_size=1, max_size=4).map(apply)
+
+
+NASTY = st.sampled_from(
+    [
+        *PATHS,
+        *(text.partition("=")[2] for text in OVERRIDES),
+        "0",
+        "1",
+        "-0",
+        "true",
+        "1_000",
+        "²",
+        "١",
+        "0x10",
+    ]
+)
+TEXTS = NASTY | st.text(max_size=30) | st.text(string.digits + "-+.eE_", max_size=12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Good files, a folder to write the broken ones in, and settings of its own."""
+    root = tmp_path_factory.mktemp("fuzz")
+    write_files(root)
+    pl.read_csv(root / "clicks.csv").write_parquet(root / "clicks.parquet")
+    (root / "config.toml").write_bytes(CONFIG)
+    (root / "schema.toml").write_bytes(SCHEMA)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_"))]:
+            patch.delenv(name)
+        for name, value in (("DATA_DIR", str(root / "data")), ("TRACKING_URI", "none"), ("THREADS", "1")):
+            patch.setenv(f"DPHYBRID_{name}", value)
+        patch.chdir(root)
+        yield root
+
+
+@given(text=st.text(max_size=40) | st.text("autocpd:*,0123456789 -²", max_size=30) | TEXTS)
+@fuzzed(300)
+def test_device_texts(text: str) -> None:
+    spec = told_or_done(lambda: parse_device_spec(text))
+    assert spec is None or len(spec.names) <= MAX_DEVICES
+
+
+FIELDS = sorted({name for recipe in BUILT_IN for name in field_types(recipe)})
+OVERRIDE = st.tuples(st.sampled_from(FIELDS) | st.text(max_size=20), TEXTS).map("=".join) | st.sampled_from(
+    OVERRIDES
+)
+
+
+@given(recipe=st.sampled_from(sorted(BUILT_IN)), overrides=st.lists(OVERRIDE, min_size=1, max_size=4))
+@fuzzed(200)
+def test_overrides(folder: Path, recipe: str, overrides: list[str]) -> None:
+    told_or_done(lambda: load_config(None, [f"recipe={recipe}", *overrides]))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+SECTIONS = st.dictionaries(
+    st.sampled_from(["recipe", "devices", "data", "model", "table", "train", "checkpoint"]) | TEXTS,
+    st.dictionaries(st.sampled_from([name.rpartition(".")[2] for name in FIELDS]), VALUES, max_size=4)
+    | VALUES,
+    max_size=4,
+)
+
+
+@given(values=SECTIONS | VALUES)
+@fuzzed(200)
+def test_configs_of_odd_values(folder: Path, values: Any) -> None:
+    (folder / "odd.json").write_text(json.dumps(values, default=str))
+    told_or_done(lambda: load_config(folder / "odd.json", []))
+
+
+def prepared(folder: Path, config: Path | None, *overrides: str) -> None:
+    told_or_done(lambda: prepare_data(load_config(config, list(overrides)), load_settings()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@given(data=st.data())
+@fuzzed(25)
+def test_tables(folder: Path, ending: str, data: st.DataObject) -> None:
+    file = folder / f"broken.{ending}"
+    file.write_bytes(data.draw(broken((folder / f"clicks.{ending}").read_bytes())))
+    prepared(folder, None, "recipe=ctr", "data.label=clicked", f"data.path={file}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["kge", "text"])
+@given(data=st.data())
+@fuzzed(25)
+def test_triples_and_texts(folder: Path, recipe: str, data: st.DataObject) -> None:
+    good = (folder / {"kge": "triples.txt", "text": "text.txt"}[recipe]).read_bytes()
+    (folder / "broken.txt").write_bytes(data.draw(broken(good)))
+    prepared(folder, None, f"recipe={recipe}", f"data.path={folder}/broken.txt")
+
+
+@pytest.mark.slow
+@given(config=broken(CONFIG))
+@fuzzed(50)
+def test_config_files(folder: Path, config: bytes) -> None:
+    (folder / "broken.toml").write_bytes(config)
+    prepared(folder, folder / "broken.toml", f"data.path={folder}/clicks.csv", "data.label=clicked")
+
+
+@pytest.mark.slow
+@given(schema=broken(SCHEMA))
+@fuzzed(25)
+def test_schema_files(folder: Path, schema: bytes) -> None:
+    (folder / "broken.toml").write_bytes(schema)
+    prepared(
+        folder, None, f"data.path={folder}/clicks.csv", "recipe=ctr", f"data.schema_file={folder}/broken.toml"
+    )
+
+
+@pytest.mark.slow
+@given(path=st.sampled_from(PATHS) | st.text(max_size=20), schema=st.sampled_from(["", *PATHS]))
+@fuzzed(30)
+def test_paths(folder: Path, path: str, schema: str) -> None:
+    if Path(path).is_absolute() and len(path) < 3:
+        return  # everything there is
+    for recipe in ("ctr", "kge", "text"):
+        more = ["data.label=clicked", *([f"data.schema_file={schema}"] if schema else [])]
+        prepared(folder, None, f"recipe={recipe}", f"data.path={path}", *(more if recipe == "ctr" else []))
+
+
+PREFECT = (REPOSITORY / "prefect.yaml").read_bytes()
+
+
+@given(text=broken(PREFECT) | VALUES.map(lambda value: yaml.safe_dump(value, allow_unicode=True).encode()))
+@fuzzed(25)
+def test_deployments(folder: Path, text: bytes) -> None:
+    (folder / "prefect.yaml").write_bytes(text)
+    told_or_done(lambda: check_prefect_yaml(folder / "prefect.yaml"))
+
+
+RUN = Path("tests/fixtures/run_without_version/runs/old")
+PAGES: dict[str, Any] = {
+    "run.json": RunPage,
+    "result.json": ResultPage,
+    "metrics.json": MetricsPage,
+    "splits.json": SplitsPage,
+    "report.json": Report,
+    "checkpoints/step-*/state.json": CheckpointState,
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+@given(data=st.data())
+@fuzzed(40)
+def test_pages(folder: Path, name: str, data: st.DataObject) -> None:
+    """Broken bytes, and values that are odd with a sum that is right."""
+    good = next((REPOSITORY / RUN).glob(name)).read_bytes()
+    values = json.loads(good)
+    if data.draw(st.booleans()) or not isinstance(values, dict):
+        content = data.draw(broken(good))
+    else:
+        odd = {**values, "version": 1, data.draw(st.sampled_from(sorted(values))): data.draw(VALUES)}
+        try:
+            content = json.dumps({**odd, "page_sha256": value_digest(odd)}).encode()
+        except (ValueError, TypeError):
+            return
+    (folder / "page.json").write_bytes(content)
+    told_or_done(lambda: PAGES[name].read(folder / "page.json"))
+
+
+@given(data=st.data())
+@fuzzed(40)
+def test_journals(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever the spool's files hold: sending goes on to the end, and what is lost is counted."""
+    spool = tmp_path_factory.mktemp("spool")
+    journal = Journal(spool, "r")
+    journal.set_destination(tracking_uri="sqlite://", experiment_id="1")
+    for step in range(5):
+        journal.append_metrics({"train/loss": 1 / (step + 1)}, step)
+    journal.release()
+    file = spool / data.draw(st.sampled_from(sorted(path.name for path in spool.iterdir())))
+    file.write_bytes(data.draw(broken(file.read_bytes())))
+    arrived: list[Any] = []
+    later = Journal(spool, "r")
+    later.append_metrics({"train/loss": 9.0}, 99)
+    assert later.hold()
+    deliver(later, Sender(later, arrived.extend, beat=lambda: None), 20)
+    assert any(record.get("step") == 99 for record in arrived)
+    later.release()
+
+
+COMMANDS = [
+    "train",
+    "plan",
+    "check",
+    "prepare",
+    "predict",
+    "verify",
+    "compare",
+    "validate",
+    "rollback",
+    "nonsense",
+]
+FLAGS = [
+    "--resume",
+    "--run-name",
+    "--report",
+    "--profile",
+    "--tag",
+    "--config",
+    "--data.path",
+    "--recipe",
+    "--out",
+]
+FLAGS += ["--rows", "--batch-size", "--devices", "--minutes", "--schema", "--help", "--version", "--", "-x"]
+FLAGS += [f"--{name.replace('_', '-')}" for name in FIELDS]
+
+
+@given(
+    command=st.sampled_from(COMMANDS) | st.text(max_size=8),
+    flags=st.lists(st.tuples(st.sampled_from(FLAGS), TEXTS), max_size=3),
+    more=st.lists(TEXTS, max_size=2),
+)
+@fuzzed(40)
+def test_command_lines(folder: Path, command: str, flags: list[tuple[str, str]], more: list[str]) -> None:
+    """Up to where training would begin, which the report's place and a run to resume are checked before."""
+    argv = [command, *more, *(part for flag in flags for part in flag)]
+    if command in ("devices", "doctor", "sync", "bench", "selftest", "worker", "deploy"):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "train", lambda args: config_from_args(args) and 0)
+        for name in ("DPHYBRID_TRACKING_URI", "DPHYBRID_PROFILE"):
+            patch.setenv(name, "none" if "TRACKING" in name else "1-1")
+        try:
+            code = main(argv)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    assert code in (0, 1, 2), argv
