@@ -208,3 +208,8 @@ def run_cli(function: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(masked(f"error: {error.filename}: {error.strerror}"), file=sys.stderr)
+        return 2

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import given_path
 from dphybrid.util.hours import parse_training_hours
 
 RENAMED = {
@@ -49,8 +50,9 @@ class Settings(BaseSettings):
     """Files of a checkpoint above this many MiB are not uploaded to an MLflow server but recorded by path and
     digest."""
     factory_packages: str = ""
-    """Packages, separated by commas, whose functions may build the models of checkpoints that come from
-    elsewhere (model.factory). Those of runs in data_dir may name any: they are your own."""
+    """Packages, separated by commas, whose code others' values may name: model.factory of checkpoints that
+    come from elsewhere; for a worker also model.factory and recipe of the runs it takes. Your own commands,
+    and runs in your data_dir, may name any."""
     cluster_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a rank of a cluster's run waits for the others in anything that they do together; one that
     is gone is noticed at once."""
@@ -94,7 +96,7 @@ class Settings(BaseSettings):
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
-        return value.expanduser().absolute()
+        return given_path(str(value), "data_dir").absolute()
 
     @field_validator("devices")
     @classmethod

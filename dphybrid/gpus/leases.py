@@ -23,7 +23,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_locked, lock
 from dphybrid.util.shared_files import OddFileError, open_regular, read_text, shared_folder_fault
 
-FALLBACK = Path("/tmp/dphybrid-leases")
+FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
 """For machines whose /var/lock only root may write to; the same for every user."""
 
 

@@ -102,4 +102,6 @@ def go_on_later(
         *sys.orig_argv[1:],
         *(["--resume", interruption.run] if interruption.run else []),
     ]
-    os.execv(sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), *again])
+    os.execv(  # noqa: S606 - this program again, with its own arguments
+        sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), *again]
+    )

@@ -18,6 +18,8 @@ from dphybrid.tracking.opening import store_to_read
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.training.table_files import mapped_weight
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import given_path
+from dphybrid.util.importing import is_allowed
 
 
 def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: bool = False) -> nn.Module:
@@ -49,14 +51,12 @@ def _check_factory(factory: str | None, folder: Path, settings: Settings) -> Non
     allow."""
     if factory is None or _is_own(folder, settings):
         return
-    module = factory.partition(":")[0]
-    allowed = ["dphybrid", *filter(None, (name.strip() for name in settings.factory_packages.split(",")))]
-    if not any(module == name or module.startswith(f"{name}.") for name in allowed):
+    if not is_allowed(factory, settings.factory_packages):
+        package = factory.partition(":")[0].partition(".")[0]
         raise UserError(
             f"{folder}: this checkpoint is none of the runs in {settings.runs_dir}, and its "
             f"model.factory={factory!r} would run code of package "
-            f"{module.partition('.')[0]!r}; if you trust it, set "
-            f"DPHYBRID_FACTORY_PACKAGES={module.partition('.')[0]}"
+            f"{package!r}; if you trust it, set DPHYBRID_FACTORY_PACKAGES={package}"
         )
 
 
@@ -76,7 +76,7 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
     """
     if which.startswith("models:/"):
         return checkpoint_folder(which, store_to_read(settings.mlflow_uri, settings.mlflow_dir))
-    folder = Path(which).expanduser()
+    folder = given_path(which, "run or checkpoint")
     if (folder / "state.json").is_file():
         return folder
     run = read_run(folder) if (folder / "run.json").is_file() else _named_run(which, settings)

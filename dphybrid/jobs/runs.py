@@ -163,10 +163,14 @@ def environment_tags() -> dict[str, str]:
     here = Path(__file__).parent
     try:
         commit = subprocess.run(
-            ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", here, "rev-parse", "HEAD"],  # noqa: S607 - the user's own git
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         ).stdout.strip()
         status = subprocess.run(
-            ["git", "-C", here, "status", "--porcelain"],
+            ["git", "-C", here, "status", "--porcelain"],  # noqa: S607
             capture_output=True,
             text=True,
             check=True,

@@ -7,6 +7,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.data import verify_prepared
 from dphybrid.training.checkpoint import complete_checkpoints, verify_checkpoint
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import given_path
 
 
 def verify_places(places: Sequence[str], settings: Settings) -> Iterator[tuple[str, bool]]:
@@ -35,7 +36,7 @@ def _folders(places: Sequence[str], settings: Settings) -> list[Path]:
         ]
     found: list[Path] = []
     for place in places:
-        folder = Path(place).expanduser()
+        folder = given_path(place, "place")
         if (folder / "state.json").is_file() or (folder / "manifest.json").is_file():
             found.append(folder)
             continue

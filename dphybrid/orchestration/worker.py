@@ -35,6 +35,7 @@ from dphybrid.orchestration.alive import (
     start_labels,
 )
 from dphybrid.util.errors import UserError
+from dphybrid.util.importing import ONLY
 from dphybrid.util.watching import watching
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ with warnings.catch_warnings():
         ) -> None:
             check_job(self, deployment)
             super().prepare_for_flow_run(flow_run, deployment, *more, **named)
+            self.env[ONLY] = load_settings().factory_packages
 
     class DrainingWorker(ProcessWorker):
         """Takes no more runs once `draining`."""

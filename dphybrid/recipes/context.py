@@ -14,6 +14,7 @@ from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import Devices
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
+from dphybrid.util.importing import check_import
 
 Options = TypeVar("Options", bound=ModelConfig)
 
@@ -102,6 +103,7 @@ def import_factory(path: str) -> Factory:
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
         raise UserError(f"model.factory={path!r}: write package.module:function")
+    check_import(path, "model.factory")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.importing import check_import
 
 BUILT_IN = {
     "text": "dphybrid.recipes.text.recipe:Text",
@@ -54,6 +55,8 @@ def find_recipe(name: str) -> Recipe:
             f"{', '.join(map(repr, recipe_names()))}, "
             "and your own as package.module:NAME"
         )
+    if path == name:
+        check_import(path, "recipe")
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)

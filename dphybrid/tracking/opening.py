@@ -92,7 +92,8 @@ def _check(uri: str) -> None:
     if uri.startswith(("http://", "https://")):
         try:
             address, _ = without_credentials(uri)  # that it is there, it tells to everybody
-            with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=REACH_SECONDS):
+            health = f"{address.rstrip('/')}/health"
+            with urllib.request.urlopen(health, timeout=REACH_SECONDS):  # noqa: S310 - http, as just checked
                 return
         except urllib.error.HTTPError:
             return  # a server that answers with an error is there; MLflow's client tells what it wants

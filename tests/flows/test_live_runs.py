@@ -10,12 +10,13 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 
 from dphybrid.orchestration import alive
 from dphybrid.orchestration.queueing import BEGUN, HOME, STARTED_BY, lives_elsewhere
 from dphybrid.orchestration.worker import GuardedConfiguration, check_job
 from dphybrid.util.errors import UserError
+from dphybrid.util.importing import ONLY
 from tests.test_shared_folder import NOBODY, ODD
 
 
@@ -37,6 +38,13 @@ class Server:
     def set_flow_run_state(self, flow_run_id: UUID, _state: object, force: bool) -> None:
         assert force
         self.queued.append(flow_run_id)
+
+
+def test_a_workers_run_imports_from_the_workers_packages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", "mine")
+    job = GuardedConfiguration()
+    job.prepare_for_flow_run(FlowRun(id=uuid4(), flow_id=uuid4(), name="run"))
+    assert job.env[ONLY] == "mine"
 
 
 @pytest.fixture

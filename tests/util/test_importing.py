@@ -1,0 +1,47 @@
+"""What others' values may import: in runs that a worker starts, named packages alone."""
+
+from pathlib import Path
+
+import pytest
+
+from dphybrid.recipes.configs import load_config
+from dphybrid.recipes.context import import_factory
+from dphybrid.recipes.registry import find_recipe
+from dphybrid.util.errors import UserError
+from dphybrid.util.importing import ONLY, is_allowed
+
+
+@pytest.mark.parametrize(
+    ("path", "packages", "allowed"),
+    [
+        ("dphybrid.recipes.ctr.recipe:Ctr", "", True),
+        ("dphybrid_evil:make", "", False),
+        ("mine.models:make", "others, mine", True),
+        ("mineral:make", "mine", False),
+        ("os:system", "mine,", False),
+        (".mine:make", "mine", False),
+    ],
+)
+def test_packages_are_allowed_by_their_whole_names(path: str, packages: str, allowed: bool) -> None:
+    assert is_allowed(path, packages) == allowed
+
+
+def test_a_workers_run_imports_from_named_packages_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "foreign_models.py").write_text(f"open({str(ran)!r}, 'w')\ndef make(context): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(ONLY, "others")
+    remedy = "set DPHYBRID_FACTORY_PACKAGES=foreign_models for the worker"
+    with pytest.raises(
+        UserError, match=rf"model.factory = .*this worker runs code of others and dphybrid .*{remedy}"
+    ):
+        import_factory("foreign_models:make")
+    with pytest.raises(UserError, match=rf"recipe = 'foreign_models:Mine': this worker .*{remedy}"):
+        load_config(None, ["recipe=foreign_models:Mine"])
+    assert not ran.exists()
+    assert find_recipe("ctr").name == "ctr"
+    monkeypatch.setenv(ONLY, "others,foreign_models")
+    assert callable(import_factory("foreign_models:make"))
+    assert ran.exists()
