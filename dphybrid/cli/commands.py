@@ -312,11 +312,11 @@ def selftest(args: argparse.Namespace) -> int:
     minutes = args.minutes if args.minutes is not None else 60.0 if args.full else 1.0
     if not 0 < minutes < 10_000:
         raise UserError(f"--minutes {minutes}: give how many minutes it may take, such as 5")
-    from dphybrid.embedding.kernels import keep_compiled_in
+    from dphybrid.embedding.kernels import compiled_folder, keep_compiled_in
     from dphybrid.selftest import promises
 
     settings = load_settings()
-    keep_compiled_in(settings.data_dir / "compiled")
+    keep_compiled_in(compiled_folder(settings.data_dir))
     kept = promises.run(settings, minutes, args.full, args.seed, lambda line: print(line, flush=True))
     print(f"\n{promises.table(kept)}")
     return 1 if any(promise.broken for promise in kept) else 0

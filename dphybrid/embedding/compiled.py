@@ -19,7 +19,10 @@ from numba import types
 
 from dphybrid.embedding import vectors
 from dphybrid.embedding.vectors import (
+    any_less,
+    exponent,
     fill,
+    fraction,
     load,
     number,
     prefetch,
@@ -29,9 +32,12 @@ from dphybrid.embedding.vectors import (
     root,
     stack,
     store,
+    store_as,
     store_rounded,
     take_next,
     total,
+    uniform,
+    where_less,
     widen,
     write_float,
     write_int,
@@ -48,8 +54,45 @@ AHEAD = 24
 ROWS_AHEAD = 8
 """Rows to update whose memory is asked for ahead."""
 TABLE_BYTES = 56
+DRAWN = 32
+"""Values drawn at once."""
 DIGIT_BITS = 11
 """Of the radix sort: its counts stay in a core's first cache."""
+
+
+LOGARITHM = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+ERFINV_MIDDLE = (
+    2.81022636e-08,
+    3.43273939e-07,
+    -3.5233877e-06,
+    -4.39150654e-06,
+    0.00021858087,
+    -0.00125372503,
+    -0.00417768164,
+    0.246640727,
+    1.50140941,
+)
+ERFINV_TAIL = (
+    -0.000200214257,
+    0.000100950558,
+    0.00134934322,
+    -0.00367342844,
+    0.00573950773,
+    -0.0076224613,
+    0.00943887047,
+    1.00167406,
+    2.83297682,
+)
 
 
 def lanes_of(dim: int, item_bytes: int) -> int:
@@ -197,6 +240,63 @@ def gather_kernel(dim: int, stored: int) -> Any:
                     others = 0
 
     return compiled(gather)
+
+
+def draw_kernel(stored: int) -> Any:
+    """Fill values with normal ones, a function of (seed, place) alone.
+
+    PAGE: 1 values, 2 groups of DRAWN of a block, 3 address of the first, 4 seed, 5 standard deviation
+    (float64). The inverse of the normal distribution is Giles' ("Approximating the erfinv function", 2011),
+    its logarithm that of Cephes: of sums and products, which have the same bits on every processor, as no
+    library's logarithm has.
+    """
+    item, wide, rest_bytes = ITEM_BYTES[stored], DRAWN, 4 * DRAWN
+    log_of, middle, tail = LOGARITHM, ERFINV_MIDDLE, ERFINV_TAIL
+    real = vectors.FLOAT32
+
+    def draw(page: int) -> None:
+        count, size, values = read_int(page + 8), read_int(page + 16), read_int(page + 24)
+        first = read_int(page + 48)
+        end = -((-first - count) // wide)
+        seed, scale = read_int(page + 32), read_float(page + 40) * 1.4142135623730951
+        rest = stack(rest_bytes)
+        zero, one, half = fill(0.0, real, wide), fill(1.0, real, wide), fill(0.5, real, wide)
+        five, root_two = fill(5.0, real, wide), fill(1.4142135, real, wide)
+        while True:
+            begin = first // wide + take_next(page) * size
+            if begin >= end:
+                return
+            for group in range(begin, min(begin + size, end)):
+                noise = (seed ^ group) * -7046029254386353131
+                noise = (noise ^ (noise >> 29)) * -4658895280553007687
+                x = uniform(noise ^ (noise >> 32), 0, wide)
+                y = (one - x) * (one + x)
+                t = fraction(y)
+                powers = exponent(y) + where_less(root_two, t, one, zero)
+                t = where_less(root_two, t, t * half, t) - one
+                p = fill(log_of[0], real, wide)
+                for k in range(1, 9):
+                    p = p * t + fill(log_of[k], real, wide)
+                logarithm = powers * fill(0.6931471805599453, real, wide) + (t - t * t * (half - t * p))
+                w = zero - logarithm
+                inverse, near = fill(middle[0], real, wide), w - fill(2.5, real, wide)
+                for k in range(1, 9):
+                    inverse = inverse * near + fill(middle[k], real, wide)
+                if any_less(five, w):
+                    outer, far = fill(tail[0], real, wide), root(w) - fill(3.0, real, wide)
+                    for k in range(1, 9):
+                        outer = outer * far + fill(tail[k], real, wide)
+                    inverse = where_less(five, w, outer, inverse)
+                drawn = inverse * x * fill(scale, real, wide)
+                n = group * wide - first
+                if n >= 0 and n + wide <= count:
+                    store_as(values + item * n, drawn, stored)
+                else:
+                    store(rest, drawn)
+                    for k in range(max(0, -n), min(wide, count - n)):
+                        store_as(values + item * (n + k), load(rest + 4 * k, real, 1), stored)
+
+    return compiled(draw)
 
 
 def sum_kernel(dim: int, stored: int) -> Any:

@@ -42,6 +42,30 @@ def keep_compiled_in(folder: Path) -> None:
         os.environ.setdefault("NUMBA_CACHE_DIR", str(folder / _sources_digest()))
 
 
+def use_threads(count: int) -> None:
+    """Have torch, the row kernels and, unless the user said otherwise, numba's own parallel functions use
+    `count` threads.
+
+    The first call of such a function makes its number that of OpenMP, hence torch's: it must be the same.
+    """
+    torch.set_num_threads(count)
+    if "numba" not in sys.modules:  # later it would refuse a change
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(count))
+
+
+def compiled_folder(data_dir: Path) -> Path:
+    """Return where compiled kernels are kept: in the user's cache folder, which all data folders share, or,
+    where that cannot be written, in `data_dir`."""
+    usual = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local")}
+    place = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
+    folder = Path(place).expanduser() / "dphybrid"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a service without a home
+        return data_dir / "compiled"
+    return folder / "compiled" if os.access(folder, os.W_OK) else data_dir / "compiled"
+
+
 def _sources_digest() -> str:
     here = Path(__file__).parent
     return hashlib.sha256(
@@ -53,7 +77,7 @@ def _sources_digest() -> str:
 def _compiled() -> ModuleType:
     if importlib.util.find_spec("numba") is None:
         raise UserError("tables in host memory need numba, which is not installed; pip install numba")
-    keep_compiled_in(Path(os.environ.get("DPHYBRID_DATA_DIR", "~/.dphybrid")).expanduser() / "compiled")
+    keep_compiled_in(compiled_folder(Path(os.environ.get("DPHYBRID_DATA_DIR", "~/.dphybrid")).expanduser()))
     from dphybrid.embedding import compiled
 
     return compiled
@@ -69,6 +93,7 @@ def warm_up(rule: str, dim: int, dtype: torch.dtype) -> None:
     nothing."""
     if importlib.util.find_spec("numba") is None:
         return  # said when a table is used
+    _kernel("draw", KINDS[dtype])
     _kernel("arrange")
     _kernel("gather", dim, KINDS[dtype])
     _kernel("update", RULES[rule], dim, KINDS[dtype])
@@ -115,6 +140,23 @@ def gather_columns(
     tables = (ctypes.c_int64 * len(lines))(*lines)
     numbers = (ids_BF.data_ptr(), count, size, ctypes.addressof(tables), len(weights_F), out_BFD.data_ptr())
     return not _call(_kernel("gather", dim, KINDS[weight.dtype]), numbers, threads)[7]
+
+
+def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
+    """Fill a table, or its rows from `first` on, from normal(0, std) with as many threads as torch uses.
+
+    A value depends on (seed, row, column) alone, so that a table that has grown starts with the rows of the
+    smaller one.
+    """
+    in_place = rows_VD.device.type == "cpu" and rows_VD.is_contiguous()
+    drawn_VD = rows_VD if in_place else torch.empty(rows_VD.shape, dtype=rows_VD.dtype)
+    count, item, place = drawn_VD.numel(), drawn_VD.element_size(), first * drawn_VD.shape[1]
+    size, threads = _share(count, item, None)
+    start = int.from_bytes(hashlib.sha256(b"%d" % seed).digest()[:8], "little", signed=True)
+    numbers = (count, -(-size // _compiled().DRAWN), drawn_VD.data_ptr(), start, *_bits(std), place)
+    _call(_kernel("draw", KINDS[drawn_VD.dtype]), numbers, threads)
+    if not in_place:
+        rows_VD.copy_(drawn_VD)
 
 
 @dataclass

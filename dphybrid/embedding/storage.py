@@ -1,5 +1,4 @@
-"""Where a table's rows lie: in memory, or in a file that is mapped into memory. Start values with the same
-bits for any thread count."""
+"""Where a table's rows lie: in memory, or in a file that is mapped into memory."""
 
 import math
 import mmap
@@ -7,7 +6,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dphybrid.embedding.kernels import fill_normal
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import sync, temporary
 
@@ -25,9 +24,6 @@ KEEP_FREE_SHARE = 0.02
 """Of the free memory or disk: left for everything else."""
 
 _HUGE_PAGE_BYTES = 2**21
-
-_INIT_BLOCK_ROWS = 65536
-"""Rows drawn from one generator: the bits do not depend on how many threads or calls fill a table."""
 
 
 def available_memory_bytes() -> int:
@@ -209,10 +205,6 @@ def finished_file(path: Path) -> Iterator[None]:
         temporary(path).unlink(missing_ok=True)
 
 
-def _generator_of(block: int, seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
-
-
 @dataclass
 class StartValues:
     """What a table's rows start from, so that any part of them can be drawn without the rest.
@@ -220,43 +212,13 @@ class StartValues:
     scales: factors on the rows first to below last, one after the other; 0 for rows that start as zeros.
     """
 
-    num_rows: int
     std: float
     seed: int
     scales: list[tuple[int, int, float]] = field(default_factory=list)
 
     def write(self, rows_VD: Tensor, first: int) -> None:
         """Put the rows from `first` on into rows_VD, with the bits that they have in a whole table."""
-        last, dim = first + len(rows_VD), rows_VD.shape[1]
-        for block in range(first // _INIT_BLOCK_ROWS, -(-last // _INIT_BLOCK_ROWS)):
-            start = block * _INIT_BLOCK_ROWS
-            size = min(_INIT_BLOCK_ROWS, self.num_rows - start)
-            drawn = torch.empty(size, dim).normal_(0.0, self.std, generator=_generator_of(block, self.seed))
-            low, high = max(first, start), min(last, start + size)
-            rows_VD[low - first : high - first] = drawn[low - start : high - start]
+        fill_normal(rows_VD, self.std, self.seed, first)
         for begin, end, factor in self.scales:
             part = rows_VD[max(begin - first, 0) : max(end - first, 0)]
             part.copy_(part * factor if factor else torch.zeros_like(part))
-
-
-def fill_normal(weight: Tensor, std: float, seed: int) -> None:
-    """Fill `weight` (V, D) from normal(0, std) with as many threads as torch uses; the bits depend on the
-    seed alone."""
-
-    def fill(block: int) -> None:
-        generator = _generator_of(block, seed)
-        rows = weight[block * _INIT_BLOCK_ROWS : (block + 1) * _INIT_BLOCK_ROWS]
-        if rows.dtype in (torch.float32, torch.float64):
-            rows.normal_(0.0, std, generator=generator)
-        else:
-            rows.copy_(torch.empty(rows.shape).normal_(0.0, std, generator=generator))
-
-    blocks = range(-(-weight.shape[0] // _INIT_BLOCK_ROWS))
-    threads = min(torch.get_num_threads(), len(blocks))
-    if threads <= 1:
-        for block in blocks:
-            fill(block)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(fill, blocks):
-            pass

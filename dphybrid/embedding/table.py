@@ -18,9 +18,10 @@ from dphybrid.embedding import kernels
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.gradients import Pending, RowGradients, TableRows, arrange_gradients
+from dphybrid.embedding.kernels import fill_normal
 from dphybrid.embedding.lookup import all_in_range, no_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
-from dphybrid.embedding.storage import StartValues, fill_normal, finished_file, open_rows, open_states
+from dphybrid.embedding.storage import StartValues, finished_file, open_rows, open_states
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
 
@@ -63,7 +64,7 @@ class HostEmbedding(nn.Module):
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
         self.weight, fresh = open_rows(num_rows, dim, dtype, storage, path, name)
         self._fresh, self._path = fresh, path
-        self.start = StartValues(num_rows, std, seed)
+        self.start = StartValues(std, seed)
         with finished_file(path) if fresh and path is not None and not path.is_dir() else nullcontext():
             if fresh:
                 fill_normal(self.weight, std, seed)

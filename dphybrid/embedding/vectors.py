@@ -100,30 +100,126 @@ def store(typing: Any, address: Any, vector: Any) -> Any:
     return types.void(address, vector), generate
 
 
+def _hash(builder: Any, low: Any, high: Any, column: Any, lanes: int) -> Any:
+    """Return 32 bits for each lane's column that look random, from the 32 or 64 bits of a row."""
+    integers = ir.VectorType(_I32, lanes)
+    empty, nowhere = ir.Constant(integers, ir.Undefined), ir.Constant(integers, [0] * lanes)
+
+    def spread(value: Any) -> Any:
+        return builder.shuffle_vector(builder.insert_element(empty, value, _I32(0)), empty, nowhere)
+
+    places = builder.add(spread(column), ir.Constant(integers, list(range(lanes))))
+    noise = builder.add(builder.mul(places, _wide(lanes, 0x9E3779B1)), spread(low))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the end of MurmurHash3
+        noise = builder.mul(
+            builder.xor(noise, builder.lshr(noise, _wide(lanes, shift))), _wide(lanes, factor)
+        )
+    if high is not None:
+        noise = builder.add(noise, spread(high))
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            noise = builder.mul(
+                builder.xor(noise, builder.lshr(noise, _wide(lanes, shift))), _wide(lanes, factor)
+            )
+        noise = builder.xor(noise, builder.lshr(noise, _wide(lanes, 16)))
+    return noise
+
+
+@intrinsic(prefer_literal=True)
+def uniform(typing: Any, row_noise: Any, column: Any, lanes: Any) -> Any:
+    """Return float32 values between -1 and 1, odd multiples of 2**-24, a hash of `row_noise` and the columns
+    from `column` on."""
+    out = Vector(FLOAT32, lanes.literal_value)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        column32 = builder.trunc(context.cast(builder, args[1], column, types.int64), _I32)
+        low, high = builder.trunc(args[0], _I32), builder.trunc(builder.lshr(args[0], _I64(32)), _I32)
+        odd = builder.or_(
+            builder.lshr(_hash(builder, low, high, column32, out.lanes), _wide(out.lanes, 7)),
+            _wide(out.lanes, 1),
+        )
+        whole = builder.sitofp(builder.sub(odd, _wide(out.lanes, 2**24)), out.llvm)
+        return builder.fmul(whole, ir.Constant(out.llvm, [2.0**-24] * out.lanes))
+
+    return out(row_noise, column, lanes), generate
+
+
+@intrinsic
+def exponent(typing: Any, vector: Any) -> Any:
+    """Return the powers of two in positive float32 values, as values: 3.0 for what is from 8 to below 16."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], ir.VectorType(_I32, vector.lanes))
+        powers = builder.sub(builder.lshr(bits, _wide(vector.lanes, 23)), _wide(vector.lanes, 127))
+        return builder.sitofp(powers, vector.llvm)
+
+    return vector(vector), generate
+
+
+@intrinsic
+def fraction(typing: Any, vector: Any) -> Any:
+    """Return positive float32 values without their powers of two: from 1 to below 2."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], ir.VectorType(_I32, vector.lanes))
+        kept = builder.and_(bits, _wide(vector.lanes, 0x7FFFFF))
+        return builder.bitcast(builder.or_(kept, _wide(vector.lanes, 0x3F800000)), vector.llvm)
+
+    return vector(vector), generate
+
+
+@intrinsic
+def where_less(typing: Any, left: Any, right: Any, yes: Any, no: Any) -> Any:
+    """Return lane by lane `yes` where left < right, else `no`."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
+
+    return yes(left, right, yes, no), generate
+
+
+@intrinsic
+def any_less(typing: Any, left: Any, right: Any) -> Any:
+    """Is left < right in a lane? The far ends of a distribution are computed for one vector in twenty."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lanes = ir.IntType(left.lanes)
+        found = builder.bitcast(builder.fcmp_ordered("<", args[0], args[1]), lanes)
+        return builder.icmp_unsigned("!=", found, lanes(0))
+
+    return types.boolean(left, right), generate
+
+
+@intrinsic(prefer_literal=True)
+def store_as(typing: Any, address: Any, vector: Any, kind: Any) -> Any:
+    """Write float32 values as values of a kind, bfloat16 rounded to the nearest, of two to the even one."""
+    stored = kind.literal_value
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lanes, value = vector.lanes, args[1]
+        if stored == FLOAT64:
+            value = builder.fpext(value, ir.VectorType(ir.DoubleType(), lanes))
+        if stored == BFLOAT16:
+            bits = builder.bitcast(value, ir.VectorType(_I32, lanes))
+            even = builder.and_(builder.lshr(bits, _wide(lanes, 16)), _wide(lanes, 1))
+            up = builder.add(builder.add(bits, even), _wide(lanes, 0x7FFF))
+            value = builder.trunc(builder.lshr(up, _wide(lanes, 16)), ir.VectorType(ir.IntType(16), lanes))
+        builder.store(
+            value, _pointer(builder, args[0], value.type), align={FLOAT64: 8, BFLOAT16: 2}.get(stored, 4)
+        )
+        return context.get_dummy_value()
+
+    return types.void(address, vector, kind), generate
+
+
 @intrinsic(prefer_literal=True)
 def store_rounded(typing: Any, address: Any, vector: Any, row_noise: Any, column: Any) -> Any:
     """Write float32 values as bfloat16, up or down by chance: noise below the kept bits, a hash of
     `row_noise` and the column."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        lanes = vector.lanes
-        integers = ir.VectorType(_I32, lanes)
-
-        def spread(value: Any) -> Any:
-            one = builder.insert_element(ir.Constant(integers, ir.Undefined), value, _I32(0))
-            return builder.shuffle_vector(
-                one, ir.Constant(integers, ir.Undefined), ir.Constant(integers, [0] * lanes)
-            )
-
+        lanes, integers = vector.lanes, ir.VectorType(_I32, vector.lanes)
         column32 = builder.trunc(context.cast(builder, args[3], column, types.int64), _I32)
-        places = builder.add(spread(column32), ir.Constant(integers, list(range(lanes))))
-        noise = builder.add(
-            builder.mul(places, _wide(lanes, 0x9E3779B1)), spread(builder.trunc(args[2], _I32))
-        )
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the end of MurmurHash3
-            noise = builder.mul(
-                builder.xor(noise, builder.lshr(noise, _wide(lanes, shift))), _wide(lanes, factor)
-            )
+        noise = _hash(builder, builder.trunc(args[2], _I32), None, column32, lanes)
         noise = builder.lshr(noise, _wide(lanes, 16))
         bits = builder.lshr(builder.add(builder.bitcast(args[1], integers), noise), _wide(lanes, 16))
         halves = ir.VectorType(ir.IntType(16), lanes)

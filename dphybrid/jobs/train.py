@@ -21,7 +21,7 @@ from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, num_batches
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
-from dphybrid.embedding.kernels import keep_compiled_in
+from dphybrid.embedding.kernels import compiled_folder, keep_compiled_in, use_threads
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.gpus.leasing import expected_devices, leased_devices
 from dphybrid.gpus.politeness import giving_way
@@ -137,7 +137,9 @@ def prepare_data(config: ExperimentConfig, settings: Settings, local_ranks: int 
         make_folder(
             settings.data_dir, mode=0o700
         )  # data, runs and records are their owner's, unless the folder was made otherwise
-    with compiling_kernels(config, settings.data_dir / "compiled"), preparation_progress() as progress:
+    if settings.threads:
+        use_threads(settings.threads)
+    with compiling_kernels(config, compiled_folder(settings.data_dir)), preparation_progress() as progress:
         prepared = find_recipe(config.recipe).prepare(
             config.data, settings.prepared_dir, config.train.seed, progress
         )
@@ -300,9 +302,9 @@ def train_here(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks | N
     """`train_run` in this process, or this process's part of it where it is one of several ranks."""
     config, data, leads = run.config, run.open_data(verified=True), ranks is None or ranks.leads
     if settings.threads:
-        torch.set_num_threads(settings.threads)
+        use_threads(settings.threads)
     keep_freed_memory()
-    keep_compiled_in(settings.data_dir / "compiled")
+    keep_compiled_in(compiled_folder(settings.data_dir))
     devices = resolve_devices(run.page.devices if ranks is None else str(ranks.device))
     start_on(devices)
     done = _newest_checkpoint(run) if leads else None

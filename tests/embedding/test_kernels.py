@@ -22,6 +22,7 @@ from dphybrid.embedding import (
     make_row_optimizer,
     team,
 )
+from dphybrid.embedding.kernels import fill_normal
 from dphybrid.util.errors import UserError
 
 KINDS = ["sgd", "adagrad", "adam", "lazy-adam"]
@@ -107,6 +108,30 @@ def test_same_bits_for_any_number_of_threads(kind: str, dtype: torch.dtype) -> N
         assert all(
             torch.equal(one, other) for one, other in zip(alone, trained(kind, count, dtype), strict=True)
         )
+
+
+def test_start_values_are_normal_and_depend_on_seed_and_place_alone() -> None:
+    def drawn(rows: int, dtype: torch.dtype = torch.float32, seed: int = 3, count: int = 1) -> Tensor:
+        with threads(count):
+            return HostEmbedding(rows, 18, std=0.5, dtype=dtype, seed=seed).weight
+
+    whole = drawn(20_000)
+    for rows, count in ((1, 1), (7001, 1), (20_000, 2), (20_000, 3)):
+        assert torch.equal(drawn(rows, count=count), whole[:rows])
+    for first, last in ((0, 1), (7, 9), (3, 20_000), (19_999, 20_000)):
+        part = torch.empty(last - first, 18)
+        fill_normal(part, 0.5, 3, first)
+        assert torch.equal(part, whole[first:last])
+    assert torch.equal(drawn(999, torch.bfloat16), whole[:999].bfloat16())
+    assert torch.equal(drawn(999, torch.float64), whole[:999].double())
+    assert (drawn(999, seed=4) != whole[:999]).float().mean() > 0.999
+    assert len(whole.unique(dim=0)) == 20_000
+    sorted_N = whole.double().flatten().sort().values
+    share_N = torch.arange(1, len(sorted_N) + 1) / len(sorted_N)  # Kolmogorov and Smirnov's test, 0.1 %
+    assert (torch.special.ndtr(sorted_N / 0.5) - share_N).abs().max() < 1.95 / math.sqrt(len(sorted_N))
+    assert 2.2 < float(sorted_N[-1]) < 2.8
+    for one, other in ((whole[:-1], whole[1:]), (whole[:, :-1], whole[:, 1:])):
+        assert abs(float((one * other).mean() / 0.25)) < 4 / math.sqrt(one.numel())
 
 
 def test_same_bits_with_threads_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +267,49 @@ def test_a_gradient_that_was_changed_meanwhile_is_noticed() -> None:
         rows.step()
 
 
+GOVERNED = """
+import sys, torch
+from dphybrid.config.settings import load_settings
+from dphybrid.embedding import HostEmbedding, kernels, make_row_optimizer, team
+wanted = set()
+kernels.run_kernel = lambda *args: (wanted.add(args[2]), team.run_kernel(*args))
+kernels.use_threads(load_settings().threads)
+def train():
+    wanted.clear()
+    table(torch.arange(20_000)).sum().backward()
+    rows.step()
+    rows.zero_grad()
+    print(torch.get_num_threads(), max(wanted))
+table = HostEmbedding(20_000, 16)
+rows = make_row_optimizer("adagrad", {"t": table}, lr=0.1)
+train()
+import numba
+@numba.njit(parallel=True)
+def total(values):
+    found = 0.0
+    for n in numba.prange(len(values)):
+        found += values[n]
+    return found
+assert total(torch.ones(1000).numpy()) == 1000
+train()
+print(numba.get_num_threads())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_one_setting_governs_torch_and_numba_also_after_numbas_first_parallel_call(count: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    found = subprocess.run(
+        [sys.executable, "-c", GOVERNED],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"DPHYBRID_THREADS": count},
+    )
+    assert found.stdout.split() == [count] * 5, found.stderr
+
+
 WITHOUT_NUMBA = """
 import importlib.util, torch
 from dphybrid.embedding import HostEmbedding
@@ -261,24 +329,32 @@ def test_what_to_do_without_numba_is_said() -> None:
 
 COMPILES = """
 import os, torch
-from dphybrid.embedding import HostEmbedding
-HostEmbedding(10, 4)(torch.tensor([1]))
+from dphybrid.embedding.kernels import gather
+gather(torch.zeros(10, 4), torch.tensor([1]), torch.empty(1, 4))
 print(os.environ["NUMBA_CACHE_DIR"])
 """
 
 
-def test_machine_code_is_kept_in_the_data_folder_unless_the_user_says_where(tmp_path: Path) -> None:
-    def cache_of(**more: str) -> Path:
-        environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | more
+@pytest.mark.slow
+def test_machine_code_is_kept_for_all_data_folders_unless_the_user_says_where(tmp_path: Path) -> None:
+    def cache_of(data: str = "data", **more: str) -> Path:
+        environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
+        environment |= {"DPHYBRID_DATA_DIR": str(tmp_path / data), "XDG_CACHE_HOME": str(tmp_path / "user")}
         found = subprocess.run(
-            [sys.executable, "-c", COMPILES], capture_output=True, text=True, check=True, env=environment
+            [sys.executable, "-c", COMPILES],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment | more,
         )
         return Path(found.stdout.strip())
 
-    ours = cache_of(DPHYBRID_DATA_DIR=str(tmp_path / "data"))
-    assert ours.parent == tmp_path / "data" / "compiled"
+    ours = cache_of()
+    assert ours.parent == tmp_path / "user" / "dphybrid" / "compiled"
     kept = {file: file.stat().st_mtime_ns for file in ours.rglob("*.nbc")}
     assert kept
-    assert cache_of(DPHYBRID_DATA_DIR=str(tmp_path / "data")) == ours
+    assert cache_of("other data") == ours
     assert {file: file.stat().st_mtime_ns for file in ours.rglob("*.nbc")} == kept  # found, not made again
     assert cache_of(NUMBA_CACHE_DIR=str(tmp_path / "mine")) == tmp_path / "mine"
+    (tmp_path / "no folder").touch()
+    assert cache_of(XDG_CACHE_HOME=str(tmp_path / "no folder")).parent == tmp_path / "data" / "compiled"
