@@ -83,11 +83,14 @@ def take(folder: Path, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("make", ODD)
-def test_odd_files_cost_one_gpu_at_most(make: Callable[[Path], None], folder: Path) -> None:
+def test_odd_files_cost_one_gpu_at_most_and_are_named(
+    make: Callable[[Path], None], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     units = Inventory("tests.fake_nvml").read()
     for name in ("00000000000000000001-1.ticket", f"gpu-{units[0].uuid}.lock", f"gpu-{units[1].uuid}.asked"):
         make(folder / name)
     assert take(folder, 1) == ["GPU 1"]
+    assert capsys.readouterr().err.count("00000000000000000001-1.ticket") == 1
     holder = find_holder(folder, units[0].uuid)
     assert holder is not None
     assert "remove it" in holder.text()
@@ -102,7 +105,9 @@ def test_odd_files_cost_one_gpu_at_most(make: Callable[[Path], None], folder: Pa
 
 
 @pytest.mark.parametrize("page", LOCKED_PAGES)
-def test_odd_pages_of_locked_files_crash_nobody(page: bytes, folder: Path) -> None:
+def test_odd_pages_of_locked_files_crash_nobody_and_are_named(
+    page: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import fcntl
 
     units = Inventory("tests.fake_nvml").read()
@@ -113,6 +118,7 @@ def test_odd_pages_of_locked_files_crash_nobody(page: bytes, folder: Path) -> No
         fcntl.flock(handles[-1], fcntl.LOCK_EX)
     try:
         assert take(folder, 1) == ["GPU 1"]
+        assert capsys.readouterr().err.count("00000000000000000001-1.ticket: ") == 1
         holder = find_holder(folder, units[0].uuid)
         assert holder is not None
         assert holder.text().isprintable()

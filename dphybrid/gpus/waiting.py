@@ -7,6 +7,7 @@ people's processes make impossible for now holds nobody up.
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease, use
 from dphybrid.util.errors import UserError
 from dphybrid.util.locks import lock
 from dphybrid.util.shared_files import OddFileError
+from dphybrid.util.text import printable
 
 _BIRTH_S = 60.0
 """A hidden ticket older than this was left by a process that died while making it."""
@@ -76,6 +78,12 @@ def acquire(
     """
     deadline = time.monotonic() + max(timeout_s, 2 * policy.window_s + 2 * poll_s)
     told = ""
+    odd: set[str] = set()
+
+    def note(what: str) -> None:
+        if what not in odd:
+            odd.add(what)
+            print(f"Note: ignored in the folder of leases: {what}", file=sys.stderr, flush=True)
 
     def wait(why: str) -> None:
         nonlocal told
@@ -99,7 +107,7 @@ def acquire(
         free_since: dict[str, float] = {}
         with _ticket(folder, eligible, wanted.least, run) as number:
             while not closed():
-                lease, why = _try(wanted, inventory, folder, run, policy, names, number, free_since)
+                lease, why = _try(wanted, inventory, folder, run, policy, names, number, free_since, note)
                 if lease:
                     return lease
                 wait(why)
@@ -114,9 +122,10 @@ def _try(
     names: str | None,
     number: str,
     free_since: dict[str, float],
+    note: Callable[[str], None],
 ) -> tuple[Lease | None, str]:
     """Look once, and take what is ours to take; return (lease, why not). free_since: UUID -> since when it
-    has been free, kept up to date."""
+    has been free, kept up to date. note: is told what is no ticket, though named as one."""
     now, reasons, leased = time.monotonic(), [], set()
     eligible = _eligible(wanted, visible(inventory.read(), names))
     for gpu in eligible:
@@ -129,7 +138,7 @@ def _try(
         else:
             free_since.setdefault(gpu.uuid, now)
     ready = [gpu for gpu in eligible if now - free_since.get(gpu.uuid, now + 1) >= policy.window_s]
-    ahead = [ticket for name, ticket in _tickets(folder).items() if name < number]
+    ahead = [ticket for name, ticket in _tickets(folder, note).items() if name < number]
     kept = _kept_for(ahead, ready, leased)
     if lease := _take(
         wanted, [gpu for gpu in ready if gpu.uuid not in kept], inventory, folder, run, policy, names
@@ -229,9 +238,9 @@ def _age_s(file: Path) -> float:
         return 0.0
 
 
-def _tickets(folder: Path) -> dict[str, _Ticket]:
+def _tickets(folder: Path, note: Callable[[str], None] = lambda what: None) -> dict[str, _Ticket]:
     """The living tickets by name, oldest first; those of the dead are cleared away, and what is no ticket is
-    left alone."""
+    noted and left alone."""
     found = {}
     for file in sorted(folder.glob("*.ticket")):
         if (
@@ -244,8 +253,11 @@ def _tickets(folder: Path) -> dict[str, _Ticket]:
                 file.unlink(missing_ok=True)
             else:
                 found[file.name] = _Ticket.model_validate_json(page)
-        except (OddFileError, ValidationError):
-            continue  # nobody waits with such a file
+        except OddFileError as error:
+            note(printable(str(error) if str(file) in str(error) else f"{file}: {error}"))
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            note(printable(f"{file}: is no ticket ({why[:100]})"))
         except PermissionError:
             continue  # another user's, in a sticky folder: it harms nobody
     return found

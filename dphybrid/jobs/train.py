@@ -54,6 +54,7 @@ from dphybrid.training.display import Display, preparation_progress
 from dphybrid.training.loop import evaluate, keep_checkpoints, train
 from dphybrid.training.observing import Meter
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
+from dphybrid.training.retention import best_checkpoint
 from dphybrid.training.saving import CheckpointWriter, SavingCosts
 from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog, announcement
@@ -61,6 +62,7 @@ from dphybrid.training.together import ALONE
 from dphybrid.training.warm_start import warm_start
 from dphybrid.training.warm_up import compiling_kernels
 from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.util.errors import UserError
 from dphybrid.util.files import clear_leftovers, disk_errors_told, make_folder, naming, write_text
 from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
@@ -273,8 +275,8 @@ def build_run(
         devices=devices.text,
         prepared=prepared,
         data_digest=data.digest,
-        links=links or {},
-        tags=tags or {},
+        links={**(previous.page.links if previous else {}), **(links or {})},
+        tags={**(previous.page.tags if previous else {}), **(tags or {})},
         created=previous.page.created if previous else datetime.now(UTC).isoformat(),
     )
     page.write(folder / "run.json")
@@ -426,11 +428,11 @@ def _starting_point(
 def _result(run: Run, session: Session, meter: Meter, system: dict[str, float]) -> ResultPage:
     progress = session.trained.progress
     done = complete_checkpoints(run.checkpoints)
-    best = run.checkpoints / f"step-{progress.best_step or 0:06d}"
+    best = best_checkpoint(done, progress, session.task)
     stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
     return ResultPage(
         checkpoint=str(done[-1]) if done else "",
-        best_checkpoint=str(best if best.exists() else done[-1] if done else ""),
+        best_checkpoint=str(best or ""),
         steps=progress.step,
         epochs=progress.epoch,
         devices=session.facts["devices"],
@@ -461,7 +463,7 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     best, mapped = Path(result.best_checkpoint), config.cluster.ranks > 0  # it may not fit into this machine
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, data.info, resolve_devices(run.page.devices), settings.table_folder)
-    verify_checkpoint(best)
+    _check_best(best, run)
     fill_model(best, model, mapped)
     task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
     metrics = evaluate(model, data.dataset("valid"), batch_size, task)
@@ -474,6 +476,30 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     with _recording(run, settings) as tracker:
         tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
     return metrics
+
+
+def _check_best(best: Path, run: Run) -> None:
+    """Raise UserError with what can take its place when the best checkpoint is damaged. Nothing takes it by
+    itself: it would be another model."""
+    try:
+        verify_checkpoint(best)
+    except UserError as damage:
+        others = [path for path in complete_checkpoints(run.checkpoints) if path != best]
+        whole = any(_is_whole(path) for path in others)
+        remedy = (
+            f"remove {best} and give --resume {run.folder.name}: the best of the others takes its place"
+            if whole
+            else "no other checkpoint of this run is whole: start a new run"
+        )
+        raise UserError(f"the run's best checkpoint is damaged: {damage}; {remedy}") from damage
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        verify_checkpoint(checkpoint)
+    except UserError:
+        return False
+    return True
 
 
 def fail_run(run_folder: str, settings: Settings, status: Status) -> None:

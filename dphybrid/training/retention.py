@@ -21,6 +21,14 @@ def best_steps(progress: Progress, task: Task, count: int) -> list[int]:
     return [int(row["step"]) for row in rows[:count]]
 
 
+def best_checkpoint(there: Sequence[Path], progress: Progress, task: Task) -> Path | None:
+    """Return the checkpoint with the best evaluation among those that are there (oldest first), else the
+    newest."""
+    by_step = {step_of(path): path for path in there}
+    found = (by_step[step] for step in best_steps(progress, task, len(progress.history)) if step in by_step)
+    return next(found, there[-1] if there else None)
+
+
 def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int]) -> list[Path]:
     """Remove the checkpoints that are neither new, nor of the steps `best`, nor of each n-th step; return
     what is left, oldest first.

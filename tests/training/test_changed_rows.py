@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, make_row_optimizer
 from dphybrid.jobs.load import load_model, model_from_checkpoint
-from dphybrid.jobs.train import run_job
+from dphybrid.jobs.runs import read_run
+from dphybrid.jobs.train import build_run, evaluate_run, run_job
 from dphybrid.jobs.verify import verify_places
 from dphybrid.recipes.configs import load_config
 from dphybrid.tracking.loader import checkpoint_folder
@@ -323,3 +325,30 @@ def test_a_stop_waits_for_the_checkpoint_it_names(data_dir: Path, monkeypatch: p
     with pytest.raises(Interrupted, match=r"step-000005 goes on with --resume"):
         run_job(load_config(None, OPTIONS), load_settings(), run_name="run", stop=stop)
     verify_checkpoint(data_dir / "runs" / "run" / "checkpoints" / "step-000005")
+
+
+def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    settings = load_settings()
+    links, tags = {"flow run": "http://127.0.0.1/1"}, {"team": "a"}
+    monkeypatch.setattr("dphybrid.jobs.train.build_run", partial(build_run, links=links))
+    report = run_job(load_config(None, OPTIONS), settings, run_name="run", tags=tags)
+    monkeypatch.undo()
+    best, folder = Path(report.best_checkpoint), data_dir / "runs" / "run"
+    (best / "blocks.safetensors").write_bytes(b"")
+    remedy = rf"blocks.safetensors: is damaged .*; remove {best} and give --resume run"
+    with pytest.raises(UserError, match=remedy):
+        evaluate_run(str(folder), settings)
+    shutil.rmtree(best)
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(data_dir))
+    again = run_job(load_config(None, OPTIONS), settings, resume="run", tags={"by": "hand"})
+    verify_checkpoint(Path(again.best_checkpoint), known=False)
+    page = read_run(folder).page
+    assert (page.links, page.tags) == (links, {"team": "a", "by": "hand"})
+    for path in complete_checkpoints(folder / "checkpoints"):
+        (path / "blocks.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="no other checkpoint of this run is whole: start a new run"):
+        evaluate_run(str(folder), settings)

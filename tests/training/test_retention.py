@@ -8,16 +8,17 @@ from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
-from dphybrid.training.checkpoint import Progress, complete_checkpoints, step_of
+from dphybrid.training.checkpoint import VALIDATION, Progress, complete_checkpoints, step_of
 from dphybrid.training.metrics import BINARY, LANGUAGE_MODEL
-from dphybrid.training.retention import best_steps, prune_checkpoints
+from dphybrid.training.retention import best_checkpoint, best_steps, prune_checkpoints
 
 
-def make(folder: Path, steps: list[int]) -> None:
+def make(folder: Path, steps: list[int]) -> list[Path]:
     for step in steps:
         path = folder / f"step-{step:06d}"
         path.mkdir()
         (path / "state.json").write_text("{}")
+    return complete_checkpoints(folder)
 
 
 def test_newest_best_and_each_nth_stay(tmp_path: Path) -> None:
@@ -51,6 +52,17 @@ def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:
     progress = Progress(history=[{"step": step, f"validation {loss.metric}": value} for step, value in rows])
     assert not loss.higher_is_better
     assert best_steps(progress, loss, 2) == [1, 4]
+
+
+def test_the_best_of_those_that_are_there_is_taken(tmp_path: Path) -> None:
+    there = make(tmp_path, [1, 2, 3, 5])
+    rows = [(1, 0.5), (2, 0.7), (4, 0.9), (5, 0.6)]
+    progress = Progress(
+        history=[{"step": step, f"{VALIDATION}{BINARY.metric}": value} for step, value in rows], best_step=4
+    )
+    assert best_checkpoint(there, progress, BINARY) == tmp_path / "step-000002"
+    assert best_checkpoint(there[2:3], progress, BINARY) == tmp_path / "step-000003"
+    assert best_checkpoint([], progress, BINARY) is None
 
 
 def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
