@@ -120,12 +120,9 @@ class HostEmbeddingCollection(nn.Module):
 
         Raises UserError for an id that its own table lacks, naming table, value and position.
         """
-        names = list(self.num_rows)[tables]
-        if ids_BF.dtype != torch.int64 or ids_BF.shape[-1] != len(names):
-            raise UserError(
-                f"ids are {ids_BF.dtype} of shape {tuple(ids_BF.shape)}; give int64 with {len(names)} "
-                "columns, one a table"
-            )
+        names, ids_BF = list(self.num_rows)[tables], whole_numbers(ids_BF, self.flat.name)
+        if ids_BF.shape[-1] != len(names):
+            raise UserError(f"ids have shape {tuple(ids_BF.shape)}; give {len(names)} columns, one a table")
         wrong = (ids_BF < 0) | (ids_BF >= self._num_rows_F[tables])
         if bool(wrong.any()):
             place = wrong.nonzero()[0].tolist()
