@@ -25,7 +25,20 @@ def test_reads(text: str, names: tuple[str, ...], virtual: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "gpu", "cpu*0", "cpu*65", "cpu:1", "cpu,cuda:0", "cuda:x", "cuda:0,", "0,1", "cpu*-2"]
+    "text",
+    [
+        "",
+        "gpu",
+        "cpu*0",
+        "cpu*65",
+        "cpu:1",
+        "cpu,cuda:0",
+        "cuda:x",
+        "cuda:0,",
+        "0,1",
+        "cpu*-2",
+        "cpu*" + "9" * 5000,
+    ],
 )
 def test_refuses_with_the_text(text: str) -> None:
     with pytest.raises(UserError) as caught:

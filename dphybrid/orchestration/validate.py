@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from dphybrid.orchestration.forms import FEW, experiment
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import read_small_text
 
 _MOVED = ("flows.train_hybrid", "flows.retrain_hybrid", "flows.sweep_hybrid")
 """Where former versions had the flows: a folder `flows/` of the user's own could stand before them."""
@@ -72,8 +73,8 @@ def load_flow(entrypoint: str) -> Flow[..., Any]:
         )
     try:
         found = vars(importlib.import_module(module)).get(name)
-    except ImportError as error:
-        raise UserError(f"entrypoint {entrypoint}: {error}") from error
+    except (ImportError, ValueError, TypeError) as error:  # an empty name, a relative one
+        raise UserError(f"entrypoint {entrypoint}: {error or 'is no module:flow'}") from error
     if not isinstance(found, Flow):
         raise UserError(f"entrypoint {entrypoint}: {module} has no flow {name!r}")
     return found
@@ -84,13 +85,23 @@ def _defaults(flow: Flow[..., Any]) -> dict[str, Any]:
     return {name: facts["default"] for name, facts in properties.items() if "default" in facts}
 
 
+class Schedule(BaseModel):
+    """What of a schedule is looked at."""
+
+    slug: Any = None
+    cron: Any = None
+    timezone: Any = None
+    parameters: dict[str, Any] | None = None
+    active: Any = True
+
+
 class Deployment(BaseModel):
     """What of a deployment in a prefect.yaml is looked at."""
 
     name: str
     entrypoint: str
     parameters: dict[str, Any] | None = None
-    schedules: list[dict[str, Any]] | None = None
+    schedules: list[Schedule] | None = None
 
 
 class _Page(BaseModel):
@@ -100,7 +111,7 @@ class _Page(BaseModel):
 def read_deployments(file: Path) -> list[Deployment]:
     """Return the deployments of a prefect.yaml. Raises UserError for a file that is none."""
     try:
-        page = _Page.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+        page = _Page.model_validate(yaml.safe_load(read_small_text(file)))
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
         raise UserError(f"{file}: is no list of deployments as Prefect reads it: {wrong}") from error
@@ -118,10 +129,8 @@ def check_prefect_yaml(file: Path) -> list[str]:
         base = deployment.parameters or {}
         checks = [(f"{file.name}: deployment {deployment.name}", base, False)]
         for number, schedule in enumerate(deployment.schedules or [], start=1):
-            where = f"{file.name}: deployment {deployment.name}, schedule {schedule.get('slug') or number}"
-            checks.append(
-                (where, {**base, **(schedule.get("parameters") or {})}, schedule.get("active", True))
-            )
+            where = f"{file.name}: deployment {deployment.name}, schedule {schedule.slug or number}"
+            checks.append((where, {**base, **(schedule.parameters or {})}, bool(schedule.active)))
             mistakes += _schedule_mistakes(schedule, where)
         for where, parameters, will_run in checks:
             try:
@@ -135,14 +144,14 @@ def check_prefect_yaml(file: Path) -> list[str]:
     return lines
 
 
-def _schedule_mistakes(schedule: Mapping[str, Any], where: str) -> list[str]:
-    if "cron" not in schedule:
+def _schedule_mistakes(schedule: Schedule, where: str) -> list[str]:
+    if schedule.cron is None:
         return []
-    if "timezone" not in schedule:
+    if schedule.timezone is None:
         return [f"{where}: has no timezone; name one, such as Europe/Berlin"]
     try:
-        ZoneInfo(schedule["timezone"])
-        CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
-    except (ValueError, OSError, KeyError) as error:
-        return [f"{where}: cron {schedule['cron']!r} with timezone {schedule['timezone']!r}: {error}"]
+        ZoneInfo(schedule.timezone)
+        CronSchedule(cron=schedule.cron, timezone=schedule.timezone)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        return [f"{where}: cron {schedule.cron!r} with timezone {schedule.timezone!r}: {error}"]
     return []

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 from dphybrid.config import ExperimentConfig, Section, flatten, merge
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.files import read_small_text
 
 FieldFacts = tuple[Any, str, Any]
 
@@ -84,7 +85,7 @@ def parse_overrides(overrides: list[str]) -> dict[str, Any]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the nested values of a TOML or JSON file. Raises UserError with file and line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small_text(path)
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise UserError(

@@ -27,6 +27,7 @@ _REMEDIES = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "the system has too many open files: end what holds them",
 }
+_SMALL_BYTES = 2**24
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|removed|replaced)-\d+-[0-9a-f]+")
 
 
@@ -45,6 +46,16 @@ def given_path(text: str, name: str) -> Path:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{name}={text[:200]!r}: cannot be looked up ({why}); give another path") from error
     return path
+
+
+def read_small_text(path: Path) -> str:
+    """Return the text of a file that people write. Raises OSError, also for one that goes on beyond 16 MiB (a
+    device, say), and UnicodeDecodeError."""
+    with path.open("rb") as stream:
+        content = stream.read(_SMALL_BYTES + 1)
+    if len(content) > _SMALL_BYTES:
+        raise OSError(errno.EFBIG, f"is larger than {_SMALL_BYTES >> 20} MiB", str(path))
+    return content.decode()
 
 
 def temporary(path: Path, kind: str = "partial") -> Path:

@@ -16,14 +16,34 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import (
     clear_leftovers,
     disk_errors_told,
+    given_path,
     making,
     read_json,
+    read_small_text,
     remove_folder,
     write_json,
     write_text,
 )
 from dphybrid.util.locks import FileLock, is_held
 from dphybrid.util.pages import Page
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "a\0b", "~nosuchuser/x", "\udcff/\ud800"])
+def test_a_path_that_cannot_be_looked_up_is_told(text: str) -> None:
+    with pytest.raises(UserError, match=r"^data.path='.*cannot be looked up \(.*give another path"):
+        given_path(text, "data.path")
+
+
+def test_a_path_may_lead_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert given_path("~/none", "data.path") == tmp_path / "none"
+    (tmp_path / "file").touch()
+    assert given_path("~/file/below", "data.path") == tmp_path / "file" / "below"
+
+
+def test_a_small_text_has_an_end() -> None:
+    with pytest.raises(OSError, match="is larger than 16 MiB: '/dev/zero'"):
+        read_small_text(Path("/dev/zero"))
 
 
 def names(folder: Path) -> list[str]:

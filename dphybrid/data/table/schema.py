@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 from dphybrid.config import Section
 from dphybrid.data.table.bags import SEPARATOR
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import read_small_text
 
 FEW_OTHERS = 0.05
 """Share of values that are no numbers up to which a person is told which one made the column categorical."""
@@ -71,8 +72,8 @@ class SchemaFile(Section):
 def read_schema(path: Path) -> SchemaFile:
     """Read a schema file. Raises UserError that names the file and each wrong value."""
     try:
-        return SchemaFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return SchemaFile.model_validate(tomllib.loads(read_small_text(path)))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(
             f"data.schema_file={path}: cannot be read: {error}; give a file like a prepared folder's "
             "schema.toml"
