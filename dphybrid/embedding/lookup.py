@@ -58,7 +58,10 @@ def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_U: Tensor) -> Tensor:
 
 
 def whole_numbers(ids: Tensor, name: str) -> Tensor:
-    """Return ids on the CPU. Raises UserError for another type than int64; name: the table's."""
+    """Return ids on the CPU as int64. Raises UserError for another type than int64 or int32; name: the
+    table's."""
+    if ids.dtype == torch.int32:
+        ids = ids.long()
     if ids.dtype != torch.int64:
         raise UserError(
             f"table {name!r}: ids are {ids.dtype}; give int64 (a float holds no id above 16,777,216 exactly)"
