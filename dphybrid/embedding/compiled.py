@@ -60,38 +60,21 @@ DIGIT_BITS = 11
 """Of the radix sort: its counts stay in a core's first cache."""
 
 
-LOGARITHM = (
-    7.0376836292e-2,
-    -1.1514610310e-1,
-    1.1676998740e-1,
-    -1.2420140846e-1,
-    1.4249322787e-1,
-    -1.6668057665e-1,
-    2.0000714765e-1,
-    -2.4999993993e-1,
-    3.3333331174e-1,
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
+LOGARITHM = _numbers(
+    "0.070376836292 -0.1151461031 0.1167699874 -0.12420140846 0.14249322787 "
+    "-0.16668057665 0.20000714765 -0.24999993993 0.33333331174"
 )
-ERFINV_MIDDLE = (
-    2.81022636e-08,
-    3.43273939e-07,
-    -3.5233877e-06,
-    -4.39150654e-06,
-    0.00021858087,
-    -0.00125372503,
-    -0.00417768164,
-    0.246640727,
-    1.50140941,
+ERFINV_MIDDLE = _numbers(
+    "2.81022636e-08 3.43273939e-07 -3.5233877e-06 -4.39150654e-06 0.00021858087 "
+    "-0.00125372503 -0.00417768164 0.246640727 1.50140941"
 )
-ERFINV_TAIL = (
-    -0.000200214257,
-    0.000100950558,
-    0.00134934322,
-    -0.00367342844,
-    0.00573950773,
-    -0.0076224613,
-    0.00943887047,
-    1.00167406,
-    2.83297682,
+ERFINV_TAIL = _numbers(
+    "-0.000200214257 0.000100950558 0.00134934322 -0.00367342844 0.00573950773 "
+    "-0.0076224613 0.00943887047 1.00167406 2.83297682"
 )
 
 
@@ -193,9 +176,8 @@ def arrange_kernel() -> Any:
                 write_int32(bounds + 8 * unique + 4, n + 1)
                 if inverse:
                     write_int32(inverse + 4 * place, unique)
-            write_int(
-                sorted_places + 8 * n, grads + row_bytes * place if direct else read_int(places + 8 * place)
-            )
+            found = grads + row_bytes * place if direct else read_int(places + 8 * place)
+            write_int(sorted_places + 8 * n, found)
         for n in range(count, count + AHEAD):  # asked for ahead, but not used
             write_int(sorted_places + 8 * n, 0)
         write_int(page + 96, unique + 1)
@@ -352,19 +334,13 @@ def update_kernel(rule: int, dim: int, stored: int) -> Any:
     four = 4 * lanes
     in_fours = dim // four * four
     row_bytes, state_bytes = dim * item, dim * real
-    is_sgd, is_adagrad, is_adam, is_lazy = (
-        int(rule == number_of) for number_of in (SGD, ADAGRAD, ADAM, LAZY_ADAM)
-    )
+    is_sgd, is_adagrad, is_adam, is_lazy = (int(rule == one) for one in (SGD, ADAGRAD, ADAM, LAZY_ADAM))
     is_rounded = int(stored == vectors.BFLOAT16)
     has_moments = is_adam + is_lazy
 
     def update(page: int) -> None:
-        count, size, keys, bounds = (
-            read_int(page + 8),
-            read_int(page + 16),
-            read_int(page + 24),
-            read_int(page + 32),
-        )
+        count, size = read_int(page + 8), read_int(page + 16)
+        keys, bounds = read_int(page + 24), read_int(page + 32)
         grads, tables, num_tables = read_int(page + 40), read_int(page + 48), read_int(page + 56)
         decay, rate, eps = read_float(page + 64), read_float(page + 72), fill(read_float(page + 80), kind, 1)
         beta1, beta2 = read_float(page + 88), read_float(page + 96)
@@ -412,10 +388,8 @@ def update_kernel(rule: int, dim: int, stored: int) -> Any:
                 for d in range(0, in_fours, four):
                     grad = read_int(grads + 8 * first) + d * real
                     a, b = load(grad, kind, lanes), load(grad + lanes * real, kind, lanes)
-                    c, e = (
-                        load(grad + 2 * lanes * real, kind, lanes),
-                        load(grad + 3 * lanes * real, kind, lanes),
-                    )
+                    c = load(grad + 2 * lanes * real, kind, lanes)
+                    e = load(grad + 3 * lanes * real, kind, lanes)
                     for n in range(first + 1, last):
                         grad = read_int(grads + 8 * n) + d * real
                         a, b = a + load(grad, kind, lanes), b + load(grad + lanes * real, kind, lanes)

@@ -104,8 +104,24 @@ _TABLE = 7
 _Page = ctypes.c_int64 * 24
 
 
-def _call(kernel: Kernel, numbers: Sequence[int], threads: int = 1) -> "ctypes.Array[ctypes.c_int64]":
-    page = _Page(0, *numbers)
+_Value = int | Tensor | ctypes.Array[ctypes.c_int64] | None
+
+
+def _number(value: _Value) -> int:
+    if isinstance(value, int):
+        return value
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return 0 if value is None else ctypes.addressof(value)
+
+
+def _numbers(values: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _call(kernel: Kernel, values: Sequence[_Value], threads: int = 1) -> "ctypes.Array[ctypes.c_int64]":
+    """Run a kernel on a page of numbers and, for tensors and arrays, of their addresses; return the page."""
+    page = _Page(0, *map(_number, values))
     run_kernel(kernel, ctypes.addressof(page), threads)
     return page
 
@@ -137,9 +153,8 @@ def gather_columns(
     size, threads = _share(count, dim * weight.element_size(), threads)
     ids_BF = ids_BF.contiguous()
     lines = [number for table in weights_F for number in (table.data_ptr(), table.size(0))]
-    tables = (ctypes.c_int64 * len(lines))(*lines)
-    numbers = (ids_BF.data_ptr(), count, size, ctypes.addressof(tables), len(weights_F), out_BFD.data_ptr())
-    return not _call(_kernel("gather", dim, KINDS[weight.dtype]), numbers, threads)[7]
+    values = (ids_BF, count, size, _numbers(lines), len(weights_F), out_BFD)
+    return not _call(_kernel("gather", dim, KINDS[weight.dtype]), values, threads)[7]
 
 
 def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
@@ -153,8 +168,8 @@ def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
     count, item, place = drawn_VD.numel(), drawn_VD.element_size(), first * drawn_VD.shape[1]
     size, threads = _share(count, item, None)
     start = int.from_bytes(hashlib.sha256(b"%d" % seed).digest()[:8], "little", signed=True)
-    numbers = (count, -(-size // _compiled().DRAWN), drawn_VD.data_ptr(), start, *_bits(std), place)
-    _call(_kernel("draw", KINDS[drawn_VD.dtype]), numbers, threads)
+    values = (count, -(-size // _compiled().DRAWN), drawn_VD, start, *_bits(std), place)
+    _call(_kernel("draw", KINDS[drawn_VD.dtype]), values, threads)
     if not in_place:
         rows_VD.copy_(drawn_VD)
 
@@ -202,18 +217,13 @@ def arrange(
             f"{count:,} ids of {num_keys:,} rows at once: their numbers do not fit into 64 bits; use "
             "smaller batches"
         )
-    lines, held = [], []
+    lines: list[int] = []
+    held = []
     for segment, first_key in segments:
         ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
         held.append((ids_N, rows_XD, sources_N))
-        lines += [
-            ids_N.data_ptr(),
-            len(ids_N),
-            first_key,
-            rows_XD.data_ptr(),
-            rows_XD.stride(0) * rows_XD.element_size(),
-        ]
-        lines.append(0 if sources_N is None else sources_N.data_ptr())
+        row_bytes = rows_XD.stride(0) * rows_XD.element_size()
+        lines += map(_number, (ids_N, len(ids_N), first_key, rows_XD, row_bytes, sources_N))
     keys_U, bounds_U2 = torch.empty(count, dtype=torch.int64), torch.empty((count, 2), dtype=torch.int32)
     places_N = torch.empty(count + _compiled().AHEAD, dtype=torch.int64)
     inverse_N = torch.empty(count, dtype=torch.int32) if inverse else None
@@ -221,28 +231,9 @@ def arrange(
         return Arranged(keys_U, bounds_U2, places_N, inverse_N, held)
     scratch = torch.empty(3 * count + (1 << _compiled().DIGIT_BITS), dtype=torch.int64)
     first, second, third, counts = (scratch.data_ptr() + 8 * count * part for part in range(4))
-    table, frozen_keys = (ctypes.c_int64 * len(lines))(*lines), (ctypes.c_int64 * len(frozen))(*frozen)
-    numbers = [
-        ctypes.addressof(table),
-        len(segments),
-        count,
-        place_bits,
-        key_bits,
-        first,
-        second,
-        counts,
-        third,
-    ]
-    numbers += [
-        ctypes.addressof(frozen_keys),
-        len(frozen),
-        0,
-        keys_U.data_ptr(),
-        bounds_U2.data_ptr(),
-        places_N.data_ptr(),
-    ]
-    numbers.append(0 if inverse_N is None else inverse_N.data_ptr())
-    unique = int(_call(_kernel("arrange"), numbers)[12])
+    values = (_numbers(lines), len(segments), count, place_bits, key_bits, first, second, counts, third)
+    out = (0, keys_U, bounds_U2, places_N, inverse_N)
+    unique = int(_call(_kernel("arrange"), (*values, _numbers(frozen), len(frozen), *out))[12])
     return Arranged(keys_U[:unique], bounds_U2[:unique], places_N, inverse_N, held)
 
 
@@ -252,16 +243,17 @@ def sum_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> tuple[Tensor, 
     count = len(arranged.keys_U)
     sums_UD = torch.empty((count, dim), dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     squares_U = torch.empty(count, dtype=torch.float64)
-    _sum(arranged.bounds_U2, arranged.places_N, sums_UD, dtype, squares_U.data_ptr())
+    _sum(arranged.bounds_U2, arranged.places_N, sums_UD, dtype, squares_U)
     return sums_UD, squares_U
 
 
-def _sum(bounds_U2: Tensor, places_N: Tensor, out_UD: Tensor, dtype: torch.dtype, squares: int = 0) -> None:
+def _sum(
+    bounds_U2: Tensor, places_N: Tensor, out_UD: Tensor, dtype: torch.dtype, squares: Tensor | None = None
+) -> None:
     count, dim = out_UD.shape
     if count:
         size, threads = _share(count, dim * out_UD.element_size(), None)
-        numbers = [count, size, bounds_U2.data_ptr(), places_N.data_ptr(), out_UD.data_ptr(), squares]
-        _call(_kernel("sum", dim, KINDS[dtype]), numbers, threads)
+        _call(_kernel("sum", dim, KINDS[dtype]), (count, size, bounds_U2, places_N, out_UD, squares), threads)
 
 
 def pool(weight_VD: Tensor, ids_N: Tensor, ends_B: Tensor) -> Tensor:
@@ -333,20 +325,10 @@ def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:
         return
     fixes = rule.corrections or (torch.ones(1, dtype=torch.float64),) * 2
     size, threads = _share(count, dim * tables.dtype.itemsize, None)
-    numbers = [
-        count,
-        size,
-        arranged.keys_U.data_ptr(),
-        arranged.bounds_U2.data_ptr(),
-        arranged.places_N.data_ptr(),
-    ]
-    numbers += [
-        ctypes.addressof(tables.page),
-        len(tables),
-        *_bits(rule.decay, rule.lr, rule.eps, *rule.betas),
-    ]
-    numbers += [fixes[0].data_ptr(), fixes[1].data_ptr(), len(fixes[0]) - 1]
-    _call(_kernel("update", RULES[rule.name], dim, KINDS[tables.dtype]), numbers, threads)
+    values: list[_Value] = [count, size, arranged.keys_U, arranged.bounds_U2, arranged.places_N]
+    values += [tables.page, len(tables), *_bits(rule.decay, rule.lr, rule.eps, *rule.betas)]
+    values += [*fixes, len(fixes[0]) - 1]
+    _call(_kernel("update", RULES[rule.name], dim, KINDS[tables.dtype]), values, threads)
 
 
 def _bits(*numbers: float) -> tuple[int, ...]:

@@ -41,11 +41,8 @@ class _VectorModel(models.PrimitiveModel):
 def _arithmetic(symbol: Any, method: str) -> None:
     class Template(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
-            return (
-                signature(args[0], *args)
-                if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]
-                else None
-            )
+            fits = len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]
+            return signature(args[0], *args) if fits else None
 
     infer_global(symbol)(Template)
 
@@ -54,13 +51,8 @@ def _arithmetic(symbol: Any, method: str) -> None:
         return getattr(builder, method)(*args)
 
 
-for _symbol, _method in (
-    (operator.add, "fadd"),
-    (operator.sub, "fsub"),
-    (operator.mul, "fmul"),
-    (operator.truediv, "fdiv"),
-):
-    _arithmetic(_symbol, _method)
+for _name in ("add", "sub", "mul", "truediv"):
+    _arithmetic(getattr(operator, _name), f"f{_name.removeprefix('true')}")
 
 
 def _pointer(builder: Any, address: Any, kind: ir.Type) -> Any:
@@ -110,18 +102,14 @@ def _hash(builder: Any, low: Any, high: Any, column: Any, lanes: int) -> Any:
 
     places = builder.add(spread(column), ir.Constant(integers, list(range(lanes))))
     noise = builder.add(builder.mul(places, _wide(lanes, 0x9E3779B1)), spread(low))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the end of MurmurHash3
-        noise = builder.mul(
-            builder.xor(noise, builder.lshr(noise, _wide(lanes, shift))), _wide(lanes, factor)
-        )
-    if high is not None:
-        noise = builder.add(noise, spread(high))
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            noise = builder.mul(
-                builder.xor(noise, builder.lshr(noise, _wide(lanes, shift))), _wide(lanes, factor)
-            )
-        noise = builder.xor(noise, builder.lshr(noise, _wide(lanes, 16)))
-    return noise
+    for key in (None, high):
+        noise = noise if key is None else builder.add(noise, spread(key))
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the end of MurmurHash3
+            shifted = builder.xor(noise, builder.lshr(noise, _wide(lanes, shift)))
+            noise = builder.mul(shifted, _wide(lanes, factor))
+        if high is None:
+            return noise
+    return builder.xor(noise, builder.lshr(noise, _wide(lanes, 16)))
 
 
 @intrinsic(prefer_literal=True)
@@ -133,10 +121,8 @@ def uniform(typing: Any, row_noise: Any, column: Any, lanes: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         column32 = builder.trunc(context.cast(builder, args[1], column, types.int64), _I32)
         low, high = builder.trunc(args[0], _I32), builder.trunc(builder.lshr(args[0], _I64(32)), _I32)
-        odd = builder.or_(
-            builder.lshr(_hash(builder, low, high, column32, out.lanes), _wide(out.lanes, 7)),
-            _wide(out.lanes, 1),
-        )
+        bits = builder.lshr(_hash(builder, low, high, column32, out.lanes), _wide(out.lanes, 7))
+        odd = builder.or_(bits, _wide(out.lanes, 1))
         whole = builder.sitofp(builder.sub(odd, _wide(out.lanes, 2**24)), out.llvm)
         return builder.fmul(whole, ir.Constant(out.llvm, [2.0**-24] * out.lanes))
 
@@ -325,11 +311,8 @@ def _writer(llvm: ir.Type) -> Any:
     return write
 
 
-read_int, read_int32, read_float = (
-    _reader(types.int64, _I64),
-    _reader(types.int32, _I32),
-    _reader(types.float64, ir.DoubleType()),
-)
+read_int, read_int32 = _reader(types.int64, _I64), _reader(types.int32, _I32)
+read_float = _reader(types.float64, ir.DoubleType())
 write_int, write_int32, write_float = _writer(_I64), _writer(_I32), _writer(ir.DoubleType())
 
 
