@@ -3,7 +3,8 @@ step took."""
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -131,10 +132,10 @@ class _Stage:
 
 class StepTimes:
     """How long each step took on the host's clock, without what happens between steps. A short last batch is
-    left out."""
+    left out. Keeps 8 bytes a step."""
 
     def __init__(self) -> None:
-        self.ms: list[float] = []
+        self.ms = array("d")
         self.count = 0
         self._since = time.perf_counter()
         self._told = 0
@@ -159,7 +160,7 @@ class StepTimes:
         without steps."""
         warm, steady = self.ms[:WARM_UP_STEPS], self.ms[WARM_UP_STEPS:]
         if not steady:  # too short a run to tell them apart
-            warm, steady = [], self.ms
+            warm, steady = self.ms[:0], self.ms
         if not steady:
             return {}
         figures = {
@@ -170,7 +171,7 @@ class StepTimes:
         return figures | ({"warm_up": statistics.fmean(warm)} if warm else {}) | {"steps": float(len(steady))}
 
 
-def percentile(values: list[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1)]
