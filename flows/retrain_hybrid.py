@@ -26,6 +26,7 @@ from dphybrid.orchestration.queueing import ended, too_late
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
+from dphybrid.util.masking import masked
 from dphybrid.util.stop import StopRequest
 
 
@@ -137,7 +138,9 @@ def _decided(planned: Plan, decision: Decision) -> State:
     try:
         create_markdown_artifact(text + table, key="decision", description=planned.model)
     except (httpx.HTTPError, PrefectException) as error:
-        print(f"Prefect's artifact could not be written ({error}); the decision is in MLflow's registry")
+        print(
+            masked(f"Prefect's artifact could not be written ({error}); the decision is in MLflow's registry")
+        )
     return ended("Promoted" if decision.promoted else "Kept", text)
 
 

@@ -48,6 +48,7 @@ from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError
+from dphybrid.util.masking import masked
 from dphybrid.util.stop import StopRequest
 
 
@@ -171,7 +172,7 @@ def _reported(
             rows, key="sweep", description=f"Sweep {sweep}" + (f"; comparison: {page}" if page else "")
         )
     except (httpx.HTTPError, PrefectException) as error:
-        print(f"Prefect's artifact could not be written ({error}); the results are in {folder}")
+        print(masked(f"Prefect's artifact could not be written ({error}); the results are in {folder}"))
     if failed := {name: text for name, text in reports.items() if isinstance(text, str)}:
         told = "\n".join(failed.values())
         print(told, flush=True)

@@ -1,7 +1,11 @@
 """Addresses without their secrets."""
 
+from types import SimpleNamespace
+
+import httpx
 import pytest
 
+from dphybrid.orchestration import steps
 from dphybrid.util.masking import masked
 
 
@@ -30,3 +34,17 @@ from dphybrid.util.masking import masked
 )
 def test_user_and_password_are_not_shown(text: str, shown: str | None) -> None:
     assert masked(text) == (text if shown is None else shown)
+
+
+def test_an_error_of_prefects_client_shows_no_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(_: object) -> None:
+        address = httpx.Request("POST", "http://bob:s3cret@h:4200/api/artifacts")
+        httpx.Response(401, request=address).raise_for_status()
+
+    monkeypatch.setattr(steps.job, "report_run", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(steps, "_publish", refused)
+    steps.report.fn("folder")
+    said = capsys.readouterr().out
+    assert "could not be written (Client error '401 Unauthorized' for url 'http://***@h:4200" in said

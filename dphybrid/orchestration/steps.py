@@ -20,6 +20,7 @@ from dphybrid.jobs import train as job
 from dphybrid.jobs.runs import find_tagged_run
 from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.queueing import shown_waiting
+from dphybrid.util.masking import masked
 from dphybrid.util.stop import StopRequest, stop_signals
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
@@ -66,7 +67,7 @@ def report(run_folder: str) -> job.Report:
     try:
         _publish(done)
     except (httpx.HTTPError, PrefectException) as error:
-        print(f"Prefect's artifacts could not be written ({error}); the report is in {run_folder}")
+        print(masked(f"Prefect's artifacts could not be written ({error}); the report is in {run_folder}"))
     return done
 
 

@@ -21,11 +21,11 @@ def test_selftest_tries_every_promise_and_leaves_the_data_folder_as_it_was(
     (data_dir / "mine.txt").write_text("mine")
     (data_dir / f".selftest-{2**22 + 1}-killed").mkdir()  # no process has such a number
     (data_dir / f".selftest-{os.getpid()}-other").mkdir()
-    assert main(["selftest", "--minutes", "0.2"]) == 0
+    assert main(["selftest", "--minutes", "0.1"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(rows) > 10
     tried = sum(int(number) for number in re.findall(r"\| (\d+) +\| kept", "\n".join(rows)))
-    assert tried >= 3, rows
+    assert tried >= 1, rows
     assert {path.name for path in data_dir.iterdir()} == {"mine.txt", f".selftest-{os.getpid()}-other"}
     assert (data_dir / "mine.txt").read_text() == "mine"
 
