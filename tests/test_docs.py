@@ -37,7 +37,7 @@ import torch
 from dphybrid.parallel import DataParallel
 module, x = torch.nn.Linear(5, 2), torch.randn(30, 5)
 model, batch = DataParallel(torch.nn.Linear(5, 2), "cpu*2"), x
-"""
+""",
 }
 """What a page's parts of programs take for granted."""
 
@@ -48,7 +48,8 @@ def python_of(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
-def test_its_python_runs(page: str) -> None:
+def test_its_python_runs(page: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     code = "\n".join([GIVEN.get(page, ""), *python_of(page)])
     if torch.cuda.device_count() < 2:
         code = re.sub(r"^.*device_ids=\[0, 1\].*$", "", code, flags=re.MULTILINE)

@@ -4,17 +4,20 @@ their command runs."""
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dphybrid.cli.flags import config_from_args, overrides_from_args, tags_from_args
-from dphybrid.config.settings import load_settings
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_json
+from dphybrid.util.files import write_json, write_text
+from dphybrid.util.masking import masked
 
 if TYPE_CHECKING:
     from dphybrid.jobs.pages import Report
@@ -67,17 +70,32 @@ def plan(args: argparse.Namespace) -> int:
 
         print(ranks_plan(config, settings, batch_size, args.nodes, args.link_gbit, args.table_rows))
         return 0
-    if args.rows is None:
-        raise UserError("--rows N: say how many rows an epoch has, so that its last batch can be shown")
-    if batch_size < 1 or args.rows < 1:
-        raise UserError(f"--batch-size {batch_size} --rows {args.rows}: both must be at least 1")
+    rows = _rows_of_epoch(config, settings) if args.rows is None else args.rows
+    if batch_size < 1 or rows < 1:
+        raise UserError(f"--batch-size {batch_size} --rows {rows}: both must be at least 1")
     devices = resolve_devices(wanted_spec(config, settings).text)
-    print(split_plan(args.rows, batch_size, devices.labels).text())
+    print(split_plan(rows, batch_size, devices.labels).text())
     if args.memory:
         from dphybrid.jobs.check import memory_report
 
         print(f"\n{memory_report(config, settings, batch_size)}")
     return 0
+
+
+def _rows_of_epoch(config: ExperimentConfig, settings: Settings) -> int:
+    """Return the rows of the training split, of data that is prepared or needs no file. Raises UserError."""
+    recipe = find_recipe(config.recipe)
+    prepared = recipe.find(config.data, settings.prepared_dir, config.train.seed)
+    if prepared is None and not config.data.model_dump().get("path"):
+        prepared = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
+    if prepared is None:
+        raise UserError(
+            "--rows: the data is not prepared with these values, so its rows are not known; run `dphybrid "
+            "prepare` with them first, or give --rows N"
+        )
+    rows = len(prepared.dataset("train"))
+    print(f"{rows:,} rows to train, of {prepared.path}")
+    return rows
 
 
 def check(args: argparse.Namespace) -> int:
@@ -223,6 +241,55 @@ def predict(args: argparse.Namespace) -> int:
         )
     if done.wrong_numbers:
         print(f"{done.wrong_numbers:,} values of numeric columns are no numbers and count as missing")
+    return 0
+
+
+def ui(args: argparse.Namespace) -> int:
+    """Open MLflow's pages on a run; a server that was started for it runs until Ctrl-C."""
+    from dphybrid.cli import ui as pages
+    from dphybrid.tracking.opening import store_to_read
+
+    settings = load_settings()
+    uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+    port = None if uri.startswith("http") else pages.free_port(args.port)
+
+    from dphybrid.tracking.views import page_path
+
+    page = page_path(uri, settings.experiment, args.run)
+    if port is None:
+        pages.show(f"{masked(uri).rstrip('/')}/#{page}", not args.no_browser)
+        return 0
+    print("Starting MLflow's server, which takes a while; Ctrl-C ends it", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server ends with this process
+    try:
+        with pages.serving(uri, port) as server:
+            pages.show(f"http://127.0.0.1:{port}/#{page}", not args.no_browser)
+            return pages.ended(server)
+    except KeyboardInterrupt:
+        return 0
+
+
+def init(args: argparse.Namespace) -> int:
+    """Write an experiment's TOML file."""
+    from dphybrid.cli.init import config_text
+
+    target: Path = args.out
+    if target.exists():
+        raise UserError(f"--out {target}: is there already; remove it, or name another file")
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"--out {target}: cannot be written there; name a file in a folder that exists")
+    config = load_config(args.config, overrides_from_args(args))
+    write_text(target, config_text(config))
+    print(f"{target}: edit it, then `dphybrid train --config {target}`")
+    return 0
+
+
+def completion(args: argparse.Namespace) -> int:
+    """Print a shell's completion."""
+    from dphybrid.cli.completion import script
+    from dphybrid.cli.main import make_parser
+
+    print(script(args.shell, make_parser()), end="")
     return 0
 
 

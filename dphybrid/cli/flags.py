@@ -5,6 +5,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -39,6 +40,10 @@ class Parser(argparse.ArgumentParser):
 
     recipe: str | None = None
     commands: "dict[str, Parser] | None" = None
+
+    def actions(self) -> list[argparse.Action]:
+        """Everything that this command takes."""
+        return list(self._actions)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
@@ -87,6 +92,23 @@ def recipe_of(argv: Sequence[str]) -> str:
         return find_recipe(name).key
     except (UserError, OSError, TypeError):
         return DEFAULT
+
+
+def recipes_text() -> str:
+    """Return the recipes for a help page, each with its sentence."""
+    names = recipe_names()
+    wide = max(map(len, names)) + 2
+    lines = []
+    for name in names:
+        try:
+            summary = find_recipe(name).summary
+        except UserError as error:  # of another package, which cannot be imported now
+            summary = f"cannot be used: {error}"
+        first, *rest = textwrap.wrap(summary, 100 - wide - 2) or [""]
+        lines += [f"  {name:<{wide}}{first}", *(" " * (wide + 2) + line for line in rest)]
+    return "\n".join(
+        ["recipes (`dphybrid train --recipe NAME`, `--help --recipe NAME` for its values):", *lines]
+    )
 
 
 def add_config_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:

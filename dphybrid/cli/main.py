@@ -7,11 +7,21 @@ from pathlib import Path
 
 from dphybrid import __version__
 from dphybrid.cli import commands
-from dphybrid.cli.flags import TRAIN_HELP, Parser, add_config_flags, add_train_flags, recipe_of, run_cli
+from dphybrid.cli.completion import SHELLS
+from dphybrid.cli.flags import (
+    TRAIN_HELP,
+    Parser,
+    add_config_flags,
+    add_train_flags,
+    recipe_of,
+    recipes_text,
+    run_cli,
+)
 
 PLAN_HELP = """\
 examples:
   %(prog)s --devices 'cpu*8' --batch-size 30 --rows 100
+  %(prog)s --data.path clicks.csv --data.label clicked      rows of the data, when it is prepared
   %(prog)s --devices cuda:0,cuda:1 --recipe text --rows 50000 --memory
   %(prog)s --recipe ctr --cluster.ranks 16 --nodes 2 --link-gbit 25 --table-rows 4000000000
 """
@@ -51,6 +61,30 @@ The file of predictions has a row for each row read: its file, its line, and the
 positive value.
 """
 
+UI_HELP = """\
+examples:
+  %(prog)s                                    all runs, the best first
+  %(prog)s text-cpu-1121-044553               one run: its report, curves, splits, timings, checkpoints
+
+Where no server is set (DPHYBRID_TRACKING_URI, MLFLOW_TRACKING_URI), MLflow's own is started for this machine,
+and runs until Ctrl-C.
+"""
+
+INIT_HELP = """\
+examples:
+  %(prog)s --recipe ctr
+  %(prog)s --data.path clicks.csv --data.label clicked --out clicks.toml
+
+Each value stands there with its sentence; those that are given are set, the others are comments that show
+the recipe's own.
+"""
+
+COMPLETION_HELP = """\
+bash: echo 'source <(dphybrid completion bash)' >> ~/.bashrc
+zsh:  echo 'source <(dphybrid completion zsh)' >> ~/.zshrc
+fish: dphybrid completion fish > ~/.config/fish/completions/dphybrid.fish
+"""
+
 SYNC_HELP = """\
 Training never waits for MLflow: what could not be sent stays in DPHYBRID_DATA_DIR/mlflow/spool. Run this when
 the server is back; it may run any number of times, and beside running trainings. The exit code is 1 when
@@ -80,14 +114,16 @@ def _at_least_one(text: str) -> int:
 def make_parser(argv: Sequence[str] = ()) -> Parser:
     """Return the parser of the whole command, with the flags of the recipe that the command line means."""
     recipe = recipe_of(argv)
+    raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         prog="dphybrid",
         description="Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split "
         "on record.",
+        epilog=recipes_text(),
+        formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"dphybrid {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    raw = argparse.RawDescriptionHelpFormatter
 
     train = subparsers.add_parser(
         "train",
@@ -118,7 +154,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         "--rows",
         type=int,
         metavar="N",
-        help="rows of an epoch, so that the last batch is shown too (needed but with --cluster.ranks)",
+        help="rows of an epoch, so that the last batch is shown too (default: of the prepared data)",
     )
     plan.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="machines, with --cluster.ranks W over them all (1)"
@@ -222,6 +258,38 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         "--wait", type=float, default=60.0, metavar="SECONDS", help="how long each run may take (60)"
     )
     sync.set_defaults(function=commands.sync)
+
+    ui = subparsers.add_parser(
+        "ui", help="open MLflow's pages on a run, or on all runs", epilog=UI_HELP, formatter_class=raw
+    )
+    ui.add_argument("run", nargs="?", metavar="RUN", help="name or MLflow id of a run (all runs)")
+    ui.add_argument(
+        "--port", type=_at_least_one, metavar="N", help="port of a server started here (from 5000 on)"
+    )
+    ui.add_argument("--no-browser", action="store_true", help="print the address only")
+    ui.set_defaults(function=commands.ui)
+
+    init = subparsers.add_parser(
+        "init",
+        help="write an experiment's TOML file with a sentence for each value",
+        epilog=INIT_HELP,
+        formatter_class=raw,
+    )
+    init.add_argument(
+        "--out",
+        type=Path,
+        default=Path("experiment.toml"),
+        metavar="FILE",
+        help="file to write (experiment.toml)",
+    )
+    add_config_flags(init, recipe)
+    init.set_defaults(function=commands.init)
+
+    completion = subparsers.add_parser(
+        "completion", help="print what a shell completes", epilog=COMPLETION_HELP, formatter_class=raw
+    )
+    completion.add_argument("shell", choices=SHELLS, help="your shell")
+    completion.set_defaults(function=commands.completion)
 
     devices = subparsers.add_parser(
         "devices", help="show the GPUs: memory, load, who uses them, which run has leased them"

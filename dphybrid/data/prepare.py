@@ -7,7 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from dphybrid.data.batches import Dataset
-from dphybrid.data.store import ENCODER_VERSION, Content, Prepared, Progress, Source, build_once
+from dphybrid.data.store import (
+    ENCODER_VERSION,
+    Content,
+    Prepared,
+    Progress,
+    Source,
+    build_once,
+    open_prepared,
+    prepared_path,
+)
 from dphybrid.util.digests import combined_digest
 from dphybrid.util.errors import UserError
 
@@ -52,10 +61,31 @@ def prepare_source(
             )
         return replace(content, extra={**(content.extra or {}), "source_digest": combined_digest(digests)})
 
+    return replace(build_once(folder, name, _digest(name, source, seed, digests), make), view=view)
+
+
+def find_prepared(
+    name: str,
+    source: Source,
+    folder: Path,
+    seed: int,
+    view: Callable[[Prepared, str], Dataset] | None = None,
+) -> Prepared | None:
+    """Return the prepared data of a source where it is there, else None. Raises UserError for a source that
+    is not there."""
+    try:
+        digests = source.digests(_silent)
+    except OSError as error:
+        raise _unreadable(error) from error
+    path = prepared_path(folder, name, _digest(name, source, seed, digests))
+    return replace(open_prepared(path), view=view) if path.exists() else None
+
+
+def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
     facts = json.dumps(
         {"recipe": name, "seed": seed, "encoder": ENCODER_VERSION, **source.options}, sort_keys=True
     )
-    return replace(build_once(folder, name, combined_digest([facts.encode(), *digests]), make), view=view)
+    return combined_digest([facts.encode(), *digests])
 
 
 def source_digest(source: Source) -> str:

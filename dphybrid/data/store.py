@@ -232,13 +232,18 @@ def _header_of(file: Path) -> tuple[tuple[int, ...], str] | None:
     return None if by_column else (shape, str(dtype))
 
 
+def prepared_path(folder: Path, name: str, digest: str) -> Path:
+    """Return where the prepared data of a digest lies."""
+    return folder / f"{name}-{digest[:12]}"
+
+
 def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Content]) -> Prepared:
     """Return the prepared folder `folder/name-digest`, built by `make(scratch folder)` when it is not there
     yet.
 
     Raises UserError when the folder is damaged or cannot be written; nothing half-made is left then.
     """
-    final = folder / f"{name}-{digest[:12]}"
+    final = prepared_path(folder, name, digest)
     if final.exists():
         return open_prepared(final)
     with _told(folder):

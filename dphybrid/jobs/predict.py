@@ -7,7 +7,7 @@ looked-up rows are read.
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import numpy as np
 import polars as pl
 import torch
 from polars.io.plugins import register_io_source
+from polars.selectors import by_name
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.bags import SEPARATOR, is_list_of_items, list_texts
 from dphybrid.data.table.chunks import read_chunks
 from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import Rows, check_rejected
 from dphybrid.data.table.source import find_files
 from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
@@ -33,6 +35,8 @@ from dphybrid.util.files import sync, temporary, write_text
 COLUMNS = {"file": pl.String, "line": pl.Int64, "probability": pl.Float32}
 """What a file of predictions holds: where a row came from, and how probable the positive class is."""
 WRITTEN = (".parquet", ".csv")
+PIECE_ROWS = 2**16
+"""Rows of a lazy frame that are in memory at a time."""
 
 
 @dataclass
@@ -67,23 +71,55 @@ class Predictor:
         self._recipe, self._data = config.recipe, config.data
         self._model = model_from_checkpoint(self.folder, devices, mapped=True).eval()
 
-    def predict(self, rows: pl.DataFrame | Mapping[str, Any]) -> np.ndarray:
+    def __repr__(self) -> str:
+        columns = self.encoder.names
+        shown = ", ".join(columns[:6]) + (f", ... ({len(columns)})" if len(columns) > 6 else "")
+        return (
+            f"<Predictor of {self.encoder.label}={self.classes[1]} by recipe {self._recipe}, "
+            f"{self.folder.parent.parent.name or '.'}/{self.folder.name}; columns: {shown}>"
+        )
+
+    def predict(self, rows: Any) -> np.ndarray:
         """Return the probability (B,) float32 of the positive class for rows given by column name; other
         columns are ignored.
 
-        Texts in `data.missing` and None mean no value; a numeric column's values that are no numbers do, too,
-        with a warning. Raises UserError when a column is missing.
+        rows: a polars DataFrame or LazyFrame (scored piece by piece), a pandas DataFrame, an Arrow table, a
+        dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
+        `data.missing` and None mean no value; a numeric column's values that are no numbers do, too, with a
+        warning. Raises UserError when a column is missing, or a file has rows that cannot be read.
         """
-        frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(dict(rows), strict=False)
-        self._check_columns(frame.columns, "the rows")
-        columns = {name: _no_value(frame[name], self._data) for name in self.encoder.names}
-        lists = {name for name in self.encoder.names if is_list_of_items(frame[name].dtype)}
-        scores_B, wrong = self._scores(columns, lists)
-        if wrong:
-            warnings.warn(
-                f"{wrong:,} values of numeric columns are no numbers and count as missing", stacklevel=2
-            )
-        return scores_B
+        if isinstance(rows, str | Path):
+            return self._predict_path(str(rows))
+        frame = as_frame(rows, "the rows")
+        names = frame.collect_schema().names()
+        self._check_columns(names, "the rows")
+        pieces: Iterable[pl.DataFrame] = [frame] if isinstance(frame, pl.DataFrame) else []
+        if isinstance(frame, pl.LazyFrame):
+            wanted = frame.select(by_name(*self.encoder.names))  # `*` would be a pattern in a plain select
+            pieces = wanted.collect_batches(chunk_size=PIECE_ROWS, maintain_order=True)
+        scores, wrong = [np.zeros(0, np.float32)], 0
+        for piece in pieces:
+            columns = {name: _no_value(piece[name], self._data) for name in self.encoder.names}
+            lists = {name for name in self.encoder.names if is_list_of_items(piece[name].dtype)}
+            scores_B, odd = self._scores(columns, lists)
+            scores.append(scores_B)
+            wrong += odd
+        _warn(wrong)
+        return np.concatenate(scores)
+
+    def _predict_path(self, path: str) -> np.ndarray:
+        done, scores = Predicted(Path(path)), [np.zeros(0, np.float32)]
+        for file in find_files(path, "path"):
+            for chunk in read_chunks(file, self._reading(path, {})):
+                if chunk.rejected:
+                    first = chunk.rejected[0]
+                    raise UserError(
+                        f"{file}: line {first['line']} cannot be read ({first['reason']}), so predictions "
+                        "would not stand beside their rows; mend it, or use predict_file, which names lines"
+                    )
+                scores.append(self._chunk(chunk, done)["probability"].to_numpy())
+        _warn(done.wrong_numbers)
+        return np.concatenate(scores)
 
     def predict_file(
         self,
@@ -200,6 +236,13 @@ class Predictor:
                 outputs = self._model(batch)
                 scores.append(torch.sigmoid(outputs["logits"].float()).cpu().numpy())
         return np.concatenate(scores), wrong
+
+
+def _warn(wrong: int) -> None:
+    if wrong:
+        warnings.warn(
+            f"{wrong:,} values of numeric columns are no numbers and count as missing", stacklevel=3
+        )
 
 
 def _no_value(series: pl.Series, data: TableDataConfig) -> pl.Series:

@@ -55,13 +55,7 @@ class LoadedCheckpoint:
         if isinstance(data, Mapping) and data and all(isinstance(value, Tensor) for value in data.values()):
             with torch.no_grad():
                 return self._module(data)
-        frame = {str(name): data[name] for name in data.columns} if hasattr(data, "columns") else data
-        return self._predictor.predict({name: _plain(column) for name, column in frame.items()})
-
-
-def _plain(column: Any) -> Any:
-    """A pandas column as the values that polars takes."""
-    return column.to_list() if hasattr(column, "to_list") else column
+        return self._predictor.predict(data)
 
 
 def _load_pyfunc(path: str) -> LoadedCheckpoint:

@@ -57,6 +57,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
             f"{result.steps_skipped} of {result.steps} steps were skipped, as their loss or gradients were "
             "no finite numbers",
         )
+    embedded = bool(run.page.run_id) and settings.mlflow_uri is None
     name, not_registered = run.config.checkpoint.register_as or "", ""
     if name:
         not_registered = tracker.register(name, checkpoint_uid(Path(result.best_checkpoint)), "challenger")
@@ -66,7 +67,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
         run_id=run.page.run_id,
         run_url=tracker.run_url,
         tracking_uri=tracker.tracking_uri,
-        ui_command=tracker.ui_command,
+        ui_command=f"dphybrid ui {run.folder.name}" if embedded else tracker.ui_command,
         views=tracker.views if run.page.run_id else {},
         metrics=metrics,
         best_checkpoint=result.best_checkpoint,
@@ -98,6 +99,16 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     return report
 
 
+def report_page(run: Run) -> str:
+    """Return the report of a finished run as a page of HTML that needs nothing else. Raises UserError when
+    the run has not ended, or its data is gone."""
+    report = Report.read(run.folder / "report.json")
+    result, table = ResultPage.read(run.folder / "result.json"), [row.table_row() for row in report.splits]
+    facts = report.model_dump() | _facts(table, run, run.open_data())
+    values = run.config.model_dump(mode="json")
+    return run_report_html(facts, values, _pictures(result, table), run.page.links)
+
+
 def _closing_words(report: Report) -> str:
     shown = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     lines = [
@@ -112,8 +123,11 @@ def _closing_words(report: Report) -> str:
     lines += [f"Registered:  models:/{report.registered_as}@challenger"] if report.registered_as else []
     lines += [f"NOT registered as {report.not_registered}"] if report.not_registered else []
     lines += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
-    lines += [f"             {report.run_url}"] if report.run_url not in ("", report.ui_command) else []
-    lines += [f"All runs:    {address} ({name})" for name, address in report.views.items()]
+    if report.ui_command.startswith("dphybrid ui"):
+        lines.append("All runs:    dphybrid ui")
+    else:
+        lines += [f"             {report.run_url}"] if report.run_url not in ("", report.ui_command) else []
+        lines += [f"All runs:    {address} ({name})" for name, address in report.views.items()]
     lines += [f"Note:        {warning}" for warning in report.warnings]
     return "\n".join(lines)
 

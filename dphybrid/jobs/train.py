@@ -303,6 +303,7 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
 def train_here(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks | None = None) -> ResultPage:
     """`train_run` in this process, or this process's part of it where it is one of several ranks."""
     config, data, leads = run.config, run.open_data(verified=True), ranks is None or ranks.leads
+    recipe = find_recipe(config.recipe)
     if settings.threads:
         use_threads(settings.threads)
     keep_freed_memory()
@@ -347,10 +348,12 @@ def train_here(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks | N
             trained=trained,
             train_data=data.dataset("train"),
             valid_data=data.dataset("valid"),
-            task=find_recipe(config.recipe).task(data.info),
+            task=recipe.task(data.info),
             tracker=tracker,
             clock=StageClock.of(devices.home),
-            splits=SplitLog(model, config.train.print_splits == "each", together.split),
+            splits=SplitLog(
+                model, config.train.print_splits == "each", together.split, short=not recipe.prints_shapes
+            ),
             stop=stop,
             checkpoints=run.checkpoints,
             facts={

@@ -1,6 +1,7 @@
 """Running a flow in this process: with Prefect's temporary server where no other is set, and its lines
 straight on the terminal."""
 
+import importlib
 import logging
 import signal
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted
 
@@ -62,7 +64,10 @@ def start_embedded_server() -> Callable[[], None] | None:
         server.start()
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(start).result()
+        started = pool.submit(start)
+        if load_settings().mlflow_uri != "none":  # what the run needs anyway, while the server starts
+            importlib.import_module("dphybrid.tracking.mlflow_tracker")
+        started.result()
     return server.stop
 
 

@@ -43,6 +43,7 @@ class Recipe:
     table, train, checkpoint: what differs from the defaults of these common sections.
     tabular: its samples are rows of a table read by `dphybrid.data.table`: they have a schema file, grow when
     files arrive (retraining), and rows of new files can be scored (predict).
+    prints_shapes: say of a split what PyTorch's data-parallel tutorial says, a line a replica, not one line.
     """
 
     name: str = ""
@@ -53,6 +54,7 @@ class Recipe:
     train: Mapping[str, Any] = {}
     checkpoint: Mapping[str, Any] = {}
     tabular: bool = False
+    prints_shapes: bool = False
 
     key: str = ""
     """What finds this recipe again: its name, or `package.module:NAME`. The registry sets it; configs carry
@@ -110,6 +112,13 @@ class Recipe:
         from dphybrid.data.prepare import prepare_source
 
         return prepare_source(self.name, self.source(data, seed), folder, seed, on_progress, self.dataset)
+
+    def find(self, data: DataConfig, folder: Path, seed: int) -> "Prepared | None":
+        """Return the prepared data under `folder` where `prepare` has made it, else None. Raises UserError
+        for a source that is not there."""
+        from dphybrid.data.prepare import find_prepared
+
+        return find_prepared(self.name, self.source(data, seed), folder, seed, self.dataset)
 
     def open(self, folder: Path, verified: bool = False) -> "Prepared":
         """Open a folder that `prepare` made. verified: by its sums, too, once. Raises UserError when it is

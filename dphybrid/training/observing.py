@@ -135,7 +135,7 @@ class Observer:
                 self.line(line)
             self._display.advance(meter.note)
         if step % session.config.train.log_every == 0:
-            self.line(meter.log())
+            self._display.passing(meter.log())
 
 
 @contextmanager

@@ -79,21 +79,28 @@ class SplitLog:
     """Collects the splits of training steps. `each`: every step gives lines; otherwise only a split not seen
     before.
 
-    lines: what was printed, up to `MAX_LINES`. whole: from this process's split to that of all that train.
+    short: print a line a split, and none where nothing is split, instead of the tutorials' line a replica.
+    lines: the tutorials' ones for the record, up to `MAX_LINES`. whole: from this process's split to that of
+    all that train.
     """
 
     def __init__(
-        self, model: nn.Module, each: bool, whole: Callable[[Split], Split] = lambda split: split
+        self,
+        model: nn.Module,
+        each: bool,
+        whole: Callable[[Split], Split] = lambda split: split,
+        short: bool = False,
     ) -> None:
         self._whole = whole
         self._blocks = find_data_parallel(model)
-        self._each = each
+        self._each, self._short = each, short
         self._seen: dict[tuple[object, ...], _Seen] = {}
         self.lines: list[str] = []
 
     def after_step(self, step: int) -> list[str]:
         """Note the latest split of every block; return the lines to print."""
         fresh: list[str] = []
+        printed: list[str] = []
         for name, block in self._blocks.items():
             split = block.last_split
             if split is None:
@@ -103,12 +110,14 @@ class SplitLog:
             seen = self._seen.get(key)
             if self._each or seen is None:
                 fresh += split.lines()
+                if len(split.devices) > 1:
+                    printed.append(_short_line(name, split))
             if seen is None:
                 seen = self._seen[key] = _Seen(_new_rows(len(self._seen) + 1, name or "model", split, step))
             seen.latest, seen.last_step = split, step
             seen.steps += 1
         self.note(fresh)
-        return fresh
+        return printed if self._short else fresh
 
     def note(self, lines: Sequence[str]) -> None:
         """Keep lines for the record."""
@@ -132,6 +141,12 @@ class SplitLog:
         for rows in by_split.values():
             key = (rows[0].block, *(row.rows for row in rows), *(row.device for row in rows))
             self._seen[key] = _Seen(rows)
+
+
+def _short_line(block: str, split: Split) -> str:
+    rows = _rows(split)
+    where = f" ({block})" if block not in ("", "region") else ""
+    return f"A batch of {sum(rows)} rows is split {', '.join(map(str, rows))} over {len(rows)} devices{where}"
 
 
 def _rows(split: Split) -> list[int]:

@@ -140,7 +140,7 @@ def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     for line in child.stdout:
-        if "step 230:" in line:
+        if "epoch 1/40" in line:
             child.send_signal(signal.SIGKILL)
             break
     child.wait()

@@ -40,7 +40,11 @@ class ConvnetModelConfig(ModelConfig):
     """Channels of the convolution."""
 
 
-class _Regression(Recipe):
+class _Tutorial(Recipe):
+    prints_shapes = True
+
+
+class _Regression(_Tutorial):
     def task(self, info: Mapping[str, Any]) -> "Task":
         from dphybrid.training.metrics import REGRESSION
 
@@ -119,7 +123,7 @@ class Hybrid(_Regression):
         return build_hybrid(context)
 
 
-class Convnet(Recipe):
+class Convnet(_Tutorial):
     """Convolution and linear layer."""
 
     name = "convnet"

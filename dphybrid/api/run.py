@@ -1,0 +1,258 @@
+"""Runs as Python and notebooks see them: their metrics, splits, model, predictions and report."""
+
+import html
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.util.errors import UserError, suggestion
+
+if TYPE_CHECKING:  # a list of runs needs no torch
+    import numpy as np
+    import polars as pl
+    from torch import nn
+
+    from dphybrid.jobs.predict import Predictor
+    from dphybrid.jobs.runs import Run
+
+REPORT_HEIGHT = 640
+"""Pixels of a report in a notebook's cell; the page scrolls in it."""
+
+
+class TrainedRun:
+    """A run: what `dphybrid.train` returns and `dphybrid.runs()` lists.
+
+    It reads the run's folder when asked, so it is current, and as small as a path. folder: of the run.
+    """
+
+    def __init__(self, folder: str | Path, settings: Settings | None = None) -> None:
+        """Raises UserError when the folder is none of a run."""
+        from dphybrid.jobs.runs import read_run
+
+        self.folder = Path(folder)
+        self._settings = settings or load_settings()
+        self._run: Run = read_run(self.folder)
+
+    @property
+    def name(self) -> str:
+        """The run's name, which commands take too."""
+        return self.folder.name
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """Every value of the experiment."""
+        return self._run.config
+
+    @property
+    def devices(self) -> str:
+        """Where it was trained."""
+        return self._run.page.devices
+
+    @property
+    def created(self) -> str:
+        """When it was started, in ISO's form."""
+        return self._run.page.created
+
+    @property
+    def status(self) -> str:
+        """finished, running, or stopped: it goes on with `resume=run.name` then."""
+        from dphybrid.jobs.runs import LOCK
+        from dphybrid.util.locks import is_held
+
+        if is_held(self.folder / LOCK):
+            return "running"
+        return "finished" if (self.folder / "report.json").is_file() else "stopped"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The best checkpoint's metrics on the validation split; none before the run has ended."""
+        from dphybrid.jobs.pages import MetricsPage
+
+        page = self.folder / "metrics.json"
+        return MetricsPage.read(page).metrics if page.is_file() else {}
+
+    @property
+    def splits(self) -> "pl.DataFrame":
+        """What each replica got of a batch: a row a split and replica. Raises UserError before it was
+        trained."""
+        import polars as pl
+
+        from dphybrid.jobs.pages import SplitsPage
+
+        page = SplitsPage.read(self._trained("splits.json"))
+        return pl.DataFrame([row.table_row() for row in page.rows], infer_schema_length=None)
+
+    @property
+    def history(self) -> "pl.DataFrame":
+        """Step, training loss and validation metrics, a row an epoch. Raises UserError before it was
+        trained."""
+        import polars as pl
+
+        from dphybrid.jobs.pages import ResultPage
+
+        rows = ResultPage.read(self._trained("result.json")).history
+        named = [{name.replace("held-out", "validation"): row[name] for name in row} for row in rows]
+        return pl.DataFrame(named, infer_schema_length=None)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of the best checkpoint. Raises UserError when there is none yet."""
+        from dphybrid.jobs.load import find_checkpoint
+
+        return find_checkpoint(str(self.folder), self._settings)
+
+    @cached_property
+    def model(self) -> "nn.Module":
+        """The best checkpoint's module, on the CPU; `dphybrid.load_model(run.name, devices)` for other
+        devices."""
+        from dphybrid.jobs.load import model_from_checkpoint
+
+        return model_from_checkpoint(self.checkpoint)
+
+    @cached_property
+    def predictor(self) -> "Predictor":
+        """The best checkpoint with its preprocessing. Raises UserError when the recipe reads no tables."""
+        from dphybrid.jobs.predict import Predictor
+
+        return Predictor(self.checkpoint)
+
+    def predict(self, rows: Any) -> "np.ndarray":
+        """Return the predictor's answer for new rows; see `Predictor.predict`."""
+        return self.predictor.predict(rows)
+
+    def report(self) -> "RunReport":
+        """Return what the run came to, as text, values and a page. Raises UserError before it has ended."""
+        return RunReport(self._run, self._trained("report.json"))
+
+    def _trained(self, page: str) -> Path:
+        file = self.folder / page
+        if not file.is_file():
+            raise UserError(
+                f"run {self.name}: is {self.status} and has no {page} yet; "
+                f"dphybrid.train(..., resume={self.name!r}) goes on with it"
+            )
+        return file
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle keeps: where the run is, not its model."""
+        return {name: value for name, value in vars(self).items() if name not in ("model", "predictor")}
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
+        return f"<run {self.name}: {shown or self.status}>"
+
+    def _repr_html_(self) -> str:
+        return _table([_row(self)])
+
+
+class RunReport:
+    """What a run came to. `text`: the lines that the command line prints; `page()`: the report as HTML; a
+    notebook shows it."""
+
+    def __init__(self, run: "Run", file: Path) -> None:
+        from dphybrid.jobs.pages import Report
+
+        self._run = run
+        self.values: Report = Report.read(file)
+
+    @property
+    def text(self) -> str:
+        """The closing lines."""
+        return self.values.text.strip("\n")
+
+    def page(self) -> str:
+        """Return the report as a page of HTML that needs nothing else. Raises UserError when the prepared
+        data is gone."""
+        from dphybrid.jobs.report import report_page
+
+        return report_page(self._run)
+
+    def save(self, file: str | Path) -> Path:
+        """Write the page to a file. Raises UserError when that cannot be done."""
+        from dphybrid.util.files import write_text
+
+        target = Path(file).expanduser()
+        if not target.absolute().parent.is_dir() or target.is_dir():
+            raise UserError(f"{file}: cannot be written there; name a file in a folder that exists")
+        write_text(target, self.page())
+        return target
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        # A frame of its own keeps the page's style from the notebook's.
+        return (
+            f'<iframe srcdoc="{html.escape(self.page())}" sandbox="" '
+            f'style="width:100%;height:{REPORT_HEIGHT}px;border:1px solid #d8dee6"></iframe>'
+        )
+
+
+class Runs(Sequence[TrainedRun]):
+    """Runs, newest first; by number or by name."""
+
+    def __init__(self, runs: Sequence[TrainedRun]) -> None:
+        self._runs = list(runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[TrainedRun]:
+        return iter(self._runs)
+
+    @overload
+    def __getitem__(self, which: int | str) -> TrainedRun: ...
+    @overload
+    def __getitem__(self, which: slice) -> "Runs": ...
+    def __getitem__(self, which: int | str | slice) -> "TrainedRun | Runs":
+        if isinstance(which, slice):
+            return Runs(self._runs[which])
+        if isinstance(which, int):
+            return self._runs[which]
+        names = [run.name for run in self._runs]
+        if which not in names:
+            raise UserError(f"{which}: there is no run of that name{suggestion(which, names or ['none'])}")
+        return self._runs[names.index(which)]
+
+    def frame(self) -> "pl.DataFrame":
+        """Return name, recipe, devices, status, start and metrics, a row a run."""
+        import polars as pl
+
+        return pl.DataFrame([_row(run) for run in self._runs], infer_schema_length=None)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self._runs)) or "no runs"
+
+    def _repr_html_(self) -> str:
+        return _table([_row(run) for run in self._runs])
+
+
+def runs(recipe: str | None = None) -> Runs:
+    """Return the runs of the data folder, newest first. recipe: only those of one."""
+    from dphybrid.jobs.runs import all_runs
+
+    settings = load_settings()
+    found = [run for run in all_runs(settings) if recipe is None or run.page.recipe == recipe]
+    return Runs([TrainedRun(run.folder, settings) for run in reversed(found)])
+
+
+def _row(run: TrainedRun) -> dict[str, Any]:
+    facts = {"run": run.name, "recipe": run.config.recipe, "devices": run.devices, "status": run.status}
+    return {**facts, "started": run.created[:19].replace("T", " "), **run.metrics}
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    if not rows:
+        return "<p>no runs</p>"
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f"<th style='text-align:left'>{html.escape(name)}</th>" for name in names)
+
+    def cell(value: Any) -> str:
+        shown = f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)
+        return f"<td style='text-align:left'>{html.escape(shown)}</td>"
+
+    body = "".join("<tr>" + "".join(cell(row.get(name)) for name in names) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,95 @@
+"""`dphybrid.train`: from a frame, or from files, to a run, by the same job as the command line's."""
+
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from dphybrid.api.run import TrainedRun
+from dphybrid.api.values import experiment
+from dphybrid.config import ExperimentConfig, merge
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.recipes.configs import build_config, given_values
+from dphybrid.recipes.registry import find_recipe, tabular_names
+from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.files import make_folder, naming
+
+
+def train(
+    data: Any = None,
+    *,
+    recipe: str | None = None,
+    label: str | None = None,
+    valid: Any = None,
+    devices: str | None = None,
+    config: ExperimentConfig | Mapping[str, Any] | str | Path | None = None,
+    run_name: str | None = None,
+    resume: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    tracking: str | None = None,
+    quiet: bool = False,
+    **values: Any,
+) -> TrainedRun:
+    """Train as `dphybrid.train` says."""
+    settings = load_settings()
+    if tracking is not None:
+        settings = Settings.model_validate({**settings.model_dump(), "tracking_uri": tracking})
+    tables = {place: table for place, table in (("path", data), ("valid_path", valid)) if table is not None}
+    framed = {place: table for place, table in tables.items() if not isinstance(table, str | Path)}
+    if framed and len(framed) < len(tables):
+        raise UserError("data, valid: one is a path and the other is none; give two paths, or two frames")
+    if framed and config is None:
+        recipe = recipe or "ctr"  # a frame is a table
+    given = {
+        "recipe": recipe,
+        "devices": devices,
+        "data.label": None if label is None else str(label),
+        **{f"data.{place}": _AWAITED if framed else str(table) for place, table in tables.items()},
+    }
+    checked = experiment(config, given, values)
+    if framed:
+        checked = _with_frames(checked, framed, settings)
+    from dphybrid.jobs.train import run_job  # after the checks: torch takes its time
+
+    # Standard output is the process's, so only its main thread may take it away.
+    silent = quiet and threading.current_thread() is threading.main_thread()
+    with redirect_stdout(StringIO()) if silent else nullcontext():
+        report = run_job(checked, settings, run_name=run_name, resume=resume, tags=dict(tags or {}))
+    return TrainedRun(settings.runs_dir / report.run_name, settings)
+
+
+_AWAITED = "(a frame)"
+"""Stands for the path of a frame while the other values are checked."""
+
+
+def _with_frames(config: ExperimentConfig, framed: Mapping[str, Any], settings: Settings) -> ExperimentConfig:
+    """Return the config with the paths of files that the frames were written to."""
+    if not find_recipe(config.recipe).tabular:
+        raise UserError(
+            f"data: is a {type(next(iter(framed.values()))).__name__}, and recipe {config.recipe} reads no "
+            f"tables; {', '.join(tabular_names())} does; give this one a path, or name recipe='ctr'"
+        )
+    from dphybrid.data.table.frames import as_frame, check_frame, save_frame
+
+    names = {"path": "data", "valid_path": "valid"}
+    frames = {place: as_frame(table, names[place]) for place, table in framed.items()}
+    chosen = config.data.model_dump()
+    ignored = chosen["ignore"]
+    for place, frame in frames.items():
+        columns = check_frame(frame, names[place], ignored)
+        for field in ("label", "numeric", "categorical", "bags", "text", "ignore", "split_column"):
+            wanted = chosen[field]
+            for column in (wanted,) if isinstance(wanted, str) else wanted or ():
+                if column not in columns:
+                    raise UserError(
+                        f"{field}={column!r}: {names[place]} has no such column{suggestion(column, columns)}"
+                    )
+    with naming(settings.data_dir):
+        make_folder(settings.data_dir, mode=0o700)
+    saved = {
+        place: str(save_frame(frame, settings.data_dir / "frames", names[place], ignored))
+        for place, frame in frames.items()
+    }
+    return build_config(merge(given_values(config), {"data": {**saved, "ignore": ()}}))

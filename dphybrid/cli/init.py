@@ -1,0 +1,50 @@
+"""`dphybrid init`: an experiment's TOML file to start from, each value with its sentence."""
+
+import json
+import textwrap
+from typing import Any, Literal, get_args, get_origin
+
+from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.recipes.configs import field_types, given_values
+from dphybrid.recipes.registry import find_recipe
+
+WIDTH = 100
+
+
+def config_text(config: ExperimentConfig) -> str:
+    """Return a config as a commented TOML file: what differs from the recipe as values, the rest as comments
+    that show the recipe's own. `load_config` reads the same config back."""
+    recipe, given = config.recipe, flatten(given_values(config))
+    lines = [
+        f"# {find_recipe(recipe).summary}",
+        "# Train: dphybrid train --config FILE; flags go over it. A line without its # sets a value.",
+        "",
+        f"recipe = {_toml(recipe)}",
+    ]
+    section = ""
+    fields = {name: facts for name, facts in field_types(recipe).items() if name != "recipe"}
+    for name, (kind, sentence, default) in sorted(fields.items(), key=lambda item: "." in item[0]):
+        place, _, leaf = name.rpartition(".")
+        if place != section:
+            lines += ["", f"[{place}]"]
+            section = place
+        choices = f" [{', '.join(map(str, get_args(kind)))}]" if get_origin(kind) is Literal else ""
+        lines += [
+            "",
+            *textwrap.wrap(f"{sentence}{choices}", WIDTH, initial_indent="# ", subsequent_indent="# "),
+        ]
+        lines.append(f"{leaf} = {_toml(given[name])}" if name in given else f"# {leaf} = {_toml(default)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it; no value is an empty text."""
+    if value is None:
+        return '""'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

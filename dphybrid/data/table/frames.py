@@ -1,0 +1,161 @@
+"""Tables from memory - polars, pandas, Arrow, columns, records - as polars frames, and as files that are
+named by what they hold."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from polars.selectors import by_name  # names as they are: `*` is a pattern elsewhere
+
+from dphybrid.data.table.bags import is_list_of_items
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import make_folder, sync, temporary
+
+PART_ROWS = 2**20
+"""Rows of a file that a frame is written to."""
+ROW_GROUP = 2**17
+KINDS = (
+    "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
+    "records, or a path"
+)
+
+
+def as_frame(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame:
+    """Return a table from memory as a polars frame; a lazy one stays lazy. An index of pandas is left out.
+
+    where: what a person calls the table, for messages. Raises UserError for what is no table.
+    """
+    if isinstance(data, pl.DataFrame | pl.LazyFrame):
+        return data
+    try:
+        if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
+            return pl.DataFrame({str(name): _from_pandas(data, place) for place, name in _names(data, where)})
+        if hasattr(data, "__arrow_c_stream__"):
+            return pl.DataFrame(data)
+        if isinstance(data, Mapping):
+            return pl.DataFrame(
+                {str(name): _column(values, str(name), where) for name, values in data.items()}, strict=False
+            )
+        if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+            if not all(isinstance(row, Mapping) for row in data):
+                raise UserError(
+                    f"{where}: is a list, but not of records such as {{'age': 31, 'city': 'Rome'}}"
+                )
+            names = dict.fromkeys(str(name) for row in data for name in row)
+            return pl.DataFrame({name: [row.get(name) for row in data] for name in names}, strict=False)
+    except (pl.exceptions.PolarsError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{where}: cannot be read as a table: {error}") from error
+    raise UserError(f"{where}: is a {type(data).__name__}; give {KINDS}")
+
+
+def _names(frame: Any, where: str) -> list[tuple[int, str]]:
+    names = [str(name) for name in frame.columns]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
+    return list(enumerate(names))
+
+
+def _from_pandas(frame: Any, place: int) -> pl.Series:
+    series = frame.iloc[:, place]
+    try:
+        return pl.Series(pl.from_pandas(series))
+    except Exception:  # noqa: BLE001 - pyarrow's errors for columns of mixed objects are of many classes
+        return pl.Series([None if value != value else value for value in series.to_list()], strict=False)
+
+
+def _column(values: Any, name: str, where: str) -> Any:
+    if type(values).__module__.partition(".")[0] == "pandas":
+        return pl.from_pandas(values)
+    if isinstance(values, pl.Series | list | tuple):
+        return values
+    if hasattr(values, "__array__"):
+        array = np.asarray(values)
+        if array.ndim != 1:
+            raise UserError(
+                f"{where}: column {name!r} is an array of shape {array.shape}; give each column an array of "
+                "one dimension, with a value a row"
+            )
+        return array
+    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+        raise UserError(f"{where}: column {name!r} is {values!r}; give it a list or an array, a value a row")
+    return values
+
+
+def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequence[str] = ()) -> list[str]:
+    """Return the columns' names. Raises UserError where a column that is not ignored holds what no file of
+    rows could."""
+    schema = frame.collect_schema() if isinstance(frame, pl.LazyFrame) else frame.schema
+    if not schema:
+        raise UserError(f"{where}: has no columns")
+    for name, dtype in schema.items():
+        odd = dtype.is_nested() or dtype in (pl.Binary, pl.Object)
+        if odd and not is_list_of_items(dtype) and name not in ignored:
+            raise UserError(
+                f"{where}: column {name!r} holds {dtype}, not single values or lists of texts or whole "
+                "numbers; name it in ignore, or write it as text"
+            )
+    return schema.names()
+
+
+def save_frame(
+    frame: pl.DataFrame | pl.LazyFrame, folder: Path, where: str, ignored: Sequence[str] = ()
+) -> Path:
+    """Write a frame as Parquet files of `PART_ROWS` rows into a folder below `folder`, named by their digest;
+    equal frames are one folder. A lazy frame is computed and written part by part.
+
+    Raises UserError for fewer than two rows, for columns that no file of rows could hold, and where a lazy
+    frame fails.
+    """
+    names = check_frame(frame, where, ignored)
+    keep = [name for name in names if name not in ignored] or names
+    make_folder(folder)
+    written, digest, num_rows = temporary(folder / "frame"), hashlib.blake2b(digest_size=8), 0
+    try:
+        written.mkdir()
+        for number, part in enumerate(_parts(frame.lazy().select(by_name(*keep)))):
+            file = written / f"part-{number:05d}.parquet"
+            part.write_parquet(file, row_group_size=ROW_GROUP)
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+            sync(file)
+            num_rows += len(part)
+        if num_rows < 2:
+            raise UserError(
+                f"{where}: has {num_rows} rows; at least 2 are needed, one of them for validation"
+            )
+        target = folder / digest.hexdigest()
+        if not target.exists():
+            written.rename(target)
+            sync(folder)
+        return target
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise UserError(f"{where}: cannot be written to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def _parts(frame: pl.LazyFrame) -> Iterator[pl.DataFrame]:
+    """Yield the rows in parts of the same size, however they were computed: how a frame is chunked shows in
+    the bytes of its file."""
+    rest: list[pl.DataFrame] = []
+    for batch in frame.collect_batches(chunk_size=PART_ROWS, maintain_order=True):
+        rest.append(batch)
+        if sum(map(len, rest)) >= PART_ROWS:
+            rows = pl.concat(rest)
+            while len(rows) >= PART_ROWS:
+                yield _compact(rows[:PART_ROWS])
+                rows = rows[PART_ROWS:]
+            rest = [rows]
+    if rest and (rows := pl.concat(rest)).height:
+        yield _compact(rows)
+
+
+def _compact(rows: pl.DataFrame) -> pl.DataFrame:
+    """Copy rows into buffers of their own: lists keep what lies around a slice of them, even rechunked."""
+    return rows.select(pl.all().gather(pl.int_range(pl.len())))

@@ -1,0 +1,107 @@
+"""The scikit-learn estimator: its contract, by scikit-learn's own checks, and frames with names."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
+from sklearn.utils.estimator_checks import estimator_checks_generator
+
+import dphybrid
+from dphybrid.util.errors import UserError
+
+VALUES = {"epochs": 1, "batch_size": 64, "model": {"dim": 4, "hidden": 8}, "buckets": 4}
+ALL = bool(os.environ.get("DPHYBRID_TEST_ALL_CHECKS"))
+"""Each fit is a training: the other checks take a minute."""
+SHORT = (
+    "check_classifiers_one_label",
+    "check_classifiers_classes",
+    "check_dict_unchanged",
+    "check_do_not_raise_errors_in_init_or_set_param",
+    "check_estimator_sparse_matrix",
+    "check_estimators_nan_inf",
+    "check_estimators_pickle",
+    "check_fit2d_1sample",
+    "check_methods_subset_invariance",
+    "check_n_features_in_after_fitting",
+    "check_no_attributes_set_in_init",
+    "check_parameters_default_constructible",
+    "check_requires_y_none",
+)
+
+
+def estimator(**more: Any) -> dphybrid.HybridClassifier:
+    return dphybrid.HybridClassifier(devices="cpu", values=VALUES | more)
+
+
+def checks() -> list[Any]:
+    found = [(made, check) for made, check in estimator_checks_generator(estimator())]
+    return [
+        pytest.param(made, check, id=name) for made, check in found if ALL or (name := _name(check)) in SHORT
+    ]
+
+
+def _name(check: Any) -> str:
+    return getattr(check, "func", check).__name__
+
+
+@pytest.mark.parametrize(("made", "check"), checks())
+def test_scikit_learns_own_checks(
+    made: dphybrid.HybridClassifier, check: Callable[..., None], data_dir: Path
+) -> None:
+    check(made)
+
+
+def table(num_rows: int = 300) -> tuple[pl.DataFrame, np.ndarray]:
+    random = np.random.default_rng(0)
+    shop, price = random.choice(["books", "music", "tea"], num_rows), random.uniform(1, 20, num_rows).round(2)
+    return pl.DataFrame({"shop": shop, "price": price}), np.where(shop == "books", "yes", "a no")
+
+
+def test_frames_of_texts_and_numbers_in_a_pipeline(data_dir: Path) -> None:
+    rows, labels = table()
+    model = estimator(epochs=4, batch_size=32, table={"lr": 0.1}, train={"lr": 0.02}).fit(rows, labels)
+    assert model.classes_.tolist() == ["a no", "yes"]
+    assert model.score(rows.to_pandas(), labels) > 0.95
+    assert model.feature_names_in_.tolist() == ["shop", "price"]
+    assert model.predict_proba(rows).sum(1).tolist() == pytest.approx([1.0] * len(rows))
+    assert model.run_.metrics["auc"] > 0.9
+    assert dphybrid.runs()[0].name == model.run_.name
+    again = pickle.loads(pickle.dumps(model))
+    assert np.array_equal(again.predict_proba(rows), model.predict_proba(rows))
+    with pytest.raises(UserError, match="has no column 'shop'"):
+        model.predict(rows.drop("shop"))
+
+
+def test_a_search_over_values(data_dir: Path) -> None:
+    rows, labels = table(120)
+    grid = {"values": [VALUES, VALUES | {"batch_size": 32}]}
+    search = GridSearchCV(clone(estimator()), grid, cv=2, refit=False).fit(rows.to_pandas(), labels)
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+
+
+@pytest.mark.parametrize(
+    ("labels", "more", "message"),
+    [
+        (["a", "b", "c"] * 20, {}, "y has 3 classes; Only binary classification is supported"),
+        ([0.5 + i for i in range(60)], {}, "Unknown label type"),
+        (["a", "b"] * 30, {"valid_fraction": 1.5}, "valid_fraction=1.5: must lie between 0 and 1"),
+        (["a", "b"] * 30, {"values": {"epoch": 1}}, "did you mean 'epochs'"),
+        (["a", "b"] * 20, {}, "X has 60 rows and y 40 labels"),
+    ],
+)
+def test_what_it_cannot_learn_is_told(
+    labels: list[Any], more: dict[str, Any], message: str, data_dir: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dphybrid.HybridClassifier(**more).fit(table(60)[0], labels)
+    assert not data_dir.exists()

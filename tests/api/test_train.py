@@ -1,0 +1,250 @@
+"""`dphybrid.train` on frames: one prepared folder for one table, the files' bits, clear mistakes; runs and
+predictions in Python."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import dphybrid
+from dphybrid.api.run import TrainedRun
+from dphybrid.api.values import experiment
+from dphybrid.config.settings import load_settings
+from dphybrid.data.table import frames
+from dphybrid.data.table.frames import as_frame, save_frame
+from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
+from dphybrid.util.errors import UserError
+
+SMALL = {
+    "epochs": 3,
+    "batch_size": 32,
+    "table": {"lr": 0.1},
+    "train": {"lr": 0.02},
+    "model": {"dim": 4, "hidden": 16},
+    "buckets": 4,
+}
+
+
+def visits(num_rows: int = 300) -> pl.DataFrame:
+    """Clicked when the shop is the bookseller and the price is low."""
+    random = np.random.default_rng(0)
+    shop, price = random.choice(["books", "music", "tea"], num_rows), random.uniform(1, 20, num_rows).round(2)
+    clicked = (shop == "books") & (price < 12)
+    tags = [["new", "red"] if i % 3 else ["old"] for i in range(num_rows)]
+    return pl.DataFrame({"shop": shop, "*": price, "tags": tags, "clicked": clicked.astype(int)})
+
+
+def forms(frame: pl.DataFrame) -> dict[str, Any]:
+    """A table in the forms that people have it in."""
+    return {
+        "eager": frame,
+        "chunks": pl.concat([frame[:7], frame[7:100], frame[100:]], rechunk=False),
+        "lazy": frame.lazy(),
+        "arrow": frame.to_arrow(),
+        "pandas": frame.to_pandas(),
+        "columns": {name: frame[name].to_list() for name in frame.columns},
+        "records": frame.to_dicts(),
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DPHYBRID_DATA_DIR", str(tmp_path_factory.mktemp("python") / "data"))
+        patch.setenv("DPHYBRID_THREADS", "1")
+        patch.setenv("DPHYBRID_TRACKING_URI", "none")
+        yield dphybrid.train(
+            visits(), label="clicked", devices="cpu*2", run_name="first", quiet=True, **SMALL
+        )
+
+
+def test_a_frame_gives_the_bits_of_its_file(run: TrainedRun, tmp_path: Path) -> None:
+    visits().write_parquet(tmp_path / "visits.parquet")
+    flags = [
+        f"data.path={tmp_path / 'visits.parquet'}",
+        "data.label=clicked",
+        "devices=cpu*2",
+        "data.buckets=4",
+    ]
+    flags += [
+        "train.epochs=3",
+        "train.batch_size=32",
+        "table.lr=0.1",
+        "train.lr=0.02",
+        "model.dim=4",
+        "model.hidden=16",
+    ]
+    report = run_job(load_config(None, flags), load_settings())
+    assert report.digests == run.report().values.digests | {"data": report.digests["data"]}
+    assert report.metrics == run.metrics
+
+
+@pytest.mark.parametrize("form", forms(visits(20)))
+def test_every_form_of_a_table_is_the_same_files(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "PART_ROWS", 64)
+    given = as_frame(forms(visits())[form], "data")
+    (first,) = {save_frame(frame, tmp_path, "data") for frame in (given, visits())}
+    assert [file.name for file in sorted(first.iterdir())] == [f"part-{i:05d}.parquet" for i in range(5)]
+    assert pl.read_parquet(first).equals(visits())
+    assert list(tmp_path.iterdir()) == [first]
+
+
+def test_what_a_run_shows(run: TrainedRun) -> None:
+    assert run.status == "finished"
+    assert run.metrics["auc"] > 0.8
+    assert repr(run) == f"<run first: auc {run.metrics['auc']:.4f}, log_loss {run.metrics['log_loss']:.4f}>"
+    assert run.splits["rows"][:2].to_list() == [16, 16]
+    assert run.history.columns == ["step", "train loss", "validation auc", "validation log_loss"]
+    assert isinstance(run.model, torch.nn.Module)
+    report = run.report()
+    assert report.text.startswith("Validation:  auc ")
+    assert re.search(
+        r'srcdoc="&lt;!doctype html&gt;.*first.*figures|srcdoc="&lt;!doctype', report._repr_html_()
+    )
+    assert report.save(run.folder / "page.html").read_text().count("<img") >= 2
+    with pytest.raises(UserError, match="name a file in a folder that exists"):
+        report.save(run.folder / "no" / "page.html")
+
+
+def test_runs_are_listed_newest_first(run: TrainedRun) -> None:
+    newer = dphybrid.train(
+        visits(), label="clicked", devices="cpu", run_name="<b>", quiet=True, config=run.config, epochs=1
+    )
+    found = dphybrid.runs("ctr")
+    assert [found[0].name, found["first"].name] == [newer.name, "first"]
+    assert newer.config.train.batch_size == 32  # from the config that it started from
+    assert newer.config.data == run.config.data  # the same frame, the same files
+    table = found.frame()
+    assert table["run"].to_list()[0] == "<b>"
+    assert table["auc"].to_list()[0] == newer.metrics["auc"]
+    assert "&lt;b&gt;" in found._repr_html_()
+    assert len(dphybrid.runs("kge")) == 0
+    with pytest.raises(UserError, match="there is no run of that name; did you mean 'first'"):
+        found["frist"]
+
+
+def test_a_run_that_has_not_ended_says_so(run: TrainedRun, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "run.json").write_bytes((run.folder / "run.json").read_bytes())
+    other = TrainedRun(begun)
+    assert (other.status, other.metrics) == ("stopped", {})
+    with pytest.raises(UserError, match=r"is stopped and has no splits\.json yet; .*resume='begun'"):
+        _ = other.splits
+
+
+def test_predictions_for_every_form(run: TrainedRun, tmp_path: Path) -> None:
+    new = visits(50).drop("clicked")
+    expected = run.predict(new)
+    assert expected.dtype == np.float32
+    for form, rows in forms(new).items():
+        assert np.array_equal(run.predict(rows), expected), form
+    new.write_parquet(tmp_path / "new.parquet")
+    assert np.array_equal(run.predict(tmp_path / "new.parquet"), expected)
+    run.predictor.predict_file(tmp_path / "new.parquet", tmp_path / "out.parquet")
+    assert np.array_equal(pl.read_parquet(tmp_path / "out.parquet")["probability"].to_numpy(), expected)
+    assert repr(run.predictor) == (
+        f"<Predictor of clicked=1 by recipe ctr, first/{run.checkpoint.name}; columns: *, shop, tags>"
+    )
+    (tmp_path / "odd.csv").write_text("shop,*,tags\nbooks,1,new\nbooks,2\n")
+    with pytest.raises(UserError, match=r"odd\.csv: line 3 cannot be read .* use predict_file"):
+        run.predict(str(tmp_path / "odd.csv"))
+    with pytest.raises(UserError, match=r"the rows: has no column '\*'"):
+        run.predict([{"shop": "books"}])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"label": "clickd"}, "label='clickd': data has no such column; did you mean 'clicked'?"),
+        ({"label": "clicked", "numeric": ["price"]}, "numeric='price': data has no such column"),
+        ({"epoch": 3}, "epoch: recipe ctr has no value of that name; did you mean 'epochs'?"),
+        ({"lr": 0.1}, "lr: could be table.lr or train.lr; say which: table__lr, train__lr"),
+        ({"epochs": 0}, "train.epochs = 0 (from epochs=): Input should be greater than or equal to 1"),
+        ({"train": 3}, "train=3: is a section; give its values as train={'name': value}"),
+        ({"train__lrr": 3}, "train.lrr (from train__lrr=): there is no such field; did you mean 'train.lr'?"),
+        ({"recipe": "kge"}, "recipe kge reads no tables; ctr does"),
+        ({"valid": "valid.csv"}, "data, valid: one is a path and the other is none"),
+        ({"devices": "gpu"}, "gpu"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(
+    given: dict[str, Any], message: str, data_dir: Path
+) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        dphybrid.train(visits(10), **given)
+    assert not data_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (5, "data: is a int; give a polars DataFrame or LazyFrame, a pandas DataFrame"),
+        ([1, 2], "data: is a list, but not of records"),
+        ({"a": 3}, "data: column 'a' is 3; give it a list or an array"),
+        ({"a": np.zeros((3, 2))}, "data: column 'a' is an array of shape (3, 2)"),
+        ({}, "data: has no columns"),
+        ({"a": [1, 2], "b": [1, 2, 3]}, "data: cannot be read as a table"),
+        ({"a": [1], "clicked": [1]}, "data: has 1 rows; at least 2 are needed"),
+        ({"a": [{"b": 1}] * 3, "clicked": [0, 1, 0]}, "data: column 'a' holds Struct({'b': Int64})"),
+        (visits(10).lazy().with_columns(pl.col("shop").cast(int)), "data: cannot be written to"),
+    ],
+)
+def test_what_is_no_table_is_refused(data: Any, message: str, data_dir: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        dphybrid.train(data, label="clicked")
+    assert not list(data_dir.glob("frames/*"))
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(UserError, match="data: has two columns named 'a'; rename one"):
+        as_frame(pandas.DataFrame([[1, 2]], columns=["a", "a"]), "data")
+
+
+def test_pandas_columns_of_mixed_values_and_names_that_are_numbers() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = as_frame(
+        pandas.DataFrame({0: ["a", 1, None], "when": pandas.to_datetime(["2026-01-02"] * 3)}), "data"
+    )
+    assert frame.columns == ["0", "when"]
+    assert frame["0"].to_list() == ["a", "1", None]
+    assert frame["when"].dtype.is_temporal()
+
+
+def test_ignored_columns_are_not_kept(tmp_path: Path) -> None:
+    odd = visits(10).with_columns(odd=pl.struct("shop"))
+    assert "odd" not in pl.read_parquet(save_frame(odd, tmp_path, "data", ["odd"])).columns
+
+
+def test_values_come_by_name_section_or_in_full(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text('recipe = "ctr"\n[train]\nepochs = 7\nlr = 0.5\n')
+    ways = [
+        {"epochs": 3, "train__lr": 0.1},
+        {"train": {"epochs": 3, "lr": 0.1}},
+        {"train.epochs": 3, "train.lr": 0.1},
+    ]
+    (config,) = {experiment(tmp_path / "e.toml", {"devices": "cpu"}, way).model_dump_json() for way in ways}
+    assert experiment(None, {"data.path": "x.csv", "data.label": "y"}, {}).recipe == "ctr"
+    assert '"epochs":3' in config
+    assert '"lr":0.1' in config
+
+
+def test_paths_infer_their_recipe(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    texts = data_dir.parent / "texts"
+    texts.mkdir()
+    for name in ("one", "two"):
+        (texts / f"{name}.txt").write_text(f"a text called {name} goes on . " * 50)
+    run = dphybrid.train(texts, devices="cpu", epochs=1, quiet=True)
+    assert run.config.recipe == "text"
+    with pytest.raises(UserError, match="without an encoder"):
+        run.predict({})

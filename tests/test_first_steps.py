@@ -1,0 +1,147 @@
+"""What a person types first: help, init, completion, plan, ui."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from dphybrid.cli.completion import script
+from dphybrid.cli.init import config_text
+from dphybrid.cli.main import main, make_parser
+from dphybrid.recipes.configs import build_config, load_config
+from dphybrid.recipes.registry import BUILT_IN, find_recipe
+from tests.waiting import wait_until
+
+FEW = {
+    "data": {"path": 'a "b"\\c.csv', "label": "clicked"},
+    "train": {"lr": 1e-05, "compile": True, "warm_start": None},
+    "devices": "cpu*2",
+}
+
+
+@pytest.mark.parametrize("recipe", BUILT_IN)
+def test_an_initial_file_says_the_recipe_back(recipe: str, tmp_path: Path) -> None:
+    config = build_config({"recipe": recipe})
+    file = tmp_path / "e.toml"
+    file.write_text(config_text(config))
+    assert load_config(file, []) == config
+    uncommented = re.sub(r"^# (\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE)
+    assert uncommented != file.read_text()
+    file.write_text(uncommented)
+    assert load_config(file, []) == config
+
+
+def test_an_initial_file_holds_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = build_config({"recipe": "ctr", **FEW, "data": FEW["data"] | {"numeric": ("a,b", "c")}})
+    (tmp_path / "e.toml").write_text(config_text(config))
+    assert load_config(tmp_path / "e.toml", []) == config
+    assert main(["init", "--data.path", "x.csv", "--data.label", "y", "--table.lr", "0.5"]) == 0
+    written = load_config(Path("experiment.toml"), [])
+    assert written == load_config(None, ["data.path=x.csv", "data.label=y", "table.lr=0.5"])
+    assert main(["init"]) == 2  # it is there already
+    assert main(["init", "--out", "no/such/e.toml"]) == 2
+
+
+def test_help_lists_the_recipes_with_their_sentences() -> None:
+    shown = " ".join(make_parser().format_help().split())
+    for recipe in BUILT_IN:
+        assert f"{recipe} {find_recipe(recipe).summary}" in shown
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """A page of help within a second: it needs neither torch nor polars nor servers."""
+    code = (
+        "import sys\ntry:\n  from dphybrid.cli.main import main; main(['--help'])\nexcept SystemExit: pass\n"
+        "heavy = ('torch', 'polars', 'mlflow', 'prefect', 'numpy', 'rich')\n"
+        "print('heavy:', [m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("heavy: []\n")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes(tmp_path: Path) -> None:
+    (tmp_path / "data" / "runs" / "first-run").mkdir(parents=True)
+    (tmp_path / "c.bash").write_text(script("bash", make_parser()))
+    told = 't() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _dphybrid; echo "${COMPREPLY[*]}"; }\n'
+    asked = {
+        "t dphybrid pl": "plan",
+        "t dphybrid train --data.lab": "--data.label",
+        "t dphybrid train --recipe c": "ctr convnet",
+        "t dphybrid predict fi": "first-run",
+        "t dphybrid train --resume ''": "first-run",
+        "t dphybrid devices --": "--ask --help --live",
+        "t dphybrid completion f": "fish",
+    }
+    environment = os.environ | {"DPHYBRID_DATA_DIR": str(tmp_path / "data")}
+    program = f". {tmp_path / 'c.bash'}\n{told}" + "\n".join(asked)
+    done = subprocess.run(
+        ["bash", "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.splitlines() == list(asked.values())
+    assert done.stderr == ""
+
+
+def test_other_shells_have_their_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "zsh"]) == 0
+    assert "bashcompinit" in capsys.readouterr().out
+    assert main(["completion", "fish"]) == 0
+    shown = capsys.readouterr().out
+    assert "complete -c dphybrid -n '__fish_seen_subcommand_from train' -F -l data.label\n" in shown
+
+
+def test_plan_knows_the_rows_of_prepared_data(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("clicks.csv").write_text("a,clicked\n" + "".join(f"{i % 7},{i % 2}\n" for i in range(100)))
+    plan = ["plan", "--devices", "cpu*2", "--batch-size", "30", "--data.path", "clicks.csv"]
+    plan += ["--data.label", "clicked"]
+    assert main(plan) == 2
+    assert "run `dphybrid prepare`" in capsys.readouterr().err
+    assert main(["prepare", *plan[5:]]) == 0
+    assert main(plan) == 0
+    assert "80 rows to train" in capsys.readouterr().out
+    assert main(["plan", "--recipe", "toy", "--devices", "cpu*3"]) == 0
+    assert "100 rows to train" in capsys.readouterr().out
+
+
+def test_ui_names_what_is_missing(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ui", "--no-browser"]) == 2
+    assert "no run is recorded there yet; train one first" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ui_shows_a_run_and_ends_with_its_server(data_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--recipe", "toy", "--run-name", "shown"]) == 0
+    assert "Look at it:  dphybrid ui shown" in capfd.readouterr().out
+    command = [sys.executable, "-m", "dphybrid", "ui", "shown", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            told = [process.stdout.readline() for _ in range(2)]
+            address = told[1].strip()
+            run_id = json.loads((data_dir / "runs/shown/run.json").read_text())["run_id"]
+            assert re.fullmatch(
+                rf"http://127\.0\.0\.1:\d+/#/experiments/1/runs/{run_id}\?workflowType=.*", address
+            )
+            with urllib.request.urlopen(address.partition("#")[0], timeout=30) as page:
+                assert "<title>MLflow</title>" in page.read().decode()
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
+
+    def gone() -> bool:
+        try:
+            urllib.request.urlopen(address.partition("#")[0], timeout=5)
+        except OSError:
+            return True
+        return False
+
+    wait_until(gone, "the server ends")
+    assert main(["ui", "nobody", "--no-browser"]) == 2

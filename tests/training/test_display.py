@@ -1,0 +1,91 @@
+"""What a person sees: a bar in a terminal or a notebook, a line an epoch elsewhere."""
+
+import os
+import pty
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from dphybrid.training import display
+from dphybrid.training.display import Display
+
+PROGRAM = """
+from dphybrid.training.display import Display
+with Display() as shown:
+    shown.epoch(0, 2, 3, 0)
+    for step in range(3):
+        shown.advance("loss 0.5")
+        shown.passing("within")
+    shown.line("epoch 1/2")
+"""
+
+
+def test_a_pipe_gets_a_line_an_epoch_and_a_terminal_a_bar() -> None:
+    piped = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+    assert piped == "epoch 1/2\n"
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while part := os.read(ours, 4096):
+                shown += part
+        except OSError:  # the other end was closed
+            pass
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"3/3" in shown
+    assert b"within" not in shown
+    assert b"epoch 1/2\r\n" in shown
+
+
+def test_a_long_epoch_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 10.0, 31.0, 31.0, 40.0])
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
+    with Display() as shown:
+        for text in ("soon", "late", "soon again"):
+            shown.passing(text)
+    assert capsys.readouterr().out == "late\n"
+
+
+class Kernel:
+    """IPython as far as a bar needs it: what was displayed, and each change of it."""
+
+    def __init__(self) -> None:
+        self.pages: list[str] = []
+
+    def get_ipython(self) -> Any:
+        return types.SimpleNamespace(kernel=self)
+
+    def display(self, page: str, display_id: bool) -> Any:
+        assert display_id
+        self.pages.append(page)
+        return types.SimpleNamespace(update=self.pages.append)
+
+
+def test_a_notebook_gets_a_bar_that_goes_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = Kernel()
+    page = types.ModuleType("IPython.display")
+    page.display, page.HTML = kernel.display, str  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    monkeypatch.setitem(sys.modules, "IPython.display", page)
+    monkeypatch.setattr(display, "NOTEBOOK_S", 0.0)
+    with Display() as shown:
+        shown.epoch(0, 2, 3, 0)
+        shown.advance("loss <1")
+        shown.passing("within")
+        shown.line("epoch 1/2")
+    first, begun, moved, ended = kernel.pages
+    assert (first, ended) == ("", "")
+    assert 'value="0" max="3"' in begun
+    assert 'value="1" max="3"' in moved
+    assert moved.endswith("epoch 1/2: 1 of 3  loss &lt;1")
+    assert capsys.readouterr().out == "epoch 1/2\n"
