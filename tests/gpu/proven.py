@@ -1,0 +1,53 @@
+"""The page of what was shown on which hardware, made from the files in `results/`.
+
+`python -m tests.gpu.proven` writes it anew. A run on a GPU adds its own file there: model, versions, date,
+and the tests that passed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+PAGE = ROOT / "docs" / "proven.md"
+
+HEAD = """# What is proven on which hardware
+
+Each claim, and where a test has shown it. A test on virtual devices computes what several devices would, on
+the CPU; one on stand-ins shows the order of calls to a CUDA or NVML that is not there. Neither shows that a
+GPU does the same, and none of them says anything about speed there.
+
+"""
+
+
+def results() -> list[dict[str, Any]]:
+    """Return the result files, GPUs last."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json")) if path.stem != "claims"]
+    return sorted(found, key=lambda result: "GPU" in result["hardware"])
+
+
+def page() -> str:
+    """Return the page."""
+    claims, found = json.loads((RESULTS / "claims.json").read_text()), results()
+    names = [result["hardware"] for result in found]
+    lines = [f"| claim | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
+    for claim, sentence in claims.items():
+        cells = []
+        for result in found:
+            tests = result["shown"].get(claim, [])
+            empty = "" if result["date"] else "not yet run"
+            cells.append("<br>".join(f"`{test.partition('::')[2]}`" for test in tests) or empty)
+        lines.append(f"| {sentence} | {' | '.join(cells)} |")
+    dated = [
+        f"- {result['hardware']}: {result['date']}, "
+        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        if result["date"]
+        else f"- {result['hardware']}: not yet run"
+        for result in found
+    ]
+    return HEAD + "\n".join(lines) + "\n\n" + "\n".join(dated) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
