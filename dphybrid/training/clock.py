@@ -5,7 +5,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from dphybrid.embedding import find_tables
 from dphybrid.parallel import find_data_parallel
+from dphybrid.util.labels import labelled
 
 NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile")
 """Stages that happen between steps and do not count as their time."""
@@ -43,6 +44,7 @@ class StageClock:
         self._new_event = new_event
         self._totals: dict[str, float] = {}
         self._stack: list[str] = []
+        self._labels: list[AbstractContextManager[object] | None] = []
         self._since = 0.0
         self._marks: list[tuple[str | None, Event]] = []
         self._window: dict[str, float] = {}
@@ -94,8 +96,15 @@ class StageClock:
     def enter(self, stage: str) -> None:
         self._switch(stage)
         self._stack.append(stage)
+        label = labelled(stage) if torch.autograd._profiler_enabled() else None
+        self._labels.append(label)
+        if label is not None:
+            label.__enter__()
 
     def leave(self) -> None:
+        label = self._labels.pop()
+        if label is not None:
+            label.__exit__(None, None, None)
         self._switch(self._stack[-2] if len(self._stack) > 1 else None)
         self._stack.pop()
 

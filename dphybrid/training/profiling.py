@@ -1,14 +1,17 @@
 """A close look at chosen steps: torch's profiler, written as a trace that opens in Perfetto
-(https://ui.perfetto.dev)."""
+(https://ui.perfetto.dev), and a picture of one of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from dphybrid.tracking import Tracker
+from dphybrid.training.timeline import draw, read_bars
+from dphybrid.util.files import write_text
 
 
 class StepProfiler:
@@ -24,7 +27,11 @@ class StepProfiler:
             activities = [ProfilerActivity.CPU] + (
                 [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             )
-            self._running = profile(activities=activities, record_shapes=True)
+            self._running = profile(
+                activities=activities,
+                record_shapes=True,
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
             self._running.start()
 
     def after(self, step: int) -> None:
@@ -46,6 +53,10 @@ class StepProfiler:
             flush=True,
         )
         self._tracker.log_file(path, "profile")
+        if bars := read_bars(path):
+            picture = path.with_name(f"{path.name.removesuffix('.json.gz')}.svg")
+            write_text(picture, draw(bars, f"One step: {bars[-1].end_ms:.2f} ms and what happened when"))
+            self._tracker.log_file(picture, "profile")
 
 
 @contextmanager
