@@ -12,8 +12,10 @@ state dict, an edit by hand) makes all rows be read again.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +24,11 @@ from torch import Tensor
 from dphybrid.embedding import kernels
 from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.lookup import all_in_range, no_row, sort_ids, whole_numbers
+from dphybrid.embedding.plans import Halves, Rows, UpdatePlan
 from dphybrid.embedding.replicas import Channel, Share, SizesOf
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.util.errors import UserError
+from dphybrid.util.labels import labelled
 
 if TYPE_CHECKING:
     from dphybrid.embedding.table import HostEmbedding
@@ -39,6 +43,9 @@ class Lookup:
     shares: list[Share]
     version: int
     dedup_ms: float
+    known: tuple[int, int, Sequence[Tensor]] | None = None
+    """Which rows the update from one version of the table to another has changed, by share: the worker has
+    found that out. No later update changed any."""
 
     @property
     def num_unique(self) -> int:
@@ -59,7 +66,9 @@ class LookupsAhead:
         self._sizes_of: SizesOf | None = None
         self._expected: list[Lookup] = []
         self._changes: deque[tuple[int, int, Tensor]] | None = None
-        self._mark: Tensor | None = None
+        self._marks: list[Tensor | None] = [None, None]
+        self._rest: Future[float] | None = None
+        self.later: Callable[[Callable[[], float]], Future[float]] | None = None
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Say where replicas are; see `HostEmbedding.place_on`."""
@@ -84,21 +93,65 @@ class LookupsAhead:
         if self._sizes_of is None:  # rows are read from the table itself when they are used
             return None
         ids = whole_numbers(ids, table.name)
-        version = table.weight._version  # before any row is read
         if not all_in_range(ids, table.num_rows):
             raise no_row(ids, table.num_rows, table.name)
         like = torch.empty(0, table.dim, dtype=table.row_dtype)
-        shares, dedup_s = [], 0.0
-        for channel, ids_BX in zip(self._channels, ids.split(list(self._sizes_of(len(ids)))), strict=False):
-            start = time.perf_counter()
-            where = sort_ids(ids_BX.reshape(-1), table.num_rows)
-            dedup_s += time.perf_counter() - start
-            shares.append(
-                channel.send(
-                    where, ids_BX.shape, lambda ids_U, out_UD: _read(table, ids_U, out_UD, threads), like
-                )
+        start = time.perf_counter()
+        each = ids.split(list(self._sizes_of(len(ids))))
+        wheres = [sort_ids(ids_BX.reshape(-1), table.num_rows) for ids_BX in each]
+        dedup_ms = 1e3 * (time.perf_counter() - start)
+        self._wait()  # else what waits would have to be read again
+        version = table.rows_VD._version  # before any row is read
+        shares = [
+            channel.send(
+                where, ids_BX.shape, lambda ids_U, out_UD: _read(table, ids_U, out_UD, threads), like
             )
-        return Lookup(ids, shares, version, 1e3 * dedup_s)
+            for channel, where, ids_BX in zip(self._channels, wheres, each, strict=False)
+        ]
+        return Lookup(ids, shares, version, dedup_ms)
+
+    def plan(self, table: "HostEmbedding", lookups: Sequence[Lookup]) -> UpdatePlan | None:
+        """Return what is known of the update that a batch with these prepared lookups will lead to; None
+        without one. For a worker."""
+        if not lookups:
+            return None
+        row_bytes = table.dim * table.row_dtype.itemsize
+        return UpdatePlan(lookups, table.num_rows, table.gradients.frozen, row_bytes)
+
+    def link(self, table: "HostEmbedding", plan: UpdatePlan, following: Sequence[Lookup]) -> None:
+        """Tell a plan of the next batch's lookups. For a worker."""
+        if following:
+            plan.link(following, self._mark_of(1, table.num_rows))
+
+    def update(self, table: "HostEmbedding", halves: Halves, update: Callable[[Rows], None]) -> None:
+        """Update the rows that the next batch needs, and have the others updated later, by another thread."""
+        assert self.later is not None
+        before = table.rows_VD._version
+        update(halves.first)
+        between = table.rows_VD._version
+        self.changed(before, between, halves.first.ids_U)
+        for lookup, places in zip(halves.following, halves.places, strict=True):
+            lookup.known = (before, between, places)
+
+        def rest() -> float:
+            start = time.perf_counter()
+            with labelled("update later"):
+                update(halves.rest)
+            self.changed(between, table.rows_VD._version, halves.rest.ids_U)
+            return 1e3 * (time.perf_counter() - start)
+
+        self._rest = self.later(rest)
+
+    def finish(self) -> None:
+        """Wait until all rows are updated. Raises what went wrong with those that were updated later."""
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            self._counters.later_ms += rest.result()
+
+    def _wait(self) -> None:
+        rest = self._rest
+        if rest is not None:
+            wait([rest])
 
     def expect(self, lookups: Sequence[Lookup]) -> None:
         """Use these prepared lookups for the next calls with equal ids, each once; earlier ones are
@@ -117,6 +170,7 @@ class LookupsAhead:
                 del self._expected[place]
                 self.repair(table, lookup)
                 return lookup
+        self.finish()
         made = self.prepare(table, ids, threads=None)
         assert made is not None
         return made
@@ -131,9 +185,9 @@ class LookupsAhead:
             channel.settle_times()
 
     def record_changes(self, updates: int) -> None:
-        """Remember which rows the last `updates` updates changed (0: no longer), so that `repair` can be
-        selective."""
-        self._changes = deque(maxlen=updates) if updates else None
+        """Remember which rows the last `updates` updates changed, each in up to two parts (0: no longer), so
+        that `repair` can be selective."""
+        self._changes = deque(maxlen=2 * updates) if updates else None
 
     @property
     def is_recording(self) -> bool:
@@ -152,27 +206,31 @@ class LookupsAhead:
         A row that an update wrote while it was being read may be torn: it belongs to a change after the
         lookup's version, so it is read again.
         """
-        now = table.weight._version
+        now, known_here = table.rows_VD._version, lookup.known
+        # Whoever else reads or changes the table has waited for the rest before, so nothing has come between.
+        if known_here is not None and self._rest is not None and now - known_here[1] <= 1:
+            now = known_here[1]
+        else:
+            self.finish()
+            now, known_here = table.rows_VD._version, None
         if now == lookup.version:
             return
         start = time.perf_counter()
-        changes = [change for change in self._changes or () if change[1] > lookup.version]
+        changes = [change for change in list(self._changes or ()) if lookup.version < change[1] <= now]
         # Recorded changes must follow each other without a gap from at or before the lookup's version until
         # now.
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
         known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
         uniques = [share.where.unique_U for share in lookup.shares]
-        places = (
-            self._changed_places(changes, uniques, table.num_rows)
-            if known
-            else [torch.arange(len(ids_U)) for ids_U in uniques]
-        )
+        places: Sequence[Tensor] = [torch.arange(len(ids_U)) for ids_U in uniques] if not known else []
+        if known and known_here is not None and known_here[0] == lookup.version:
+            places = known_here[2]
+        elif known:
+            places = self._changed_places(changes, uniques, table.num_rows)
         for (channel, share), ids_U, places_C in zip(self.shares_of(lookup), uniques, places, strict=True):
             if len(places_C):
-                rows_CD = torch.empty((len(places_C), table.dim), dtype=share.rows_UD.dtype)
-                _read(table, ids_U.index_select(0, places_C), rows_CD, None)
-                channel.mend(share, places_C, rows_CD)
-        lookup.version = now
+                channel.mend(share, places_C, partial(_read, table, ids_U.index_select(0, places_C)))
+        lookup.version, lookup.known = now, None
         self._counters.repaired += sum(len(places_C) for places_C in places)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
 
@@ -180,16 +238,22 @@ class LookupsAhead:
         self, changes: list[tuple[int, int, Tensor]], uniques: list[Tensor], num_rows: int
     ) -> list[Tensor]:
         """Return, for each tensor of unique ids, the places of those that were changed."""
-        if self._mark is None:  # a byte a row; takes memory where it is touched
-            self._mark = zero_rows((num_rows,), torch.uint8)
+        mark_V = self._mark_of(0, num_rows)
         for _, _, changed in changes:
-            self._mark.index_fill_(0, changed, 1)
-        places = [self._mark.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
+            mark_V.index_fill_(0, changed, 1)
+        places = [mark_V.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
         for _, _, changed in changes:
-            self._mark.index_fill_(0, changed, 0)
+            mark_V.index_fill_(0, changed, 0)
         return places
 
+    def _mark_of(self, thread: int, num_rows: int) -> Tensor:
+        """Return zeros, a byte a row, for the main thread (0) or a worker (1)."""
+        mark_V = self._marks[thread]
+        if mark_V is None:  # takes memory where it is touched
+            mark_V = self._marks[thread] = zero_rows((num_rows,), torch.uint8)
+        return mark_V
 
-def _read(table: "HostEmbedding", ids_U: Tensor, out_UD: Tensor, threads: int | None) -> None:
-    if not kernels.gather(table.weight, ids_U, out_UD, threads):
+
+def _read(table: "HostEmbedding", ids_U: Tensor, out_UD: Tensor, threads: int | None = None) -> None:
+    if not kernels.gather(table.rows_VD, ids_U, out_UD, threads):
         raise UserError(f"table {table.name!r}: the table became smaller while its rows were read")

@@ -283,7 +283,7 @@ def draw_kernel(stored: int) -> Any:
 
 def sum_kernel(dim: int, stored: int) -> Any:
     """Sum rows that lie anywhere, in order. PAGE: 1 sums to make, 2 of a block, 3 bounds (int32 pairs), 4
-    addresses of rows, 5 target, 6 squares of each sum's 2-norm (float64; 0: not wanted).
+    addresses of rows, 5 target (0: not wanted), 6 squares of each sum's 2-norm (float64; 0: not wanted).
     """
     item, out_item = ITEM_BYTES[stored], ITEM_BYTES[stored] if stored != vectors.BFLOAT16 else 4
     kind = vectors.FLOAT64 if stored == vectors.FLOAT64 else vectors.FLOAT32
@@ -310,7 +310,8 @@ def sum_kernel(dim: int, stored: int) -> Any:
                         summed = load(read_int(rows + 8 * first) + d * item, stored, lanes)
                     for n in range(first + 1, last):
                         summed = summed + load(read_int(rows + 8 * n) + d * item, stored, lanes)
-                    store(target + (u * dim + d) * out_item, summed)
+                    if target:
+                        store(target + (u * dim + d) * out_item, summed)
                     square = square + summed * summed
                 if squares:
                     write_float(squares + 8 * u, number(total(square)))

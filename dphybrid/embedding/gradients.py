@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from dphybrid.embedding import kernels
 from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.kernels import Arranged, Segment
+from dphybrid.embedding.plans import UpdatePlan
 from dphybrid.embedding.replicas import Channel
 
 
@@ -158,6 +159,7 @@ class RowGradients:
         self.owned, self._told = False, False
         self.frozen: list[int] = []
         self.factor = 1.0
+        self.plan: UpdatePlan | None = None
         self.columns: Columns | None = None
         self._lookups: list[Pending | Column] = []
         self._coming: list[tuple[Pending | Column, Tensor, torch.cuda.Event | None]] = []
@@ -209,6 +211,13 @@ class RowGradients:
         pending.add(grads_UD)
         self.expect(pending)
 
+    def arrived(self, segments: Sequence[Segment]) -> None:
+        """Put gradients on the host in the place of the same ones on devices: they come once."""
+        came = [Pending(segment.ids_N) for segment in segments]
+        for lookup, segment in zip(came, segments, strict=True):
+            lookup.add(segment.rows_XD)
+        self._lookups = [*came]
+
     def start(self) -> None:
         """Start copying what is on devices."""
         self.hand_out()
@@ -245,6 +254,10 @@ def arrange_gradients(tables: Sequence[RowGradients], dtype: torch.dtype) -> tup
             table.start()
         for table, first_key in zip(tables, first_keys, strict=False):
             segments += [(segment, first_key) for segment in table.segments(dtype)]
+    plan = tables[0].plan if len(tables) == 1 else None
+    planned = plan.arranged([segment for segment, _ in segments]) if plan is not None else None
+    if planned is not None:
+        return planned, first_keys[:-1]
     frozen = [key + row for key, table in zip(first_keys, tables, strict=False) for row in table.frozen]
     return kernels.arrange(segments, first_keys[-1], frozen), first_keys[:-1]
 
@@ -254,6 +267,13 @@ def merge_gradients(tables: Sequence[RowGradients], dim: int, dtype: torch.dtype
     squares (float64) of the rows' norms.
     """
     arranged, first_keys = arrange_gradients(tables, dtype)
+    plan, factor = tables[0].plan, tables[0].factor
+    if plan is not None and plan.made(
+        arranged
+    ):  # the update sums them again, as they lie: they are read once
+        tables[0].arrived(arranged.held)
+        squares_U = kernels.square_rows(arranged, dim, dtype)
+        return squares_U if factor == 1.0 else squares_U.mul_(factor * factor)
     sums_UD, squares_U = kernels.sum_rows(arranged, dim, dtype)
     for table, first_key, part in zip(tables, first_keys, parts_of_tables(arranged, first_keys), strict=True):
         ids_U, factor = arranged.keys_U[part] - first_key, table.factor

@@ -247,6 +247,17 @@ def sum_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> tuple[Tensor, 
     return sums_UD, squares_U
 
 
+def square_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return squares_U of `sum_rows` alone."""
+    count = len(arranged.keys_U)
+    squares_U = torch.empty(count, dtype=torch.float64)
+    if count:
+        size, threads = _share(count, dim * (4 if dtype == torch.bfloat16 else dtype.itemsize), None)
+        page = (count, size, arranged.bounds_U2, arranged.places_N, 0, squares_U)
+        _call(_kernel("sum", dim, KINDS[dtype]), page, threads)
+    return squares_U
+
+
 def _sum(
     bounds_U2: Tensor, places_N: Tensor, out_UD: Tensor, dtype: torch.dtype, squares: Tensor | None = None
 ) -> None:

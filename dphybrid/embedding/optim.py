@@ -11,6 +11,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from dphybrid.embedding import kernels
 from dphybrid.embedding.changed import ChangedRows
 from dphybrid.embedding.gradients import RowGradients, arrange_gradients, merge_gradients, parts_of_tables
 from dphybrid.embedding.kernels import Rule
+from dphybrid.embedding.plans import Rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 
@@ -59,12 +61,14 @@ class RowOptimizer(ABC):
             {
                 kind: [(name, [self.tables[name].weight, *self.row_states(name).values()]) for name in names]
                 for kind, names in self._together.items()
-            }
+            },
+            [table.ahead for table in self.tables.values()],
         )
         return self.changes
 
     def row_states(self, name: str) -> dict[str, Tensor]:
         """Return those states of a table that have a row for each of its rows, as references."""
+        self.tables[name].ahead.finish()
         return {key: value for key, value in self.state[name].items() if key != _ROUNDINGS}
 
     @abstractmethod
@@ -102,10 +106,19 @@ class RowOptimizer(ABC):
             lines.set_noises([self._noise(name) for name in names])
         recording = any(table.ahead.is_recording for table in tables)
         versions = [weight._version for weight in weights] if recording else []
-        kernels.update(self.rule(), arranged, lines)
-        torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
-        if self.changes is not None:
-            self.changes.add(kind, arranged.keys_U)
+        plan, rule = tables[0].gradients.plan, self.rule()
+
+        def update(rows: Rows) -> None:
+            kernels.update(rule, replace(arranged, keys_U=rows.ids_U, bounds_U2=rows.bounds_U2), lines)
+            torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
+            if self.changes is not None:
+                self.changes.add(kind, rows.ids_U)
+
+        if plan is not None and plan.made(arranged) and plan.halves and tables[0].ahead.later:
+            tables[0].ahead.update(tables[0], plan.halves, update)
+            recording = False
+        else:
+            update(Rows(arranged.keys_U, arranged.bounds_U2))
         if recording:
             for table, first_key, part, version in zip(
                 tables, first_keys, parts_of_tables(arranged, first_keys), versions, strict=True
@@ -132,6 +145,8 @@ class RowOptimizer(ABC):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the states flat, `TABLE.STATE` -> tensor, as references."""
+        for table in self.tables.values():
+            table.ahead.finish()
         return {f"{name}.{key}": value for name, state in self.state.items() for key, value in state.items()}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:

@@ -109,16 +109,19 @@ class Channel:
         rows_UD, inverse_N, order_N, starts_U = _views(there, parts)
         return Share(where, shape, there, rows_UD, inverse_N, order_N, starts_U, ready, gather_ms)
 
-    def mend(self, share: Share, places_C: Tensor, rows_CD: Tensor) -> None:
-        """Put rows_CD in the places of the rows that are on the device or on their way to it."""
-        parts = _layout([(tuple(rows_CD.shape), rows_CD.dtype), ((len(places_C),), places_C.dtype)])
+    def mend(self, share: Share, places_C: Tensor, read: Callable[[Tensor], None]) -> None:
+        """Have `read(out_CD)` fill a buffer with rows, and put them in the places of those that are on the
+        device or on their way to it."""
+        shape = (len(places_C), share.rows_UD.shape[1])
+        parts = _layout([(shape, share.rows_UD.dtype), ((len(places_C),), places_C.dtype)])
         memory = self._host_memory(parts[-1][0].stop)
-        for target, source in zip(_views(memory, parts), (rows_CD, places_C), strict=True):
-            target.copy_(source)
+        rows_CD, places = _views(memory, parts)
+        read(rows_CD)
+        places.copy_(places_C)
         there, share.ready = self._start_copy(memory)
         with self._on(self._to):  # behind both copies, in the same stream
-            rows, places = _views(there, parts)
-            share.rows_UD.index_copy_(0, places, rows)
+            rows_CD, places = _views(there, parts)
+            share.rows_UD.index_copy_(0, places, rows_CD)
             if self._to is not None and share.ready is not None:
                 share.ready.record(self._to)
         self._counters.bytes_to_devices += len(memory)
@@ -165,6 +168,12 @@ class Channel:
         self._timed.append(took)
         if len(self._timed) > _KEPT_TIMES:
             self._settle()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_settling"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _settling=threading.Lock())
 
     def reserve(self, num_bytes: int, count: int) -> None:
         """Have the pinned memory of `count` such copies allocated, which goes round from then on.

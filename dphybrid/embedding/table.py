@@ -62,6 +62,8 @@ class HostEmbedding(nn.Module):
         if dtype not in (torch.float32, torch.float64, torch.bfloat16):
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
+        self.counters = Counters()
+        self.ahead = LookupsAhead(self.counters)
         self.weight, fresh = open_rows(num_rows, dim, dtype, storage, path, name)
         self._fresh, self._path = fresh, path
         self.start = StartValues(std, seed)
@@ -70,16 +72,25 @@ class HostEmbedding(nn.Module):
                 fill_normal(self.weight, std, seed)
             if padding_idx is not None:
                 self.scale_start(padding_idx, padding_idx + 1, 0.0)
-        self.counters = Counters()
         self.gradients = RowGradients(name, num_rows, self.counters)
         self.gradients.frozen = [] if padding_idx is None else [padding_idx]
-        self.ahead = LookupsAhead(self.counters)
         self._anchor = torch.zeros(0, requires_grad=True)
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows (num_rows, dim), once an update of rows that the next batch does not need has ended. In a
+        loop over a pipeline take it anew after a step, as one taken before may be written to."""
+        self.ahead.finish()
+        return self.rows_VD
+
+    @weight.setter
+    def weight(self, rows_VD: Tensor) -> None:
+        self.rows_VD = rows_VD
 
     @property
     def row_dtype(self) -> torch.dtype:
         """Type of looked-up rows and of the optimizer's states: float32 for a bfloat16 table."""
-        return torch.float32 if self.weight.dtype == torch.bfloat16 else self.weight.dtype
+        return torch.float32 if self.rows_VD.dtype == torch.bfloat16 else self.rows_VD.dtype
 
     def scale_start(self, first: int, last: int, factor: float) -> None:
         """Multiply the start values of the rows first to below last; rows that were in a file stay."""

@@ -32,22 +32,24 @@ class Recurrent(nn.Module):
     def __init__(self, kind: str, dim: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
         network = {"lstm": nn.LSTM, "gru": nn.GRU}[kind]
-        self.network = nn.ModuleList(network(dim if n == 0 else hidden, hidden) for n in range(layers))
+        self.network = nn.ModuleList(
+            network(dim if n == 0 else hidden, hidden, batch_first=True) for n in range(layers)
+        )
         self.dropout = dropout
         self.register_state_dict_post_hook(_with_layered_names)
         self.register_load_state_dict_pre_hook(_with_own_names)
 
     def forward(self, rows_BTD: Tensor) -> Tensor:
-        hidden_TBH = rows_BTD.transpose(0, 1)
-        layers = cast(Iterable[nn.RNNBase], self.network)
-        for number, layer in enumerate(layers):
-            if number:
-                hidden_TBH = F.dropout(hidden_TBH, self.dropout, self.training)
+        hidden_BTH = rows_BTD
+        for number, layer in enumerate(cast(Iterable[nn.RNNBase], self.network)):
+            if number:  # drawn by time, as the layered network does
+                hidden_TBH = F.dropout(hidden_BTH.transpose(0, 1), self.dropout, self.training)
+                hidden_BTH = hidden_TBH.transpose(0, 1)
             if vars(layer).get("_is_replica"):
                 # replicas hold views of one broadcast buffer; cuDNN wants them in one piece again
                 layer.flatten_parameters()
-            hidden_TBH, _ = layer(hidden_TBH)
-        return hidden_TBH.transpose(0, 1)
+            hidden_BTH, _ = layer(hidden_BTH)
+        return hidden_BTH
 
 
 def _with_layered_names(_module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

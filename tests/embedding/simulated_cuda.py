@@ -1,0 +1,318 @@
+"""A CUDA that has no device: streams, events, pinned and device memory with vector clocks, so that two
+accesses that nothing orders are seen although everything runs on the CPU, one after the other.
+
+An actor is a host thread or a stream. What is launched on a stream happens after what its thread has done so
+far and after what is on the stream; a thread goes on at once. Memory that is let go is given out again:
+device memory in the order of the stream it was made on and of those that `record_stream` names, pinned memory
+when the copies from and to it have ended. Synchronisations have names, `FUNCTION.METHOD`, and can be dropped.
+
+After Lamport's and Mattern's clocks; the allocators' rules are those of torch's caching allocators.
+"""
+
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Clock = dict[str, int]
+
+
+class Memory:
+    """A piece of memory and who has accessed it when."""
+
+    def __init__(self, device: torch.device | None, before: "Memory | None" = None) -> None:
+        self.device = device  # None: pinned
+        self.write: tuple[str, int] | None = before.write if before else None
+        self.reads: dict[str, int] = dict(before.reads) if before else {}
+        self.made_on = ""
+        self.ends: Clock = {}  # after which it may be given out again
+
+
+class World(TorchDispatchMode):
+    """Everything that is simulated, in one test. dropped: names of synchronisations that do nothing."""
+
+    def __init__(self, dropped: str = "") -> None:
+        super().__init__()
+        self.dropped, self.syncs = dropped, dict[str, int]()
+        self.races: list[str] = []
+        self.accesses = 0
+        self._clocks: dict[str, Clock] = defaultdict(dict)
+        self._memory: dict[int, Memory] = {}
+        self._free: dict[str, list[Memory]] = defaultdict(list)
+        self._lock = threading.RLock()
+        self._local = threading.local()
+        self._streams = 0
+
+    # Clocks
+
+    def thread(self) -> str:
+        return threading.current_thread().name
+
+    def join(self, actor: str, other: Clock) -> None:
+        with self._lock:
+            own = self._clocks[actor]
+            for name, time in other.items():
+                own[name] = max(own.get(name, 0), time)
+
+    def now(self, actor: str) -> Clock:
+        with self._lock:
+            return dict(self._clocks[actor])
+
+    def _tick(self, actor: str) -> int:
+        self._clocks[actor][actor] = self._clocks[actor].get(actor, 0) + 1
+        return self._clocks[actor][actor]
+
+    def happens(self, method: str, frames: int = 2) -> bool:
+        """Count a synchronisation of the caller's caller; is it not dropped?"""
+        name = f"{sys._getframe(frames).f_code.co_name}.{method}"
+        with self._lock:
+            self.syncs[name] = self.syncs.get(name, 0) + 1
+        return name != self.dropped
+
+    # Memory
+
+    def memory_of(self, tensor: Tensor) -> Memory | None:
+        return self._memory.get(tensor.untyped_storage()._cdata)
+
+    def adopt(self, tensor: Tensor, device: torch.device | None, actor: str) -> Tensor:
+        """Give new memory to a tensor, one that was let go where there is some."""
+        with self._lock:
+            memory = Memory(device, self._free[actor].pop() if self._free[actor] else None)
+            memory.made_on = actor
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            self._memory[key] = memory
+            weakref.finalize(storage, self._let_go, key, memory)
+        return tensor
+
+    def _let_go(self, key: int, memory: Memory) -> None:
+        with self._lock:
+            if self._memory.get(key) is memory:
+                del self._memory[key]
+            # Whoever gets it next does so after these: torch's allocators wait for the events of recorded
+            # streams, and of copies of pinned memory.
+            again = Memory(memory.device, memory)
+            if memory.device is None:
+                again.write, again.reads = None, {}  # it waits for all copies from and to it
+            else:
+                covered = {memory.made_on, *memory.ends}
+                again.reads = {who: when for who, when in memory.reads.items() if who not in covered}
+                if memory.write is not None and memory.write[0] in covered:
+                    again.write = None
+            self._free[memory.made_on].append(again)
+
+    def access(self, actor: str, tensor: Tensor, *, writes: bool) -> None:
+        memory = self.memory_of(tensor)
+        if memory is None:
+            return
+        with self._lock:
+            self.accesses += 1
+            clock, when = self._clocks[actor], self._clocks[actor].get(actor, 0)
+            before = dict(memory.reads) if writes else {}
+            if memory.write is not None:
+                before[memory.write[0]] = max(before.get(memory.write[0], 0), memory.write[1])
+            late = [who for who, time in before.items() if who != actor and clock.get(who, 0) < time]
+            if late:
+                self.races.append(f"{actor} {'writes' if writes else 'reads'} beside {', '.join(late)}")
+            if writes:
+                memory.write, memory.reads = (actor, when), {}
+            else:
+                memory.reads[actor] = when
+
+    # Streams
+
+    def default(self, device: torch.device) -> "Stream":
+        return Stream(self, device, f"{device} default")
+
+    def current(self, device: Any) -> "Stream":
+        found: Stream | None = vars(self._local).get(str(device))
+        return found or self.default(torch.device(device))
+
+    @contextmanager
+    def on(self, stream: "Stream | None") -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        key = str(stream.device)
+        before = vars(self._local).get(key)
+        setattr(self._local, key, stream)
+        try:
+            yield
+        finally:
+            setattr(self._local, key, before)
+
+    def launch(self, stream: "Stream") -> str:
+        self.join(stream.name, self.now(self.thread()))
+        with self._lock:
+            self._tick(stream.name)
+        return stream.name
+
+    def host(self, tensor: Tensor, *, writes: bool) -> None:
+        """This thread reads or writes by itself, as a compiled kernel does."""
+        with self._lock:
+            self._tick(self.thread())
+        self.access(self.thread(), tensor, writes=writes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with self._lock:
+            owners = [memory.device for t in tensors if (memory := self.memory_of(t)) is not None]
+        devices = [device for device in owners if device is not None]
+        out = func(*args, **kwargs)
+        if not owners:
+            return out
+        mutated = {id(args[i]) for i, a in enumerate(func._schema.arguments) if i < len(args) and _mutates(a)}
+        if not devices:  # pinned memory alone
+            for tensor in tensors:
+                if not _is_view(func):
+                    self.host(tensor, writes=id(tensor) in mutated)
+            return out
+        stream = self.current(devices[0])
+        if _is_view(func):
+            return out
+        actor = self.launch(stream)
+        for tensor in tensors:
+            self.access(actor, tensor, writes=id(tensor) in mutated)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and self.memory_of(leaf) is None:
+                self.adopt(leaf, devices[0], actor)
+                self.access(actor, leaf, writes=True)
+        blocking = func is torch.ops.aten._local_scalar_dense.default or (
+            func is torch.ops.aten.copy_.default and not (args[2] if len(args) > 2 else False)
+        )
+        if blocking:
+            self.join(self.thread(), self.now(actor))
+        return out
+
+
+def _mutates(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+class Event:
+    """torch.cuda.Event."""
+
+    def __init__(self, world: World, **_: Any) -> None:
+        self._world, self._clock = world, dict[str, int]()
+
+    def record(self, stream: "Stream | None" = None) -> None:
+        assert stream is not None
+        if self._world.happens("record"):
+            self._world.launch(stream)
+            self._clock = self._world.now(stream.name)
+
+    def synchronize(self) -> None:
+        if self._world.happens("synchronize"):
+            self._world.join(self._world.thread(), self._clock)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: "Event") -> float:
+        return 1.0
+
+
+class Stream:
+    """torch.cuda.Stream."""
+
+    def __init__(self, world: World, device: torch.device, name: str = "") -> None:
+        world._streams += 1
+        self._world, self.device, self.name = world, device, name or f"{device} #{world._streams}"
+
+    def wait_event(self, event: Event) -> None:
+        if self._world.happens("wait_event"):
+            self._world.join(self.name, event._clock)
+
+    def wait_stream(self, other: "Stream") -> None:
+        if self._world.happens("wait_stream"):
+            self._world.launch(other)
+            self._world.join(self.name, self._world.now(other.name))
+
+
+class Carried:
+    """What passes from thread to thread takes the sender's clock along."""
+
+    def __init__(self, world: World, inner: Any) -> None:
+        self._world, self._inner = world, inner
+
+    def put(self, item: Any) -> None:
+        self._inner.put((self._world.now(self._world.thread()), item))
+
+    def get(self) -> Any:
+        clock, item = self._inner.get()
+        self._world.join(self._world.thread(), clock)
+        return item
+
+    def get_nowait(self) -> Any:
+        return self._inner.get_nowait()
+
+    def empty(self) -> bool:
+        return bool(self._inner.empty())
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads in which the same world goes on."""
+
+    world: World
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:  # type: ignore[override]
+        world, start, end = self.world, self.world.now(self.world.thread()), dict[str, int]()
+
+        def run() -> Any:
+            world.join(world.thread(), start)
+            with world:
+                try:
+                    return call(*args)
+                finally:
+                    end.update(world.now(world.thread()))
+
+        future = super().submit(run)
+        result = future.result
+
+        def joined(timeout: float | None = None) -> Any:
+            value = result(timeout)
+            world.join(world.thread(), end)
+            return value
+
+        future.result = joined  # type: ignore[method-assign]
+        return future
+
+
+class Torch:
+    """`torch` as the way of rows to the devices sees it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.cuda = SimpleNamespace(
+            Stream=lambda device: Stream(world, device),
+            Event=lambda **options: Event(world, **options),
+            stream=world.on,
+            current_stream=world.current,
+        )
+
+    def empty(self, *size: Any, pin_memory: bool = False, device: Any = None, **options: Any) -> Tensor:
+        tensor = torch.empty(*size, **options)
+        if pin_memory:
+            return self._world.adopt(tensor, None, "pinned")
+        return (
+            tensor if device is None else self._world.adopt(tensor, device, self._world.current(device).name)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

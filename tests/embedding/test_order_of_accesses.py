@@ -1,0 +1,173 @@
+"""No access to memory of devices, or on its way to them, races another one: the real channels, table,
+pipeline and threads on a simulated CUDA that has clocks. Nothing of this needs a GPU, and none was used."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dphybrid.embedding import (
+    HostEmbedding,
+    RowPipeline,
+    clip_grad_norm_,
+    kernels,
+    make_row_optimizer,
+    pipeline,
+    plans,
+    replicas,
+)
+from dphybrid.embedding.counters import Counters
+from dphybrid.parallel import Devices, applying, parallel_apply, split_sizes
+from tests.embedding.simulated_cuda import Carried, Pool, Torch, World
+
+ROWS, DIM, COLUMNS = 600, 8, 4
+DEVICES = {
+    "cuda:0": ("cuda:0",),
+    "cuda:0,cuda:1": ("cuda:0", "cuda:1"),
+    "cuda:0,...,cuda:3": ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
+    "cuda:0*4": ("cuda:0",) * 4,
+}
+SYNCHRONISATIONS = {
+    "_start_copy.record": "the copy's end is marked",
+    "mend.record": "the end of what is sent again is marked",
+    "arrive.wait_event": "the device's computation waits for the rows",
+    "arrive.record_stream": "the rows' memory is not given out before the computation has read it",
+    "start_receiving.wait_stream": "the way back waits for the gradients",
+    "start_receiving.record_stream": "the gradients' memory is not given out before they were copied",
+    "start_receiving.record": "the end of the way back is marked",
+    "segments.synchronize": "the host waits for the gradients",
+}
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes a world, in which CUDA is simulated from then on."""
+
+    def begin(dropped: str = "") -> World:
+        world = World(dropped)
+        monkeypatch.setattr(replicas, "torch", Torch(world))
+        monkeypatch.setattr(plans, "WORTH_BYTES", 1)
+        pool = type("WorldsPool", (Pool,), {"world": world})
+        monkeypatch.setattr(pipeline, "ThreadPoolExecutor", pool)
+        monkeypatch.setattr(applying, "_pool", pool)
+        monkeypatch.setattr(pipeline, "queue", SimpleNamespace(Queue=lambda: Carried(world, queue.Queue())))
+
+        def thread(target: Any, **options: Any) -> threading.Thread:
+            start = world.now(world.thread())
+
+            def run() -> None:
+                world.join(world.thread(), start)
+                with world:
+                    target()
+
+            return threading.Thread(target=run, **options)
+
+        threads = {name: getattr(threading, name) for name in ("Semaphore", "Event", "current_thread")}
+        monkeypatch.setattr(pipeline, "threading", SimpleNamespace(Thread=thread, **threads))
+
+        def record_stream(tensor: Tensor, stream: Any) -> None:
+            memory = world.memory_of(tensor)
+            if memory is not None and world.happens("record_stream"):
+                memory.ends[stream.name] = 1
+
+        monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: world.on(None))
+        monkeypatch.setattr(torch.cuda, "stream", world.on)
+        monkeypatch.setattr(torch.cuda, "current_stream", world.current)
+        gather = kernels.gather
+
+        def gathers(weight: Tensor, ids: Tensor, out: Tensor, threads: int | None = None) -> bool:
+            world.host(out, writes=True)
+            return gather(weight, ids, out, threads)
+
+        monkeypatch.setattr(kernels, "gather", gathers)
+        for name in ("update", "sum_rows", "square_rows"):
+            monkeypatch.setattr(kernels, name, partial(_reads, world, getattr(kernels, name)))
+        return world
+
+    return begin
+
+
+def _reads(world: World, kernel: Any, *args: Any) -> Any:
+    (arranged,) = (argument for argument in args if isinstance(argument, kernels.Arranged))
+    for held in arranged.held:
+        world.host(held.rows_XD if isinstance(held, kernels.Segment) else held[1], writes=False)
+    return kernel(*args)
+
+
+class Scores(nn.Module):
+    def forward(self, rows_BFD: Tensor) -> Tensor:
+        return rows_BFD.flatten(1).tanh().sum(1)
+
+
+def batches(steps: int) -> Iterator[Tensor]:
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step)
+        yield (torch.rand(24, COLUMNS, generator=draw).square() * ROWS).long()
+
+
+def train(world: World, devices: str, lookahead: int = 1, steps: int = 12) -> Tensor:
+    places = tuple(torch.device(name) for name in DEVICES[devices])
+    region = Devices(devices, places, virtual=len(set(places)) < len(places))
+    table = HostEmbedding(ROWS, DIM, seed=1)
+    table.place_on(places, lambda rows: split_sizes(rows, len(places)))
+    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.1)
+    with world, RowPipeline({"t": table}, lookahead=lookahead, on_cpu=True) as ahead:
+        for step, ids in enumerate(ahead.prefetch(batches(steps), lambda ids: {"t": ids})):
+            rows.zero_grad()
+            shares = table.replica_rows(ids)
+            inputs = [(share,) for share in shares]
+            losses = parallel_apply([Scores()] * len(shares), inputs, None, region, mode="threads")
+            for loss in losses:
+                loss.square().sum().backward()
+            if step % 2:
+                clip_grad_norm_([], {"t": table}, 0.1)
+            rows.step()
+            del shares, inputs, losses, loss
+            if step % 5 == 4:
+                with torch.no_grad():
+                    table.replica_rows(ids)
+    return table.weight
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+def test_every_access_is_ordered(devices: str, lookahead: int, simulated: Any) -> None:
+    world = simulated()
+    train(world, devices, lookahead)
+    assert world.accesses > 300
+    assert world.races == []
+
+
+def test_all_synchronisations_are_listed(simulated: Any) -> None:
+    world = simulated()
+    train(world, "cuda:0,cuda:1")
+    assert world.syncs.keys() == SYNCHRONISATIONS.keys()
+
+
+def receive_and_compute_on(world: World) -> None:
+    """Let gradients go while they are on their way, as an update that fails in between does."""
+    device = torch.device("cuda:0")
+    with world:
+        channel = replicas.Channel(device, Counters())
+        for _ in range(3):
+            grads_UD = world.adopt(torch.zeros(4, DIM), device, world.current(device).name) + 1
+            channel.start_receiving(grads_UD)
+            del grads_UD
+
+
+@pytest.mark.parametrize("name", SYNCHRONISATIONS)
+def test_taking_a_synchronisation_out_is_noticed(name: str, simulated: Any) -> None:
+    world = simulated()
+    receive_and_compute_on(world)
+    assert world.races == []
+    world = simulated(dropped=name)
+    receive_and_compute_on(world)
+    train(world, "cuda:0,cuda:1", steps=20)
+    assert world.races, f"nobody notices that {SYNCHRONISATIONS[name]} no more"
