@@ -58,7 +58,7 @@ class SpreadWriter(CheckpointWriter):
             with self._spread.served():
                 try:
                     path = str(super().save(config, facts, record, then))
-                except UserError as error:
+                except (UserError, OSError) as error:  # a full disk, say
                     problem = str(error)
             self._ranks.told((path, problem))
         if problem:
@@ -115,6 +115,7 @@ class ManyRanks(Together):
 
         with clock.stage("row_update"):  # before the dense update: the norm of its gradients is known there
             self.table.update(clipped if config.clip_norm > 0 else None)
+        assert len(factors) == (config.clip_norm > 0)
         with clock.stage("dense_update"):
             if factors and factors[0] < 1:
                 for grad in grads:

@@ -7,7 +7,7 @@ from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
 from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, SplitsPage
-from dphybrid.jobs.runs import Run, data_source, read_run
+from dphybrid.jobs.runs import Run, data_source, read_run, shown_devices
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import given_values
 from dphybrid.tracking import Tracker, open_tracker
@@ -63,7 +63,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
         not_registered = tracker.register(name, checkpoint_uid(Path(result.best_checkpoint)), "challenger")
     report = Report(
         run_name=run.folder.name,
-        devices=result.devices,
+        devices=shown_devices(run.config, result.devices, run.page.tags),
         run_id=run.page.run_id,
         run_url=tracker.run_url,
         tracking_uri=tracker.tracking_uri,

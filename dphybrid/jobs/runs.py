@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -145,6 +145,12 @@ def data_source(config: ExperimentConfig) -> str:
     """Return what the data was read from, for people: the path, or the recipe that makes it."""
     path = config.data.model_dump().get("path")
     return str(path) if path else f"built in, recipe {config.recipe}"
+
+
+def shown_devices(config: ExperimentConfig, devices: str, tags: Mapping[str, str]) -> str:
+    """Return what a run computes on, for people: its devices, or machines x ranks on these."""
+    ranks, nodes = config.cluster.ranks, int(tags.get("dphybrid.nodes", "1"))
+    return f"{nodes} x {ranks // nodes} ranks on {devices}" if ranks else devices
 
 
 def environment_tags() -> dict[str, str]:

@@ -28,7 +28,16 @@ from dphybrid.gpus.politeness import giving_way
 from dphybrid.jobs.load import fill_model
 from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
 from dphybrid.jobs.report import attached, open_run_tracker, report_run
-from dphybrid.jobs.runs import Run, data_source, environment_tags, find_run, new_run_folder, read_run, running
+from dphybrid.jobs.runs import (
+    Run,
+    data_source,
+    environment_tags,
+    find_run,
+    new_run_folder,
+    read_run,
+    running,
+    shown_devices,
+)
 from dphybrid.parallel import (
     Devices,
     compile_regions,
@@ -224,8 +233,7 @@ def build_run(
             flush=True,
         )
     attempt = previous.page.attempt + 1 if previous else 1
-    ranks, nodes = config.cluster.ranks, (tags or {}).get("dphybrid.nodes", "1")
-    shown = f"{nodes} x {ranks // int(nodes)} ranks on {devices.text}" if ranks else devices.text
+    shown = shown_devices(config, devices.text, tags or {})
     all_tags = {
         **environment_tags(),
         **(tags or {}),

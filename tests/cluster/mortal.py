@@ -1,4 +1,5 @@
-"""A click model whose rank 1 dies, once, at the step that a variable says; alone or with its agent."""
+"""A click model whose rank 1 dies, once, at the step that a variable says; alone, with its agent, or standing
+still."""
 
 import os
 import signal
@@ -21,7 +22,7 @@ def build(context: ModelContext[Any]) -> nn.Module:
         if last and steps == last and os.environ["RANK"] == "1" and first_life:
             if os.environ.get("MORTAL_AGENT"):
                 os.kill(os.getppid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, os.environ.get("MORTAL_SIGNAL", "SIGKILL")))
 
     model.register_forward_pre_hook(count)
     return model

@@ -37,7 +37,7 @@ pytestmark = [needs_torchrec, pytest.mark.slow]
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.chdir(REPOSITORY)
-    for name in ("MORTAL_STEP", "MORTAL_AGENT", "MLFLOW_TRACKING_URI"):
+    for name in ("MORTAL_STEP", "MORTAL_AGENT", "MORTAL_SIGNAL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     write_clicks(tmp_path / "clicks.csv")
     return settings_in(tmp_path / "data")
@@ -81,6 +81,7 @@ def test_a_killed_rank_goes_on_with_the_same_bits_and_all_is_one_record(
     assert run.data.metrics["cluster/all_to_all_mib"] > 0
     rows = [run.data.metrics[f"cluster/rows_of_rank_{which}"] for which in ("max", "min")]
     assert sum(rows) == int(run.data.params["size.table_rows"])
+    assert undisturbed.devices == run.data.params["devices.resolved"] == "1 x 2 ranks on cpu"
     assert [row.device for row in undisturbed.splits][:2] == ["rank 0", "rank 1"]
 
 
@@ -111,6 +112,20 @@ def test_what_the_ranks_refuse_is_told_once_and_not_tried_again(
     with pytest.raises(UserError, match=r"step \d: the loss is nan.*no finite numbers"):
         train(settings, tmp_path, "nan", "table.lr=1e38", "train.lr=1e38", "train.clip_norm=0")
     assert "Going on from" not in capfd.readouterr().out
+
+
+@pytest.mark.skipif(
+    "DPHYBRID_CLUSTER_LONG" not in os.environ, reason="takes a minute: DPHYBRID_CLUSTER_LONG=1"
+)
+def test_a_rank_that_stands_still_is_ended_after_the_limit(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MORTAL_STEP", "7")
+    monkeypatch.setenv("MORTAL_SIGNAL", "SIGSTOP")
+    limited = settings.model_copy(update={"cluster_timeout_s": 10.0})
+    report = train(limited, tmp_path, "still")
+    assert report.metrics["auc"] > 0
+    assert "Going on from" in capfd.readouterr().out
 
 
 @dataclass(frozen=True)
