@@ -75,9 +75,9 @@ class RowShards:
         on_gradient: from the sum of squares of all rows' gradients on this rank to a factor on them.
         """
         self._on_gradient = on_gradient
-        try:
-            rows_UD.backward(grads_UD * self._ranks.size)  # TorchRec divides by the number of ranks
-        finally:
+        rows_UD.backward(grads_UD * self._ranks.size)  # TorchRec divides by the number of ranks
+        if self._on_gradient is not None:  # not asked, as nobody looked up its rows; the others wait for it
+            self._on_gradient(0.0)
             self._on_gradient = None
 
     def _watch(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -86,10 +86,12 @@ class RowShards:
         ids_N = args[0].values()
 
         def scaled(grads_ND: Tensor) -> Tensor:
-            if self._on_gradient is None:
+            on_gradient, self._on_gradient = self._on_gradient, None
+            if on_gradient is None:
                 return grads_ND
-            # The lookup gives its rows flat.
-            return grads_ND * self._on_gradient(_square_of_sums(ids_N, grads_ND.reshape(len(ids_N), -1)))
+            # The lookup gives its rows flat; of none the width is unknown.
+            squares = _square_of_sums(ids_N, grads_ND.reshape(len(ids_N), -1)) if len(ids_N) else 0.0
+            return grads_ND * on_gradient(squares)
 
         output.register_hook(scaled)
 
@@ -97,8 +99,6 @@ class RowShards:
 def _square_of_sums(ids_N: Tensor, grads_ND: Tensor) -> float:
     """Return the sum of squares of the gradients by row: rows that several ranks looked up come several
     times."""
-    if not len(ids_N):
-        return 0.0
     ids = ids_N.cpu()
     where = sort_ids(ids, int(ids.max()) + 1)
     device = grads_ND.device

@@ -18,11 +18,13 @@ from tests.cluster.launching import built, needs_torchrec, settings_in, tensors_
 pytestmark = [needs_torchrec, pytest.mark.slow]
 
 # The global norm acts in the first, and its rows are bags, too; the last batch of each epoch is short.
-CASES = {
+CASES: dict[str, list[str]] = {
     "clipped": ["data.bags=genres", "table.weight_decay=0.01", "train.clip_norm=0.2"],
     "dlrm": ["model.kind=dlrm", "table.optimizer=sgd", "train.optimizer=sgd", "train.clip_norm=0"],
     "deepfm": ["model.kind=deepfm", "data.bags=genres", "train.schedule=linear", "train.batch_size=503"],
 }
+# A rank that owns no row of a batch counts towards its norm all the same.
+CASES["half-used"] = ["model.factory=tests.cluster.mortal:half_used", "train.clip_norm=0.2"]
 SHORT = ["train.epochs=1"]
 
 
