@@ -79,6 +79,11 @@ class LookupsAhead:
         self._sizes_of = sizes_of
 
     @property
+    def is_on_gpus(self) -> bool:
+        """Are rows delivered to GPUs?"""
+        return any(channel.device.type == "cuda" for channel in self._channels)
+
+    @property
     def is_placed(self) -> bool:
         """Are rows delivered to replicas?"""
         return self._sizes_of is not None

@@ -285,15 +285,25 @@ def clip_grad_norm_(
     for table in tables.values():
         if table.gradients:
             together.setdefault((table.dim, table.row_dtype), []).append(table.gradients)
-    squares = [torch.linalg.vector_norm(grad).double().cpu().square() for grad in dense]
-    squares += [merge_gradients(group, *kind).sum() for kind, group in together.items()]
+    by_device: dict[torch.device, list[int]] = {}
+    for number, grad in enumerate(dense):
+        by_device.setdefault(grad.device, []).append(number)
+    norms = {
+        device: torch.stack([norm.double() for norm in torch._foreach_norm([dense[n] for n in numbers])])
+        for device, numbers in by_device.items()
+    }
+    of_rows = [merge_gradients(group, *kind).sum() for kind, group in together.items()]
+    squares = [torch.zeros(())] * len(dense) + of_rows
+    for device, numbers in by_device.items():  # one wait for each device, after all is on its way
+        for number, norm in zip(numbers, norms[device].cpu(), strict=True):
+            squares[number] = norm.square()
     if not squares:
         return 0.0
     total = math.sqrt(float(torch.stack(squares).sum()))
     factor = min(1.0, max_norm / (total + 1e-6))
     if factor < 1:
-        for grad in dense:
-            grad.mul_(factor)
+        if dense:
+            torch._foreach_mul_(dense, factor)
         for group in together.values():
             for gradients in group:
                 gradients.factor *= factor

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from dphybrid.embedding.ahead import Lookup
 from dphybrid.embedding.plans import UpdatePlan
+from dphybrid.embedding.replicas import pinned
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 from dphybrid.util.labels import labelled
@@ -187,6 +188,7 @@ class _Run(Generic[Batch]):
         self.prepare_s = self.wait_s = 0.0
         self._iterator, self._ids_of, self._tables = iter(batches), ids_of, tables
         self._lookahead, self._reserved = lookahead, False
+        self._pins = any(table.ahead.is_on_gpus for table in tables.values())
         self._done: queue.Queue[_Item[Batch] | BaseException | Literal["end"]] = queue.Queue()
         self._permits = threading.Semaphore(lookahead)
         self._stopping = threading.Event()
@@ -239,9 +241,12 @@ class _Run(Generic[Batch]):
         made = {name: self._tables[name].ahead.plan(self._tables[name], lookups[name]) for name in lookups}
         self._plans = {name: plan for name, plan in made.items() if plan is not None}
 
-    def _reserve(self, lookups: dict[str, list[Lookup]]) -> None:
+    def _reserve(self, lookups: dict[str, list[Lookup]], batch: Batch) -> None:
         """Before the first forward: pinned memory for the batches that will be on their way at once."""
         self._reserved = True
+        if self._pins:
+            held = [pinned(batch, anew=True) for _ in range(self._lookahead + 1)]
+            del held
         for name, made in lookups.items():
             for lookup in made:
                 for channel, share in self._tables[name].ahead.shares_of(lookup):
@@ -269,8 +274,11 @@ class _Run(Generic[Batch]):
                     lookups = self._lookups(ids)
                 with labelled("plan update"):
                     self._plan(lookups)
+                if self._pins:
+                    with labelled("pin batch"):
+                        batch = pinned(batch)
                 if not self._reserved:
-                    self._reserve(lookups)
+                    self._reserve(lookups, batch)
                 self.prepare_s += time.perf_counter() - start
                 self._done.put(_Item(batch, lookups, self._plans))
                 del batch, ids, lookups  # what is handed over is not kept alive here

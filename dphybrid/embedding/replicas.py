@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
 
 from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.lookup import Occurrences, sum_by_row
@@ -207,6 +208,18 @@ class Channel:
 
     def _on(self, stream: "torch.cuda.Stream | None") -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def pinned(batch: Any, *, anew: bool = False) -> Any:
+    """Return a batch whose tensors on the CPU lie in pinned memory, from where a forward copies them to its
+    devices without waiting. anew: also those that do already."""
+
+    def pin(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
+            return value
+        return (value.clone() if anew else value).pin_memory() if anew or not value.is_pinned() else value
+
+    return tree_map(pin, batch)
 
 
 def _layout(

@@ -77,6 +77,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
                 memory.ends[stream.name] = 1
 
         monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: False)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
         monkeypatch.setattr(torch.cuda, "device", lambda _: world.on(None))
         monkeypatch.setattr(torch.cuda, "stream", world.on)
         monkeypatch.setattr(torch.cuda, "current_stream", world.current)
@@ -149,6 +151,32 @@ def test_all_synchronisations_are_listed(simulated: Any) -> None:
     world = simulated()
     train(world, "cuda:0,cuda:1")
     assert world.syncs.keys() == SYNCHRONISATIONS.keys()
+
+
+def test_batches_are_pinned_by_the_worker_and_memory_for_more_before_the_first(
+    simulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, str]] = []
+    world = simulated()
+
+    def pin(tensor: Tensor) -> Tensor:
+        said.append(("pin", threading.current_thread().name))
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    table = HostEmbedding(ROWS, DIM)
+    table.place_on([torch.device("cuda:0")], lambda rows: [rows])
+    given = [{"ids": ids, "labels": [torch.ones(3)], "name": "x"} for ids in batches(3)]
+    with world, RowPipeline({"t": table}, on_cpu=True) as ahead:
+        for number, batch in enumerate(ahead.prefetch(given, lambda batch: {"t": batch["ids"]})):
+            said.append(("forward", ""))
+            assert batch["labels"][0] is not given[number]["labels"][0]
+            assert torch.equal(batch["ids"], given[number]["ids"])
+            table.replica_rows(batch["ids"])
+    assert {thread for what, thread in said if what == "pin"} == {"dphybrid-rows"}
+    before = said.index(("forward", ""))
+    assert before >= 2 + 2 * 2, "of the first batch, and for two on their way"
+    assert said.count(("forward", "")) == 3
 
 
 def receive_and_compute_on(world: World) -> None:

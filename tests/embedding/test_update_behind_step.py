@@ -217,3 +217,25 @@ def test_a_plan_is_what_sorting_the_gradients_gives() -> None:
     sums_UD, squares_U = kernels.sum_rows(plain, DIM, torch.float32)
     assert torch.equal(kernels.square_rows(planned, DIM, torch.float32), squares_U)
     torch.testing.assert_close(sums_UD.double().square().sum(1), squares_U)
+
+
+def test_clipping_reads_once_from_a_device_and_has_torchs_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    layers(torch.randn(3, 4)).square().sum().backward()
+    expected = nn.utils.get_total_norm([p.grad for p in layers.parameters() if p.grad is not None])
+    reads: list[torch.Size] = []
+    cpu = torch.Tensor.cpu
+
+    def read(tensor: Tensor) -> Tensor:
+        reads.append(tensor.shape)
+        return cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
+    before = [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+    norm = clip_grad_norm_(layers.parameters(), {}, 0.5)
+    assert reads == [torch.Size([10])]
+    assert norm == pytest.approx(float(expected), rel=1e-6)
+    for parameter, grad in zip(layers.parameters(), before, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, grad * (0.5 / (norm + 1e-6)))
