@@ -120,6 +120,11 @@ def bench(args: argparse.Namespace) -> int:
 
         result = bench.run(args.repeats or 200)
         print(bench.text(result))
+    elif args.what == "gpu":
+        from dphybrid.bench import gpu as gpu_bench
+
+        result = gpu_bench.run(args.repeats or 15, args.devices)
+        print(gpu_bench.text(result))
     elif args.what == "tracking":
         from dphybrid.bench import tracking as tracking_bench
 

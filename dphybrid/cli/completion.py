@@ -31,7 +31,7 @@ _dphybrid() {
     case $command in
       %(takes_run)s) words="$(_dphybrid_runs)" ;;
       completion) words="%(shells)s" ;;
-      bench) words="parallel embedding tracking data" ;;
+      bench) words="parallel embedding gpu tracking data" ;;
     esac
   fi
   COMPREPLY=($(compgen -W "$words" -- "$word"))

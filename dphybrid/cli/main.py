@@ -196,12 +196,14 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         help="measure splitting, row updates and preparing beside torch's and polars' own, and what "
         "recording costs",
     )
-    bench.add_argument("what", choices=["parallel", "embedding", "tracking", "data"], help="what to measure")
+    bench.add_argument(
+        "what", choices=["parallel", "embedding", "gpu", "tracking", "data"], help="what to measure"
+    )
     bench.add_argument(
         "--repeats",
         type=_at_least_one,
         metavar="N",
-        help="calls a figure is the median of (200; embedding, tracking: 15; data: 5)",
+        help="calls a figure is the median of (200; embedding, gpu, tracking: 15; data: 5)",
     )
     bench.add_argument(
         "--rows", type=_at_least_one, metavar="N", help="rows of the made-up file of clicks (data: 2,000,000)"
@@ -210,6 +212,11 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         "--train",
         action="store_true",
         help="also train ctr on that file, an epoch, and compare with the best AUC (data)",
+    )
+    bench.add_argument(
+        "--devices",
+        metavar="TEXT",
+        help="where to measure (gpu: cuda:0 and cuda:0*4; without a GPU a rehearsal on cpu*2)",
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     bench.set_defaults(function=commands.bench)
