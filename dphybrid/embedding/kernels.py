@@ -6,6 +6,7 @@ Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a
 
 import ctypes
 import hashlib
+import importlib
 import importlib.util
 import operator
 import os
@@ -73,14 +74,17 @@ def _sources_digest() -> str:
     ).hexdigest()[:12]
 
 
-@cache
-def _compiled() -> ModuleType:
+def compiled_module(name: str) -> ModuleType:
+    """Return a module of functions that numba compiles; what it compiled is kept."""
     if importlib.util.find_spec("numba") is None:
         raise UserError("tables in host memory need numba, which is not installed; pip install numba")
     keep_compiled_in(compiled_folder(Path(os.environ.get("DPHYBRID_DATA_DIR", "~/.dphybrid")).expanduser()))
-    from dphybrid.embedding import compiled
+    return importlib.import_module(name)
 
-    return compiled
+
+@cache
+def _compiled() -> ModuleType:
+    return compiled_module("dphybrid.embedding.compiled")
 
 
 @cache

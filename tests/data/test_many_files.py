@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared
 from dphybrid.data.table import delimited
-from dphybrid.data.table.chunks import read_chunks
+from dphybrid.data.table.chunks import read_chunks, read_jobs
 from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table.plain import Wanted
 from dphybrid.util.errors import UserError
 from tests.preparing import prepare
 
@@ -150,12 +151,12 @@ def test_numbers_parsed_at_once_are_those_parsed_from_text(tmp_path: Path) -> No
     file = write(tmp_path, "x.csv", [f"{value},a{i % 3},{i % 2}" for i, value in enumerate(values)], "n,w,y")
     data = TableDataConfig(path=str(file))
     (text,) = read_chunks(file, data)
-    (quick,) = read_chunks(file, data, {"n"})
+    (quick,) = (job() for job in read_jobs(file, data, Wanted({"n"})))
     assert quick.values.dtypes == [pl.Float64, pl.String, pl.String]
     assert quick.values["0"].equals(text.values["0"].cast(pl.Float64))
     for odd in ("x", "inf", "nan", "1_0"):
         file.write_text(file.read_text() + f"{odd},b,1\n")
-        (back,) = read_chunks(file, data, {"n"})
+        (back,) = (job() for job in read_jobs(file, data, Wanted({"n"})))
         assert back.values["0"].to_list()[-1] == odd  # the text, for the message
 
 

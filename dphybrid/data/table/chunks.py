@@ -1,6 +1,6 @@
 """Rows of CSV, TSV and Parquet files, as text, chunk by chunk."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,8 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.table.bags import is_list_of_items, list_texts
 from dphybrid.data.table.delimited import csv_jobs
-from dphybrid.data.table.rows import Job, Rows, check_enough, check_rejected, clean, done
+from dphybrid.data.table.plain import Wanted
+from dphybrid.data.table.rows import Job, Rows, check_columns, check_enough, check_rejected, clean, done
 from dphybrid.util.errors import UserError
 
 BLOCK_ROWS = 2**16
@@ -22,21 +23,21 @@ def is_parquet(file: Path) -> bool:
     return file.suffix.lower() in (".parquet", ".pq")
 
 
-def read_chunks(file: Path, data: TableDataConfig, numbers: Set[str] = frozenset()) -> Iterator[Rows]:
+def read_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     """Yield the rows of a file, chunk after chunk, made by a thread of its own; a file without rows gives one
     empty chunk.
 
-    numbers: names of columns that may come as finite float64 instead of text where that is quicker.
     Raises UserError when it cannot be read, is empty, or is no text.
     """
-    return mapped(lambda job: job(), read_jobs(file, data, numbers), threads=1)
+    return mapped(lambda job: job(), read_jobs(file, data, Wanted()), threads=1)
 
 
-def read_jobs(file: Path, data: TableDataConfig, numbers: Set[str] = frozenset()) -> Iterator[Job]:
-    """Yield the jobs that return the chunks of `read_chunks`; `numbers` may grow until they are done."""
+def read_jobs(file: Path, data: TableDataConfig, wanted: Wanted) -> Iterator[Job]:
+    """Yield the jobs that return the chunks of `read_chunks`. wanted: how columns may come instead of as text
+    where that is quicker; it may be filled after the first job is done."""
     if is_parquet(file):
         return map(done, _parquet_chunks(file, data))
-    return csv_jobs(file, data, numbers)
+    return csv_jobs(file, data, wanted)
 
 
 def read_rows(file: Path, data: TableDataConfig) -> Rows:
@@ -64,6 +65,7 @@ def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
             file, hive_partitioning=any("=" in part for part in file.parent.parts), try_parse_hive_dates=False
         )
         schema = lazy.collect_schema()
+        check_columns(file, len(schema), data.max_columns)
         names, lists = (
             schema.names(),
             frozenset(name for name, dtype in schema.items() if is_list_of_items(dtype)),

@@ -12,10 +12,11 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import polars as pl
@@ -30,15 +31,16 @@ from dphybrid.data.table.fields import (
     first_rows,
     has_header,
 )
-from dphybrid.data.table.rows import Job, Rows, clean, done
+from dphybrid.data.table.plain import Wanted, read_plain
+from dphybrid.data.table.rows import Job, Rows, check_columns, clean, done
 from dphybrid.util.errors import UserError
 
 SHOWN = 500
 """Characters of a rejected row that are kept."""
 BLOCK_BYTES = 2**24
 """Text read at a time."""
-LONGEST_LINE = 2**28
-"""Bytes without a line end after which a file is taken for no text."""
+UNPACKED_BYTES = 2**26
+"""Text that a packed file may always come to."""
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _LINE_END_BYTES = re.compile(rb"\r\n|\n|\r")
@@ -55,25 +57,30 @@ class Layout:
     body: int
 
 
-def csv_jobs(file: Path, data: TableDataConfig, numbers: Set[str]) -> Iterator[Job]:
+def csv_jobs(file: Path, data: TableDataConfig, wanted: Wanted) -> Iterator[Job]:
     """Yield the jobs that return the rows of a file's blocks, in order; see
     `dphybrid.data.table.chunks.read_chunks`. Raises UserError like it."""
     layout: Layout | None = None
     line = offset = 0  # of what is not read yet
     found = False
-    with _text_stream(file) as stream:
+    longest = data.max_line_mib * 2**20
+    with _text_stream(file, data.max_expansion) as stream:
         rest, last = b"", False
         while not last:
-            piece = stream.read(BLOCK_BYTES)
+            piece = stream.read(min(BLOCK_BYTES, longest))
             last = not piece
             cut = _last_line_end(piece)
+            if len(rest) + len(piece) > longest:
+                begun = len(rest) - _last_line_end(rest)
+                end = _LINE_END_BYTES.search(piece)
+                if begun + (end.start() if end else len(piece)) > longest:
+                    number = line + 1 + len(_LINE_END_BYTES.findall(rest))
+                    raise UserError(
+                        f"data.path={file}: line {number} is longer than data.max_line_mib="
+                        f"{data.max_line_mib} allows; is it text? Mend the file, or raise data.max_line_mib"
+                    )
             if not cut and not last:
                 rest += piece
-                if len(rest) > LONGEST_LINE:
-                    raise UserError(
-                        f"data.path={file}: line {line + 1} does not end within {LONGEST_LINE:,} bytes; is "
-                        "it text?"
-                    )
                 continue
             block, rest = b"".join((rest, memoryview(piece)[:cut])), piece[cut:]
             if not block:
@@ -93,42 +100,49 @@ def csv_jobs(file: Path, data: TableDataConfig, numbers: Set[str]) -> Iterator[J
                 line, offset, rest = line + num_lines, offset + len(block) - len(unread), unread + rest
             elif block:
                 num_lines = _count(block, b"\n") + (not block.endswith(b"\n"))
-                yield partial(_block_rows, file, block, layout, data, numbers, line, offset, num_lines)
+                yield partial(_block_rows, file, block, layout, data, wanted, line, offset, num_lines)
                 line, offset = line + num_lines, offset + len(block)
             found = found or bool(block)
     if layout is None:
         raise UserError(f"data.path={file}: is empty; give a file with rows")
     if not found:
-        yield partial(_block_rows, file, b"", layout, data, numbers, line, offset, 0)
+        yield partial(_block_rows, file, b"", layout, data, wanted, line, offset, 0)
 
 
 class _text_stream:
     """A file's bytes, unpacked when it is gzip; what is wrong with the packing is told as a UserError."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.stream: IO[bytes] | gzip.GzipFile | None = None
+    def __init__(self, file: Path, max_expansion: int) -> None:
+        self.file, self.max_expansion = file, max_expansion
+        self.unpacked_bytes = 0
+        self._stack = ExitStack()
 
     def __enter__(self) -> "_text_stream":
-        self.stream = (
-            gzip.open(self.file, "rb")
-            if self.file.suffix.lower() == ".gz"
-            else self.file.open("rb", buffering=0)
-        )
+        self.raw = self._stack.enter_context(self.file.open("rb", buffering=0))
+        self.stream: IO[bytes] = self.raw
+        self.packed = self.file.suffix.lower() == ".gz"
+        if self.packed:
+            self.stream = cast(IO[bytes], self._stack.enter_context(gzip.GzipFile(fileobj=self.raw)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.stream is not None:
-            self.stream.close()
+        self._stack.close()
 
     def read(self, size: int) -> bytes:
-        assert self.stream is not None
         try:
-            return self.stream.read(size)
+            piece = self.stream.read(size)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(
                 f"data.path={self.file}: is no complete gzip file: {error}; pack it again, or unpack it"
             ) from error
+        self.unpacked_bytes += len(piece)
+        if self.packed and self.unpacked_bytes > max(UNPACKED_BYTES, self.max_expansion * self.raw.tell()):
+            raise UserError(
+                f"data.path={self.file}: unpacks to more than data.max_expansion={self.max_expansion} times "
+                f"its size ({self.unpacked_bytes:,} bytes from {self.raw.tell():,}); is it whole? Raise "
+                "data.max_expansion to read it all the same"
+            )
+        return piece
 
 
 def _last_line_end(raw: bytes) -> int:
@@ -145,6 +159,7 @@ def _layout(file: Path, block: bytes, data: TableDataConfig) -> Layout | None:
         return None
     separator = find_separator([lines[i] for i in starts[:SAMPLE]], data.delimiter)
     (first, first_end), *others = first_rows(lines, starts, separator)
+    check_columns(file, len(first), data.max_columns)
     if has_header(first, [cells for cells, _ in others], data):
         return Layout(separator, column_names(first), True, first_end + 1)
     width = Counter(len(cells) for cells in (first, *(cells for cells, _ in others))).most_common(1)[0][0]
@@ -156,13 +171,21 @@ def _block_rows(
     block: bytes,
     layout: Layout,
     data: TableDataConfig,
-    numbers: Set[str],
+    wanted: Wanted,
     line: int,
     offset: int,
     num_lines: int,
 ) -> Rows:
     """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
-    values = _plain(block, num_lines, layout, data.missing, numbers)
+    if wanted.compiled:
+        plain = read_plain(block, num_lines, layout.names, layout.separator, data.missing, wanted)
+        if plain is not None:
+            lines = np.arange(line + 1, line + 1 + num_lines)
+            end = offset + len(block)
+            return Rows(
+                layout.names, pl.DataFrame(), lines, [], layout.header, "line", file, end, plain=plain
+            )
+    values = _plain(block, num_lines, layout, data.missing, wanted.numbers - wanted.coded)
     if values is None:
         return _careful(file, block, layout, data, line, offset, last=True)[0]
     lines = np.arange(line + 1, line + 1 + num_lines)

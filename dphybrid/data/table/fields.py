@@ -145,10 +145,13 @@ def has_header(first: list[str], others: list[list[str]], data: TableDataConfig)
 def column_names(header: list[str]) -> list[str]:
     """Return distinct names: a column without a name gets its position, a repeated name a number."""
     names: list[str] = []
+    taken: set[str] = set()
+    given = set(header)
     for position, cell in enumerate(header):
         name, count = cell or str(position), 1
-        while name in names or (count > 1 and name in header):
+        while name in taken or (count > 1 and name in given):
             count += 1
             name = f"{cell or position}_{count}"
         names.append(name)
+        taken.add(name)
     return names

@@ -23,6 +23,7 @@ from dphybrid.data.table.chunks import read_jobs
 from dphybrid.data.table.columns import ColumnStore
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.fields import is_number
+from dphybrid.data.table.plain import KeyDictionary, PlainBlock, Wanted, uses_kernels
 from dphybrid.data.table.rows import Rows, check_enough, check_rejected, done
 from dphybrid.data.table.schema import ColumnOptions, Role, SchemaFile, inferred_role
 from dphybrid.data.table.splits import RowSplit, split_rows
@@ -55,19 +56,20 @@ class Table:
     dictionaries (0: no value, or no item).
 
     items: dictionaries of the bags' items. longest_bag: items of the fullest cell. left_out: by column, cells
-    with too many items and how many items.
+    with too many items and how many items. compiled: it is so large that compiled code pays.
     """
 
     label: str
     classes: list[str]
     labels_B: Array
     columns: list[Column]
-    dictionaries: dict[str, Dictionary]
+    dictionaries: dict[str, Dictionary | KeyDictionary]
     split: RowSplit
     rejected: list[dict[str, Any]]
     items: dict[str, Dictionary]
     longest_bag: int
     left_out: dict[str, tuple[int, int]]
+    compiled: bool
 
     def values_of(self, name: str) -> pl.Series:
         """Return the texts by code of a column of categories or bags."""
@@ -120,13 +122,14 @@ class Reading:
         self.columns: list[Column] = []
         self.label = ""
         self.names: list[str] = []
-        self.dictionaries: dict[str, Dictionary] = {}
+        self.dictionaries: dict[str, Dictionary | KeyDictionary] = {}
         self.numeric: list[str] = []
         self.bags: dict[str, tuple[str | None, int]] = {}
         self.items: dict[str, Dictionary] = {}
         self.longest_bag = 1
         self.left_out: dict[str, tuple[int, int]] = {}
-        self.numbers: set[str] = set()  # numeric columns whose texts are not needed besides
+        self.wanted = Wanted()
+        self._turns = itertools.count()
         self.num_rows = 0
         self.num_read: int | None = None
 
@@ -139,11 +142,12 @@ class Reading:
         for file in self.files:
             if self.num_read is None and file in self.held_files:
                 self.num_read = self.num_rows
-            jobs = read_jobs(file, self.data, self.numbers)
+            jobs = read_jobs(file, self.data, self.wanted)
             if first is None:
-                first = next(jobs)()
+                job = next(jobs)
+                first = job()
                 self._start(first)
-                jobs = itertools.chain([done(first)], jobs)
+                jobs = itertools.chain([job if self.wanted.compiled else done(first)], jobs)
             for chunk in mapped(lambda job: self._encoded(job()), jobs, READERS):
                 self.progress("read rows", min(total, before + chunk.bytes_read), total)
                 self._add(chunk)
@@ -170,6 +174,7 @@ class Reading:
             self.items,
             self.longest_bag,
             self.left_out,
+            self.wanted.compiled,
         )
 
     def _start(self, rows: Rows) -> None:
@@ -183,12 +188,16 @@ class Reading:
         )
         if self.split_column and self.split_column not in coded:
             coded.append(self.split_column)
-        self.dictionaries = {name: Dictionary() for name in coded}
+        self.wanted.compiled = uses_kernels(self.files)
+        self.dictionaries = {
+            name: KeyDictionary(self.data.missing) if self.wanted.compiled else Dictionary() for name in coded
+        }
         self.bags = {
             column.name: bag_form(column) for column in self.columns if column.role in ("bag", "text")
         }
         self.items = {name: Dictionary() for name in self.bags}
-        self.numbers.update(name for name in self.numeric if name not in coded)
+        self.wanted.coded.update(coded)
+        self.wanted.numbers.update(self.numeric)
 
     def _encoded(self, rows: Rows) -> _Encoded:
         """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
@@ -202,7 +211,9 @@ class Reading:
                     f"{missing[0]!r} for one; "
                     "give files with the same columns"
                 )
-        place = {name: str(rows.names.index(name)) for name in self.names}
+        if rows.plain is not None:
+            return self._encoded_plain(rows, rows.plain)
+        place = {name: str(i) for i, name in enumerate(rows.names)}
         frame = rows.values
         nan = float("nan")
         numbers = frame.select_seq(
@@ -234,24 +245,50 @@ class Reading:
             frame, numbers = frame.filter(keep), numbers.filter(keep) if self.numeric else numbers
         columns = {name: numbers[place[name]].to_numpy() for name in self.numeric}
         # One after another: the other threads have chunks of their own.
-        codes = frame.select_seq(
-            dictionary.expression(place[name]) for name, dictionary in self.dictionaries.items()
-        )
+        by_polars = {n: d for n, d in self.dictionaries.items() if isinstance(d, Dictionary)}
+        codes = frame.select_seq(d.expression(place[name]) for name, d in by_polars.items())
         for name, dictionary in self.dictionaries.items():
-            columns[self._key(name)] = dictionary.met(codes[place[name]])
+            columns[self._key(name)] = (
+                dictionary.met(codes[place[name]])
+                if isinstance(dictionary, Dictionary)
+                else dictionary.codes(frame[place[name]])
+            )
+        longest, left_out = self._add_bags({name: frame[place[name]] for name in self.bags}, columns)
+        rejected.sort(key=lambda row: row["line"])
+        return _Encoded(len(frame), rejected, columns, rows.bytes_read, longest, left_out)
+
+    def _encoded_plain(self, rows: Rows, block: PlainBlock) -> _Encoded:
+        """Do the same with a block of rows whose numbers and keys were read."""
+        columns = dict(block.numbers)
+        dictionaries = list(self.dictionaries.items())
+        first = next(self._turns) * len(dictionaries) // READERS % len(dictionaries)  # not the others' one
+        for name, dictionary in dictionaries[first:] + dictionaries[:first]:
+            assert isinstance(dictionary, KeyDictionary)
+            columns[self._key(name)] = block.codes(name, dictionary)
+        longest, left_out = self._add_bags(block.texts(list(self.bags)), columns)
+        num_rows, rejected = len(rows), []
+        labelled_B = columns[self._key(self.label)] > 0
+        if not labelled_B.all():
+            rejected = [self._rejected(rows, int(i), "no label") for i in np.flatnonzero(~labelled_B)]
+            columns = {name: values_B[labelled_B] for name, values_B in columns.items()}
+            num_rows -= len(rejected)
+        return _Encoded(num_rows, rejected, columns, rows.bytes_read, longest, left_out)
+
+    def _add_bags(
+        self, texts: dict[str, pl.Series], columns: dict[str, Array]
+    ) -> tuple[int, dict[str, tuple[int, int]]]:
+        """Put the bags' codes into `columns`; return the items of the fullest cell, and what is left out."""
         longest, left_out = 1, {}
         for name, (separator, max_items) in self.bags.items():
-            cells = take_apart(frame[place[name]], separator, max_items)
+            cells = take_apart(texts[name], separator, max_items)
             columns[name] = padded(self.items[name].codes(cells.items_N), cells.lengths_B, max_items)
             longest = max(longest, int(cells.lengths_B.max(initial=0)))
             if cells.cut:
                 left_out[name] = (cells.cut, cells.left_out)
-        rejected.sort(key=lambda row: row["line"])
-        return _Encoded(len(frame), rejected, columns, rows.bytes_read, longest, left_out)
+        return longest, left_out
 
     def _add(self, chunk: _Encoded) -> None:
-        for name, values_B in chunk.columns.items():
-            self.store.append(name, values_B)
+        self.store.add(chunk.columns)
         self.longest_bag = max(self.longest_bag, chunk.longest_bag)
         for name, (cells, items) in chunk.left_out.items():
             before = self.left_out.get(name, (0, 0))

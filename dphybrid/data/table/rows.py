@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from dphybrid.data.batches import Array
 from dphybrid.util.errors import UserError
+
+if TYPE_CHECKING:
+    from dphybrid.data.table.plain import PlainBlock
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Rows:
     header: the first line named the columns; Parquet files always do. place: what `lines` counts, "line" or
     "row".
     lists: names of the columns whose values were lists; they come as text with `bags.SEPARATOR` between the
-    items.
+    items. plain: the rows as numbers and keys, where they were read as such; `values` is empty then.
     """
 
     names: list[str]
@@ -32,9 +35,10 @@ class Rows:
     file: Path
     bytes_read: int = 0
     lists: frozenset[str] = frozenset()
+    plain: "PlainBlock | None" = None
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.lines)
 
     def column(self, name: str) -> pl.Series:
         """Return a column by its name."""
@@ -59,6 +63,15 @@ def check_enough(file: Path | str, first: Rows, num_rows: int) -> None:
     if num_rows < 2:
         raise UserError(
             f"data.path={file}: has {num_rows} rows; at least 2 are needed, one of them for validation"
+        )
+
+
+def check_columns(file: Path, num_columns: int, max_columns: int) -> None:
+    """Raise UserError when a file has more than `max_columns` columns."""
+    if num_columns > max_columns:
+        raise UserError(
+            f"data.path={file}: has {num_columns:,} columns, more than data.max_columns={max_columns} "
+            "allows; is data.delimiter right? Raise data.max_columns to read them all the same"
         )
 
 

@@ -18,9 +18,10 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, Streamed, source_digests
+from dphybrid.data.table import plain
 from dphybrid.data.table.bags import BagColumn, bag_ids, form_text, one_width
 from dphybrid.data.table.categories import CategoryColumn, fit_categories
-from dphybrid.data.table.columns import BLOCK_ROWS, ColumnStore
+from dphybrid.data.table.columns import ColumnStore
 from dphybrid.data.table.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric, side_by_side
 from dphybrid.data.table.extend import Base, extended, extended_split, open_base, row_keys
 from dphybrid.data.table.reading import Column, Reading, Table, bag_form
@@ -30,6 +31,8 @@ from dphybrid.util.files import given_path
 
 UNSEEN_TOLD = 0.0005
 """Share of validation values without a training row from which on a person is told."""
+LIMITS = ("max_columns", "max_line_mib", "max_expansion")
+"""Values that refuse files and change nothing else."""
 SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
 """Files of a folder that are read."""
 
@@ -55,7 +58,9 @@ class TableSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        values = self.data.model_dump(mode="json", exclude={"path", "valid_path", "schema_file", "base"})
+        values = self.data.model_dump(
+            mode="json", exclude={"path", "valid_path", "schema_file", "base", *LIMITS}
+        )
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
         values |= {"schema": self.schema.model_dump(mode="json")}
         # Bags came later: what has none keeps its digest.
@@ -118,10 +123,12 @@ class TableSource:
             "ids_BF": Streamed(
                 (num_rows, len(id_columns) - len(encoder.bags)),
                 np.dtype(np.int32),
-                lambda: _ids(encoder, lookups, store, num_rows),
+                lambda: _ids(encoder, lookups, store, table.compiled),
             ),
             "dense_BN": Streamed(
-                (num_rows, encoder.num_dense), np.dtype(np.float32), lambda: _dense(encoder, store, num_rows)
+                (num_rows, encoder.num_dense),
+                np.dtype(np.float32),
+                lambda: _dense(encoder, store, table.compiled),
             ),
             "labels_B": table.labels_B,
         }
@@ -133,7 +140,7 @@ class TableSource:
         if encoder.bags:
             shape = (num_rows, len(encoder.bags), table.longest_bag)
             arrays["bags_BFL"] = Streamed(
-                shape, np.dtype(np.int32), lambda: _bags(encoder, lookups, store, num_rows, table.longest_bag)
+                shape, np.dtype(np.int32), lambda: _bags(encoder, lookups, store, table.longest_bag)
             )
             info["num_bags"] = len(encoder.bags)
         extra = {
@@ -181,13 +188,14 @@ class TableSource:
                     column.name, raw_B, self.data.buckets if o.buckets is None else o.buckets, o.scale
                 )
             values = table.values_of(column.name)
-            counts = np.zeros((2, len(values) + 1), np.int64)
+            counts = np.zeros((len(values) + 1, 2), np.int64)
             for codes_B, rows_B in store.with_rows(column.name, held_B):  # (B, L) of bags
-                counts += [
-                    np.bincount(codes.ravel(), minlength=len(values) + 1)
-                    for codes in (codes_B, codes_B[rows_B])
-                ]
-            train, held = (counts[0] - counts[1])[1:], counts[1, 1:]
+                if table.compiled:
+                    plain.count(codes_B, rows_B, counts)
+                    continue
+                for place, rows in enumerate((~rows_B, rows_B)):
+                    counts[:, place] += np.bincount(codes_B[rows].ravel(), minlength=len(values) + 1)
+            train, held = counts[1:].T
             unseen[column.name] = float(held[train == 0].sum() / max(held.sum(), 1))
             least = self.data.min_count if o.min_count is None else o.min_count
             found = fit_categories(column.name, values, train, least, o.top, o.hash_buckets)
@@ -265,20 +273,25 @@ class TableSource:
 
 
 def _ids(
-    encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int
+    encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, compiled: bool
 ) -> Iterator[Array]:
-    def block(number: int) -> Array:
-        parts = [column.ids(store.block(column.name, number)) for column in encoder.numeric if column.num_ids]
-        parts += [
-            lookups[column.name].take(store.block(column.name, number)) for column in encoder.categories
-        ]
-        return side_by_side(parts, np.int32, min(BLOCK_ROWS, num_rows - number * BLOCK_ROWS))
+    buckets = [(column, column.edges) for column in encoder.numeric if column.edges is not None]
 
-    return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
+    def block(number: int) -> Array:
+        num_rows = store.lengths[number]
+        if compiled:
+            numbers = [(store.block(c.name, number), edges) for c, edges in buckets]
+            codes = [(store.block(c.name, number), lookups[c.name]) for c in encoder.categories]
+            return plain.ids(numbers, codes, num_rows)
+        parts = [column.ids(store.block(column.name, number)) for column, _ in buckets]
+        parts += [lookups[c.name].take(store.block(c.name, number)) for c in encoder.categories]
+        return side_by_side(parts, np.int32, num_rows)
+
+    return mapped(block, range(len(store.lengths)))
 
 
 def _bags(
-    encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, num_rows: int, longest: int
+    encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, longest: int
 ) -> Iterator[Array]:
     def block(number: int) -> Array:
         return one_width(
@@ -286,15 +299,17 @@ def _bags(
             longest,
         )
 
-    return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
+    return mapped(block, range(len(store.lengths)))
 
 
-def _dense(encoder: TableEncoder, store: ColumnStore, num_rows: int) -> Iterator[Array]:
+def _dense(encoder: TableEncoder, store: ColumnStore, compiled: bool) -> Iterator[Array]:
     def block(number: int) -> Array:
         raw = {column.name: store.block(column.name, number) for column in encoder.numeric}
-        return encoder.dense(raw, min(BLOCK_ROWS, num_rows - number * BLOCK_ROWS))
+        if compiled:
+            return plain.dense(encoder.numeric, raw, store.lengths[number])
+        return encoder.dense(raw, store.lengths[number])
 
-    return mapped(block, range(-(-num_rows // BLOCK_ROWS)))
+    return mapped(block, range(len(store.lengths)))
 
 
 def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
@@ -319,17 +334,13 @@ def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
                 "train a new one"
             )
     lookups = table.lookups(encoder)
-    num_rows, start = len(table.labels_B), 0
+    start = 0
 
     def blocks() -> Iterator[tuple[Array, Array, Array, Array | None]]:
         nonlocal start
-        bags = (
-            _bags(encoder, lookups, store, num_rows, table.longest_bag)
-            if encoder.bags
-            else itertools.repeat(None)
-        )
+        bags = _bags(encoder, lookups, store, table.longest_bag) if encoder.bags else itertools.repeat(None)
         for ids_BF, dense_BN in zip(
-            _ids(encoder, lookups, store, num_rows), _dense(encoder, store, num_rows), strict=True
+            _ids(encoder, lookups, store, table.compiled), _dense(encoder, store, table.compiled), strict=True
         ):
             yield ids_BF, dense_BN, table.labels_B[start : start + len(ids_BF)], next(bags)
             start += len(ids_BF)

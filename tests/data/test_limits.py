@@ -1,0 +1,107 @@
+"""Files that no table is: refused within seconds, with the limit that they break and how to raise it."""
+
+import gzip
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.table import delimited
+from dphybrid.data.table.source import TableSource, open_source
+from dphybrid.util.errors import UserError
+from tests.preparing import prepare
+
+
+def hundred_thousand_columns(file: Path) -> None:
+    names = ",".join(f"c{i}" for i in range(100_000))
+    file.write_text(f"{names}\n" + ("1," * 99_999 + "1\n") * 3)
+
+
+def a_line_of_commas(file: Path) -> None:
+    file.write_text("a,y\n1,0\n" + "," * 20_000_000 + "\n2,1\n")
+
+
+def a_first_line_of_commas(file: Path) -> None:
+    file.write_text("," * 20_000_000)
+
+
+def one_packed_value(file: Path) -> None:
+    with gzip.open(file, "wb", compresslevel=1) as stream:
+        stream.write(b"a,y\n")
+        for _ in range(20):
+            stream.write(b"0,0\n" * 2**18)
+
+
+def a_wide_parquet_file(file: Path) -> None:
+    pl.DataFrame({f"c{i}": [0, 1] for i in range(600)}).write_parquet(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "values", "told"),
+    [
+        ("x.csv", hundred_thousand_columns, {}, "has 100,000 columns, more than data.max_columns=32768"),
+        ("x.csv", a_line_of_commas, {}, "line 3 is longer than data.max_line_mib=16"),
+        ("x.csv", a_first_line_of_commas, {}, "line 1 is longer than data.max_line_mib=16"),
+        ("x.csv.gz", one_packed_value, {}, "more than data.max_expansion=200 times its size"),
+        (
+            "x.parquet",
+            a_wide_parquet_file,
+            {"max_columns": 500},
+            "has 600 columns, more than data.max_columns=500",
+        ),
+    ],
+)
+def test_what_is_no_table_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    make: Callable[[Path], None],
+    values: dict[str, int],
+    told: str,
+) -> None:
+    make(tmp_path / name)
+    monkeypatch.setattr(delimited, "UNPACKED_BYTES", 2**22)
+    config = TableDataConfig(path=str(tmp_path / name), label="y", **values)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="Mend the file|Raise data") as error:
+        prepare("ctr", config, tmp_path / "prepared", 0)
+    assert told in str(error.value)
+
+
+def test_a_line_as_long_as_allowed_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("t,y\n" + "".join(f"{'x' * (2**20 - 10)}{i},{i % 2}\n" for i in range(4)))
+    config = TableDataConfig(path=str(file), label="y", max_line_mib=1)
+    assert prepare("ctr", config, tmp_path / "prepared", 0).manifest.split["train_rows"] == 3
+    file.write_text(file.read_text() + "x" * (2**20 + 1) + ",1\n")
+    with pytest.raises(UserError, match="line 6 is longer than data.max_line_mib=1"):
+        prepare("ctr", config, tmp_path / "prepared", 0)
+
+
+def test_limits_do_not_change_the_digest(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("a,y\n1,0\n2,1\n")
+
+    def options(**values: int) -> dict[str, object]:
+        source = open_source(TableDataConfig(path=str(file), label="y", **values), 0)  # type: ignore[arg-type]
+        assert isinstance(source, TableSource)
+        return source.options
+
+    assert options() == options(max_columns=5, max_line_mib=3, max_expansion=7)
+
+
+def test_more_columns_than_file_handles(tmp_path: Path) -> None:
+    num = 1500
+    names = [*(f"c{i}" for i in range(num)), "y"]
+    rows = [",".join([*(str((i * j) % 7) for j in range(num)), str(i % 2)]) for i in range(30)]
+    file = tmp_path / "x.csv"
+    file.write_text("\n".join([",".join(names), *rows]) + "\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        prepared = prepare("ctr", TableDataConfig(path=str(file), label="y", min_count=1), tmp_path / "p", 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(prepared.manifest.facts["columns"]) == num
