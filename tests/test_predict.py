@@ -284,3 +284,39 @@ else:
         [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True
     )
     assert int(done.stdout) < 60  # MiB; the table has 244
+
+
+def test_predictions_with_columns_of_the_input_and_a_class(trained: tuple[Report, Path]) -> None:
+    report, folder = trained
+    predictor = Predictor(report.best_checkpoint)
+    out = folder / "kept.csv"
+    predictor.predict_file(folder / "held.csv", out, keep=["user_id", "city"], threshold=0.4)
+    found = pl.read_csv(out, schema_overrides={"user_id": pl.String})
+    held = pl.read_csv(folder / "held.csv", schema_overrides={"user_id": pl.String})
+    assert found.columns == ["file", "line", "probability", "prediction", "user_id", "city"]
+    assert found.select("user_id", "city").equals(held.select("user_id", "city"))
+    assert ((found["probability"] >= 0.4) == (found["prediction"] == "yes")).all()
+    with pytest.raises(UserError, match="--keep town: .*no such column; columns: age, city"):
+        predictor.predict_file(folder / "held.csv", folder / "no.csv", keep=["town"])
+    with pytest.raises(UserError, match="--threshold 40: a probability"):
+        predictor.predict_file(folder / "held.csv", folder / "no.csv", threshold=40)
+    assert not (folder / "no.csv").exists()
+
+
+def test_new_files_in_another_notation_of_numbers(trained: tuple[Report, Path]) -> None:
+    report, folder = trained
+    lines = (folder / "held.csv").read_text().splitlines()
+    swapped = [
+        lines[0].replace(",", ";"),
+        *(line.replace(",", ";").replace(";", ",50;", 1) for line in lines[1:]),
+    ]
+    (folder / "swapped.csv").write_text("\n".join(swapped))
+    (folder / "half.csv").write_text(
+        "\n".join([lines[0], *(line.replace(",", ".50,", 1) for line in lines[1:])])
+    )
+    predictor = Predictor(report.best_checkpoint)
+    one = predictor.predict_file(folder / "half.csv", folder / "half.parquet")
+    other = predictor.predict_file(folder / "swapped.csv", folder / "swapped.parquet", decimal=",")
+    assert one.wrong_numbers == other.wrong_numbers == 0
+    read = [pl.read_parquet(folder / f"{name}.parquet")["probability"] for name in ("half", "swapped")]
+    assert read[0].equals(read[1])

@@ -230,14 +230,14 @@ def predict(args: argparse.Namespace) -> int:
 
     given = {
         name: getattr(args, name)
-        for name in ("header", "delimiter", "max_rejected")
+        for name in ("header", "delimiter", "max_rejected", "decimal", "thousands")
         if getattr(args, name) is not None
     }
     if args.batch_size < 1:
         raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
     predictor = Predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
     with preparation_progress() as progress:
-        done = predictor.predict_file(args.path, args.out, progress, **given)
+        done = predictor.predict_file(args.path, args.out, progress, args.keep, args.threshold, **given)
     print(f"{done.num_rows:,} predictions of {predictor.encoder.label}={predictor.classes[1]}: {done.out}")
     if done.num_rejected:
         print(

@@ -58,7 +58,7 @@ examples:
   %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
 
 The file of predictions has a row for each row read: its file, its line, and the probability of the label's
-positive value.
+positive value; with --threshold the predicted class, with --keep columns of the input.
 """
 
 UI_HELP = """\
@@ -358,10 +358,25 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     predict.add_argument(
         "--batch-size", type=int, default=8192, metavar="N", help="rows of a batch over all devices (8192)"
     )
+    predict.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="COLUMN",
+        help="a column of the input to write besides; may be given several times",
+    )
+    predict.add_argument(
+        "--threshold",
+        type=float,
+        metavar="P",
+        help="also write the class of each row: the positive one from this probability on",
+    )
     for name, what in (
         ("header", "does the first line name the columns: auto, yes, no"),
         ("delimiter", "character between columns"),
         ("max-rejected", "share of unreadable rows above which it stops"),
+        ("decimal", "sign before the decimals of numbers"),
+        ("thousands", "sign between groups of three digits"),
     ):
         predict.add_argument(f"--data.{name}", dest=name.replace("-", "_"), help=f"{what} (as in training)")
     predict.set_defaults(function=commands.predict)

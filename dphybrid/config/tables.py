@@ -1,10 +1,30 @@
 """The data section of recipes whose samples are rows of a table: CSV, TSV or Parquet files."""
 
+import re
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from dphybrid.config.experiment import DataConfig, Names
+
+NO_VALUE = (
+    *(
+        "?",
+        "#N/A",
+        "#N/A N/A",
+        "#NA",
+        "-1.#IND",
+        "-1.#QNAN",
+        "-NaN",
+        "-nan",
+        "1.#IND",
+        "1.#QNAN",
+        "<NA>",
+        "N/A",
+    ),
+    *("NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
+)
+"""Texts that mean "no value" in any table: those of pandas, and the question mark."""
 
 
 class TableDataConfig(DataConfig):
@@ -33,8 +53,13 @@ class TableDataConfig(DataConfig):
     """Does the first line name the columns? auto looks at the file."""
     delimiter: str = "auto"
     """Character between columns; auto looks at the file."""
-    missing: Names = ("?", "NA", "NaN", "null")
-    """Texts that mean "no value", besides the empty one, separated by commas."""
+    missing: Names = ()
+    """More texts that mean "no value", separated by commas; the empty one, ?, NA, NaN, None, null and the
+    like always do."""
+    decimal: Literal[".", ","] = "."
+    """Sign before the decimals of numbers."""
+    thousands: Literal["", ",", ".", " ", "'", "_"] = ""
+    """Sign between groups of three digits, as in 1,206.73; empty: none."""
     min_count: int = Field(default=2, ge=1)
     """Categories seen fewer times in the training split become the unknown one."""
     buckets: int = Field(default=32, ge=0, le=4096)
@@ -56,6 +81,28 @@ class TableDataConfig(DataConfig):
     """Size of a line, in MiB, above which a file is taken for no text."""
     max_expansion: int = Field(default=200, ge=2)
     """Unpacked bytes for each packed one above which a .gz file is not read further."""
+
+    @property
+    def no_value(self) -> tuple[str, ...]:
+        """All texts that mean "no value", but for the empty one."""
+        return tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
+
+    @property
+    def notation(self) -> str | None:
+        """A pattern of numbers with groups and decimals, where they are not written as programs write
+        them."""
+        if self.decimal == "." and not self.thousands:
+            return None
+        group = re.escape(self.thousands)
+        whole = rf"(?:\d{{1,3}}(?:{group}\d{{3}})+|\d+)" if group else r"\d+"
+        decimals = rf"{re.escape(self.decimal)}\d*"
+        return rf"^[+-]?(?:{whole}(?:{decimals})?|{re.escape(self.decimal)}\d+)(?:[eE][+-]?\d+)?$"
+
+    @model_validator(mode="after")
+    def _signs_differ(self) -> Self:
+        if self.decimal == self.thousands:
+            raise ValueError(f"decimal={self.decimal!r} and thousands={self.thousands!r}: give two signs")
+        return self
 
     @model_validator(mode="after")
     def _split_has_its_column(self) -> Self:

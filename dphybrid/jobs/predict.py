@@ -7,7 +7,7 @@ looked-up rows are read.
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from dphybrid.data.table.bags import SEPARATOR, is_list_of_items, list_texts
 from dphybrid.data.table.chunks import read_chunks
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.frames import as_frame
-from dphybrid.data.table.rows import Rows, check_rejected
+from dphybrid.data.table.rows import Rows, as_numbers, check_rejected, plain_notation
 from dphybrid.data.table.source import find_files
 from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
 from dphybrid.recipes.configs import build_config, stored_config
@@ -34,9 +34,28 @@ from dphybrid.util.files import sync, temporary, write_text
 
 COLUMNS = {"file": pl.String, "line": pl.Int64, "probability": pl.Float32}
 """What a file of predictions holds: where a row came from, and how probable the positive class is."""
+CLASS = "prediction"
+"""Column of the predicted class, where a threshold is given."""
 WRITTEN = (".parquet", ".csv")
 PIECE_ROWS = 2**16
 """Rows of a lazy frame that are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What predictions hold besides: columns of the input, and the class by a threshold."""
+
+    keep: tuple[str, ...] = ()
+    threshold: float | None = None
+
+    @property
+    def columns(self) -> dict[str, type[pl.DataType]]:
+        """The written columns' types by name."""
+        return {
+            **COLUMNS,
+            **({} if self.threshold is None else {CLASS: pl.String}),
+            **dict.fromkeys(self.keep, pl.String),
+        }
 
 
 @dataclass
@@ -100,6 +119,7 @@ class Predictor:
         scores, wrong = [np.zeros(0, np.float32)], 0
         for piece in pieces:
             columns = {name: _no_value(piece[name], self._data) for name in self.encoder.names}
+            self._in_plain_notation(columns, self._data)
             lists = {name for name in self.encoder.names if is_list_of_items(piece[name].dtype)}
             scores_B, odd = self._scores(columns, lists)
             scores.append(scores_B)
@@ -109,15 +129,16 @@ class Predictor:
 
     def _predict_path(self, path: str) -> np.ndarray:
         done, scores = Predicted(Path(path)), [np.zeros(0, np.float32)]
+        data = self._reading(path, {})
         for file in find_files(path, "path"):
-            for chunk in read_chunks(file, self._reading(path, {})):
+            for chunk in read_chunks(file, data):
                 if chunk.rejected:
                     first = chunk.rejected[0]
                     raise UserError(
                         f"{file}: line {first['line']} cannot be read ({first['reason']}), so predictions "
                         "would not stand beside their rows; mend it, or use predict_file, which names lines"
                     )
-                scores.append(self._chunk(chunk, done)["probability"].to_numpy())
+                scores.append(self._chunk(chunk, done, data, Asked())["probability"].to_numpy())
         _warn(done.wrong_numbers)
         return np.concatenate(scores)
 
@@ -126,22 +147,33 @@ class Predictor:
         path: str | Path,
         out: str | Path,
         on_progress: Callable[[str, int, int], None] | None = None,
+        keep: Sequence[str] = (),
+        threshold: float | None = None,
         **values: Any,
     ) -> Predicted:
         """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file,
         chunk by chunk.
 
-        Rows that cannot be read are left out; OUT.rejected.jsonl then says which and why. values: of the
-        config's data section, where the new files are written otherwise (header, delimiter, max_rejected,
-        ...). Raises UserError for files that do not fit, or when more than data.max_rejected of the rows
-        cannot be read; nothing is left at `out` then.
-        """
+        keep: columns of the input to write besides, as text. threshold: from this probability on a row's
+        `prediction` is the positive class, else the other one; None: only probabilities are written. Rows
+        that cannot be read are left out; OUT.rejected.jsonl then says which and why. values: of the config's
+        data section, where the new files are written otherwise (header, delimiter, max_rejected, ...). Raises
+        UserError for files that do not fit, or when more than data.max_rejected of the rows cannot be read;
+        nothing is left at `out` then."""
         path, target = str(path), Path(out)
         if target.suffix.lower() not in WRITTEN:
             raise UserError(f"--out {out}: give a name that ends in {' or '.join(WRITTEN)}")
         if not target.absolute().parent.is_dir() or target.is_dir():
             raise UserError(f"--out {out}: cannot be written there; name a file in a folder that exists")
         files = find_files(path, "data.path")
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise UserError(f"--threshold {threshold}: a probability, from 0 to 1")
+        if taken := sorted({name for name in keep if name in (*COLUMNS, CLASS)}):
+            raise UserError(
+                f"--keep {taken[0]}: predictions have a column of that name; rename the table's one"
+            )
+        asked = Asked(tuple(dict.fromkeys(keep)), threshold)
+        data = self._reading(path, values)
         done, rejected = Predicted(target), []
         failed: list[BaseException] = []
         total, before = sum(file.stat().st_size for file in files), 0
@@ -150,22 +182,20 @@ class Predictor:
             nonlocal before
             try:
                 for file in files:
-                    for chunk in read_chunks(file, self._reading(path, values)):
+                    for chunk in read_chunks(file, data):
                         rejected.extend(chunk.rejected)
-                        yield self._chunk(chunk, done)
+                        yield self._chunk(chunk, done, data, asked)
                         if on_progress:
                             on_progress("predict rows", min(total, before + chunk.bytes_read), total)
                     before += file.stat().st_size
-                check_rejected(
-                    path, rejected, done.num_rows + len(rejected), self._reading(path, values).max_rejected
-                )
+                check_rejected(path, rejected, done.num_rows + len(rejected), data.max_rejected)
             except BaseException as error:
                 failed.append(error)  # polars would wrap it
                 raise
 
         partial = temporary(target)
         try:
-            lazy = register_io_source(frames, schema=COLUMNS)
+            lazy = register_io_source(frames, schema=asked.columns)
             lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
             if rejected:
                 lines = "".join(json.dumps(row) + "\n" for row in rejected)
@@ -198,19 +228,35 @@ class Predictor:
         assert isinstance(read, TableDataConfig)
         return read
 
-    def _chunk(self, chunk: Rows, done: Predicted) -> pl.DataFrame:
+    def _chunk(self, chunk: Rows, done: Predicted, data: TableDataConfig, asked: Asked) -> pl.DataFrame:
         self._check_columns(chunk.names, str(chunk.file))
-        scores_B, wrong = self._scores({name: chunk.column(name) for name in self.encoder.names}, chunk.lists)
+        if absent := [name for name in asked.keep if name not in chunk.names]:
+            raise UserError(
+                f"--keep {absent[0]}: {chunk.file} has no such column; columns: {', '.join(chunk.names)}"
+            )
+        columns = {name: chunk.column(name) for name in self.encoder.names}
+        self._in_plain_notation(columns, data)
+        scores_B, wrong = self._scores(columns, chunk.lists)
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong
-        return pl.DataFrame(
-            {
-                "file": pl.repeat(str(chunk.file), len(chunk), eager=True),
-                "line": chunk.lines,
-                "probability": scores_B,
-            },
-            schema=COLUMNS,
-        )
+        found: dict[str, Any] = {
+            "file": pl.repeat(str(chunk.file), len(chunk), eager=True),
+            "line": chunk.lines,
+            "probability": scores_B,
+        }
+        if asked.threshold is not None:
+            no, yes = self.classes
+            found[CLASS] = np.where(scores_B >= asked.threshold, yes, no)
+        found |= {name: chunk.column(name).cast(pl.String) for name in asked.keep}
+        return pl.DataFrame(found, schema=asked.columns)
+
+    def _in_plain_notation(self, columns: dict[str, pl.Series], data: TableDataConfig) -> None:
+        """Have the texts of numeric columns as programs write numbers; what is none stays none."""
+        for column in self.encoder.numeric if data.notation is not None else ():
+            texts = columns[column.name]
+            if texts.dtype == pl.String:
+                is_none = texts.is_not_null() & as_numbers(texts, data).is_null()
+                columns[column.name] = plain_notation(texts, data).set(is_none, "?")
 
     def _check_columns(self, names: list[str], where: str) -> None:
         if missing := [name for name in self.encoder.names if name not in names]:
@@ -253,7 +299,7 @@ def _no_value(series: pl.Series, data: TableDataConfig) -> pl.Series:
         if is_list_of_items(series.dtype)
         else series.cast(pl.String).str.strip_chars()
     )
-    return text.set(text.is_in(["", *data.missing]).fill_null(False), None)
+    return text.set(text.is_in(["", *data.no_value]).fill_null(False), None)
 
 
 def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Predictor:

@@ -51,7 +51,7 @@ def table(folder: Path, columns: dict[str, list[object]], **values: object) -> P
     ],
 )
 def test_roles(name: str, values: list[str], role: str) -> None:
-    assert inferred_role(name, pl.Series("0", values, dtype=pl.String), 60)[0] == role
+    assert inferred_role(name, pl.Series("0", values, dtype=pl.String), 60, TableDataConfig())[0] == role
 
 
 def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
             frozenset(name for name, dtype in schema.items() if is_list_of_items(dtype)),
         )
         for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
-            values = clean([_single(column, file, data) for column in frame.get_columns()], data.missing)
+            values = clean([_single(column, file, data) for column in frame.get_columns()], data.no_value)
             yield Rows(
                 names, values, np.arange(start, start + len(frame)), [], True, "row", file, lists=lists
             )

@@ -178,14 +178,15 @@ def _block_rows(
 ) -> Rows:
     """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
     if wanted.compiled:
-        plain = read_plain(block, num_lines, layout.names, layout.separator, data.missing, wanted)
+        plain = read_plain(block, num_lines, layout.names, layout.separator, data, wanted)
         if plain is not None:
             lines = np.arange(line + 1, line + 1 + num_lines)
             end = offset + len(block)
             return Rows(
                 layout.names, pl.DataFrame(), lines, [], layout.header, "line", file, end, plain=plain
             )
-    values = _plain(block, num_lines, layout, data.missing, wanted.numbers - wanted.coded)
+    numbers = wanted.numbers - wanted.coded if data.notation is None else set()
+    values = _plain(block, num_lines, layout, data.no_value, numbers)
     if values is None:
         return _careful(file, block, layout, data, line, offset, last=True)[0]
     lines = np.arange(line + 1, line + 1 + num_lines)
@@ -263,7 +264,7 @@ def _careful(
         else:
             good.append((line + i + 1, row))
     values = clean(
-        _columns([row for _, row in good], layout.separator, len(layout.names)).get_columns(), data.missing
+        _columns([row for _, row in good], layout.separator, len(layout.names)).get_columns(), data.no_value
     )
     numbers = np.array([number for number, _ in good], dtype=np.int64)
     unread = "".join(f"{text}\n" for text in lines[used:]).encode()

@@ -127,12 +127,12 @@ def has_header(first: list[str], others: list[list[str]], data: TableDataConfig)
         return data.header == "yes"
     named = (data.label or "", *data.numeric, *data.categorical, *data.bags, *data.text, *data.ignore)
     given = {name for name in named if name and not is_number(name)}
-    below = [{row[i] for row in others if i < len(row)} - {"", *data.missing} for i in range(len(first))]
+    below = [{row[i] for row in others if i < len(row)} - {"", *data.no_value} for i in range(len(first))]
     if any(cell in given and cell not in values for cell, values in zip(first, below, strict=True)):
         return True
     if any(is_number(cell) for cell in first):
         return False
-    told = [cell not in ("", *data.missing) for cell in first]
+    told = [cell not in ("", *data.no_value) for cell in first]
     if any(name and values and all(map(is_number, values)) for name, values in zip(told, below, strict=True)):
         return True
     return (

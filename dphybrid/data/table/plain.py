@@ -16,9 +16,10 @@ from threading import Lock
 import numpy as np
 import polars as pl
 
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.encode import MAX_DEVIATION, NumericColumn
-from dphybrid.data.table.rows import clean
+from dphybrid.data.table.rows import as_numbers, clean
 from dphybrid.embedding.kernels import compiled_module
 from dphybrid.embedding.team import Kernel
 
@@ -178,7 +179,7 @@ class PlainBlock:
 
 
 def read_plain(
-    block: bytes, num_rows: int, names: list[str], separator: str, missing: Sequence[str], wanted: Wanted
+    block: bytes, num_rows: int, names: list[str], separator: str, data: TableDataConfig, wanted: Wanted
 ) -> PlainBlock | None:
     """Read a block without quotes whose lines end in \\n or \\r\\n; None where a row has not its columns, or
     something in it needs a closer look."""
@@ -196,13 +197,16 @@ def read_plain(
         7
     ]:
         return None
-    numeric = [i for i, name in enumerate(names) if name in wanted.numbers]
+    missing = data.no_value
+    numeric = [i for i, name in enumerate(names) if name in wanted.numbers and data.notation is None]
     coded = [i for i, name in enumerate(names) if name in wanted.coded]
     numbers, odd, keys = _read(block, places, num_rows, width, numeric, coded, missing)
     found = {names[i]: numbers[n] for n, i in enumerate(numeric)}
     closer = [names[i] for i, is_odd in zip(numeric, odd, strict=True) if is_odd]
+    if data.notation is not None:
+        closer = [name for name in names if name in wanted.numbers]
     for name, texts in zip(closer, _texts(block, names, separator, closer, missing), strict=True):
-        values = texts.cast(pl.Float64, strict=False)
+        values = as_numbers(texts, data)
         if int(values.is_finite().sum()) < len(texts) - texts.null_count():
             return None  # texts are needed, to say what is wrong
         found[name] = values.fill_null(float("nan")).to_numpy()

@@ -24,7 +24,7 @@ from dphybrid.data.table.columns import ColumnStore
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.fields import is_number
 from dphybrid.data.table.plain import KeyDictionary, PlainBlock, Wanted, uses_kernels
-from dphybrid.data.table.rows import Rows, check_enough, check_rejected, done
+from dphybrid.data.table.rows import Rows, as_numbers, check_enough, check_rejected, done
 from dphybrid.data.table.schema import ColumnOptions, Role, SchemaFile, inferred_role
 from dphybrid.data.table.splits import RowSplit, split_rows
 from dphybrid.util.errors import UserError
@@ -57,6 +57,7 @@ class Table:
 
     items: dictionaries of the bags' items. longest_bag: items of the fullest cell. left_out: by column, cells
     with too many items and how many items. compiled: it is so large that compiled code pays.
+    unlabelled: rows that were left out because they have no label.
     """
 
     label: str
@@ -70,6 +71,7 @@ class Table:
     longest_bag: int
     left_out: dict[str, tuple[int, int]]
     compiled: bool
+    unlabelled: int
 
     def values_of(self, name: str) -> pl.Series:
         """Return the texts by code of a column of categories or bags."""
@@ -91,7 +93,8 @@ def bag_form(column: Column) -> tuple[str | None, int]:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A chunk in numbers. columns: by name in the store; left_out: as in `Table`."""
+    """A chunk in numbers. columns: by name in the store; left_out: as in `Table`. unlabelled: rows without a
+    label, which are no part of it."""
 
     num_rows: int
     rejected: list[dict[str, Any]]
@@ -99,6 +102,7 @@ class _Encoded:
     bytes_read: int
     longest_bag: int
     left_out: dict[str, tuple[int, int]]
+    unlabelled: int
 
 
 class Reading:
@@ -130,6 +134,7 @@ class Reading:
         self.left_out: dict[str, tuple[int, int]] = {}
         self.wanted = Wanted()
         self._turns = itertools.count()
+        self.unlabelled = 0
         self.num_rows = 0
         self.num_read: int | None = None
 
@@ -156,6 +161,11 @@ class Reading:
         check_rejected(
             str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected
         )
+        if self.unlabelled and not self.num_rows:
+            raise UserError(
+                f"data.label={self.label!r}: none of the {self.unlabelled:,} rows of {self.data.path} has a "
+                "value in this column; name another one"
+            )
         check_enough(str(self.data.path), first, self.num_rows)
 
     def table(self) -> Table:
@@ -175,6 +185,7 @@ class Reading:
             self.longest_bag,
             self.left_out,
             self.wanted.compiled,
+            self.unlabelled,
         )
 
     def _start(self, rows: Rows) -> None:
@@ -190,7 +201,8 @@ class Reading:
             coded.append(self.split_column)
         self.wanted.compiled = uses_kernels(self.files)
         self.dictionaries = {
-            name: KeyDictionary(self.data.missing) if self.wanted.compiled else Dictionary() for name in coded
+            name: KeyDictionary(self.data.no_value) if self.wanted.compiled else Dictionary()
+            for name in coded
         }
         self.bags = {
             column.name: bag_form(column) for column in self.columns if column.role in ("bag", "text")
@@ -216,14 +228,19 @@ class Reading:
         place = {name: str(i) for i, name in enumerate(rows.names)}
         frame = rows.values
         nan = float("nan")
-        numbers = frame.select_seq(
-            pl.col(place[name]).cast(pl.Float64, strict=False).fill_null(nan) for name in self.numeric
+        numbers = (
+            frame.select_seq(
+                pl.col(place[name]).cast(pl.Float64, strict=False).fill_null(nan) for name in self.numeric
+            )
+            if self.data.notation is None
+            else pl.DataFrame(
+                [as_numbers(frame[place[name]], self.data).fill_null(nan) for name in self.numeric]
+            )
         )
         wrong_B, rejected = np.zeros(len(frame), bool), list(rows.rejected)
         unlabelled = frame[place[self.label]].is_null()
         if unlabelled.any():
             wrong_B |= unlabelled.to_numpy()
-            rejected += [self._rejected(rows, int(i), "no label") for i in np.flatnonzero(wrong_B)]
         for name in self.numeric:
             values, found = frame[place[name]], numbers[place[name]]
             if (
@@ -240,7 +257,7 @@ class Reading:
                 for i in np.flatnonzero(odd_B)
             ]
             wrong_B |= odd_B
-        if rejected:
+        if wrong_B.any():
             keep = pl.Series(~wrong_B)
             frame, numbers = frame.filter(keep), numbers.filter(keep) if self.numeric else numbers
         columns = {name: numbers[place[name]].to_numpy() for name in self.numeric}
@@ -255,7 +272,9 @@ class Reading:
             )
         longest, left_out = self._add_bags({name: frame[place[name]] for name in self.bags}, columns)
         rejected.sort(key=lambda row: row["line"])
-        return _Encoded(len(frame), rejected, columns, rows.bytes_read, longest, left_out)
+        return _Encoded(
+            len(frame), rejected, columns, rows.bytes_read, longest, left_out, int(unlabelled.sum())
+        )
 
     def _encoded_plain(self, rows: Rows, block: PlainBlock) -> _Encoded:
         """Do the same with a block of rows whose numbers and keys were read."""
@@ -266,13 +285,12 @@ class Reading:
             assert isinstance(dictionary, KeyDictionary)
             columns[self._key(name)] = block.codes(name, dictionary)
         longest, left_out = self._add_bags(block.texts(list(self.bags)), columns)
-        num_rows, rejected = len(rows), []
         labelled_B = columns[self._key(self.label)] > 0
-        if not labelled_B.all():
-            rejected = [self._rejected(rows, int(i), "no label") for i in np.flatnonzero(~labelled_B)]
+        unlabelled = len(rows) - int(labelled_B.sum())
+        if unlabelled:
             columns = {name: values_B[labelled_B] for name, values_B in columns.items()}
-            num_rows -= len(rejected)
-        return _Encoded(num_rows, rejected, columns, rows.bytes_read, longest, left_out)
+        num_rows = len(rows) - unlabelled
+        return _Encoded(num_rows, [], columns, rows.bytes_read, longest, left_out, unlabelled)
 
     def _add_bags(
         self, texts: dict[str, pl.Series], columns: dict[str, Array]
@@ -295,6 +313,7 @@ class Reading:
             self.left_out[name] = (before[0] + cells, before[1] + items)
         self.rejected += chunk.rejected
         self.num_rows += chunk.num_rows
+        self.unlabelled += chunk.unlabelled
         seen = self.num_rows + len(self.rejected)
         if (
             len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen
@@ -364,7 +383,7 @@ class Reading:
             elif not len(present) and len(rows) > len(sample):
                 role, reason = "categorical", f"no values in the first {len(sample):,} rows"
             else:
-                role, reason = inferred_role(name, present, len(sample))
+                role, reason = inferred_role(name, present, len(sample), self.data)
             samples = tuple(present.unique(maintain_order=True)[:3].to_list())
             columns.append(Column(name, role, reason, samples, own.model_copy(update={"role": role})))
         return columns

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.util.errors import UserError
 
@@ -88,6 +89,25 @@ def check_rejected(
             f"the first is line {first['line']}{where}: {first['reason']}; mend the file, set "
             "data.delimiter, or raise data.max_rejected"
         )
+
+
+def plain_notation(texts: pl.Series, data: TableDataConfig) -> pl.Series:
+    """Return texts with numbers as programs write them, where `data.decimal` and `data.thousands` say
+    otherwise; texts that are no such numbers stay."""
+    if data.notation is None:
+        return texts
+    numbers = texts.str.replace_all(data.thousands, "", literal=True) if data.thousands else texts
+    numbers = numbers.str.replace_all(data.decimal, ".", literal=True)
+    is_number = texts.str.contains(data.notation).fill_null(False)
+    return texts.zip_with(~is_number, numbers)
+
+
+def as_numbers(texts: pl.Series, data: TableDataConfig) -> pl.Series:
+    """Return texts, or numbers, as Float64; None for what is no number in the table's notation."""
+    if texts.dtype != pl.String or data.notation is None:
+        return texts.cast(pl.Float64, strict=False)
+    numbers = plain_notation(texts, data).cast(pl.Float64, strict=False)
+    return numbers.set(~texts.str.contains(data.notation).fill_null(True), None)
 
 
 def clean(columns: Sequence[pl.Series], missing: Sequence[str]) -> pl.DataFrame:

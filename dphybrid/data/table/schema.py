@@ -16,13 +16,15 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import polars as pl
 from pydantic import Field, ValidationError
 
 from dphybrid.config import Section
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.bags import SEPARATOR
+from dphybrid.data.table.rows import as_numbers, plain_notation
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_small_text
 
@@ -62,6 +64,19 @@ class ColumnOptions(Section):
     """Quantile buckets that get an embedding each; 0: none (numeric)."""
 
 
+_ITEMS = ("categorical", "bag", "text")
+EXAMPLES = {
+    "min_count": ("2  # values seen fewer times in the training part are the unknown one", _ITEMS),
+    "top": ("10000  # so many values, the most frequent ones, get a row of their own", _ITEMS),
+    "hash_buckets": ("1000  # rows that the other values share by a hash", _ITEMS),
+    "separator": ('"|"  # between the items of a cell', ("bag",)),
+    "max_items": ("16  # items of a cell that are looked up", ("bag", "text")),
+    "scale": ('"auto"  # or "log", "standard", "none"', ("numeric",)),
+    "buckets": ("32  # quantile buckets that get an embedding each; 0: none", ("numeric",)),
+}
+"""By option: what a schema file shows of it where it is not in use, and the roles that have it."""
+
+
 class SchemaFile(Section):
     """A schema file: the label, and a section a column."""
 
@@ -89,6 +104,8 @@ def schema_text(label: str, columns: Sequence[tuple[str, ColumnOptions]]) -> str
     """Return a schema as a TOML file."""
     lines = [
         "# Roles and encodings of a table's columns; --data.schema-file reads this file.",
+        f"# role: {', '.join(get_args(Role))}. A line after # is an option that is not in use; remove the #",
+        "# to use it.",
         f"label = {_quoted(label)}",
     ]
     for name, options in columns:
@@ -96,6 +113,11 @@ def schema_text(label: str, columns: Sequence[tuple[str, ColumnOptions]]) -> str
         values: dict[str, Any] = options.model_dump(exclude_defaults=True, exclude_none=True)
         lines += [
             f"{key} = {_quoted(value) if isinstance(value, str) else value}" for key, value in values.items()
+        ]
+        lines += [
+            f"# {key} = {example}"
+            for key, (example, roles) in EXAMPLES.items()
+            if key not in values and options.role in roles
         ]
     return "\n".join(lines) + "\n"
 
@@ -105,12 +127,12 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def inferred_role(name: str, present: pl.Series, num_rows: int) -> tuple[Role, str]:
+def inferred_role(name: str, present: pl.Series, num_rows: int, data: TableDataConfig) -> tuple[Role, str]:
     """Return (role, reason where it is not plain) of a column with the given values present, by the rules at
     the top of this file."""
     if not len(present):
         return "ignore", "no values"
-    others = present.filter(~finite(present))
+    others = present.filter(~as_numbers(present, data).is_finite().fill_null(False))
     if len(others):
         if len(others) <= FEW_OTHERS * len(present):
             return "categorical", f"{others[0]!r} is no number; data.missing can name it"
@@ -119,6 +141,7 @@ def inferred_role(name: str, present: pl.Series, num_rows: int) -> tuple[Role, s
             "categorical",
             f"most cells hold {SEPARATOR!r}; --data.bags would read their items" if several else "",
         )
+    present = plain_notation(present, data)
     if present.str.contains(r"^-?0\d").any():
         return "categorical", "leading zeros"
     whole = present.cast(pl.Int64, strict=False)
@@ -133,8 +156,3 @@ def inferred_role(name: str, present: pl.Series, num_rows: int) -> tuple[Role, s
     if _NAMES_AN_ID.search(name) or _CAMEL_ID.search(name):
         return "categorical", "named like an id"
     return "numeric", ""
-
-
-def finite(values: pl.Series) -> pl.Series:
-    """Tell which values are finite numbers (none: False)."""
-    return values.cast(pl.Float64, strict=False).is_finite().fill_null(False)

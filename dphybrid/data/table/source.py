@@ -62,6 +62,7 @@ class TableSource:
             mode="json", exclude={"path", "valid_path", "schema_file", "base", *LIMITS}
         )
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
+        values["missing"] = self.data.no_value
         values |= {"schema": self.schema.model_dump(mode="json")}
         # Bags came later: what has none keeps its digest.
         for name in ("bags", "text"):
@@ -157,6 +158,7 @@ class TableSource:
                 if table.left_out
                 else {}
             ),
+            **({"unlabelled_rows": table.unlabelled} if table.unlabelled else {}),
         }
         text = self._description(table, encoder, split, unseen)
 
@@ -228,17 +230,17 @@ class TableSource:
     ) -> list[str]:
         num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
         columns, classes, labels_B = table.columns, table.classes, table.labels_B
-        wide = max(len("column"), *(len(column.name) for column in columns))
+        wide = max(len("column"), *(len(printable(column.name)) for column in columns))
         lines = [
             f"  {self.data.path}: {len(labels_B):,} rows, label {table.label!r}: {classes[1]!r} is 1, "
             f"{classes[0]!r} is 0"
         ]
         lines += [f"  {'column':<{wide}}  role            ids  values such as"]
         for column in columns:
-            samples = ", ".join(text if len(text) <= 24 else text[:21] + "..." for text in column.samples)
+            samples = ", ".join(_shown(text) for text in column.samples)
             reason = f"  ({column.reason})" if column.reason else ""
             lines.append(
-                f"  {column.name:<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  "
+                f"  {printable(column.name):<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  "
                 f"{samples}{reason}"
             )
         lines.append(
@@ -264,12 +266,26 @@ class TableSource:
             "with column names, or --data.schema-file "
             "with an edited schema.toml of this folder; without a header columns are named 0, 1, ..."
         )
+        if table.unlabelled:
+            lines.append(
+                f"  {table.unlabelled:,} rows without a value of {table.label!r} are left out: they have no "
+                "answer to learn"
+            )
         if table.rejected:
             lines.append(
                 f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which "
                 "and why"
             )
         return lines
+
+
+def printable(text: str) -> str:
+    """Return a text with line ends and other signs that move a terminal's cursor written out."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def _shown(text: str) -> str:
+    return printable(text if len(text) <= 24 else text[:21] + "...")
 
 
 def _ids(

@@ -1,0 +1,140 @@
+"""Tables as people have them: rows without an answer, the many ways to write no value, other notations of
+numbers."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from pandas._libs.parsers import STR_NA_VALUES
+
+from dphybrid.config.tables import NO_VALUE, TableDataConfig
+from dphybrid.data import Prepared
+from dphybrid.data.table import delimited, plain
+from dphybrid.data.table.rows import as_numbers
+from dphybrid.data.table.schema import ColumnOptions, read_schema
+from dphybrid.util.errors import UserError
+from tests.preparing import prepare
+
+
+def table(folder: Path, text: str, **values: object) -> Prepared:
+    (folder / "x.csv").write_text(text)
+    config = TableDataConfig(**{"path": str(folder / "x.csv"), "label": "y", "min_count": 1} | values)  # type: ignore[arg-type]
+    return prepare("ctr", config, folder / "prepared", 0)
+
+
+@pytest.mark.parametrize("kernel_bytes", [0, 2**60])
+def test_rows_without_a_label_are_dropped_counted_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_bytes: int
+) -> None:
+    monkeypatch.setattr(plain, "KERNEL_BYTES", kernel_bytes)
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 500)
+    body = [f"{i % 9},{'' if i % 10 == 0 else 'NULL' if i % 10 == 1 else i % 2}" for i in range(1000)]
+    prepared = table(tmp_path, "\n".join(["a,y", *body]), max_rejected=0.0)
+    assert prepared.manifest.facts["unlabelled_rows"] == 200
+    assert prepared.manifest.rejected == 0
+    assert "200 rows without a value of 'y' are left out" in prepared.describe()
+    assert prepared.arrays["labels_B"].tolist() == [i % 2 for i in range(1000) if i % 10 > 1]
+
+
+def test_a_label_without_any_value_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data.label='y': none of the 3 rows .* has a value"):
+        table(tmp_path, "a,y\n1,\n2,NA\n3,?\n")
+
+
+def test_what_pandas_takes_for_no_value_is_none_here() -> None:
+    assert set(NO_VALUE) == STR_NA_VALUES - {""} | {"?"}
+
+
+@pytest.mark.parametrize("kernel_bytes", [0, 2**60])
+def test_given_texts_for_no_value_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_bytes: int
+) -> None:
+    monkeypatch.setattr(plain, "KERNEL_BYTES", kernel_bytes)
+    words = [*NO_VALUE, "none given", "-999", "real"]
+    body = [
+        f"{words[i % len(words)]},{i % 7 if i % 5 else words[i % (len(words) - 1)]},{i % 2}"
+        for i in range(220)
+    ]
+    prepared = table(tmp_path, "\n".join(["word,n,y", *body]), missing="none given,-999", numeric="n")
+    assert prepared.manifest.rejected == 0
+    ids = prepared.arrays["ids_BF"][:, 1]
+    assert ((ids == 0) == [i % len(words) != len(words) - 1 for i in range(220)]).all()
+
+
+@pytest.mark.parametrize(
+    ("decimal", "thousands", "numbers", "others"),
+    [
+        (
+            ",",
+            ".",
+            ["1.206,73", "-12,5", "7", "1.000.000", "1206,73", "1,5e3", ",5"],
+            ["1.5", "1.20", "a,b", "1,2,3"],
+        ),
+        (
+            ".",
+            ",",
+            ["1,206.73", "-12.5", "7", "1,000,000", "1206.73", "1.5e3", ".5"],
+            ["1,5", "12,34", "1,2"],
+        ),
+        (".", " ", ["1 206.73", "7"], ["1 2", "a b"]),
+        (",", "", ["1206,73", "7"], ["1206.73"]),
+    ],
+)
+def test_numbers_in_other_notations(
+    decimal: str, thousands: str, numbers: list[str], others: list[str]
+) -> None:
+    data = TableDataConfig(decimal=decimal, thousands=thousands)  # type: ignore[arg-type]
+    plainly = [text.replace(thousands, "").replace(decimal, ".") for text in numbers]
+    assert as_numbers(pl.Series(numbers), data).to_list() == [float(text) for text in plainly]
+    assert as_numbers(pl.Series(others), data).to_list() == [None] * len(others)
+
+
+@pytest.mark.parametrize("kernel_bytes", [0, 2**60])
+def test_a_table_in_another_notation_is_the_same_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_bytes: int
+) -> None:
+    monkeypatch.setattr(plain, "KERNEL_BYTES", kernel_bytes)
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 2000)
+    values = np.random.default_rng(0).normal(0, 5000, 400).round(2).tolist()
+    here = table(tmp_path, "\n".join(["n;y", *(f"{value};{i % 2}" for i, value in enumerate(values))]))
+    swapped = [f"{value:,.2f}".translate(str.maketrans(",.", ".,")) for value in values]
+    assert pd.Series(swapped).str.contains(r"\.").any()
+    there = table(
+        tmp_path,
+        "\n".join(["n;y", *(f"{value};{i % 2}" for i, value in enumerate(swapped))]),
+        decimal=",",
+        thousands=".",
+    )
+    assert there.manifest.facts["columns"][0]["role"] == "numeric"
+    assert there.manifest.arrays == here.manifest.arrays
+
+
+def test_one_sign_for_both_is_refused() -> None:
+    with pytest.raises(ValueError, match="give two signs"):
+        TableDataConfig(decimal=",", thousands=",")
+
+
+def test_the_schema_shows_every_option_and_reads_back(tmp_path: Path) -> None:
+    text = "\n".join(["n,word,tags,y", *(f"{i},{'ab'[i % 2]},a|b,{i % 3 % 2}" for i in range(40))])
+    prepared = table(tmp_path, text, bags="tags", numeric="n")
+    file = prepared.path / "schema.toml"
+    before = read_schema(file)
+    shown = file.read_text()
+    assert all(f"# {name} = " in shown for name in set(ColumnOptions.model_fields) - {"role"})
+    file.write_text(
+        "\n".join(line.removeprefix("# ") if " = " in line else line for line in shown.splitlines())
+    )
+    after = read_schema(file)  # every example is a value that its option takes
+    assert after.columns["n"].buckets == 32
+    assert after.columns["tags"].separator == "|"
+    assert before.columns["word"].top is None
+    assert after.columns["word"].top == 10000
+
+
+def test_cells_with_line_ends_are_printed_on_one_line(tmp_path: Path) -> None:
+    text = "word,y\n" + "".join(f'"first\nsecond\x1b[31m {"ab"[i % 2]}",{i % 2}\n' for i in range(40))
+    told = table(tmp_path, text).describe()
+    assert r"first\nsecond\x1b[31m a" in told
+    assert "\x1b" not in told
