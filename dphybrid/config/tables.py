@@ -42,6 +42,10 @@ class TableDataConfig(DataConfig):
     """Columns to read as bags: several values in a cell, such as drama|comedy, separated by commas."""
     text: Names = ()
     """Columns to read as free text, whose words are a bag, separated by commas."""
+    times: Names = ()
+    """Columns to read as dates or times, by commas: hour, weekday and day become numbers."""
+    dayfirst: bool = False
+    """Is 3/12/2024 the third of December? Else it is the twelfth of March."""
     ignore: Names = ()
     """Columns to leave out, separated by commas."""
     schema_file: str | None = None

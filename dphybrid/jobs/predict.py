@@ -221,6 +221,7 @@ class Predictor:
             "categorical": (),
             "bags": (),
             "text": (),
+            "times": (),
             "ignore": (),
         }
         data = {**self._data.model_dump(exclude={"valid_path", "split", "split_column"}), **known, **values}

@@ -132,7 +132,7 @@ def test_numbers_are_the_nearest_ones_in_float64() -> None:
         texts.append(f"{dice.choice(('', '-'))}{whole}.{part:0{dice.randint(1, 6)}d}")
     block = "".join(f"{text},x\n" for text in texts).encode()
     read = plain.read_plain(
-        block, len(texts), ["n", "t"], ",", TableDataConfig(), plain.Wanted({"n"}, {"t"}, True)
+        block, len(texts), ["n", "t"], ",", TableDataConfig(), plain.Wanted({"n"}, {"t"}, compiled=True)
     )
     assert read is not None
     assert read.numbers["n"].tolist() == [float(text) for text in texts]

@@ -1,6 +1,7 @@
 """Tables as people have them: rows without an answer, the many ways to write no value, other notations of
 numbers."""
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from pandas._libs.parsers import STR_NA_VALUES
 from dphybrid.config.tables import NO_VALUE, TableDataConfig
 from dphybrid.data import Prepared
 from dphybrid.data.table import delimited, plain
+from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.rows import as_numbers
 from dphybrid.data.table.schema import ColumnOptions, read_schema
+from dphybrid.data.table.times import parts, seconds
 from dphybrid.util.errors import UserError
 from tests.preparing import prepare
 
@@ -131,6 +134,82 @@ def test_the_schema_shows_every_option_and_reads_back(tmp_path: Path) -> None:
     assert after.columns["tags"].separator == "|"
     assert before.columns["word"].top is None
     assert after.columns["word"].top == 10000
+
+
+@pytest.mark.parametrize(
+    ("text", "day_first", "wanted"),
+    [
+        ("2024-12-31", False, "2024-12-31T00:00:00"),
+        ("2024-12-31 23:59", False, "2024-12-31T23:59:00"),
+        ("2024-12-31T23:59:58.25Z", False, "2024-12-31T23:59:58"),
+        ("2024-12-31 01:02:03.123456+02:00", False, "2024-12-31T01:02:03"),
+        ("31.12.2024 7:05", False, "2024-12-31T07:05:00"),
+        ("12/31/2024", False, "2024-12-31T00:00:00"),
+        ("3/12/2024", True, "2024-12-03T00:00:00"),
+        ("3/12/2024", False, "2024-03-12T00:00:00"),
+        ("20241231", False, "2024-12-31T00:00:00"),
+        ("1965-02-01 10:00", False, "1965-02-01T10:00:00"),
+        ("2024-02-30", False, None),
+        ("31/12/2024", False, None),
+        ("7", False, None),
+        ("a day", False, None),
+    ],
+)
+def test_dates_and_times(text: str, day_first: bool, wanted: str | None) -> None:
+    found = seconds(pl.Series([text, None]), day_first)
+    if wanted is None:
+        assert found.to_list() == [None, None]
+        return
+    moment = datetime.fromisoformat(wanted).replace(tzinfo=UTC)
+    assert found.to_list() == [moment.timestamp(), None]
+    assert [part.to_list()[0] for part in parts(found)] == [
+        moment.hour,
+        moment.isoweekday(),
+        moment.timestamp() // 86_400,
+    ]
+
+
+@pytest.mark.parametrize("kernel_bytes", [0, 2**60])
+def test_a_time_becomes_numbers_that_new_rows_get_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_bytes: int
+) -> None:
+    monkeypatch.setattr(plain, "KERNEL_BYTES", kernel_bytes)
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 2000)
+    start = datetime(2024, 1, 1, tzinfo=UTC)
+    moments = [start + timedelta(hours=7 * i) for i in range(600)]
+    texts = ["" if i % 50 == 49 else f"{moment:%d.%m.%Y %H:%M}" for i, moment in enumerate(moments)]
+    body = [f"{text},{'ab'[i % 2]},{i % 3 % 2}" for i, text in enumerate(texts)]
+    body[300] = "yesterday,a,1"
+    prepared = table(tmp_path, "\n".join(["at,w,y", *body]), times="at", max_rejected=0.01)
+    assert prepared.manifest.rejected == 1
+    rejected = (prepared.path / "rejected.jsonl").read_text()
+    assert "column 'at' holds 'yesterday', no date or time" in rejected
+    assert prepared.manifest.info["columns"][:3] == [
+        {"name": "at (hour)", "role": "buckets", "num_ids": prepared.manifest.info["num_ids"][0]},
+        {"name": "at (weekday)", "role": "buckets", "num_ids": prepared.manifest.info["num_ids"][1]},
+        {"name": "at (day)", "role": "buckets", "num_ids": prepared.manifest.info["num_ids"][2]},
+    ]
+    shown = (prepared.path / "schema.toml").read_text()
+    assert 'role = "time"' in shown
+    assert "hour" not in shown
+    encoder = TableEncoder.load(prepared.path / "encoder")
+    assert encoder.names == ["w", "at"]
+    kept = [i for i in range(600) if i != 300]
+    found, wrong = encoder.encode(
+        {
+            "w": pl.Series(["ab"[i % 2] for i in kept]),
+            "at": pl.Series([texts[i] or None for i in kept]),
+        }
+    )
+    assert wrong == 0
+    assert (found["ids_BF"] == prepared.arrays["ids_BF"]).all()
+    assert (found["dense_BN"] == prepared.arrays["dense_BN"]).all()
+    assert encoder.encode({"w": pl.Series(["a"]), "at": pl.Series(["soon"])})[1] == 1
+
+
+def test_a_column_of_dates_is_told(tmp_path: Path) -> None:
+    body = "\n".join(f"2024-01-{1 + i % 28:02d},{i % 2}" for i in range(60))
+    assert "--data.times would read hour, weekday and day" in table(tmp_path, f"at,y\n{body}\n").describe()
 
 
 def test_cells_with_line_ends_are_printed_on_one_line(tmp_path: Path) -> None:

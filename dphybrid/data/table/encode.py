@@ -18,6 +18,7 @@ import polars as pl
 from dphybrid.data.batches import Array
 from dphybrid.data.table.bags import BagColumn, one_width
 from dphybrid.data.table.categories import MISSING_ID, CategoryColumn
+from dphybrid.data.table.times import part_columns, part_names, seconds
 
 MAX_DEVIATION = 100.0
 """Standard deviations at which a standardized number is cut off, so that one absurd value cannot drown a
@@ -140,19 +141,23 @@ class TableEncoder:
     bags, `bags_BFL`. What it has learnt is saved beside a checkpoint.
 
     label: name of the answer's column, classes: its two values, the positive one last. missing: texts that
-    mean no value.
-    """
+    mean no value. times: columns of dates and times, whose parts are among `numeric`; dayfirst: how they are
+    read."""
 
     numeric: tuple[NumericColumn, ...]
     categories: tuple[CategoryColumn, ...]
     label: str
     classes: tuple[str, str]
     bags: tuple[BagColumn, ...] = ()
+    times: tuple[str, ...] = ()
+    dayfirst: bool = False
 
     @property
     def names(self) -> list[str]:
         """Columns that are read."""
-        return [column.name for column in self.numeric] + [column.name for column in self.vocabularies]
+        made = {part for name in self.times for part in part_names(name)}
+        numeric = [column.name for column in self.numeric if column.name not in made]
+        return numeric + [column.name for column in self.vocabularies] + list(self.times)
 
     @property
     def vocabularies(self) -> tuple[CategoryColumn, ...]:
@@ -188,6 +193,12 @@ class TableEncoder:
         """
         raw, wrong = {}, 0
         num_rows = len(columns[self.names[0]])
+        columns = dict(columns)
+        for name in self.times:
+            second_B = seconds(columns[name], self.dayfirst)
+            wrong += second_B.null_count() - columns[name].null_count()
+            found = part_columns(name, second_B).items()
+            columns |= {part: pl.Series(values).fill_nan(None) for part, values in found}
         for column in self.numeric:
             series = columns[column.name]
             numbers = series.cast(pl.Float64, strict=False)
@@ -204,12 +215,14 @@ class TableEncoder:
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
         folder.mkdir(exist_ok=True)
-        page = {
+        page: dict[str, Any] = {
             "numeric": [asdict(column) for column in self.numeric],
             "categories": [{"name": c.name, "hash_buckets": c.hash_buckets} for c in self.categories],
             "label": self.label,
             "classes": list(self.classes),
         }
+        if self.times:
+            page |= {"times": list(self.times), "dayfirst": self.dayfirst}
         if self.bags:
             page["bags"] = [
                 {
@@ -247,4 +260,6 @@ class TableEncoder:
                 BagColumn(**c, vocabulary=v)
                 for c, v in zip(bags, vocabularies[len(categories) :], strict=True)
             ),
+            tuple(page.get("times", ())),
+            page.get("dayfirst", False),
         )

@@ -20,6 +20,7 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.encode import MAX_DEVIATION, NumericColumn
 from dphybrid.data.table.rows import as_numbers, clean
+from dphybrid.data.table.times import part_columns, seconds
 from dphybrid.embedding.kernels import compiled_module
 from dphybrid.embedding.team import Kernel
 
@@ -146,10 +147,12 @@ class KeyDictionary:
 
 @dataclass
 class Wanted:
-    """Names of columns to read as numbers, and of those whose texts are coded. compiled: by compiled code."""
+    """Names of columns to read as numbers, of those whose texts are coded, and of times. compiled: by
+    compiled code."""
 
     numbers: set[str] = field(default_factory=set)
     coded: set[str] = field(default_factory=set)
+    times: set[str] = field(default_factory=set)
     compiled: bool = False
 
 
@@ -210,6 +213,12 @@ def read_plain(
         if int(values.is_finite().sum()) < len(texts) - texts.null_count():
             return None  # texts are needed, to say what is wrong
         found[name] = values.fill_null(float("nan")).to_numpy()
+    times = [name for name in names if name in wanted.times]
+    for name, texts in zip(times, _texts(block, names, separator, times, missing), strict=True):
+        second_B = seconds(texts, data.dayfirst)
+        if second_B.null_count() > texts.null_count():
+            return None
+        found |= part_columns(name, second_B)
     return PlainBlock(
         block, places, names, separator, missing, found, {names[i]: keys[n] for n, i in enumerate(coded)}
     )

@@ -27,6 +27,7 @@ from dphybrid.data.table.plain import KeyDictionary, PlainBlock, Wanted, uses_ke
 from dphybrid.data.table.rows import Rows, as_numbers, check_enough, check_rejected, done
 from dphybrid.data.table.schema import ColumnOptions, Role, SchemaFile, inferred_role
 from dphybrid.data.table.splits import RowSplit, split_rows
+from dphybrid.data.table.times import part_columns, part_names, parts, seconds
 from dphybrid.util.errors import UserError
 
 POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
@@ -128,6 +129,7 @@ class Reading:
         self.names: list[str] = []
         self.dictionaries: dict[str, Dictionary | KeyDictionary] = {}
         self.numeric: list[str] = []
+        self.times: list[str] = []
         self.bags: dict[str, tuple[str | None, int]] = {}
         self.items: dict[str, Dictionary] = {}
         self.longest_bag = 1
@@ -192,7 +194,9 @@ class Reading:
         self.names = rows.names
         self.label = self._find(rows, self.data.label or self.schema.label or "", "data.label")
         self.columns = self._roles(rows)
-        self.numeric = [column.name for column in self.columns if column.role == "numeric"]
+        self.times = [column.name for column in self.columns if column.role == "time"]
+        derived = {part for name in self.times for part in part_names(name)}
+        self.numeric = [c.name for c in self.columns if c.role == "numeric" and c.name not in derived]
         coded = [self.label, *(column.name for column in self.columns if column.role == "categorical")]
         self.split_column = (
             self._find(rows, self.data.split_column, "data.split_column") if self.data.split_column else None
@@ -210,6 +214,7 @@ class Reading:
         self.items = {name: Dictionary() for name in self.bags}
         self.wanted.coded.update(coded)
         self.wanted.numbers.update(self.numeric)
+        self.wanted.times.update(self.times)
 
     def _encoded(self, rows: Rows) -> _Encoded:
         """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
@@ -257,10 +262,27 @@ class Reading:
                 for i in np.flatnonzero(odd_B)
             ]
             wrong_B |= odd_B
+        second = {name: seconds(frame[place[name]], self.data.dayfirst) for name in self.times}
+        for name, found in second.items():
+            values = frame[place[name]]
+            odd_B = (values.is_not_null() & found.is_null()).to_numpy() & ~wrong_B
+            hint = "mend it, list it in data.missing, or name the column in data.categorical"
+            rejected += [
+                self._rejected(
+                    rows,
+                    int(i),
+                    f"data.times: column {name!r} holds {values[int(i)]!r}, no date or time; {hint}",
+                )
+                for i in np.flatnonzero(odd_B)
+            ]
+            wrong_B |= odd_B
         if wrong_B.any():
             keep = pl.Series(~wrong_B)
+            second = {name: found.filter(keep) for name, found in second.items()}
             frame, numbers = frame.filter(keep), numbers.filter(keep) if self.numeric else numbers
         columns = {name: numbers[place[name]].to_numpy() for name in self.numeric}
+        for name, found in second.items():
+            columns |= part_columns(name, found)
         # One after another: the other threads have chunks of their own.
         by_polars = {n: d for n, d in self.dictionaries.items() if isinstance(d, Dictionary)}
         codes = frame.select_seq(d.expression(place[name]) for name, d in by_polars.items())
@@ -351,6 +373,7 @@ class Reading:
             ("data.categorical", "categorical", self.data.categorical),
             ("data.bags", "bag", self.data.bags),
             ("data.text", "text", self.data.text),
+            ("data.times", "time", self.data.times),
             ("data.ignore", "ignore", self.data.ignore),
         )
         for flag, role, names in flags:
@@ -386,6 +409,19 @@ class Reading:
                 role, reason = inferred_role(name, present, len(sample), self.data)
             samples = tuple(present.unique(maintain_order=True)[:3].to_list())
             columns.append(Column(name, role, reason, samples, own.model_copy(update={"role": role})))
+            if role == "time":
+                columns += self._parts(rows, name, sample.to_series(place), own)
+        return columns
+
+    def _parts(self, rows: Rows, name: str, texts: pl.Series, own: ColumnOptions) -> list[Column]:
+        """Return the numeric columns that a time becomes."""
+        columns = []
+        for part, values in zip(part_names(name), parts(seconds(texts, self.data.dayfirst)), strict=True):
+            if part in rows.names:
+                raise UserError(f"data.times={name!r}: {rows.file} has a column {part!r} already; rename it")
+            samples = tuple(f"{value:g}" for value in values.drop_nans().unique(maintain_order=True)[:3])
+            options = own.model_copy(update={"role": "numeric"})
+            columns.append(Column(part, "numeric", f"of {name}", samples, options))
         return columns
 
     def _labels(self) -> tuple[Array, list[str]]:

@@ -5,6 +5,7 @@ overridden by flags or a file.
   each frequent value its own row;
 - categorical: some value is no number; or numbers that are names: written with a leading zero (007), beyond
   2^53, or whole numbers in a column whose name ends in id, code, zip, ... (user_id, itemId);
+- time: dates and times, whose hour, weekday and day become numeric columns; never inferred, but told;
 - bag, text: several values in a cell, the words of a free text; never inferred, but a column that looks like
   bags is told;
 - ignore: a row number (whole numbers that grow by one from row to row, hardly any left out), as data frames
@@ -25,6 +26,7 @@ from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.bags import SEPARATOR
 from dphybrid.data.table.rows import as_numbers, plain_notation
+from dphybrid.data.table.times import seconds
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_small_text
 
@@ -38,7 +40,7 @@ ROW_GAPS = 0.05
 _NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
 _CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
 
-Role = Literal["numeric", "categorical", "bag", "text", "ignore"]
+Role = Literal["numeric", "categorical", "bag", "text", "time", "ignore"]
 
 
 class ColumnOptions(Section):
@@ -46,7 +48,7 @@ class ColumnOptions(Section):
     data section of the config."""
 
     role: Role | None = None
-    """numeric, categorical, bag, text or ignore."""
+    """numeric, categorical, bag, text, time or ignore."""
     min_count: int | None = Field(default=None, ge=1)
     """Values seen fewer times in the training part become the unknown one (categorical, bag, text)."""
     top: int | None = Field(default=None, ge=1)
@@ -136,6 +138,8 @@ def inferred_role(name: str, present: pl.Series, num_rows: int, data: TableDataC
     if len(others):
         if len(others) <= FEW_OTHERS * len(present):
             return "categorical", f"{others[0]!r} is no number; data.missing can name it"
+        if seconds(others, data.dayfirst).is_not_null().all():
+            return "categorical", "dates or times; --data.times would read hour, weekday and day"
         several = 2 * int(others.str.contains(SEPARATOR, literal=True).sum()) > len(present)
         return (
             "categorical",

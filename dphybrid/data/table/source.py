@@ -26,6 +26,7 @@ from dphybrid.data.table.encode import FIT_ROWS, NumericColumn, TableEncoder, fi
 from dphybrid.data.table.extend import Base, extended, extended_split, open_base, row_keys
 from dphybrid.data.table.reading import Column, Reading, Table, bag_form
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
+from dphybrid.data.table.times import part_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
@@ -164,7 +165,10 @@ class TableSource:
 
         def save(folder: Path) -> None:
             encoder.save(folder / "encoder")
-            schema = schema_text(table.label, [(column.name, column.options) for column in table.columns])
+            made = {part for c in table.columns if c.role == "time" for part in part_names(c.name)}
+            schema = schema_text(
+                table.label, [(c.name, c.options) for c in table.columns if c.name not in made]
+            )
             (folder / "schema.toml").write_text(schema, encoding="utf-8")
 
         return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, table.rejected, save)
@@ -205,7 +209,7 @@ class TableSource:
                 return found
             return BagColumn(found.name, found.vocabulary, found.hash_buckets, *bag_form(column))
 
-        used = [column for column in table.columns if column.role != "ignore"]
+        used = [column for column in table.columns if column.role not in ("ignore", "time")]
         fitted: list[NumericColumn | CategoryColumn] = []
         for column in mapped(fit, used):
             fitted.append(column)
@@ -220,6 +224,8 @@ class TableSource:
             table.label,
             (table.classes[0], table.classes[1]),
             tuple(column for column in fitted if isinstance(column, BagColumn)),
+            tuple(column.name for column in table.columns if column.role == "time"),
+            self.data.dayfirst,
         )
         if self.base:
             encoder = extended(self.base.encoder, encoder)
@@ -262,7 +268,8 @@ class TableSource:
                 "out; max_items in schema.toml"
             )
         lines.append(
-            "  Other roles: --data.numeric, --data.categorical, --data.bags, --data.text, --data.ignore "
+            "  Other roles: --data.numeric, --data.categorical, --data.bags, --data.text, --data.times, "
+            "--data.ignore "
             "with column names, or --data.schema-file "
             "with an edited schema.toml of this folder; without a header columns are named 0, 1, ..."
         )
@@ -337,7 +344,7 @@ def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
     now = {
         c.name: form_text(*bag_form(c)) if c.role in ("bag", "text") else c.role
         for c in table.columns
-        if c.role != "ignore"
+        if c.role not in ("ignore", "time")
     }
     for name, form in before.items():
         if name not in now:
