@@ -59,12 +59,13 @@ def compiled_folder(data_dir: Path) -> Path:
     where that cannot be written, in `data_dir`."""
     usual = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local")}
     place = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
-    folder = Path(place).expanduser() / "dphybrid"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a service without a home
+        folder = Path(place).expanduser()
+    except RuntimeError:  # a service without a home
         return data_dir / "compiled"
-    return folder / "compiled" if os.access(folder, os.W_OK) else data_dir / "compiled"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK)
+    return (folder / "dphybrid" if writable else data_dir) / "compiled"
 
 
 def _sources_digest() -> str:
