@@ -13,7 +13,7 @@ from torch import nn
 
 from dphybrid.embedding import find_tables
 from dphybrid.parallel import find_data_parallel
-from dphybrid.util.labels import labelled
+from dphybrid.util.labels import labelled, profiler_looks_on
 
 NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile")
 """Stages that happen between steps and do not count as their time."""
@@ -96,7 +96,7 @@ class StageClock:
     def enter(self, stage: str) -> None:
         self._switch(stage)
         self._stack.append(stage)
-        label = labelled(stage) if torch.autograd._profiler_enabled() else None
+        label = labelled(stage) if profiler_looks_on() else None
         self._labels.append(label)
         if label is not None:
             label.__enter__()

@@ -10,7 +10,7 @@ from typing import Any
 from dphybrid.util.labels import PREFIX
 
 _WIDTH, _LEFT, _ROW, _TOP = 1200, 150, 22, 46
-_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#7a7a7a")
+_COLOURS = ("#8ecae6", "#f4a9a0", "#b7e4c7", "#ffe08a", "#d9b8f0", "#d0d0d0", "#f4c6d7", "#c9d6a3", "#a9b8f0")
 _BEGIN = "zero_grad"
 """The stage with which a step begins."""
 
@@ -99,7 +99,7 @@ def draw(bars: list[Bar], title: str) -> str:
             )
             if width > 7 * len(bar.label):
                 parts.append(
-                    f'<text x="{x + 3:.1f}" y="{y + 14}" fill="#fff">{html.escape(bar.label)}</text>'
+                    f'<text x="{x + 3:.1f}" y="{y + 14}" fill="#111">{html.escape(bar.label)}</text>'
                 )
             parts.append("</g>")
         top += _ROW * (1 + max(bar.depth for bar in own)) + 10

@@ -2,9 +2,15 @@
 
 from contextlib import AbstractContextManager
 
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 PREFIX = "dphybrid/"
+
+
+def profiler_looks_on() -> bool:
+    """Is a profile being made? `torch.autograd._profiler_enabled` does not see one of all threads."""
+    return bool(profiler._is_profiler_enabled)
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
