@@ -49,7 +49,8 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     data = run.open_data()
     tracker = attached(run, settings)
     table = [row.table_row() for row in splits.rows]
-    replicas = run.config.cluster.ranks or len(resolve_devices(result.devices))
+    of_ranks = sum(row.number == 1 for row in splits.rows)  # a resume may have changed their number
+    replicas = of_ranks if run.config.cluster.ranks else len(resolve_devices(result.devices))
     warnings = balance_warnings(table, replicas, result.system, result.stages)
     if result.steps_skipped:
         warnings.insert(
