@@ -88,7 +88,7 @@ def commands() -> list[str]:
         for fences in FENCES.values()
         for language, code in fences
         if language != "python"
-        for line in code.split("\n")
+        for line in code.replace("\\\n", " ").split("\n")
     ]
     inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", EVERYTHING, flags=re.DOTALL | re.MULTILINE))
     parts = [
