@@ -48,6 +48,7 @@ class SpreadWriter(CheckpointWriter):
         facts: Mapping[str, Any],
         record: Mapping[str, Any] | None = None,
         then: Callable[[Saved], None] = lambda _: None,
+        first: Callable[[], None] = lambda: None,
     ) -> Path:
         """Write a checkpoint; see `CheckpointWriter.save`. Raises UserError on all ranks when rank 0 does."""
         path, problem = answer = "", ""
@@ -57,7 +58,7 @@ class SpreadWriter(CheckpointWriter):
         else:
             with self._spread.served():
                 try:
-                    path = str(super().save(config, facts, record, then))
+                    path = str(super().save(config, facts, record, then, first))
                 except (UserError, OSError) as error:  # a full disk, say
                     problem = str(error)
             self._ranks.told((path, problem))

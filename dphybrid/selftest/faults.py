@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,10 +30,12 @@ removed in folders not fsynced since. The others: the operation fails once with 
 
 class Faults:
     """Counts operations below `root` and, at number `target` (from 1; 0: never), does what `mode` says. seed:
-    which unsynced files go."""
+    which unsynced files go. slow_s: how much longer each fsync takes."""
 
-    def __init__(self, root: Path, target: int = 0, mode: str = "kill", seed: int = 0) -> None:
-        self.root, self.target, self.mode = str(root) + os.sep, target, mode
+    def __init__(
+        self, root: Path, target: int = 0, mode: str = "kill", seed: int = 0, slow_s: float = 0.0
+    ) -> None:
+        self.root, self.target, self.mode, self.slow_s = str(root) + os.sep, target, mode, slow_s
         self.count = 0
         self._counting = threading.Lock()
         self._random = random.Random(seed)
@@ -118,6 +121,7 @@ class Faults:
             self.hit(f"fsync {name}")
             self._unsynced.discard(stat.st_ino)
             self._undo = [(inode, step) for inode, step in self._undo if inode != stat.st_ino]
+            time.sleep(self.slow_s)
         self._real["fsync"](handle)
 
     def _rename(self, source: Any, target: Any, **kwargs: Any) -> None:

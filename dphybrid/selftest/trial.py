@@ -38,9 +38,12 @@ def run_trial(
     target: int = 0,
     mode: str = "kill",
     kill_after_s: float | None = None,
+    recorded: bool = False,
+    slow_s: float = 0.0,
 ) -> tuple[int, int, str]:
     """Train, or go on with what there is, and hit operation `target`; return exit code, number of operations,
-    and output. kill_after_s: SIGKILL from outside then.
+    and output. kill_after_s: SIGKILL from outside then. recorded: in the embedded MLflow store. slow_s: how
+    much longer each fsync takes.
 
     Exit codes: 0 done, 2 told as UserError, 1 an error that is foreign to the user, 137 killed by itself, -9
     from outside.
@@ -49,7 +52,7 @@ def run_trial(
     context.set_forkserver_preload([__name__])
     log = data_dir.parent / f"{data_dir.name}.log"
     log.unlink(missing_ok=True)
-    child = context.Process(target=_work, args=(data_dir, overrides, target, mode, log))
+    child = context.Process(target=_work, args=(data_dir, overrides, target, mode, log, recorded, slow_s))
     child.start()
     if kill_after_s is not None:
         child.join(kill_after_s)
@@ -63,16 +66,20 @@ def run_trial(
     return child.exitcode or 0, int(found[1]) if found else 0, text
 
 
-def _work(data_dir: Path, overrides: list[str], target: int, mode: str, log: Path) -> None:
+def _work(
+    data_dir: Path, overrides: list[str], target: int, mode: str, log: Path, recorded: bool, slow_s: float
+) -> None:
     stream = log.open("w", buffering=1)
     sys.stdout = sys.stderr = stream
     os.environ.update(DPHYBRID_DATA_DIR=str(data_dir), DPHYBRID_TRACKING_URI="none", DPHYBRID_THREADS="1")
+    if recorded:
+        del os.environ["DPHYBRID_TRACKING_URI"]
     for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_DEVICES", "DPHYBRID_EXPERIMENT"):
         os.environ.pop(name, None)
     os.chdir(data_dir.parent)
     for name in ("rows_per_replica_figure", "stage_figure", "curves_figure"):
         setattr(figures, name, lambda *_: b"")  # pictures take a second, and nothing is recorded here
-    faults = Faults(data_dir, target, mode, seed=target)
+    faults = Faults(data_dir, target, mode, seed=target, slow_s=slow_s)
     faults.install()
     code = 0
     try:

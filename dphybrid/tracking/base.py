@@ -86,6 +86,10 @@ class Tracker:
     ) -> None:
         """Record what the run was trained on."""
 
+    def keep(self) -> None:
+        """Have what was recorded so far outlive a loss of power: before a checkpoint does, from which a run
+        would go on."""
+
     def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
         """Record which checkpoints the run keeps now, each as a model that can be loaded back; others are
         removed from the record.

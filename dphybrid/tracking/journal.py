@@ -145,7 +145,7 @@ class Journal:
     def set_destination(self, **values: str) -> None:
         """Keep where the records go: tracking_uri, experiment_id."""
         self._make_folder()
-        write_page(self._path("json"), values)
+        write_page(self._path("json"), values, sync=True)
 
     def destination(self) -> dict[str, str]:
         """Return what `set_destination` kept, or nothing."""
@@ -172,10 +172,21 @@ class Journal:
             self._number = number
             os.pwrite(self._count_file, count_page(number), 0)
             if sync:
-                os.fsync(self._file)
-                os.fsync(self._count_file)
-                sync_folder(self._folder)
+                self._sync()
             return number
+
+    def sync(self) -> None:
+        """Have all records so far outlive a loss of power."""
+        with self._writing:
+            if self._file is not None:
+                self._sync()
+
+    def _sync(self) -> None:
+        assert self._file is not None
+        assert self._count_file is not None
+        os.fsync(self._file)
+        os.fsync(self._count_file)
+        sync_folder(self._folder)
 
     def _write(self, line: bytes) -> None:
         assert self._file is not None
@@ -328,7 +339,7 @@ class Journal:
                     ]
                 )
                 lost += len(missing)
-                write_page(self._path("lost"), [lost, expected])
+                write_page(self._path("lost"), [lost, expected], sync=True)
             if cut_off or there != sorted(set(there)):
                 ordered = dict(sorted(records))
                 write_whole(self.lines, b"".join(line + b"\n" for line in ordered.values()), sync=True)
@@ -379,7 +390,7 @@ class Journal:
     def _save_steps(self) -> None:
         steps = {**self._earlier, **self._fresh_steps}
         if steps:
-            write_page(self._path("steps.json"), [steps, self._history[1]])
+            write_page(self._path("steps.json"), [steps, self._history[1]], sync=True)
 
 
 def journals(folder: Path) -> list[Journal]:

@@ -45,10 +45,11 @@ def count_page(number: int) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def write_page(path: Path, value: Any) -> None:
-    """Write a small page so that a reader sees the old one or the new one, never half of it."""
+def write_page(path: Path, value: Any, *, sync: bool = False) -> None:
+    """Write a small page so that a reader sees the old one or the new one, never half of it; with `sync` also
+    after a loss of power."""
     body = json.dumps(value).encode()
-    write_whole(path, b"%08x %s\n" % (zlib.crc32(body), body))
+    write_whole(path, b"%08x %s\n" % (zlib.crc32(body), body), sync=sync)
 
 
 def read_page(path: Path) -> tuple[Any, bool]:

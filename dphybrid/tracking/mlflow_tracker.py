@@ -7,6 +7,7 @@ The client with an explicit run id is used, never the fluent functions, whose ac
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -52,6 +53,7 @@ class MlflowTracker(Tracker):
         self._experiment_id = ""
         self._journal: Journal | None = None
         self._sender: Sender | None = None
+        self._opening = threading.Lock()
 
     @property
     def run_url(self) -> str:
@@ -111,8 +113,9 @@ class MlflowTracker(Tracker):
     def _open_journal(self) -> Journal:
         if self._journal is None:
             raise RuntimeError("no run: call start(), resume() or attach() first")
-        if self._sender is None:
-            self._sender = Sender(self._journal, *writer_of(self._journal, self._uri, self._upload_limit))
+        with self._opening:  # a checkpoint's thread may be first
+            if self._sender is None:
+                self._sender = Sender(self._journal, *writer_of(self._journal, self._uri, self._upload_limit))
         return self._journal
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -167,6 +170,9 @@ class MlflowTracker(Tracker):
         }
         self._append({"op": "dataset", **values, "context": context})
 
+    def keep(self) -> None:
+        self._open_journal().sync()
+
     def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
         journal = self._open_journal()
         cards = []
@@ -180,8 +186,6 @@ class MlflowTracker(Tracker):
                 "metrics": {name: point for name, point in found.items() if point is not None},
             }
             cards.append(values)
-        # A run goes on from here after a loss of power, so what was recorded before must last as the
-        # checkpoint does.
         self._append(
             {"op": "checkpoints", "kept": cards, "dataset": list(dataset) if dataset else None}, sync=True
         )

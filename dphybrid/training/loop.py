@@ -288,7 +288,8 @@ def checkpoint(session: Session, meter: Meter) -> Path:
             "meter": meter.state(),
             "saving": session.saver.costs.model_dump(),
         }
-        return session.saver.save(session.config.model_dump(mode="json"), session.facts, record, then)
+        values = session.config.model_dump(mode="json")
+        return session.saver.save(values, session.facts, record, then, first=session.tracker.keep)
 
 
 def keep_checkpoints(session: Session, progress: Progress) -> None:

@@ -149,12 +149,14 @@ class CheckpointWriter:
         facts: Mapping[str, Any],
         record: Mapping[str, Any] | None = None,
         then: Callable[[Saved], None] = lambda _: None,
+        first: Callable[[], None] = lambda: None,
     ) -> Path:
         """Begin to write a checkpoint of this moment and return its path; it is there after `wait`. The same
         step again replaces the page alone where the tensors are the same.
 
         config: the experiment's values. facts: what else belongs into state.json (digests of data, devices).
-        record: goes on at a resume. then: called when it is there, in the thread that writes. Raises
+        record: goes on at a resume. first, then: called before it is written and when it is there, in the
+        thread that writes. Raises
         UserError, and writes nothing, when a weight or a state is no number any more; and what the writing of
         the checkpoint before has failed with.
         """
@@ -192,6 +194,7 @@ class CheckpointWriter:
         def work() -> None:
             began = time.perf_counter()
             try:
+                first()
                 if same:
                     page.write(final / "state.json")
                     written = (final / "state.json").stat().st_size

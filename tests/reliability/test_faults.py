@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.tracking import MlflowClient
 
+from dphybrid.jobs.pages import RunPage
 from dphybrid.selftest.faults import KILLED, MODES
 from dphybrid.selftest.trial import came_to, run_trial
+from dphybrid.tracking.opening import embedded_uri, make_database
 
 TRIALS = os.environ.get("DPHYBRID_FAULTS", "4")
 CLICKS = Path(__file__).parent.parent / "fixtures" / "run_without_version" / "clicks.csv"
@@ -112,3 +115,56 @@ def test_a_run_that_is_hit_again_and_again_comes_to_the_same(
     code, _, output = run_trial(tmp_path / "data", options)
     assert code == 0, output
     assert came_to(tmp_path / "data") == expected
+
+
+def recorded_of(data_dir: Path) -> dict[str, Any]:
+    """Return what MLflow's embedded store holds of a finished run that must not depend on what happened on
+    the way."""
+    (page,) = data_dir.glob("runs/*/run.json")
+    run_id, store = RunPage.read(page).run_id, data_dir / "mlflow"
+    client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))
+    run = client.get_run(run_id)
+    curves = [name for name in run.data.metrics if name.startswith(("valid/", "train/", "final/"))]
+    models = client.search_logged_models(
+        [run.info.experiment_id], filter_string=f"source_run_id = '{run_id}'"
+    )
+    return {
+        "status": run.info.status,
+        "params": len(run.data.params),
+        "points": {
+            name: sorted((point.step, point.value) for point in client.get_metric_history(run_id, name))
+            for name in curves
+        },
+        "models": sorted(
+            (model.name, model.tags["dphybrid.role"], [(m.key, m.step, m.value) for m in model.metrics or []])
+            for model in models
+        ),
+        "told": run.data.tags.get("dphybrid.lost_records", ""),
+        "waiting": [path.name for path in (store / "spool").glob(f"{run_id}*.jsonl")],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    make_database(embedded_uri(new / "mlflow"), new / "mlflow")  # once: it takes seconds
+
+    def begun(number: int) -> Path:  # each at a place of its own: clients keep a database open
+        return Path(shutil.copytree(new, tmp_path / f"data-{number}"))
+
+    code, count, output = run_trial(begun(0), CHANGED_ROWS, recorded=True, slow_s=0.01)
+    assert code == 0, output
+    expected = came_to(tmp_path / "data-0"), recorded_of(tmp_path / "data-0")
+    assert expected[1]["models"]
+    assert not expected[1]["told"]
+    chosen = random.Random(2)
+    for number in range(1, 201 if TRIALS == "all" else 2 + int(TRIALS) // 4):
+        target, mode = chosen.randint(30, count), chosen.choice(["kill", "torn", "unsynced", "lost"])
+        data_dir = begun(number)
+        code, _, output = run_trial(data_dir, CHANGED_ROWS, target, mode, recorded=True, slow_s=0.01)
+        assert code in (0, KILLED), output
+        code, _, output = run_trial(data_dir, CHANGED_ROWS, recorded=True)
+        assert code == 0, f"after {target} {mode}\n{output}"
+        assert (came_to(data_dir), recorded_of(data_dir)) == expected, f"after {target} {mode}\n{output}"
+        shutil.rmtree(data_dir)

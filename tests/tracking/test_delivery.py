@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from dphybrid.tracking import CheckpointCard, Tracker, open_tracker
 from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.opening import make_database
 from dphybrid.tracking.registry import Registry
+from dphybrid.util.locks import lock
 
 ROUNDS = os.environ.get("DPHYBRID_ROUNDS", "1")
 
@@ -35,6 +38,30 @@ def card(folder: Path, step: int = 1) -> CheckpointCard:
     path.mkdir(parents=True)
     (path / "state.json").write_text('{"sha256": {}}')
     return CheckpointCard(f"uid-{step}", path.name, step, path, "best", {"valid/auc": 0.5})
+
+
+def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path: Path) -> None:
+    tracker = open_tracker(None, "late", tmp_path / "store")
+    run_id = tracker.start("run", {}, {}, "")
+    tracker.flush()
+    tracker.close()
+    tracker.attach(run_id)
+    with (tmp_path / "store" / "spool" / f"{run_id}.lock").open("w") as held:
+        assert lock(held.fileno())  # nobody sends meanwhile
+        for step in (1, 2):
+            tracker.log_metrics({"valid/auc": 0.5 * step}, step)
+            kept = replace(card(tmp_path, step), metrics={"valid/auc": 0.5 * step})
+            tracker.log_checkpoints([kept], None)
+            if step == 1:
+                shutil.rmtree(kept.folder)
+    tracker.finish("FINISHED")
+    client = MlflowClient(tracker.tracking_uri)
+    assert [(p.step, p.value) for p in client.get_metric_history(run_id, "valid/auc")] == [(1, 0.5), (2, 1.0)]
+    run = client.get_run(run_id)
+    (model,) = client.search_logged_models([run.info.experiment_id])
+    assert [(m.key, m.step, m.value) for m in model.metrics] == [("valid/auc", 2, 1.0)]
+    assert "dphybrid.lost_records" not in run.data.tags
+    assert run.info.status == "FINISHED"
 
 
 def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
