@@ -37,7 +37,7 @@ from dphybrid.util.errors import UserError
 
 SHOWN = 500
 """Characters of a rejected row that are kept."""
-BLOCK_BYTES = 2**24
+BLOCK_BYTES = 2**23
 """Text read at a time."""
 UNPACKED_BYTES = 2**26
 """Text that a packed file may always come to."""
