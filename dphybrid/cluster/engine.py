@@ -15,6 +15,7 @@ from dphybrid.cluster.spread import Spread
 from dphybrid.cluster.table import SpreadTable, spread_table
 from dphybrid.config import ExperimentConfig, TrainConfig
 from dphybrid.data.batches import part_of
+from dphybrid.embedding import dense_parameters
 from dphybrid.parallel import Split
 from dphybrid.training.checkpoint import Progress, Trained, dense_state
 from dphybrid.training.finite import NotFinite, first_bad_row, kept_buffers
@@ -269,7 +270,7 @@ def spread_over(ranks: Ranks, model: nn.Module, config: ExperimentConfig) -> Man
     """Spread the one table of a model that was built without rows over all ranks. Raises UserError when it
     does not fit."""
     table = spread_table(model, ranks, config.table, config.train.batch_size, first_bad_row)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
     return ManyRanks(ranks, table, parameters)
 
 

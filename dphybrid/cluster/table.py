@@ -19,6 +19,7 @@ from dphybrid.config import TableConfig
 from dphybrid.embedding import HostEmbedding, find_tables
 from dphybrid.embedding.lookup import Occurrences, all_in_range, no_row, sort_ids, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
+from dphybrid.embedding.weight import TableWeight
 from dphybrid.util.errors import UserError
 
 
@@ -33,7 +34,8 @@ class SpreadTable(HostEmbedding):
     """Stands in for a host table whose rows lie with all ranks; every rank must look up at the same time.
 
     table: what it stands in for, without rows of its own. spread: rows and states, for checkpoints. Its
-    `weight` is of use on rank 0 alone, while the others serve. lr: set it before a lookup.
+    `rows_VD` is of use on rank 0 alone, while the others serve; its `weight` is empty. lr: set it before a
+    lookup.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class SpreadTable(HostEmbedding):
         bounds = ranks.all_told((shards.first, shards.first + len(shards.rows_VD)))
         self.spread = Spread(ranks, pieces, bounds, find_bad)
         whole = self.spread.tensors()
-        self.weight: Any = whole[0]
+        self.rows_VD: Any = whole[0]
+        self.anchor = table.anchor
+        self._buffers["weight"] = TableWeight.of(torch.empty(0, self.dim), self.gradients, self)
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
 

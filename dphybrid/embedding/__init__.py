@@ -11,7 +11,7 @@ from dphybrid.embedding.optim import (
     make_row_optimizer,
 )
 from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
-from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.table import HostEmbedding, dense_parameters
 from dphybrid.embedding.vocabulary import GrowingVocabulary, HashedVocabulary
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "RowPipeline",
     "RowSGD",
     "clip_grad_norm_",
+    "dense_parameters",
     "find_tables",
     "look_up_columns",
     "make_row_optimizer",

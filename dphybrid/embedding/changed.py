@@ -57,10 +57,11 @@ class ChangedRows:
 
     def add(self, key: Hashable, keys_U: Tensor) -> None:
         """An update changed these rows of a group, and each of its tensors' versions by one. A row's key is
-        its number plus the rows of all members before."""
-        group = self._groups[key]
-        group.mark_V.index_fill_(0, keys_U, 1)
-        group.updates += 1
+        its number plus the rows of all members before. Of tables that were not updated together at first
+        nothing is known then, as their versions say."""
+        if (group := self._groups.get(key)) is not None:
+            group.mark_V.index_fill_(0, keys_U, 1)
+            group.updates += 1
 
     def forget(self) -> None:
         """Begin anew: nothing has changed since now."""

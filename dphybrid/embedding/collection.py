@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import kernels
-from dphybrid.embedding.gradients import Columns, Pending, TableRows
+from dphybrid.embedding.gradients import Columns, Pending
 from dphybrid.embedding.lookup import no_row, whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
@@ -31,7 +31,7 @@ def look_up_columns(tables: Sequence[HostEmbedding], ids_BF: Tensor) -> Tensor:
     `HostEmbedding.forward`.
     """
     first, start = tables[0], time.perf_counter()
-    weights = [table.weight for table in tables]
+    weights = [table.settled() for table in tables]
     dim, dtype = weights[0].shape[1], weights[0].dtype
     if any(weight.size(1) != dim or weight.dtype != dtype for weight in weights):
         kinds = sorted({f"{weight.shape[1]} of {weight.dtype}" for weight in weights})
@@ -48,7 +48,7 @@ def look_up_columns(tables: Sequence[HostEmbedding], ids_BF: Tensor) -> Tensor:
         column = int(wrong_BF.any(0).nonzero()[0])
         raise no_row(ids_BF[:, column], tables[column].num_rows, tables[column].name)
     if not torch.is_grad_enabled():
-        return rows_BFD
+        return first.as_model(rows_BFD)
     first.counters.gather_ms += 1e3 * (time.perf_counter() - start)  # of all tables, counted on the first
     first.counters.bytes_gathered += rows_BFD.nbytes
     first.counters.ids += ids_BF.numel()
@@ -56,10 +56,10 @@ def look_up_columns(tables: Sequence[HostEmbedding], ids_BF: Tensor) -> Tensor:
     columns = first.gradients.columns
     if columns is None or columns.members != members or any(one.columns is not columns for one in members):
         columns = Columns(members)
-    pending = Pending(ids_BF.view(-1))
-    columns.expect(pending)
-    linked: Tensor = TableRows.apply(first._anchor, rows_BFD, pending)
-    return linked
+    expected = [one.expect() for one in members]
+    if any(expected):
+        rows_BFD = first.gradients.remember(rows_BFD, Pending(ids_BF.view(-1)), columns)
+    return first.as_model(rows_BFD)
 
 
 class HostEmbeddingCollection(nn.Module):

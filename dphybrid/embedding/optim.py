@@ -6,12 +6,15 @@ second moment a row (the mean of the squared gradient), as FBGEMM's EXACT_ROWWIS
 PARTIAL_ROWWISE_ADAM do.
 """
 
+import copy
 import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,53 +26,61 @@ from dphybrid.embedding.gradients import RowGradients, arrange_gradients, merge_
 from dphybrid.embedding.kernels import Rule
 from dphybrid.embedding.plans import Rows
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.weight import TableWeight
 from dphybrid.util.errors import UserError
 
+Tables = (
+    Mapping[str, HostEmbedding]
+    | HostEmbedding
+    | Iterable[HostEmbedding | tuple[str, HostEmbedding] | Tensor | dict[str, Any]]
+)
+"""What a row optimizer takes: tables by name, tables, their weights, or groups of these ("params")."""
 
-class RowOptimizer(ABC):
+
+class RowOptimizer(torch.optim.Optimizer, ABC):
     """Base: holds the tables and their states, has the kernel of its rule change the touched rows.
 
-    lr: learning rate, may be set between steps. weight_decay: added to the gradient of touched rows (lazy).
+    A torch.optim.Optimizer whose parameters are tables' weights: `param_groups` (one a table, unless groups
+    are given), `state`, hooks, learning rate schedulers and `GradScaler` work as they do for torch's own.
+
+    tables: name -> table, or what else `Tables` says. lr: learning rate. weight_decay: added to the gradient
+    of touched rows (lazy). Both, and what a rule has besides, may be a group's own and be set between steps.
     """
 
-    def __init__(self, tables: Mapping[str, HostEmbedding], lr: float, weight_decay: float = 0.0) -> None:
-        if lr <= 0 or weight_decay < 0:
-            raise UserError(
-                f"row optimizer: lr={lr} must be above 0 and weight_decay={weight_decay} not below"
-            )
-        self.tables = dict(tables)
-        for table in self.tables.values():
-            table.gradients.owned = True
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.state: dict[str, dict[str, Tensor]] = {
-            name: self.make_state(table) for name, table in self.tables.items()
-        }
-        for name, table in self.tables.items():
-            if table.weight.dtype == torch.bfloat16:
-                self.state[name][_ROUNDINGS] = torch.zeros(1, dtype=torch.int64)
-        self._numbers = {name: number for number, name in enumerate(self.tables)}
-        self._lines: dict[str, kernels.Tables] = {}
-        self._together: dict[tuple[int, torch.dtype], list[str]] = {}
-        for name, table in self.tables.items():
-            self._together.setdefault((table.dim, table.weight.dtype), []).append(name)
+    def __init__(self, tables: Tables, lr: float, weight_decay: float = 0.0, **numbers: Any) -> None:
+        self.tables: dict[str, HostEmbedding] = {}
         self.changes: ChangedRows | None = None
+        self._set_up()
+        defaults = {"lr": lr, "weight_decay": weight_decay, **numbers}
+        _check_numbers(defaults)
+        groups = _groups(tables)
+        if not groups:
+            raise UserError(
+                "row optimizer: there is no table; give find_tables(model) of a model that has one"
+            )
+        super().__init__(groups, defaults)
 
     def track_changes(self) -> ChangedRows:
         """Keep, from now on, which rows are changed; return what knows them."""
         self.changes = ChangedRows(
             {
-                kind: [(name, [self.tables[name].weight, *self.row_states(name).values()]) for name in names]
-                for kind, names in self._together.items()
+                tuple(names): [
+                    (name, [self.tables[name].settled(), *self.row_states(name).values()]) for name in names
+                ]
+                for _, names in self._alike()
             },
             [table.ahead for table in self.tables.values()],
         )
         return self.changes
 
+    def states_of(self, name: str) -> dict[str, Tensor]:
+        """Return the states of a table, as references."""
+        self.tables[name].ahead.finish()
+        return self._states[name]
+
     def row_states(self, name: str) -> dict[str, Tensor]:
         """Return those states of a table that have a row for each of its rows, as references."""
-        self.tables[name].ahead.finish()
-        return {key: value for key, value in self.state[name].items() if key != _ROUNDINGS}
+        return {key: value for key, value in self.states_of(name).items() if key != _ROUNDINGS}
 
     @abstractmethod
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
@@ -77,26 +88,89 @@ class RowOptimizer(ABC):
         kernel has them."""
 
     @abstractmethod
-    def rule(self) -> Rule:
-        """Return the rule with its present numbers."""
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        """Return the rule with the present numbers of a parameter group."""
 
-    def step(self) -> None:
-        """Apply the gradients of all lookups since `zero_grad`: tables of one width and type are sorted and
-        updated in one go.
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group; set, that of all groups."""
+        return float(self.param_groups[0]["lr"])
 
-        What that takes is counted on the first of them.
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take over more tables, with zero states. "params": a table, its weight, or several, by name or
+        not."""
+        group = dict(param_group)
+        named = _named(group["params"], self.tables)
+        _check_numbers(group)
+        if foreign := sorted(_OPTIONS_OF_OTHERS & group.keys() - self.defaults.keys()):
+            raise UserError(f"row optimizer: {type(self).__name__} has no {', '.join(foreign)}")
+        group["params"] = [(name, table.weight) for name, table in named.items()]
+        group.pop("param_names", None)
+        super().add_param_group(group)
+        for name, table in named.items():
+            self.tables[name] = table
+            table.gradients.owned = True
+            state = self.make_state(table)
+            if table.rows_VD.dtype == torch.bfloat16:
+                state[_ROUNDINGS] = torch.zeros(1, dtype=torch.int64)
+            self.state[table.weight] = state
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Forget what was made ready for the tables of before."""
+        self._lines: dict[str, kernels.Tables] = {}
+        self._places = {name: place for place, name in enumerate(self.tables)}
+        self._states = {name: self.state[table.weight] for name, table in self.tables.items()}
+        self._together: dict[tuple[Any, ...], list[tuple[dict[str, Any], list[str]]]] = {}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the gradients of all lookups since `zero_grad`: tables of one width, type and rule are sorted
+        and updated in one go.
+
+        What that takes is counted on the first of them. closure: computes the gradients anew and returns the
+        loss, which is returned. Raises UserError where gradients have been applied before, or were cleared
+        unseen.
         """
-        for kind, names in self._together.items():
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for table in self.tables.values():
+            table.gradients.start_update()
+        for group, names in self._alike():
             tables = [self.tables[name] for name in names]
             if any(table.gradients for table in tables):
-                self._update(kind, names, tables)
+                self._update(self.rule(group), names, tables)
+                for table in tables:
+                    table.gradients.updated()
+        return loss
 
-    def _update(self, kind: tuple[int, torch.dtype], names: list[str], tables: list[HostEmbedding]) -> None:
+    def _alike(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Names of tables of one width, type and rule, with a group whose numbers are theirs."""
+        keys = [key for key in self.defaults if key in _NUMBERS]
+        numbers = tuple([_number(group[key]) for group in self.param_groups for key in keys])
+        if numbers not in self._together:
+            found: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}
+            for group in self.param_groups:
+                own = [_number(group[key]) for key in keys]
+                for name in group["param_names"]:
+                    table = self.tables[name]
+                    kind = (table.dim, table.rows_VD.dtype, *own)
+                    found.setdefault(kind, (group, []))[1].append(name)
+            self._together = {numbers: [*found.values()]}  # a schedule changes the numbers in every step
+        return self._together[numbers]
+
+    def _update(self, rule: Rule, names: list[str], tables: list[HostEmbedding]) -> None:
         start, waited_ms = time.perf_counter(), sum([table.counters.d2h_ms for table in tables])
         arranged, first_keys = arrange_gradients([table.gradients for table in tables], tables[0].row_dtype)
-        rounded = tables[0].weight.dtype == torch.bfloat16
-        weights = [table.weight for table in tables]
-        states = [[*self.state[name].values()][: -1 if rounded else None] for name in names]
+        rounded = tables[0].rows_VD.dtype == torch.bfloat16
+        weights = [table.settled() for table in tables]
+        states = [[*self._states[name].values()][: -1 if rounded else None] for name in names]
         changed = [*weights, *itertools.chain.from_iterable(states)]
         lines = self._lines.get(names[0])
         if lines is None or not lines.are(changed):
@@ -106,13 +180,13 @@ class RowOptimizer(ABC):
             lines.set_noises([self._noise(name) for name in names])
         recording = any(table.ahead.is_recording for table in tables)
         versions = [weight._version for weight in weights] if recording else []
-        plan, rule = tables[0].gradients.plan, self.rule()
+        plan = tables[0].gradients.plan
 
         def update(rows: Rows) -> None:
             kernels.update(rule, replace(arranged, keys_U=rows.ids_U, bounds_U2=rows.bounds_U2), lines)
             torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
             if self.changes is not None:
-                self.changes.add(kind, rows.ids_U)
+                self.changes.add(tuple(names), rows.ids_U)
 
         if plan is not None and plan.made(arranged) and plan.halves and tables[0].ahead.later:
             tables[0].ahead.update(tables[0], plan.halves, update)
@@ -123,7 +197,7 @@ class RowOptimizer(ABC):
             for table, first_key, part, version in zip(
                 tables, first_keys, parts_of_tables(arranged, first_keys), versions, strict=True
             ):
-                table.ahead.changed(version, table.weight._version, arranged.keys_U[part] - first_key)
+                table.ahead.changed(version, table.rows_VD._version, arranged.keys_U[part] - first_key)
         counters, waited = tables[0].counters, sum([table.counters.d2h_ms for table in tables]) - waited_ms
         if not tables[0].ahead.is_placed:  # those of replicas were counted when they were looked up
             counters.unique += len(arranged.keys_U)
@@ -132,33 +206,67 @@ class RowOptimizer(ABC):
     def _noise(self, name: str) -> int:
         """Where the noise of a bfloat16 table starts, from a counter in the state: a resumed run rounds as
         the unbroken one would."""
-        self.state[name][_ROUNDINGS] += 1
-        mixed = (
-            (int(self.state[name][_ROUNDINGS]) * 1_000_003 + self._numbers[name]) * 0x9E3779B97F4A7C15 % 2**64
-        )
+        rounds = self._states[name][_ROUNDINGS]
+        rounds += 1
+        mixed = (int(rounds) * 1_000_003 + self._places[name]) * 0x9E3779B97F4A7C15 % 2**64
         return mixed - 2**64 if mixed >= 2**63 else mixed
 
-    def zero_grad(self) -> None:
-        """Forget lookups and gradients of all tables."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all tables. set_to_none: makes no difference."""
         for table in self.tables.values():
             table.clear_row_gradients()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def states(self) -> dict[str, Tensor]:
         """Return the states flat, `TABLE.STATE` -> tensor, as references."""
+        return {f"{name}.{key}": value for name in self.tables for key, value in self.states_of(name).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's form of the states, as references, and of the groups."""
         for table in self.tables.values():
             table.ahead.finish()
-        return {f"{name}.{key}": value for name, state in self.state.items() for key, value in state.items()}
+        return super().state_dict()
 
-    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Fill the states in place. Raises UserError like `check_shapes`."""
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Fill states in place, and set the groups' numbers, from what `state_dict` or `states` returned.
+        Raises UserError like `check_shapes`."""
+        if "param_groups" not in state_dict:
+            self._fill(state_dict)
+            return
+        loaded = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = before(self, loaded) or loaded
+        sizes, own = (
+            [len(group["params"]) for group in groups]
+            for groups in (loaded["param_groups"], self.param_groups)
+        )
+        if sizes != own:
+            raise UserError(f"row optimizer state does not fit: groups of {sizes} tables, expected {own}")
+        states: dict[str, Tensor] = {}
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            for name, number in zip(group["param_names"], saved["params"], strict=True):
+                states |= {f"{name}.{key}": value for key, value in loaded["state"].get(number, {}).items()}
+        self._fill(states)
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            group.update(
+                {
+                    key: copy.copy(value)
+                    for key, value in saved.items()
+                    if key not in ("params", "param_names")
+                }
+            )
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _fill(self, flat: Mapping[str, Tensor]) -> None:
         self.check_shapes({key: tuple(value.shape) for key, value in flat.items()})
-        for key, value in self.state_dict().items():
+        for key, value in self.states().items():
             value.copy_(flat[key])
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError that names missing, unexpected and differently shaped entries of a state that is to
         be loaded."""
-        own = {key: tuple(value.shape) for key, value in self.state_dict().items()}
+        own = {key: tuple(value.shape) for key, value in self.states().items()}
         problems = [f"missing {key}" for key in own.keys() - shapes.keys()]
         problems += [f"unexpected {key}" for key in shapes.keys() - own.keys()]
         common = own.keys() & shapes.keys()
@@ -171,6 +279,71 @@ class RowOptimizer(ABC):
                 "another one?"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+        ]
+        states = {name: self.states_of(name) for name in self.tables}
+        return {"defaults": self.defaults, "tables": self.tables, "groups": groups, "states": states}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tables, states = state["tables"], state["states"]
+        groups = [
+            {"params": [tables[name].weight for name in group["param_names"]], **group}
+            for group in state["groups"]
+        ]
+        self.tables, self.changes = tables, None
+        for table in tables.values():
+            table.gradients.owned = True
+        kept = defaultdict(dict, {tables[name].weight: values for name, values in states.items()})
+        super().__setstate__({"defaults": state["defaults"], "state": kept, "param_groups": groups})
+        self._set_up()
+
+
+def _groups(tables: Any) -> list[dict[str, Any]]:
+    """One group a table, where no groups are given."""
+    if not isinstance(tables, (Mapping, HostEmbedding, Tensor)):
+        tables = list(tables)
+        if tables and isinstance(tables[0], dict):
+            return tables
+    return [{"params": {name: table}} for name, table in _named(tables, {}).items()]
+
+
+def _named(params: Any, taken: Container[str]) -> dict[str, HostEmbedding]:
+    """Return tables by name. Raises UserError for what is no table, and for names that are there already."""
+    if isinstance(params, Mapping):
+        params = params.items()
+    elif isinstance(params, (HostEmbedding, Tensor)):
+        params = [params]
+    named: dict[str, HostEmbedding] = {}
+    for entry in params:
+        name, table = entry if isinstance(entry, tuple) else (None, entry)
+        if isinstance(table, TableWeight):
+            table = table.table
+        if not isinstance(table, HostEmbedding):
+            what = f"a tensor of shape {tuple(table.shape)}" if isinstance(table, Tensor) else repr(table)
+            raise UserError(
+                f"row optimizer: {what} is no table; give find_tables(model), and what else is to be trained "
+                "to a torch.optim optimizer"
+            )
+        name = name or table.name
+        if name in named or name in taken:
+            raise UserError(f"row optimizer: two tables are called {name!r}; give them as {{name: table}}")
+        named[name] = table
+    return named
+
+
+def _number(value: Any) -> Any:
+    return tuple(map(float, value)) if isinstance(value, tuple | list) else float(value)
+
+
+def _check_numbers(numbers: Mapping[str, Any]) -> None:
+    lr, decay, betas = numbers.get("lr", 1.0), numbers.get("weight_decay", 0.0), numbers.get("betas", ())
+    if float(lr) <= 0 or decay < 0:
+        raise UserError(f"row optimizer: lr={lr} must be above 0 and weight_decay={decay} not below")
+    if not all(0 <= beta <= _LARGEST_BETA for beta in betas):
+        raise UserError(f"row optimizer: betas={betas}; give values from 0 to {_LARGEST_BETA}")
+
 
 class RowSGD(RowOptimizer):
     """w -= lr * g. No state."""
@@ -178,24 +351,21 @@ class RowSGD(RowOptimizer):
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
         return {}
 
-    def rule(self) -> Rule:
-        return Rule("sgd", self.lr, self.weight_decay)
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        return Rule("sgd", float(group["lr"]), group["weight_decay"])
 
 
 class RowAdagrad(RowOptimizer):
     """Adagrad with one accumulator a row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps)."""
 
-    def __init__(
-        self, tables: Mapping[str, HostEmbedding], lr: float, weight_decay: float = 0.0, eps: float = 1e-10
-    ) -> None:
-        self.eps = eps
-        super().__init__(tables, lr, weight_decay)
+    def __init__(self, tables: Tables, lr: float, weight_decay: float = 0.0, eps: float = 1e-10) -> None:
+        super().__init__(tables, lr, weight_decay, eps=eps)
 
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
         return table.zero_states({"sum": ((table.num_rows,), table.row_dtype)})
 
-    def rule(self) -> Rule:
-        return Rule("adagrad", self.lr, self.weight_decay, self.eps)
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        return Rule("adagrad", float(group["lr"]), group["weight_decay"], group["eps"])
 
 
 class _Adam(RowOptimizer):
@@ -206,17 +376,13 @@ class _Adam(RowOptimizer):
 
     def __init__(
         self,
-        tables: Mapping[str, HostEmbedding],
+        tables: Tables,
         lr: float,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        if not all(0 <= beta <= _LARGEST_BETA for beta in betas):
-            raise UserError(f"row optimizer: betas={betas}; give values from 0 to {_LARGEST_BETA}")
-        self.betas, self.eps = betas, eps
-        self._corrections = (_unbiased(betas[0]).reciprocal_(), _unbiased(betas[1]).rsqrt_())
-        super().__init__(tables, lr, weight_decay)
+        super().__init__(tables, lr, weight_decay, betas=tuple(betas), eps=eps)
 
     def make_state(self, table: HostEmbedding) -> dict[str, Tensor]:
         second: tuple[int, ...] = (table.num_rows,) if self.row_wise else (table.num_rows, table.dim)
@@ -228,9 +394,11 @@ class _Adam(RowOptimizer):
             }
         )
 
-    def rule(self) -> Rule:
+    def rule(self, group: Mapping[str, Any]) -> Rule:
         name = "adam" if self.row_wise else "lazy-adam"
-        return Rule(name, self.lr, self.weight_decay, self.eps, self.betas, self._corrections)
+        betas = group["betas"]
+        corrections = (_correction(betas[0], 1.0), _correction(betas[1], 0.5))
+        return Rule(name, float(group["lr"]), group["weight_decay"], group["eps"], betas, corrections)
 
 
 class RowAdam(_Adam):
@@ -247,13 +415,23 @@ class LazyAdam(_Adam):
 
 _LARGEST_BETA = 0.99999
 _ROUNDINGS = "roundings"
+_NUMBERS = ("lr", "weight_decay", "eps", "betas")
+_OPTIONS_OF_OTHERS = {
+    *("momentum", "dampening", "nesterov", "maximize", "amsgrad", "lr_decay", "initial_accumulator_value"),
+    *("decoupled_weight_decay", "foreach", "fused", "capturable", "differentiable", "betas", "eps"),
+}
+"""What torch's optimizers take besides: not ignored in silence."""
 
 
-def _unbiased(beta: float) -> Tensor:
-    """Return 1 - beta ** k for k = 0, 1, ... up to where it is 1 in float64: looked up, as computing it for
-    every row takes longer."""
+@lru_cache(maxsize=8)
+def _correction(beta: float, power: float) -> Tensor:
+    """Return (1 - beta ** k) ** -power for k = 0, 1, ... up to where it is 1 in float64: looked up, as
+    computing it for every row takes longer."""
     last = 1 if beta == 0 else math.ceil(-60 * math.log(2) / math.log(beta)) + 1
-    return -torch.expm1(torch.arange(last + 1, dtype=torch.float64) * (math.log(beta) if beta else -math.inf))
+    unbiased = -torch.expm1(
+        torch.arange(last + 1, dtype=torch.float64) * (math.log(beta) if beta else -math.inf)
+    )
+    return unbiased.reciprocal_() if power == 1.0 else unbiased.rsqrt_()
 
 
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
@@ -264,7 +442,7 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
 }
 
 
-def make_row_optimizer(name: str, tables: Mapping[str, HostEmbedding], **options: Any) -> RowOptimizer:
+def make_row_optimizer(name: str, tables: Tables, **options: Any) -> RowOptimizer:
     """Return the row optimizer of that name. Raises UserError that lists the names."""
     if name not in ROW_OPTIMIZERS:
         raise UserError(f"table.optimizer={name!r}: use one of {', '.join(ROW_OPTIMIZERS)}")
@@ -280,7 +458,7 @@ def clip_grad_norm_(
 
     Returns the norm before scaling. torch's function of the same name cannot do this: it knows no rows.
     """
-    dense = [p.grad for p in parameters if p.grad is not None]
+    dense = [p.grad for p in parameters if p.grad is not None and not isinstance(p, TableWeight)]
     together: dict[tuple[int, torch.dtype], list[RowGradients]] = {}
     for table in tables.values():
         if table.gradients:
@@ -306,5 +484,5 @@ def clip_grad_norm_(
             torch._foreach_mul_(dense, factor)
         for group in together.values():
             for gradients in group:
-                gradients.factor *= factor
+                gradients.scale(factor)
     return total

@@ -23,7 +23,7 @@ from dphybrid.cluster.refusals import refuse_model_for_ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.data.batches import batches
-from dphybrid.embedding import DeclaresIds, find_tables
+from dphybrid.embedding import DeclaresIds, dense_parameters, find_tables
 from dphybrid.embedding.storage import available_memory_bytes, deferred_rows
 from dphybrid.gpus.leasing import expected_devices
 from dphybrid.jobs.pages import Report, ResultPage, RunPage
@@ -78,7 +78,7 @@ def ranks_plan(
             raise UserError("the model declares no table_ids(batch); give --table-rows N")
         sample = next(batches(data.dataset("train"), batch_size, seed=0, epoch=0, shuffle=False))
         ids = sum(ids.numel() for ids in model.table_ids(sample).values())
-        dense = sum(parameter.numel() for parameter in model.parameters())
+        dense = sum(parameter.numel() for parameter in dense_parameters(model))
         work = Workload(table.num_rows, table.dim, ids, dense, states)
     return ClusterPlan(work, ranks, nodes, link_gbit).text(available_memory_bytes())
 

@@ -43,7 +43,7 @@ def fill_model(folder: Path, model: nn.Module, mapped: bool) -> None:
     tables = find_tables(model) if mapped else {}
     load_weights(folder, model, skip=tables)
     for name, table in tables.items():
-        table.weight = mapped_weight(folder, name, table.weight)
+        table.weight = mapped_weight(folder, name, table.rows_VD)
 
 
 def _check_factory(factory: str | None, folder: Path, settings: Settings) -> None:

@@ -20,7 +20,7 @@ from dphybrid.cluster.refusals import refuse_model_for_ranks, refuse_ranks
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, num_batches
-from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
+from dphybrid.embedding import RowOptimizer, dense_parameters, find_tables, make_row_optimizer
 from dphybrid.embedding.kernels import compiled_folder, keep_compiled_in, use_threads
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.gpus.leasing import expected_devices, leased_devices
@@ -209,10 +209,10 @@ def build_run(
         model = build_from_config(config, data.info, devices, settings.table_folder)
     refuse_model_for_ranks(config, model)
     sizes = {
-        "size.block_parameters": sum(p.numel() for p in model.parameters()),
-        "size.table_rows": sum(len(t.weight) for t in find_tables(model).values()),
+        "size.block_parameters": sum(p.numel() for p in dense_parameters(model)),
+        "size.table_rows": sum(len(t.rows_VD) for t in find_tables(model).values()),
         "size.table_bytes": sum(
-            t.weight.numel() * t.weight.element_size() for t in find_tables(model).values()
+            t.rows_VD.numel() * t.rows_VD.element_size() for t in find_tables(model).values()
         ),
     }
     blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"

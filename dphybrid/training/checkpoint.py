@@ -188,12 +188,12 @@ def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> Non
         for name, tensor in wanted.items():
             tensor.copy_(blocks[name])
         for name in (name for name in tables if name not in skip):
-            read_table(path, name, "weight", tables[name].weight)
+            read_table(path, name, "weight", tables[name].settled())
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers of the blocks by portable name, as references."""
-    rows = {id(table.weight) for table in find_tables(model).values()}
+    rows = {id(table.rows_VD) for table in find_tables(model).values()}
     return {
         key: value
         for key, value in model.state_dict().items()
@@ -238,7 +238,7 @@ def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) 
                 whole = key if name == "_optimizer" else f"{name}.{key}"
                 places[whole], shapes[whole] = (name, key), shape
     rows.check_shapes(shapes)
-    for key, target in rows.state_dict().items():
+    for key, target in rows.states().items():
         read_table(path, *places[key], target)
 
 

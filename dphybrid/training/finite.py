@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding, find_tables
+from dphybrid.embedding.weight import TableWeight
 from dphybrid.util.errors import UserError
 
 Rows = tuple[str, Tensor, Tensor | None]
@@ -40,7 +41,7 @@ def gradient_sum(parameters: Iterable[Tensor], tables: Mapping[str, HostEmbeddin
 
 def kept_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return each buffer that a forward may change (running means, counts) with a copy of it."""
-    return [(buffer, buffer.clone()) for buffer in model.buffers()]
+    return [(buffer, buffer.clone()) for buffer in model.buffers() if not isinstance(buffer, TableWeight)]
 
 
 def not_finite(
@@ -68,7 +69,7 @@ def not_finite(
     rows = {name: got for name, table in tables.items() if (got := table.row_gradients()) is not None}
     parameters = dict(model.named_parameters())
     look("data", [(f"{name} of the batch's sample {{row}}", value, None) for name, value in batch.items()])
-    touched = [(name, tables[name].weight[ids_U], ids_U) for name, (ids_U, _) in rows.items()]
+    touched = [(name, tables[name].settled()[ids_U], ids_U) for name, (ids_U, _) in rows.items()]
     weight = look("lookup", [(f"table {name} row {{row}}", values, ids_U) for name, values, ids_U in touched])
     weight |= look("forward", [(f"parameter {name}", value, None) for name, value in parameters.items()])
     look("loss", [("the loss", loss, None)])
@@ -128,6 +129,8 @@ def _tensors(
         names[parameter] = name
         yield f"parameter {name}", parameter, None, True
     for name, buffer in model.named_buffers():
+        if isinstance(buffer, TableWeight):
+            continue  # one of the rows
         yield f"buffer {name}", buffer, None, False
     for weight, states in (dense.state if dense is not None else {}).items():
         for key, state in states.items():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dphybrid.config import TrainConfig
+from dphybrid.embedding import dense_parameters
 from dphybrid.training.memory import out_of_memory_report
 from dphybrid.training.session import Session
 from dphybrid.util.errors import UserError
@@ -27,7 +28,7 @@ def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.O
     """Return the optimizer of the dense blocks, or None for a model without dense parameters. One group a
     device type."""
     by_type: dict[str, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in dense_parameters(model):
         if parameter.requires_grad:
             by_type.setdefault(parameter.device.type, []).append(parameter)
     if not by_type:

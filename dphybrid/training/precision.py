@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.config import TrainConfig
+from dphybrid.embedding import dense_parameters
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def lower_precision(precision: str, model: nn.Module) -> AbstractContextManager[
     """Return autocast to bfloat16 for a model's blocks, every replica's included, or nothing."""
     if precision != "bfloat16":
         return nullcontext()
-    kind = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    kind = next((parameter.device.type for parameter in dense_parameters(model)), "cpu")
     return torch.autocast(kind, dtype=torch.bfloat16)
 
 

@@ -226,9 +226,9 @@ class CheckpointWriter:
         by_row: dict[str, dict[str, Tensor]] = {}
         whole: dict[str, dict[str, Tensor]] = {}
         for name, table in tables.items():
-            states = rows.state[name] if rows is not None and name in rows.state else {}
-            by_row[name] = {"weight": table.weight}
-            if rows is not None and name in rows.state:
+            states = rows.states_of(name) if rows is not None and name in rows.tables else {}
+            by_row[name] = {"weight": table.settled()}
+            if rows is not None and name in rows.tables:
                 by_row[name] |= rows.row_states(name)
             whole[name] = {key: state.clone() for key, state in states.items() if key not in by_row[name]}
         sizes = {
@@ -265,12 +265,12 @@ class CheckpointWriter:
         page: dict[str, Any] = {}
         if trained.dense is not None:
             files["blocks_optimizer.safetensors"], page = flatten_optimizer(trained.dense.state_dict())
-        states = trained.rows.state if trained.rows is not None else {}
+        rows = trained.rows
         extra = {
             f"{name}.{key}": state
-            for name, own in states.items()
-            if name not in tables
-            for key, state in own.items()
+            for name in (rows.tables if rows is not None else ())
+            if rows is not None and name not in tables
+            for key, state in rows.states_of(name).items()
         }
         if extra:
             files["tables/_optimizer.safetensors"] = extra

@@ -38,12 +38,12 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
     load_weights(checkpoint, model, skip=tables)
     for name, table in tables.items():
         before = table_weight(checkpoint, name)
-        fits = len(table.weight) == len(sources_V) and len(before) > int(sources_V.max())
-        if not fits or before.shape[1] != table.weight.shape[1]:
+        fits = len(table.settled()) == len(sources_V) and len(before) > int(sources_V.max())
+        if not fits or before.shape[1] != table.settled().shape[1]:
             raise UserError(
                 f"train.warm_start={checkpoint}: table {name} is {tuple(before.shape)} there and "
-                f"{tuple(table.weight.shape)} here, "
+                f"{tuple(table.settled().shape)} here, "
                 f"and the columns have {len(sources_V)} ids; only a table over all columns can grow, with "
                 "the same width"
             )
-        torch.index_select(before.to(table.weight.dtype), 0, sources_V, out=table.weight)
+        torch.index_select(before.to(table.settled().dtype), 0, sources_V, out=table.settled())

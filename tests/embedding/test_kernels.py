@@ -51,8 +51,8 @@ def reference(kind: str, row: Tensor, grads: Tensor, state: dict[str, Tensor], l
 def test_steps_are_those_of_the_formulas(kind: str, dtype: torch.dtype, dim: int) -> None:
     table = HostEmbedding(60, dim, dtype=dtype, padding_idx=3, seed=1)
     optimizer = make_row_optimizer(kind, {"t": table}, lr=0.1, weight_decay=0.02)
-    weight = table.weight.double()
-    state = {name: value.double() for name, value in optimizer.state["t"].items()}
+    weight = table.weight.detach().double().clone()
+    state = {name: value.double().clone() for name, value in optimizer.state[table.weight].items()}
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         ids, grads = (
@@ -70,7 +70,7 @@ def test_steps_are_those_of_the_formulas(kind: str, dtype: torch.dtype, dim: int
             state[name][touched] = value
     tolerance = 3e-6 if dtype == torch.float32 else 1e-13
     torch.testing.assert_close(table.weight.double(), weight, rtol=tolerance, atol=tolerance)
-    for name, value in optimizer.state["t"].items():
+    for name, value in optimizer.state[table.weight].items():
         torch.testing.assert_close(value.double(), state[name], rtol=tolerance, atol=tolerance)
 
 
@@ -95,7 +95,7 @@ def trained(kind: str, count: int, dtype: torch.dtype = torch.float32, dim: int 
             clip_grad_norm_([], {"t": table}, 1.0)
             rows.step()
         assert torch.get_num_threads() == count
-    return [table.weight, *rows.state_dict().values()]
+    return [table.weight, *rows.states().values()]
 
 
 @pytest.mark.parametrize(

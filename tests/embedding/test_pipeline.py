@@ -100,10 +100,10 @@ def train(
             if step == 90:  # an evaluation and a checkpoint in between
                 with torch.no_grad():
                     seen.append(model(next(zipf_batches())))
-                seen += [value.clone() for value in {**model.state_dict(), **rows.state_dict()}.values()]
+                seen += [value.clone() for value in {**model.state_dict(), **rows.states()}.values()]
             if step == 120:
                 model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
-    return [*seen, *model.state_dict().values(), *rows.state_dict().values()], pipeline.counters()
+    return [*seen, *model.state_dict().values(), *rows.states().values()], pipeline.counters()
 
 
 def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
@@ -148,7 +148,7 @@ def test_same_bits_for_other_types(dtype: torch.dtype) -> None:
                 rows.zero_grad()
                 (rows_of(model, batch["ids_BF"]) - 1).square().mean().backward()
                 rows.step()
-        return [model.weight, *rows.state_dict().values()]
+        return [model.weight, *rows.states().values()]
 
     assert same_bits(run("off"), run("exact"))
 

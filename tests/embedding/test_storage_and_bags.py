@@ -88,15 +88,15 @@ def test_row_states_outlive_their_table_with_it(kind: type[RowOptimizer], tmp_pa
         again = kind({"t": table}, lr=0.1)
         train(table, again, steps)
     assert torch.equal(table.weight, unbroken.weight)
-    assert all(torch.equal(again.state_dict()[key], value) for key, value in optimizer.state_dict().items())
+    assert all(torch.equal(again.states()[key], value) for key, value in optimizer.states().items())
     path.unlink()  # a new table starts with new states
     fresh = kind({"t": HostEmbedding(100, 8, storage="mmap", path=path)}, lr=0.1)
-    assert not any(value.any() for value in fresh.state_dict().values())
+    assert not any(value.any() for value in fresh.states().values())
 
 
 def test_files_of_a_folder_go_with_the_process(tmp_path: Path) -> None:
     table = HostEmbedding(1000, 8, seed=3, storage="mmap", path=tmp_path)
-    state = RowAdam({"t": table}, lr=0.1).state_dict()
+    state = RowAdam({"t": table}, lr=0.1).states()
     assert torch.equal(table.weight, HostEmbedding(1000, 8, seed=3).weight)
     assert state["t.mean"].shape == (1000, 8)
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from dphybrid.embedding import HostEmbedding, RowPipeline, find_tables, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, find_tables, make_row_optimizer
 from dphybrid.parallel import DataParallel
 
 
@@ -52,8 +52,6 @@ def test_no_warning_where_rows_are_trained_or_only_looked_at() -> None:
             for part in range(2):  # two backwards a step add up
                 model(torch.arange(number + part, number + part + 8)).square().mean().backward()
             rows.step()
-        with RowPipeline(tables):
-            steps(model, 2)
 
 
 def test_several_lookups_before_one_backward_belong_together() -> None:

@@ -65,7 +65,7 @@ class Trainee:
 
     def all_bits(self) -> list[Tensor]:
         blocks = [parameter.detach() for parameter in self.region.parameters()]
-        return [*self.rows.state_dict().values(), self.table.weight, *blocks]
+        return [*self.rows.states().values(), self.table.weight, *blocks]
 
     def ahead(self, mode: str = "exact", lookahead: int = 1) -> RowPipeline:
         return RowPipeline(self.tables, mode=mode, lookahead=lookahead, on_cpu=True)
@@ -164,9 +164,7 @@ def test_whoever_reads_the_table_or_its_states_waits_for_all_rows(monkeypatch: p
                     if read == "weight":
                         assert torch.equal(behind.table.weight, plain.table.weight)
                     elif read == "state_dict":
-                        assert torch.equal(
-                            behind.rows.state_dict()["t.sum"], plain.rows.state_dict()["t.sum"]
-                        )
+                        assert torch.equal(behind.rows.states()["t.sum"], plain.rows.states()["t.sum"])
                     else:
                         assert torch.equal(behind.table(ids), plain.table.weight[ids])
                     break

@@ -67,7 +67,7 @@ def train(
     tensors = [
         *losses,
         table.weight,
-        *rows.state_dict().values(),
+        *rows.states().values(),
         *(p.detach().cpu() for p in region.parameters()),
     ]
     return tensors, counters

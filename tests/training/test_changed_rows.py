@@ -86,7 +86,7 @@ def everything(trained: Trained) -> dict[str, Tensor]:
     assert trained.rows is not None
     assert trained.dense is not None
     moments = {f"{i}.{k}": v for i, s in trained.dense.state_dict()["state"].items() for k, v in s.items()}
-    return trained.model.state_dict() | trained.rows.state_dict() | moments
+    return trained.model.state_dict() | trained.rows.states() | moments
 
 
 def loaded(path: Path, optimizer: str) -> Trained:

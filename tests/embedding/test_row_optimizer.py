@@ -1,0 +1,323 @@
+"""A row optimizer is a torch.optim.Optimizer: groups, schedulers, closures, hooks, states and scalers."""
+
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedulers
+
+from dphybrid.embedding import (
+    HostEmbedding,
+    LazyAdam,
+    RowAdagrad,
+    RowAdam,
+    RowSGD,
+    clip_grad_norm_,
+    dense_parameters,
+    make_row_optimizer,
+)
+from dphybrid.parallel import DataParallel
+
+ROWS, DIM = 12, 4
+ALL = torch.arange(ROWS)
+
+
+def table(name: str = "words", **options: Any) -> HostEmbedding:
+    return HostEmbedding(ROWS, DIM, dtype=torch.float64, seed=3, name=name, **options)
+
+
+def backward(one: HostEmbedding, scale: float = 1.0) -> None:
+    (scale * one(ALL)).square().sum().backward()
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda o: schedulers.StepLR(o, 2, gamma=0.5),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, total_iters=3),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, total_iters=4),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 5),
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: step / 6),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.9),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 6),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+    "CyclicLR, beta": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=8, cycle_momentum=False),
+    "OneCycleLR, beta": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=8),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.5, 2), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.CosineAnnealingLR(o, 4)], [3]
+    ),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1, factor=0.5),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.02, anneal_epochs=3),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_gives_the_steps_of_torchs_own(name: str) -> None:
+    ours = table()
+    dense = nn.Parameter(ours.weight.clone())
+    kinds = (LazyAdam, torch.optim.Adam) if "beta" in name else (RowSGD, torch.optim.SGD)
+    optimizers = kinds[0](ours, lr=0.05), kinds[1]([dense], lr=0.05)  # type: ignore[call-arg, arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # SequentialLR's own, of the order of its parts' steps
+        courses = [SCHEDULES[name](optimizer) for optimizer in optimizers]
+        for _ in range(7):
+            for rows, optimizer, course in zip(
+                (lambda: ours(ALL), lambda: F.embedding(ALL, dense)), optimizers, courses, strict=True
+            ):
+                optimizer.zero_grad()
+                rows().square().sum().backward()
+                optimizer.step()
+                course.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    assert [g["lr"] for g in optimizers[0].param_groups] == [g["lr"] for g in optimizers[1].param_groups]
+    torch.testing.assert_close(ours.weight.detach(), dense.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_a_group_a_table_each_with_numbers_of_its_own() -> None:
+    one, two, three = table("one"), table("two"), table("three")
+    rows = RowSGD({"a": one, "b": two}, lr=0.5)
+    assert isinstance(rows, torch.optim.Optimizer)
+    assert [group["param_names"] for group in rows.param_groups] == [["a"], ["b"]]
+    assert rows.param_groups[0]["params"][0] is one.weight
+    rows.param_groups[1]["lr"] = 0.25
+    rows.add_param_group({"params": three, "lr": 1.0, "weight_decay": 0.5})
+    before = [t.weight.clone() for t in (one, two, three)]
+    for t in (one, two, three):
+        t(ALL).sum().backward()
+    rows.step()
+    torch.testing.assert_close(one.weight, before[0] - 0.5)
+    torch.testing.assert_close(two.weight, before[1] - 0.25)
+    torch.testing.assert_close(three.weight, before[2] - 1 - 0.5 * before[2])
+    grouped = RowAdam([{"params": [table("x"), table("y")], "lr": 0.2}, {"params": {"z": table()}}], lr=0.1)
+    assert [(g["lr"], g["param_names"]) for g in grouped.param_groups] == [(0.2, ["x", "y"]), (0.1, ["z"])]
+    assert make_row_optimizer("adagrad", [one.weight], lr=0.1).tables == {"one": one}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RowSGD(nn.Linear(2, 2).parameters(), lr=0.1), r"\(2, 2\) is no table.*find_tables"),
+        (lambda: RowSGD([nn.Linear(2, 2)], lr=0.1), "is no table"),
+        (lambda: RowSGD({}, lr=0.1), "no table"),
+        (lambda: RowSGD([table(), table()], lr=0.1), "two tables are called 'words'"),
+        (lambda: RowSGD([{"params": table(), "momentum": 0.9}], lr=0.1), "RowSGD has no momentum"),
+        (lambda: RowSGD([{"params": table(), "lr": -1}], lr=0.1), "lr=-1"),
+        (lambda: RowAdam(table(), lr=0.1, betas=(0.9, 1.0)), "betas"),
+    ],
+)
+def test_what_is_no_table_or_no_number_is_named(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_closure_computes_anew_and_its_loss_is_returned() -> None:
+    ours = table()
+    rows = RowSGD(ours, lr=0.1)
+
+    def closure() -> Tensor:
+        rows.zero_grad()
+        loss = ours(ALL).square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        losses = [float(rows.step(closure)) for _ in range(3)]
+    assert losses[1:] == pytest.approx([losses[0] * 0.64, losses[0] * 0.64**2])
+
+
+def test_hooks_are_called() -> None:
+    ours, seen = table(), []
+    rows = RowAdagrad(ours, lr=0.1)
+    rows.register_step_pre_hook(lambda *_: seen.append("before"))
+    rows.register_step_post_hook(lambda *_: seen.append("after"))
+    rows.register_load_state_dict_pre_hook(lambda *_: seen.append("loads"))
+    rows.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    backward(ours)
+    rows.step()
+    rows.load_state_dict(rows.state_dict())
+    assert seen == ["before", "after", "loads", "loaded"]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "lazy-adam"])
+def test_states_go_the_way_of_torchs_own(kind: str) -> None:
+    def train(one: HostEmbedding, rows: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            rows.zero_grad()
+            one(ALL[step : step + 4]).square().sum().backward()
+            rows.step()
+
+    one, two = table(), table()
+    first, second = (make_row_optimizer(kind, t, lr=0.1) for t in (one, two))
+    train(one, first, range(4))
+    first.param_groups[0]["lr"] = 0.05
+    state = first.state_dict()
+    assert set(state) == {"state", "param_groups"}
+    assert state["param_groups"][0]["params"] == [0]
+    two.weight.copy_(one.weight)
+    own = {key: value.data_ptr() for key, value in second.states().items()}
+    second.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert {key: value.data_ptr() for key, value in second.states().items()} == own  # in place
+    assert second.lr == 0.05
+    train(one, first, range(4, 8))
+    train(two, second, range(4, 8))
+    assert torch.equal(one.weight, two.weight)
+    with pytest.raises(ValueError, match=r"groups of \[1\] tables, expected \[1, 1\]"):
+        make_row_optimizer(kind, {"a": one, "b": two}, lr=0.1).load_state_dict(state)
+
+
+class Model(nn.Module):
+    def __init__(self, devices: str = "cpu") -> None:
+        super().__init__()
+        self.table = table()
+        self.net = DataParallel(nn.Linear(DIM, 1, dtype=torch.float64), devices)
+        self.table.place_on(self.net.devices.replicas, self.net.sizes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.net(self.table(ids))
+        return out.square().sum()
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+@pytest.mark.parametrize("clear", ["model", "model in place", "dense", "rows", "between"])
+def test_whoever_clears_gradients_clears_those_of_rows(clear: str, devices: str) -> None:
+    torch.manual_seed(0)
+    model = Model(devices)
+    expected = copy.deepcopy(model)
+    for each, way in ((model, clear), (expected, "both")):
+        rows = LazyAdam(each.table, lr=0.1)
+        dense = torch.optim.Adam(
+            each.parameters() if way == "dense" else dense_parameters(each),
+            lr=0.1,
+        )
+        for step in range(4):
+            loss = each(ALL[step : step + 4])
+            if way == "between":  # a popular place, and no lookup may be lost by it
+                each.zero_grad()
+            loss.backward()
+            dense.step()
+            rows.step()
+            if way == "both":
+                dense.zero_grad()
+                rows.zero_grad()
+            elif way.startswith("model"):
+                each.zero_grad(set_to_none=way == "model")
+            elif way == "dense":
+                dense.zero_grad()
+            elif way == "rows":
+                dense.zero_grad()
+                rows.zero_grad()
+    assert torch.equal(model.table.weight, expected.table.weight)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_gradients_from_before_the_last_update_are_refused() -> None:
+    ours = table()
+    rows = RowSGD(ours, lr=0.1)
+    backward(ours)
+    backward(ours)  # accumulates, as nothing was applied yet
+    found = ours.row_gradients()
+    assert found is not None
+    torch.testing.assert_close(found[1], 4 * ours.weight.detach())
+    rows.step()
+    before = ours.weight.clone()
+    with pytest.raises(ValueError, match=r"'words'.*before the last update are still there; call zero_grad"):
+        rows.step()
+    backward(ours)
+    with pytest.raises(ValueError, match="and new ones were added"):
+        rows.step()
+    assert torch.equal(ours.weight, before)
+    rows.zero_grad()
+    backward(ours)
+    rows.step()
+
+
+def test_gradients_that_were_cleared_too_early_are_not_missed_in_silence() -> None:
+    model = Model()
+    rows, dense = RowSGD(model.table, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    model(ALL).backward()
+    dense.zero_grad()
+    with pytest.raises(ValueError, match=r"cleared by zero_grad\(\).*rows.step\(\) first"):
+        rows.step()
+    model(ALL).backward()
+    dense.zero_grad()
+    with pytest.warns(UserWarning, match="cleared by zero_grad.*dense_parameters"):
+        model(ALL).backward()
+
+
+def test_a_lookup_without_backward_leaves_nothing_behind() -> None:
+    ours = table()
+    RowSGD(ours, lr=0.1)
+    for _ in range(3):
+        ours(ALL).sum()
+    assert ours.row_gradients() is None
+
+
+def test_clipping_by_torch_that_leaves_rows_out_is_said() -> None:
+    model = Model()
+    rows = RowSGD(model.table, lr=0.1)
+    model(ALL).backward()
+    clip_grad_norm_(model.parameters(), {"t": model.table}, 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows.step()
+    model.zero_grad()
+    model(ALL).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.warns(UserWarning, match=r"those of the rows were not: clip both with dphybrid"):
+        rows.step()
+
+
+def test_a_scaler_unscales_rows_and_skips_steps() -> None:
+    model, plain = Model(), Model()
+    plain.load_state_dict(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    for each in (model, plain):
+        rows = RowAdagrad(each.table, lr=0.1)
+        dense = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(5):
+            dense.zero_grad()
+            rows.zero_grad()
+            loss = each(ALL[step : step + 4])
+            if each is plain:
+                if step != 2:
+                    loss.backward()
+                    dense.step()
+                    rows.step()
+                continue
+            scaler.scale(loss * (math.inf if step == 2 else 1.0)).backward()
+            if step % 2:
+                scaler.unscale_(rows)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                scaler.step(dense)
+                scaler.step(rows)
+            scaler.update()
+    torch.testing.assert_close(model.table.weight.detach(), plain.table.weight.detach(), rtol=1e-12, atol=0)
+
+
+def test_optimizer_and_model_are_copied_and_pickled_together() -> None:
+    for again in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        model = Model()
+        rows = LazyAdam(model.table, lr=0.1)
+        model(ALL).backward()
+        rows.step()
+        twin, rows_of_twin = again((model, rows))
+        assert rows_of_twin.param_groups[0]["params"][0] is twin.table.weight
+        before = model.table.weight.clone()
+        for each, optimizer in ((model, rows), (twin, rows_of_twin)):
+            each.zero_grad()
+            each(ALL[:5]).backward()
+            optimizer.step()
+        assert torch.equal(model.table.weight, twin.table.weight)
+        assert not torch.equal(model.table.weight, before)
