@@ -123,7 +123,7 @@ def _parts(batches: list[Tensor], num_rows: int, dim: int, where: Devices, round
 
     def gather() -> None:
         for one, mine in zip(found, host, strict=True):
-            kernels.gather(table.weight, one.unique_U, mine)
+            kernels.gather(table.settled(), one.unique_U, mine)
 
     steps: dict[str, Callable[[], object]] = {
         "sort": lambda: [sort_ids(ids.reshape(-1), num_rows) for ids, _ in shares],
