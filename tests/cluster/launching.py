@@ -28,6 +28,7 @@ BASE = [
     "train.epochs=3",
     "train.batch_size=50",
     "train.patience=0",
+    "checkpoint.full_every=1",
     "train.lr=0.01",
 ]
 SMALL = ["model.dim=8", "model.hidden=16", "model.dropout=0", "data.label=clicked", "data.buckets=4"]
