@@ -1,6 +1,7 @@
 """What builds a model: the context that a recipe's `build`, or a factory of the user's own, is given."""
 
 import importlib
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class ModelContext(Generic[Options]):
             dim,
             std=std,
             dtype=torch.bfloat16 if self.table_dtype == "bfloat16" else self.dtype,
-            seed=self.seed,
+            seed=self.seed << 32 | zlib.crc32(name.encode()),  # tables of one model start from other values
             name=name,
             storage="memory" if self.table_folder is None else "mmap",
             path=self.table_folder,
