@@ -13,9 +13,10 @@ from urllib.parse import unquote, urlparse
 
 from mlflow.entities import LoggedModelOutput, Metric
 from mlflow.exceptions import MlflowException
-from mlflow.models import Model
+from mlflow.models import Model, ModelSignature
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
+from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 
 from dphybrid.tracking.journal import Record
 from dphybrid.tracking.names import safe_name
@@ -140,7 +141,7 @@ class CheckpointModels:
         )  # last: what is not READY is made again after a crash
 
     def _put_files(self, model: Any, folder: Path) -> None:
-        page = Model(model_id=model.model_id)
+        page = Model(model_id=model.model_id, signature=_signature(folder))
         page.add_flavor("python_function", loader_module="dphybrid.jobs.pyfunc", data="checkpoint")
         page.add_flavor("dphybrid", data="checkpoint")
         location = urlparse(model.artifact_location)
@@ -215,3 +216,13 @@ def _linked(source: str, target: str) -> bool:
     except OSError:  # another disk, or a file system without links
         return False
     return True
+
+
+def _signature(folder: Path) -> ModelSignature | None:
+    """Return the columns that a checkpoint's model reads, where it reads a table: numbers or texts alike, as
+    `Predictor` takes both, and a probability for each row."""
+    inputs = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("info", {}).get("inputs")
+    if inputs is None:
+        return None
+    columns = Schema([ColSpec(AnyType(), name, required=False) for name in inputs])
+    return ModelSignature(columns, Schema([ColSpec(DataType.float, "probability")]))

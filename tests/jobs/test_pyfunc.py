@@ -33,6 +33,7 @@ def test_a_frame_is_scored_and_the_model_kept(
     model_id = run.outputs.model_outputs[-1].model_id
     monkeypatch.setenv("MLFLOW_TRACKING_URI", report.tracking_uri)
     model = mlflow.pyfunc.load_model(f"models:/{model_id}")
+    assert sorted(model.metadata.signature.inputs.input_names()) == ["age", "site"]
     frame = pd.DataFrame({"site": ["s7", "new", None], "age": [3, 49, 12]})
     found = model.predict(frame)
     expected = dphybrid.load("clicks").predict({"site": ["s7", "new", None], "age": [3, 49, 12]})

@@ -138,6 +138,7 @@ class TableSource:
             "columns": id_columns,
             "num_ids": [column["num_ids"] for column in id_columns],
             "num_dense": encoder.num_dense,
+            "inputs": encoder.names,
         }
         if encoder.bags:
             shape = (num_rows, len(encoder.bags), table.longest_bag)
