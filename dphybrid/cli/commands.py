@@ -204,7 +204,7 @@ def prepare(args: argparse.Namespace) -> int:
     """Read the data, show its columns and splits, and stop."""
     import shutil
 
-    from dphybrid.jobs.train import prepare_data
+    from dphybrid.jobs.build import prepare_data
 
     if args.schema is not None and not args.schema.absolute().parent.is_dir():
         raise UserError(

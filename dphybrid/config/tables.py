@@ -26,6 +26,9 @@ NO_VALUE = (
 )
 """Texts that mean "no value" in any table: those of pandas, and the question mark."""
 
+_ALONE = ("?", "NA", "NaN", "null")
+"""What `data.missing` was by default when it named all of them. Configs on record mean these four alone."""
+
 
 class TableDataConfig(DataConfig):
     """Which files, which column is the label, and what the others are read as."""
@@ -89,7 +92,7 @@ class TableDataConfig(DataConfig):
     @property
     def no_value(self) -> tuple[str, ...]:
         """All texts that mean "no value", but for the empty one."""
-        return tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
+        return _ALONE if self.missing == _ALONE else tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
 
     @property
     def notation(self) -> str | None:

@@ -26,10 +26,11 @@ from dphybrid.data.batches import batches
 from dphybrid.embedding import DeclaresIds, dense_parameters, find_tables
 from dphybrid.embedding.storage import available_memory_bytes, deferred_rows
 from dphybrid.gpus.leasing import expected_devices
+from dphybrid.jobs.build import build_run, prepare_data
 from dphybrid.jobs.pages import Report, ResultPage, RunPage
 from dphybrid.jobs.report import report_run
 from dphybrid.jobs.runs import Run, find_tagged_run, read_run
-from dphybrid.jobs.train import build_run, closing_run, evaluate_run, prepare_data, train_here
+from dphybrid.jobs.train import closing_run, evaluate_run, train_here
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe

@@ -8,7 +8,7 @@ compare.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,39 +16,31 @@ from typing import Any
 import torch
 
 from dphybrid.cluster.ranks import Ranks
-from dphybrid.cluster.refusals import refuse_model_for_ranks, refuse_ranks
-from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, num_batches
-from dphybrid.embedding import RowOptimizer, dense_parameters, find_tables, make_row_optimizer
+from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
 from dphybrid.embedding.kernels import compiled_folder, keep_compiled_in, use_threads
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
-from dphybrid.gpus.leasing import expected_devices, leased_devices
+from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way
+from dphybrid.jobs.build import build_run, prepare_data, resumed_replicas
 from dphybrid.jobs.load import fill_model
-from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
-from dphybrid.jobs.report import attached, open_run_tracker, report_run
+from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, SplitsPage
+from dphybrid.jobs.report import attached, report_run
 from dphybrid.jobs.runs import (
     Run,
-    data_source,
-    environment_tags,
-    find_run,
-    new_run_folder,
     read_run,
     running,
-    shown_devices,
 )
 from dphybrid.parallel import (
-    Devices,
     compile_regions,
-    find_data_parallel,
     resolve_devices,
-    split_sizes,
     start_on,
 )
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.tracking import Status, Tracker, waiting
+from dphybrid.tracking import Status, Tracker
 from dphybrid.tracking.system import Averages, system_metrics
 from dphybrid.training.checkpoint import (
     Progress,
@@ -59,7 +51,7 @@ from dphybrid.training.checkpoint import (
     verify_checkpoint,
 )
 from dphybrid.training.clock import StageClock
-from dphybrid.training.display import Display, preparation_progress
+from dphybrid.training.display import Display
 from dphybrid.training.loop import evaluate, keep_checkpoints, train
 from dphybrid.training.observing import Meter
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
@@ -69,13 +61,10 @@ from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.together import ALONE
 from dphybrid.training.warm_start import warm_start
-from dphybrid.training.warm_up import compiling_kernels
-from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import clear_leftovers, disk_errors_told, make_folder, naming, write_text
+from dphybrid.util.files import clear_leftovers, disk_errors_told, make_folder, write_text
 from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
-from dphybrid.util.text import printable
 
 
 def run_job(
@@ -134,162 +123,6 @@ def closing_run(folder: str, settings: Settings) -> Iterator[None]:
 
 def _is_stop(error: BaseException) -> bool:
     return not isinstance(error, Exception)
-
-
-def prepare_data(config: ExperimentConfig, settings: Settings, local_ranks: int | None = None) -> str:
-    """Make the prepared data, or find it made; return its folder. Raises UserError for unusable input.
-
-    local_ranks: of `cluster.ranks`, those of this machine; None: all.
-    """
-    devices = expected_devices(config, settings)
-    refuse_ranks(config, settings, devices, local_ranks)
-    check_devices(config, devices)
-    with naming(settings.data_dir):
-        make_folder(
-            settings.data_dir, mode=0o700
-        )  # data, runs and records are their owner's, unless the folder was made otherwise
-    if settings.threads:
-        use_threads(settings.threads)
-    with compiling_kernels(config, compiled_folder(settings.data_dir)), preparation_progress() as progress:
-        prepared = find_recipe(config.recipe).prepare(
-            config.data, settings.prepared_dir, config.train.seed, progress
-        )
-    print(f"{'Reusing prepared data' if prepared.reused else 'Prepared data'}: {prepared.path}", flush=True)
-    print(printable(prepared.describe()), flush=True)
-    return str(prepared.path)
-
-
-def check_devices(config: ExperimentConfig, devices: str) -> Devices:
-    """Resolve the devices and note it when batches are too small to give each one a row. Raises UserError for
-    devices that are not there."""
-    resolved = resolve_devices(devices)
-    used = len(split_sizes(config.train.batch_size, len(resolved)))
-    if used < len(resolved):
-        print(
-            f"Note: train.batch_size={config.train.batch_size} leaves {len(resolved) - used} of "
-            f"{len(resolved)} devices idle; "
-            f"`dphybrid plan --devices '{resolved.text}' --batch-size {config.train.batch_size}` shows the "
-            "split",
-            flush=True,
-        )
-    return resolved
-
-
-def resumed_replicas(config: ExperimentConfig, settings: Settings, prepared: str, resume: str | None) -> int:
-    """Return on how many devices the run to resume computed, 0 for a new one. Raises UserError when there is
-    none to resume."""
-    if not resume:
-        return 0
-    previous = find_run(settings, config, find_recipe(config.recipe).open(Path(prepared)), resume)
-    return len(parse_device_spec(previous.page.devices).names)
-
-
-@disk_errors_told()
-def build_run(
-    config: ExperimentConfig,
-    settings: Settings,
-    prepared: str,
-    devices_text: str,
-    *,
-    run_name: str | None = None,
-    resume: str | None = None,
-    tags: dict[str, str] | None = None,
-    links: dict[str, str] | None = None,
-) -> str:
-    """Build the model once on the given devices, create (or reopen) the run folder and its MLflow run; return
-    the folder.
-
-    tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
-    resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when
-    there is none.
-    """
-    data = find_recipe(config.recipe).open(Path(prepared))
-    devices = resolve_devices(devices_text)
-    with deferred_rows() if config.cluster.ranks else unfilled_rows():  # it is only looked at
-        model = build_from_config(config, data.info, devices, settings.table_folder)
-    refuse_model_for_ranks(config, model)
-    sizes = {
-        "size.block_parameters": sum(p.numel() for p in dense_parameters(model)),
-        "size.table_rows": sum(len(t.rows_VD) for t in find_tables(model).values()),
-        "size.table_bytes": sum(
-            t.rows_VD.numel() * t.rows_VD.element_size() for t in find_tables(model).values()
-        ),
-    }
-    blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"
-    print(
-        f"Model: {sizes['size.block_parameters']:,} parameters in blocks, {sizes['size.table_rows']:,} "
-        "table rows "
-        f"({sizes['size.table_bytes'] / 2**20:.1f} MiB) in host memory; data-parallel: {blocks}; devices: "
-        f"{devices.text}",
-        flush=True,
-    )
-    previous = find_run(settings, config, data, resume) if resume else None
-    folder = previous.folder if previous else new_run_folder(settings, config, devices, run_name)
-    tracker = open_run_tracker(settings, must_answer=previous is None)
-    if count := waiting(settings.mlflow_dir / "spool"):
-        print(
-            f"Note: records of {count} earlier {'run' if count == 1 else 'runs'} wait to be sent; `dphybrid "
-            "sync` does it",
-            flush=True,
-        )
-    attempt = previous.page.attempt + 1 if previous else 1
-    shown = shown_devices(config, devices.text, tags or {})
-    all_tags = {
-        **environment_tags(),
-        **(tags or {}),
-        "dphybrid.recipe": config.recipe,
-        "dphybrid.devices": shown,
-        "dphybrid.attempt": str(attempt),
-        "dphybrid.run_folder": str(folder),
-        "dphybrid.source_digest": data.manifest.source_digest,
-    }
-    if config.cluster.ranks:
-        all_tags["dphybrid.ranks"] = str(config.cluster.ranks)
-    values: dict[str, Any] = {
-        **flatten(config.model_dump(mode="json")),
-        "devices.replicas": config.cluster.ranks or len(devices),
-        "devices.resolved": shown,
-        **{f"split.{name}": value for name, value in data.manifest.split.items()},
-        **sizes,
-    }
-    params = {
-        name: ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        for name, value in values.items()
-    }
-    try:
-        if previous:
-            run_id = previous.page.run_id
-            tracker.resume(run_id, all_tags)
-        else:
-            run_id = tracker.start(folder.name, params, all_tags, _note(config, data))
-        tracker.log_dataset(
-            name=data.path.name,
-            digest=data.digest,
-            source=data_source(config),
-            num_rows=len(data.dataset("train")),
-            columns=list(data.info),
-            context="training",
-        )
-    except BaseException:
-        if previous is None:
-            folder.rmdir()
-        raise
-    finally:
-        tracker.close()
-    page = RunPage(
-        run_id=run_id,
-        attempt=attempt,
-        config=config.model_dump(mode="json"),
-        devices=devices.text,
-        prepared=prepared,
-        data_digest=data.digest,
-        links={**(previous.page.links if previous else {}), **(links or {})},
-        tags={**(previous.page.tags if previous else {}), **(tags or {})},
-        created=previous.page.created if previous else datetime.now(UTC).isoformat(),
-    )
-    page.write(folder / "run.json")
-    print(f"Run: {folder.name}" + (f" ({run_id})" if run_id else ", not recorded"), flush=True)
-    return str(folder)
 
 
 def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultPage:
@@ -525,13 +358,6 @@ def _recording(run: Run, settings: Settings) -> Iterator[Tracker]:
         yield tracker
     finally:
         tracker.close()
-
-
-def _note(config: ExperimentConfig, data: Prepared) -> str:
-    return (
-        f"`{config.recipe}` on prepared data `{data.path.name}`; the report stands here when the run has "
-        "ended."
-    )
 
 
 __all__ = [

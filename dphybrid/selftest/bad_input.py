@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import prepare_data
+from dphybrid.jobs.build import prepare_data
 from dphybrid.recipes.configs import load_config
 from dphybrid.selftest.child import DONE, TOLD, in_child, own_settings
 

@@ -25,6 +25,7 @@ OPTIONS = [
     "train.batch_size=16",
     "devices=cpu*2",
     "checkpoint.keep_last=1",
+    "data.missing=?,NA,NaN,null",
 ]
 
 

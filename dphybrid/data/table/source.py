@@ -65,9 +65,16 @@ class TableSource:
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
         values["missing"] = self.data.no_value
         values |= {"schema": self.schema.model_dump(mode="json")}
-        # Bags came later: what has none keeps its digest.
-        for name in ("bags", "text"):
-            if not values[name]:
+        # These came later: what has none of them keeps its digest.
+        for name, absent in (
+            ("bags", []),
+            ("text", []),
+            ("times", []),
+            ("dayfirst", False),
+            ("decimal", "."),
+            ("thousands", ""),
+        ):
+            if values[name] == absent:
                 del values[name]
         for column in values["schema"]["columns"].values():
             for name in ("separator", "max_items"):
