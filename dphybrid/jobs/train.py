@@ -6,6 +6,7 @@ The flow and the command line share them. A run is a folder: `run.json` (what it
 compare.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import datetime
@@ -48,6 +49,7 @@ from dphybrid.training.checkpoint import (
     complete_checkpoints,
     load_checkpoint,
     newest_whole_checkpoint,
+    step_of,
     verify_checkpoint,
 )
 from dphybrid.training.clock import StageClock
@@ -273,6 +275,13 @@ def _result(run: Run, session: Session, meter: Meter, system: dict[str, float]) 
     progress = session.trained.progress
     done = complete_checkpoints(run.checkpoints)
     best = best_checkpoint(done, progress, session.task)
+    if best is not None and progress.best_step not in (None, step_of(best)):
+        print(
+            f"Note: the best checkpoint, of step {progress.best_step}, is gone from {run.checkpoints}; "
+            f"{best.name} takes its place",
+            file=sys.stderr,
+            flush=True,
+        )
     stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
     return ResultPage(
         checkpoint=str(done[-1]) if done else "",

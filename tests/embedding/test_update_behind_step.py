@@ -159,7 +159,7 @@ def test_whoever_reads_the_table_or_its_states_waits_for_all_rows(monkeypatch: p
             for ids in pipeline.prefetch(batches, lambda ids: {"t": ids}):
                 behind.step(ids)
                 plain.step(ids)
-                if held.wait(0.5):
+                if held.wait(10):
                     threading.Timer(0.05, gate.set).start()
                     if read == "weight":
                         assert torch.equal(behind.table.weight, plain.table.weight)

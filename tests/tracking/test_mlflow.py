@@ -50,6 +50,7 @@ def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, Ml
         *("train/loss", "train/epoch_loss", "valid/mse", "final/mse", "perf/samples_per_s", "perf/step_ms"),
         *(f"summary/{name}" for name in ("step_ms_p50", "step_ms_p95", "step_ms_mean", "step_ms_warm_up")),
         *("summary/samples_per_s_median", "summary/train_s", "system/process_rss_mb"),
+        *("summary/checkpoint_stall_s", "summary/checkpoint_mib"),
     }
     assert len(client.get_metric_history(report.run_id, "valid/mse")) == 2
 
