@@ -24,9 +24,8 @@ class Head(nn.Module):
         self.numbers = nn.Linear(max(1, num_dense), 1)
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
-        pairs_BD = rows_BFD.sum(1).square() - rows_BFD.square().sum(
-            1
-        )  # all pairs of rows, as in factorisation machines
+        # all pairs of rows, as in factorisation machines
+        pairs_BD = rows_BFD.sum(1).square() - rows_BFD.square().sum(1)
         return (self.products(pairs_BD) + self.numbers(dense_BN)).squeeze(1)
 
 
@@ -37,13 +36,11 @@ class Factors(nn.Module):
         super().__init__()
         sizes = torch.tensor([0, *context.info["num_ids"]])
         self.offsets_F = sizes.cumsum(0)[:-1]  # the columns' ids lie one after the other in one table
-        self.table = context.table(
-            int(sizes.sum()), dim, name="table"
-        )  # as --table.* and the settings want it
+        # as --table.* and the settings want it
+        self.table = context.table(int(sizes.sum()), dim, name="table")
         self.region = DataParallel(Head(context.info["num_dense"], dim), context.devices)
-        self.table.place_on(
-            self.region.devices.replicas, self.region.sizes
-        )  # each replica's rows go straight to it
+        # each replica's rows go straight to it
+        self.table.place_on(self.region.devices.replicas, self.region.sizes)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Say which rows `forward` will look up, so that they can be fetched while the step before

@@ -99,9 +99,8 @@ def _retrained(
     event: str,
 ) -> State:
     settings = load_settings()
-    if before := find_tagged_run(
-        settings, FLOW_RUN_TAG, runtime.flow_run.id
-    ):  # this very flow run began before
+    # this very flow run began before
+    if before := find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id):
         run = read_run(settings.runs_dir / before)
         name = run.config.checkpoint.register_as or ""
         planned = Plan(config=run.config, model=name, champion=run.page.tags.get(CHAMPION_TAG, ""))

@@ -14,9 +14,8 @@ SHARED = REPOSITORY.parent / "shared"
 
 torch.set_num_threads(1)
 DataParallel.check_synchrony = True
-keep_compiled_in(
-    Path(tempfile.gettempdir()) / "dphybrid-tests-compiled"
-)  # compiled once, not in each test's data folder
+# compiled once, not in each test's data folder
+keep_compiled_in(Path(tempfile.gettempdir()) / "dphybrid-tests-compiled")
 
 
 @pytest.fixture

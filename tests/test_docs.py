@@ -124,9 +124,8 @@ def test_a_command_is_one_that_there_is(
 
 
 def test_flags_and_settings_are_ones_that_there_are() -> None:
-    fields = {name for recipe in BUILT_IN for name in field_types(recipe)} | {
-        "data.num_ratings"
-    }  # of the own recipe
+    # num_ratings: of the page's own recipe
+    fields = {name for recipe in BUILT_IN for name in field_types(recipe)} | {"data.num_ratings"}
     flags = set(re.findall(r"--((?:data|model|table|train|checkpoint)\.[a-z][\w-]*)", EVERYTHING))
     assert len(flags) > 20
     assert {flag.replace("-", "_") for flag in flags} <= fields

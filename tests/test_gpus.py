@@ -261,9 +261,8 @@ def test_training_hours_go_past_midnight_and_know_weekends() -> None:
         ("2026-11-23 07:29", False),
     ):
         assert hours.open_at(datetime.fromisoformat(moment)) is allowed, moment
-    assert hours.open_at(
-        datetime.fromisoformat("2026-11-24 07:29")
-    )  # Tuesday morning belongs to Monday's span
+    # Tuesday morning belongs to Monday's span
+    assert hours.open_at(datetime.fromisoformat("2026-11-24 07:29"))
     assert hours.closed_reason(datetime.fromisoformat("2026-11-24 08:00")) == "training hours begin at 19:00"
     assert parse_training_hours("").open_at(datetime.fromisoformat("2026-11-24 08:00"))
     for wrong in ("8-20", "25:00-08:00", "foo 20:00-08:00", "20:00"):

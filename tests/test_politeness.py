@@ -257,10 +257,8 @@ def test_ctrl_c_while_waiting_leaves_nothing(machine: Path, tmp_path: Path, stra
 def test_settings_go_by_their_former_names_too(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in (
-        "DPHYBRID_TRAINING_HOURS",
-        "DPHYBRID_UPLOAD_LIMIT_MIB",
-    ):  # so that they are put back, whatever becomes of them
+    # so that they are put back, whatever becomes of them
+    for name in ("DPHYBRID_TRAINING_HOURS", "DPHYBRID_UPLOAD_LIMIT_MIB"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("DPHYBRID_QUIET_HOURS", "20:00-08:00")

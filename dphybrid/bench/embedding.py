@@ -109,9 +109,8 @@ def step_costs(
     The host's share is what is left when a device sums the gradients of repeated ids: sorting, gathering and
     updating unique rows. Dense contestants are left out where their gradient would take more than 1 GiB.
     """
-    batches = [
-        zipf_ids(num_rows, (num_ids,), exponent, seed) for seed in range(4)
-    ]  # they take turns: one batch's rows would stay in the caches
+    # they take turns: one batch's rows would stay in the caches
+    batches = [zipf_ids(num_rows, (num_ids,), exponent, seed) for seed in range(4)]
     grads_ND = torch.randn(num_ids, dim, generator=torch.Generator().manual_seed(1))
     contestants: dict[str, Step] = {}
     for name in ("sgd", "adagrad", "adam", "lazy-adam"):

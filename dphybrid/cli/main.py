@@ -423,9 +423,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 2 for wrong input, 130 when interrupted."""
     given = sys.argv[1:] if argv is None else argv
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(
-            str(Path.cwd())
-        )  # recipes and models of your own, as `python -m` finds them; last, so that nothing is shadowed
+        # recipes and models of your own, as `python -m` finds them; last, so that nothing is shadowed
+        sys.path.append(str(Path.cwd()))
     if given[:1] in (["worker"], ["deploy"]):
         return commands.hand_on(given[0], given[1:])
     args = make_parser(given).parse_args(given)

@@ -118,9 +118,8 @@ def shuffled_windows(
     for number, first in enumerate(range(0, max(1, len(starts)), blocks_of_window)):
         window_starts = starts[first : first + blocks_of_window]
         rows = (window_starts[:, None] + np.arange(BLOCK_ROWS)).ravel()
-        if first + blocks_of_window >= len(
-            starts
-        ):  # the last window takes the rows of the block that is not whole
+        # the last window takes the rows of the block that is not whole
+        if first + blocks_of_window >= len(starts):
             rows = np.concatenate([rows, np.arange(whole, num_rows)])
         if skipped < len(rows):
             yield np.random.default_rng([seed, epoch, number]).permutation(rows)[skipped:]

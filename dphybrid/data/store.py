@@ -249,9 +249,8 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
     with _told(folder):
         make_folder(folder)
         with locked(folder / f".{final.name}.lock"):
-            clear_leftovers(
-                folder, final.name
-            )  # of a killed process: whoever holds the lock is the only one alive
+            # of a killed process: whoever holds the lock is the only one alive
+            clear_leftovers(folder, final.name)
             if final.exists():  # another process was faster
                 return open_prepared(final)
             with making(final) as partial:

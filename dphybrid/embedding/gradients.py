@@ -446,9 +446,8 @@ def merge_gradients(tables: Sequence[RowGradients], dim: int, dtype: torch.dtype
     """
     arranged, first_keys = arrange_gradients(tables, dtype)
     plan, factor = tables[0].plan, tables[0].factor
-    if plan is not None and plan.made(
-        arranged
-    ):  # the update sums them again, as they lie: they are read once
+    # the update sums them again, as they lie: they are read once
+    if plan is not None and plan.made(arranged):
         tables[0].arrived(arranged.held)
         squares_U = kernels.square_rows(arranged, dim, dtype)
         return squares_U if factor == 1.0 else squares_U.mul_(factor * factor)

@@ -29,9 +29,8 @@ class Occurrences:
 
 def sort_ids(ids_N: Tensor, num_rows: int) -> Occurrences:
     """Return where each unique id of ids_N (int64, rows of a table of `num_rows`) occurs."""
-    nowhere = torch.empty(
-        (0, 1), dtype=torch.uint8
-    )  # at address 0 with rows of a byte: an address is a place
+    # at address 0 with rows of a byte: an address is a place
+    nowhere = torch.empty((0, 1), dtype=torch.uint8)
     found = kernels.arrange([(kernels.Segment(ids_N, nowhere), 0)], num_rows, inverse=True)
     assert found.inverse_N is not None
     return Occurrences(

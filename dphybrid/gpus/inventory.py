@@ -105,10 +105,8 @@ class Inventory:
                 self._open = True
             count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError as error:
-            self.reason, self._open = (
-                f"NVML: {error}",
-                False,
-            )  # a reloaded driver is found again at the next reading
+            # a reloaded driver is found again at the next reading
+            self.reason, self._open = f"NVML: {error}", False
             return ()
         units = tuple(unit for index in range(count) for unit in self._units(index))
         self.reason = "" if units else "NVML reports no GPU"

@@ -140,9 +140,8 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
             file = _lock_file(folder, gpu.uuid)
             handles.append(_open_shared(file))
             _lock_now(handles[-1])
-            if not _stands_at(
-                file, handles[-1]
-            ):  # removed between opening and locking: the next one would lock another file
+            # removed between opening and locking: the next one would lock another file
+            if not _stands_at(file, handles[-1]):
                 raise BlockingIOError
     except (BlockingIOError, OddFileError):
         for handle in handles:

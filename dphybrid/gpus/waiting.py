@@ -243,9 +243,8 @@ def _tickets(folder: Path, note: Callable[[str], None] = lambda what: None) -> d
     noted and left alone."""
     found = {}
     for file in sorted(folder.glob("*.ticket")):
-        if (
-            file.name.startswith(".") and _age_s(file) < _BIRTH_S
-        ):  # glob finds these, too: being made, and not locked yet
+        # glob finds hidden files, too: being made, and not locked yet
+        if file.name.startswith(".") and _age_s(file) < _BIRTH_S:
             continue
         try:
             page = locked_page(file)

@@ -47,9 +47,8 @@ def prepare_data(config: ExperimentConfig, settings: Settings, local_ranks: int 
     refuse_ranks(config, settings, devices, local_ranks)
     check_devices(config, devices)
     with naming(settings.data_dir):
-        make_folder(
-            settings.data_dir, mode=0o700
-        )  # data, runs and records are their owner's, unless the folder was made otherwise
+        # data, runs and records are their owner's, unless the folder was made otherwise
+        make_folder(settings.data_dir, mode=0o700)
     if settings.threads:
         use_threads(settings.threads)
     with compiling_kernels(config, compiled_folder(settings.data_dir)), preparation_progress() as progress:

@@ -136,9 +136,8 @@ def be_a_rank(run: Run, settings: Settings) -> Outcome:
         asked_from_outside(stop, run.folder),
     ):
         outcome = _train(run, settings, stop, ranks)
-        if (
-            ranks.leads or outcome.state == "refused"
-        ):  # what one rank alone refuses, the others see as its end
+        # what one rank alone refuses, the others see as its end
+        if ranks.leads or outcome.state == "refused":
             outcome.write(page)
         if outcome.state != "refused":
             torch.distributed.barrier()

@@ -241,9 +241,8 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
     not answer.
     """
     run = read_run(run_folder)
-    if (
-        run.folder / "decision.json"
-    ).is_file():  # made before this process, which goes on where another one died
+    # made before this process, which goes on where another one died
+    if (run.folder / "decision.json").is_file():
         return Decision.read(run.folder / "decision.json")
     registry = open_registry(settings)
     model = run.config.checkpoint.register_as

@@ -29,9 +29,8 @@ def in_this_process() -> Iterator[Callable[[], None]]:
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_not_told_already)
     stop_server = start_embedded_server()
-    updates: dict[Any, Any] = {
-        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None
-    }  # only a standing server reads it, at a second's cost
+    # only a standing server reads it, at a second's cost
+    updates: dict[Any, Any] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
     if stop_server:
         updates[PREFECT_CLIENT_MAX_RETRIES] = (
             2  # a standing server comes back, this one does not: what is to be told it is soon given up

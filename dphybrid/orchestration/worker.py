@@ -239,9 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api"
             )
         live_folder()  # raises before any run is taken
-        os.environ.setdefault(
-            "PREFECT_CLIENT_MAX_RETRIES", "9"
-        )  # so that a finished run can tell it after a long outage
+        # so that a finished run can tell it after a long outage
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
         queues = args.queue or [args.name, *SHARED_QUEUES]
         asyncio.run(make_queues(args.pool, queues))
         worker = DrainingWorker(

@@ -117,9 +117,8 @@ class DataParallel(nn.DataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
         and outputs that cannot be joined."""
-        if (
-            self._bare
-        ):  # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
+        # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
+        if self._bare:
             attributes = self.__dict__
             record, module = attributes["_record"], attributes["_modules"]["module"]
             key: Key
@@ -271,9 +270,8 @@ class DataParallel(nn.DataParallel):
             given = _tensors((inputs, kwargs), [])
             before = _versions(given)
             output = self.module(*inputs, **kwargs)
-            if (
-                not record.in_place and None not in before
-            ):  # without versions, in inference mode, it cannot be seen
+            # without versions, in inference mode, it cannot be seen
+            if not record.in_place and None not in before:
                 record.in_place = _versions(given) != before
             return output
         given = _tensors((inputs, kwargs), [])
@@ -356,9 +354,8 @@ def _device_ids(devices: Devices) -> list[Any]:
 
 
 def _output_device(wanted: int | str | torch.device | None, home: torch.device) -> torch.device:
-    if wanted is None or (
-        isinstance(wanted, int) and home.type == "cpu"
-    ):  # virtual devices on the CPU are all one
+    # virtual devices on the CPU are all one device
+    if wanted is None or (isinstance(wanted, int) and home.type == "cpu"):
         return home
     device = as_device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -99,9 +99,8 @@ class GivenSource:
 def as_arrays(given: Given, where: str) -> dict[str, Array]:
     """Return a split as arrays by name, samples on dim 0. where: for messages. Raises UserError for what
     cannot be one."""
-    if (
-        hasattr(given, "columns") and hasattr(given, "shape") and not isinstance(given, Mapping)
-    ):  # polars, pandas
+    # frames of polars and of pandas
+    if hasattr(given, "columns") and hasattr(given, "shape") and not isinstance(given, Mapping):
         given = {str(name): np.asarray(given[name]) for name in given.columns}
     elif not isinstance(given, Mapping):
         given = _items(given, where)

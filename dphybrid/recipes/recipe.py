@@ -21,9 +21,8 @@ from dphybrid.config import (
 )
 from dphybrid.util.errors import UserError
 
-if (
-    TYPE_CHECKING
-):  # a recipe is looked at by the command line and the forms, too: torch and polars wait until work begins
+# The command line and the forms look at recipes, too: torch and polars wait until work begins.
+if TYPE_CHECKING:
     from torch import nn
 
     from dphybrid.data.batches import Dataset

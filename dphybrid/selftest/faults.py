@@ -40,9 +40,8 @@ class Faults:
         self._counting = threading.Lock()
         self._random = random.Random(seed)
         self._unsynced: set[int] = set()
-        self._undo: list[
-            tuple[int, Callable[[], None]]
-        ] = []  # with the inode of the folder that was not synced since
+        # each with the inode of the folder that was not synced since
+        self._undo: list[tuple[int, Callable[[], None]]] = []
         self._kept = root.parent / f"{root.name}-kept"  # what a removal that is undone brings back
 
     def install(self) -> None:

@@ -113,9 +113,8 @@ class CheckpointModels:
         run = self._client.get_run(self._run_id)
         model = self._client.create_logged_model(
             run.info.experiment_id,
-            name=re.sub(
-                r"[/:.%\"']+", "-", card["name"]
-            ),  # MLflow takes none of these; a recipe's import path has two
+            # MLflow takes none of these; a recipe's import path has two
+            name=re.sub(r"[/:.%\"']+", "-", card["name"]),
             source_run_id=self._run_id,
             params={key: str(value) for key, value in card["params"].items()},
             tags={UID_TAG: card["uid"], ROLE_TAG: card["role"], STEP_TAG: str(card["step"])},
@@ -136,9 +135,8 @@ class CheckpointModels:
         ]
         if points:
             self._client.log_batch(self._run_id, metrics=points)
-        self._client.finalize_logged_model(
-            model.model_id, "READY"
-        )  # last: what is not READY is made again after a crash
+        # last: what is not READY is made again after a crash
+        self._client.finalize_logged_model(model.model_id, "READY")
 
     def _put_files(self, model: Any, folder: Path) -> None:
         page = Model(model_id=model.model_id, signature=_signature(folder))
@@ -151,9 +149,8 @@ class CheckpointModels:
             page.save(str(target / "MLmodel"))
             self._copy(folder, target, uploads=False)
             return
-        with tempfile.TemporaryDirectory(
-            dir=folder.parent, prefix=".upload-"
-        ) as scratch:  # on the same disk: links, no copies
+        # on the same disk: links, no copies
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as scratch:
             page.save(str(Path(scratch) / "MLmodel"))
             self._copy(folder, Path(scratch), uploads=True)
             self._client.log_model_artifacts(model.model_id, scratch)

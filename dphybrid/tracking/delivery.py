@@ -47,8 +47,7 @@ def _details_table(journal: Journal) -> bytes:
 
 def _details_folder(journal: Journal) -> str:
     """Return where the table goes: each attempt of a run has its own, from its first step on."""
-    steps = (
-        step for _, step, name, _ in journal.details() if step > 0 and not name.startswith("system/")
-    )  # those count seconds
+    # the steps of system/ are seconds
+    steps = (step for _, step, name, _ in journal.details() if step > 0 and not name.startswith("system/"))
     first = min(steps, default=0)
     return f"{DETAILS_FOLDER}/from-step-{first:06d}"

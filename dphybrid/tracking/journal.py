@@ -199,9 +199,8 @@ class Journal:
     def _open(self) -> None:
         self._shut()
         self._make_folder()
-        self._count_file = private(
-            str(self._path("count")), os.O_RDWR | os.O_CREAT
-        )  # first: without it, an end could be missing
+        # first: without it, an end could be missing
+        self._count_file = private(str(self._path("count")), os.O_RDWR | os.O_CREAT)
         there = (number_of(line) or 0 for line in _lines(self.lines))
         newest = max(self._count(), self._sent()[0], self._lost()[1], *there, 0)
         self._file = private(str(self.lines), os.O_RDWR | os.O_CREAT | os.O_APPEND)

@@ -127,9 +127,8 @@ class Sender:
                 if self._closed:
                     return
                 self._send([record for _, record in group])
-                if (
-                    self._closed
-                ):  # given up meanwhile: whoever sends next begins here, and what comes twice counts once
+                # given up meanwhile: whoever sends next begins here, and what comes twice counts once
+                if self._closed:
                     return
                 self._journal.acknowledge(group[-1][0])
 
@@ -147,9 +146,8 @@ class Sender:
                     self._set_aside(records[0], str(refusal))
                     return
             except _WRONG as error:
-                if (
-                    type(error).__module__ != "builtins"
-                ):  # of the client's libraries: something on the way to the server
+                # of the client's libraries: something on the way to the server
+                if type(error).__module__ != "builtins":
                     raise
                 # With this record, not with the server: it must not hold up those behind it.
                 if len(records) == 1:

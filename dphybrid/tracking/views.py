@@ -45,9 +45,8 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
         (SPEED, [*speeds, *_WHAT, *metrics[:1]], (speeds[0], False)),
     ):
         client.set_experiment_tag(experiment_id, TAG + view, _tag_value(view, columns, key, ascending))
-    if not tags.get(NOTE_TAG, "") or tags[NOTE_TAG].startswith(
-        (_OWN_NOTE, _OLD_NOTE)
-    ):  # another one is somebody's own
+    # any other note is somebody's own
+    if not tags.get(NOTE_TAG, "") or tags[NOTE_TAG].startswith((_OWN_NOTE, _OLD_NOTE)):
         client.set_experiment_tag(experiment_id, NOTE_TAG, note(experiment_id))
 
 

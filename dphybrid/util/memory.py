@@ -20,9 +20,8 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt") or not hasattr(library, "gnu_get_libc_version"):
         return False
-    kept = library.mallopt(_MMAP_THRESHOLD, 2**30) or library.mallopt(
-        _MMAP_MAX, 0
-    )  # older ones allow no such threshold
+    # an older library allows no such threshold
+    kept = library.mallopt(_MMAP_THRESHOLD, 2**30) or library.mallopt(_MMAP_MAX, 0)
     return bool(kept and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 

@@ -158,12 +158,13 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
     (tags,) = TableEncoder.load(prepared.path / "encoder").bags
     assert (tags.vocabulary.to_list(), tags.separator, tags.max_items) == (["a", "b", "c"], ";", 3)
     bags_BL = prepared.arrays["bags_BFL"][:, 0]
+    # the third holds a rare item (seen once), the last no value
     assert bags_BL[[0, 1, 6, 3]].tolist() == [
         [2, 3, 4],
         [2, 3, -1],
         [2, 1, -1],
         [0, -1, -1],
-    ]  # rare: seen once; no value
+    ]
     assert bags_BL[8:].tolist() == [[2, 1, 2], [1, -1, -1]]
     assert prepared.manifest.facts["unseen"] == {"tags": 0.25}
     assert prepared.manifest.facts["left_out_items"] == {"tags": [3, 5]}
@@ -220,9 +221,8 @@ def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
         predictor.predict({"tags": [tags], "title": ["words 1"]})[0]
         for tags in ("t1|t3|t5", "t2|t4", "new", "")
     ]
-    assert alone == pytest.approx(
-        [scores[i] for i in (0, 1, 2, 3)], abs=1e-6
-    )  # whatever else the batch holds
+    # whatever else the batch holds
+    assert alone == pytest.approx([scores[i] for i in (0, 1, 2, 3)], abs=1e-6)
     done = predictor.predict_file(str(file), quiet / "out.parquet")
     assert done.num_rows == 3000
 

@@ -97,9 +97,8 @@ def test_start_values_are_drawn_where_they_are_used_only(
         "dphybrid.embedding.table.fill_normal", lambda weight, *rest: filled.append(len(fill(weight, *rest)))
     )
     report = train(*clicks, "devices=cpu")
-    assert (
-        len(filled) == 1
-    )  # for training; neither for a look at the sizes nor for the evaluation of a checkpoint
+    # for training; neither for a look at the sizes nor for the evaluation of a checkpoint
+    assert len(filled) == 1
     train(*clicks, "devices=cpu", f"train.warm_start={report.best_checkpoint}")
     assert len(filled) == 1
     whole = load_model(report.run_name)

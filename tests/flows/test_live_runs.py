@@ -85,9 +85,8 @@ def test_a_process_knows_when_its_run_lives_elsewhere(
     flow_run_id = dead_run(server)
     assert not lives_elsewhere(server.read_flow_run(flow_run_id))  # no worker of ours started it
     monkeypatch.setenv(STARTED_BY, server.homes[flow_run_id])
-    assert not lives_elsewhere(
-        server.read_flow_run(flow_run_id)
-    )  # though Prefect's count has grown with its waiting
+    # though Prefect's count has grown with its waiting
+    assert not lives_elsewhere(server.read_flow_run(flow_run_id))
     server.homes[flow_run_id] = "77 token other-host"
     assert lives_elsewhere(server.read_flow_run(flow_run_id))
 

@@ -226,9 +226,8 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
     for page in deployments.values():
         assert page["pull_steps"] == []
         recipe = page["parameters"]["config"]["recipe"]
-        assert page["parameters"]["config"] == {
-            "recipe": recipe
-        }  # the form is empty, and says what the recipe sets
+        # the form is empty, and says what the recipe sets
+        assert page["parameters"]["config"] == {"recipe": recipe}
         form = page["parameter_openapi_schema"]["properties"]
         assert form["config"]["properties"]["recipe"]["enum"] == [recipe]
         assert set(form["config"]["properties"]["data"]["properties"]) == set(

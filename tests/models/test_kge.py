@@ -60,9 +60,8 @@ def naive_score(kind: str, head: list[float], relation: list[float], tail: list[
 def test_ranks_are_those_of_a_naive_reference(
     kind: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "dphybrid.recipes.kge.model.PRODUCTS", 2 * 10 * 7
-    )  # several blocks of entities, a short one last
+    # several blocks of entities, a short one last
+    monkeypatch.setattr("dphybrid.recipes.kge.model.PRODUCTS", 2 * 10 * 7)
     monkeypatch.setattr("dphybrid.recipes.kge.model.DISTANCES", 2 * 10 * 7 * 6)
     data = graph(tmp_path)
     model = model_for(data, kind, devices).eval()

@@ -183,9 +183,8 @@ def test_unsuitable_modules_are_refused(module: nn.Module, word: str) -> None:
         DataParallel(nn.Sequential(module), "cpu*2")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*script_method:DeprecationWarning"
-)  # torch's own, from importing its compiler
+# torch's own, from importing its compiler
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_compiled_modules_are_refused() -> None:
     with pytest.raises(ValueError, match="compiled"):
         DataParallel(torch.compile(nn.Linear(2, 2)), "cpu*2")

@@ -154,9 +154,8 @@ def test_a_view_is_one_sorted_table_reached_from_the_experiment(
         "runs",
         view,
     )
-    address = page.get_by_role("link", name=view, exact=True).first.get_attribute(
-        "href"
-    )  # it opens a page of its own
+    # it opens a page of its own
+    address = page.get_by_role("link", name=view, exact=True).first.get_attribute("href")
     assert seen.reports[0].views[view] == f"{seen.server.uri}/{address}"
     page.close()
     page = seen.browser.new_page(viewport={"width": width, "height": 900})

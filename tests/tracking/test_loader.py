@@ -79,9 +79,8 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
         load_settings(),
     )
     own = dphybrid.load_model(report.run_name)
-    assert (
-        own.state_dict().keys() == dphybrid.load_model("models:/mine@challenger").state_dict().keys()
-    )  # of the embedded store
+    # the model name is one of the embedded store
+    assert own.state_dict().keys() == dphybrid.load_model("models:/mine@challenger").state_dict().keys()
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(report.best_checkpoint, elsewhere)
     del sys.modules["mymodels"]

@@ -199,9 +199,8 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     assert table.stat().st_size > 2**20
     uploaded = [p for p in (server.folder / "artifacts").rglob("*.safetensors") if p.name == table.name]
     assert uploaded == []
-    monkeypatch.setenv(
-        "MLFLOW_TRACKING_URI", f"sqlite:///{data_dir}/elsewhere.db"
-    )  # only the store asked for counts
+    # only the store asked for counts
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{data_dir}/elsewhere.db")
     folder = checkpoint_folder("models:/wide@challenger", server.uri)
     with pytest.raises(UserError, match=r"models:/wide@nobody: cannot be fetched"):
         checkpoint_folder("models:/wide@nobody", server.uri)

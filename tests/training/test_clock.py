@@ -141,9 +141,8 @@ def test_named_stages_explain_where_a_run_went(devices: str, data_dir: Path) -> 
         load_config(None, ["recipe=hybrid", f"devices={devices}", "train.epochs=2"]), load_settings()
     )
     total = sum(report.stages.values())
-    assert (
-        report.stages["other"] < 0.1 * total
-    )  # steps of a millisecond, on a machine that does other things, too
+    # steps of a millisecond, on a machine that does other things, too
+    assert report.stages["other"] < 0.1 * total
     named = {
         "data",
         "lookup",

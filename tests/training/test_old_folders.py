@@ -48,9 +48,8 @@ def test_a_run_without_versions_is_loaded_and_predicts(old_run: Path) -> None:
     scores = Predictor(old_run / "checkpoints" / "step-000006").predict(
         {"age": [30, 70], "city": ["a", "nowhere"]}
     )
-    assert scores.tolist() == pytest.approx(
-        [0.27502405643463135, 0.6734785437583923], abs=1e-6
-    )  # that version's answer
+    # that version's answer
+    assert scores.tolist() == pytest.approx([0.27502405643463135, 0.6734785437583923], abs=1e-6)
 
 
 def test_a_run_without_versions_goes_on(old_run: Path, tmp_path: Path) -> None:

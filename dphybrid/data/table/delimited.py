@@ -222,13 +222,11 @@ def _plain(
             )
         except pl.exceptions.PolarsError:
             continue
-        if (
-            len(frame) != num_rows
-        ):  # a row with too many fields raises; so with all separators there, every row has its own
+        # a row with too many fields raises; so with all separators there, every row has its own
+        if len(frame) != num_rows:
             return None
-        if all(
-            frame[i].is_finite().all() for i in as_numbers
-        ):  # else their texts are needed, to say what is wrong
+        # where one is not finite, the texts are needed, to say what is wrong
+        if all(frame[i].is_finite().all() for i in as_numbers):
             return clean(frame.get_columns(), missing) if blanks else frame
     return None
 
@@ -252,9 +250,8 @@ def _careful(
     used = len(lines)
     starts = [i for i, text in enumerate(lines) if text.strip()]
     for i, row, reason in cut_rows(lines, starts, layout.separator, len(layout.names)):
-        if (
-            reason and not last and '"' in lines[i] and i + MAX_SPAN > len(lines)
-        ):  # may go on in the next block
+        # an open quote may close in the next block
+        if reason and not last and '"' in lines[i] and i + MAX_SPAN > len(lines):
             used = i
             break
         if reason:

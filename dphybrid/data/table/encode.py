@@ -59,9 +59,8 @@ class NumericColumn:
         width)."""
         missing_B = np.isnan(raw_B)
         scaled_B = _log(raw_B) if self.log else raw_B
-        with np.errstate(
-            over="ignore"
-        ):  # numbers near the end of float64: infinite is then a fair answer to "how far"
+        # numbers near the end of float64: infinite is then a fair answer to "how far"
+        with np.errstate(over="ignore"):
             deviation_B = (scaled_B - self.mean) / self.std
         out_BN[:, 0] = np.where(missing_B, 0.0, np.clip(deviation_B, -MAX_DEVIATION, MAX_DEVIATION))
         if self.indicator:

@@ -337,9 +337,8 @@ class Reading:
         self.num_rows += chunk.num_rows
         self.unlabelled += chunk.unlabelled
         seen = self.num_rows + len(self.rejected)
-        if (
-            len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen
-        ):  # hopeless
+        # far past what is allowed: more of the file would not mend it
+        if len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen:
             check_rejected(str(self.data.path), self.rejected, seen, self.data.max_rejected)
 
     def _key(self, name: str) -> str:
