@@ -128,24 +128,9 @@ class LookupsAhead:
         if following:
             plan.link(following, self._mark_of(1, table.num_rows))
 
-    def update(self, table: "HostEmbedding", halves: Halves, update: Callable[[Rows], None]) -> None:
-        """Update the rows that the next batch needs, and have the others updated later, by another thread."""
-        assert self.later is not None
-        before = table.rows_VD._version
-        update(halves.first)
-        between = table.rows_VD._version
-        self.changed(before, between, halves.first.ids_U)
-        for lookup, places in zip(halves.following, halves.places, strict=True):
-            lookup.known = (before, between, places)
-
-        def rest() -> float:
-            start = time.perf_counter()
-            with labelled("update later"):
-                update(halves.rest)
-            self.changed(between, table.rows_VD._version, halves.rest.ids_U)
-            return 1e3 * (time.perf_counter() - start)
-
-        self._rest = self.later(rest)
+    def wait_for(self, rest: Future[float]) -> None:
+        """Take the rows as updated when this has ended, which returns the table's share of its ms."""
+        self._rest = rest
 
     def finish(self) -> None:
         """Wait until all rows are updated. Raises what went wrong with those that were updated later."""
@@ -257,6 +242,40 @@ class LookupsAhead:
         if mark_V is None:  # takes memory where it is touched
             mark_V = self._marks[thread] = zero_rows((num_rows,), torch.uint8)
         return mark_V
+
+
+def update_in_halves(
+    tables: Sequence["HostEmbedding"], halves: Sequence[Halves], update: Callable[[Sequence[Rows]], None]
+) -> None:
+    """Update the rows that the next batch needs, and have the others updated later, by another thread.
+
+    halves: of each table. update: of some rows of each table; raises the version of every table by one.
+    """
+
+    def half(rows_T: Sequence[Rows]) -> list[tuple[int, int]]:
+        before = [table.rows_VD._version for table in tables]
+        update(rows_T)
+        versions = [(version, table.rows_VD._version) for version, table in zip(before, tables, strict=True)]
+        for table, change, rows in zip(tables, versions, rows_T, strict=True):
+            table.ahead.changed(*change, rows.ids_U)
+        return versions
+
+    changes = half([each.first for each in halves])
+    for each, change in zip(halves, changes, strict=True):
+        for lookup, places in zip(each.following, each.places, strict=True):
+            lookup.known = (*change, places)
+
+    def rest() -> float:
+        start = time.perf_counter()
+        with labelled("update later"):
+            half([each.rest for each in halves])
+        return 1e3 * (time.perf_counter() - start) / len(tables)
+
+    later = tables[0].ahead.later
+    assert later is not None
+    future = later(rest)
+    for table in tables:
+        table.ahead.wait_for(future)
 
 
 def _read(table: "HostEmbedding", ids_U: Tensor, out_UD: Tensor, threads: int | None = None) -> None:

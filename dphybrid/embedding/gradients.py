@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from dphybrid.embedding import kernels
 from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.kernels import Arranged, Segment
-from dphybrid.embedding.plans import UpdatePlan
+from dphybrid.embedding.plans import Planned, UpdatePlan, arrange_planned
 from dphybrid.embedding.replicas import Channel
 from dphybrid.util.errors import UserError
 
@@ -430,12 +430,11 @@ def arrange_gradients(tables: Sequence[RowGradients], dtype: torch.dtype) -> tup
     if not segments:
         for table in tables:
             table.start()
-        for table, first_key in zip(tables, first_keys, strict=False):
-            segments += [(segment, first_key) for segment in table.segments(dtype)]
-    plan = tables[0].plan if len(tables) == 1 else None
-    planned = plan.arranged([segment for segment, _ in segments]) if plan is not None else None
-    if planned is not None:
-        return planned, first_keys[:-1]
+        by_table = [table.segments(dtype) for table in tables]
+        if planned := arrange_planned([table.plan for table in tables], by_table, first_keys[:-1]):
+            return planned, first_keys[:-1]
+        for own, first_key in zip(by_table, first_keys, strict=False):
+            segments += [(segment, first_key) for segment in own]
     frozen = [key + row for key, table in zip(first_keys, tables, strict=False) for row in table.frozen]
     return kernels.arrange(segments, first_keys[-1], frozen), first_keys[:-1]
 
@@ -445,15 +444,16 @@ def merge_gradients(tables: Sequence[RowGradients], dim: int, dtype: torch.dtype
     squares (float64) of the rows' norms.
     """
     arranged, first_keys = arrange_gradients(tables, dtype)
-    plan, factor = tables[0].plan, tables[0].factor
-    # the update sums them again, as they lie: they are read once
-    if plan is not None and plan.made(arranged):
-        tables[0].arrived(arranged.held)
+    parts = parts_of_tables(arranged, first_keys)
+    if isinstance(arranged, Planned):  # the update sums them again, as they lie: they are read once
+        for table, own in zip(tables, arranged.segments, strict=True):
+            table.arrived(own)
         squares_U = kernels.square_rows(arranged, dim, dtype)
-        return squares_U if factor == 1.0 else squares_U.mul_(factor * factor)
-    sums_UD, squares_U = kernels.sum_rows(arranged, dim, dtype)
-    for table, first_key, part in zip(tables, first_keys, parts_of_tables(arranged, first_keys), strict=True):
-        table.merged(arranged.keys_U[part] - first_key, sums_UD[part])
+    else:
+        sums_UD, squares_U = kernels.sum_rows(arranged, dim, dtype)
+        for table, first_key, part in zip(tables, first_keys, parts, strict=True):
+            table.merged(arranged.keys_U[part] - first_key, sums_UD[part])
+    for table, part in zip(tables, parts, strict=True):
         if table.factor != 1.0:
             squares_U[part] *= table.factor * table.factor
     return squares_U

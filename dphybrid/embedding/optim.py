@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding import kernels
+from dphybrid.embedding.ahead import update_in_halves
 from dphybrid.embedding.changed import ChangedRows
 from dphybrid.embedding.gradients import RowGradients, arrange_gradients, merge_gradients, parts_of_tables
 from dphybrid.embedding.kernels import Rule
-from dphybrid.embedding.plans import Rows
+from dphybrid.embedding.plans import Planned, Rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.embedding.weight import TableWeight
 from dphybrid.util.errors import UserError
@@ -180,7 +181,6 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             lines.set_noises([self._noise(name) for name in names])
         recording = any(table.ahead.is_recording for table in tables)
         versions = [weight._version for weight in weights] if recording else []
-        plan = tables[0].gradients.plan
 
         def update(rows: Rows) -> None:
             kernels.update(rule, replace(arranged, keys_U=rows.ids_U, bounds_U2=rows.bounds_U2), lines)
@@ -188,16 +188,14 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             if self.changes is not None:
                 self.changes.add(tuple(names), rows.ids_U)
 
-        if plan is not None and plan.made(arranged) and plan.halves and tables[0].ahead.later:
-            tables[0].ahead.update(tables[0], plan.halves, update)
-            recording = False
+        if isinstance(arranged, Planned) and tables[0].ahead.later and (halves := arranged.halves()):
+            update_in_halves(tables, halves, lambda rows_T: update(arranged.together(rows_T)))
         else:
             update(Rows(arranged.keys_U, arranged.bounds_U2))
-        if recording:
-            for table, first_key, part, version in zip(
-                tables, first_keys, parts_of_tables(arranged, first_keys), versions, strict=True
-            ):
-                table.ahead.changed(version, table.rows_VD._version, arranged.keys_U[part] - first_key)
+            if recording:
+                parts = parts_of_tables(arranged, first_keys)
+                for table, first_key, part, version in zip(tables, first_keys, parts, versions, strict=True):
+                    table.ahead.changed(version, table.rows_VD._version, arranged.keys_U[part] - first_key)
         counters, waited = tables[0].counters, sum([table.counters.d2h_ms for table in tables]) - waited_ms
         if not tables[0].ahead.is_placed:  # those of replicas were counted when they were looked up
             counters.unique += len(arranged.keys_U)
