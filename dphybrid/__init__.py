@@ -4,7 +4,7 @@ record."""
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # nothing heavy for those who import one part
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # nothing heavy for those who import one part
     from dphybrid.api.run import Runs, TrainedRun
     from dphybrid.config import ExperimentConfig
     from dphybrid.jobs.predict import Predictor
+    from dphybrid.training.callbacks import Callback
 
 __version__ = "0.1.0"
 __all__ = ["HybridClassifier", "__version__", "load", "load_model", "runs", "train"]
@@ -31,6 +32,7 @@ def train(
     tags: "Mapping[str, str] | None" = None,
     tracking: str | None = None,
     quiet: bool = False,
+    callbacks: "Sequence[Callback]" = (),
     **values: Any,
 ) -> "TrainedRun":
     """Train, and return the run: the same job as `dphybrid train`.
@@ -49,6 +51,8 @@ def train(
         tags: for the run in MLflow.
         tracking: MLflow server or database; "none" records nothing (default: the settings').
         quiet: print nothing.
+        callbacks: functions that are called after each epoch with a `dphybrid.training.callbacks.EpochEnd`;
+            numbers that they return, as a dict by name, are logged as `own/NAME`.
         values: any value of the recipe, by its own name where that is plain (`epochs=3, batch_size=64`), by
             section (`train={"lr": 0.01}`) or in full (`train__lr=0.01`).
 
@@ -69,6 +73,7 @@ def train(
         tags=tags,
         tracking=tracking,
         quiet=quiet,
+        callbacks=callbacks,
         **values,
     )
 

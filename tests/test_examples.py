@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.jobs.load import load_model
 from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
-from examples import own_loop
+from examples import callbacks, own_loop
 from tests.conftest import REPOSITORY
 
 
@@ -110,3 +111,18 @@ def test_from_a_dataframe_to_predictions(unrecorded: None) -> None:
     )
     (right,) = re.findall(r"([\d.]+)% of 200 new rows are right", done.stdout)
     assert float(right) > 90
+
+
+def test_callbacks_write_for_tensorboard_and_end_what_is_good_enough(
+    unrecorded: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"recipe": "digits", "devices": "cpu", "epochs": 4}
+    run = dphybrid.train(**given, callbacks=[callbacks.good_enough(0.5)])
+    assert len(run.history) < 4
+    assert "is good enough" in capsys.readouterr().out
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    dphybrid.train(**given | {"epochs": 2}, run_name="curves", callbacks=[callbacks.tensorboard])
+    curves = reader.EventAccumulator(str(callbacks.FOLDER / "curves"))
+    curves.Reload()
+    assert {"train/loss", "valid/accuracy"} <= set(curves.Tags()["scalars"])
+    assert len(curves.Scalars("valid/accuracy")) == 2

@@ -42,6 +42,11 @@ class TrainedRun:
         return self.folder.name
 
     @property
+    def run_id(self) -> str:
+        """Its id in MLflow; empty where it is not recorded."""
+        return self._run.page.run_id
+
+    @property
     def config(self) -> ExperimentConfig:
         """Every value of the experiment."""
         return self._run.config

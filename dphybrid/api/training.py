@@ -1,11 +1,11 @@
 """`dphybrid.train`: from a frame, or from files, to a run, by the same job as the command line's."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dphybrid.api.run import TrainedRun
 from dphybrid.api.values import experiment
@@ -15,6 +15,9 @@ from dphybrid.recipes.configs import build_config, given_values
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, naming
+
+if TYPE_CHECKING:
+    from dphybrid.training.callbacks import Callback
 
 
 def train(
@@ -30,6 +33,7 @@ def train(
     tags: Mapping[str, str] | None = None,
     tracking: str | None = None,
     quiet: bool = False,
+    callbacks: "Sequence[Callback]" = (),
     **values: Any,
 ) -> TrainedRun:
     """Train as `dphybrid.train` says."""
@@ -49,6 +53,16 @@ def train(
         **{f"data.{place}": _AWAITED if framed else str(table) for place, table in tables.items()},
     }
     checked = experiment(config, given, values)
+    for callback in callbacks:
+        if not callable(callback):
+            raise UserError(
+                f"callbacks: {callback!r} is no function; train={{'callbacks': [...]}} takes paths"
+            )
+    if callbacks and checked.cluster.ranks:
+        raise UserError(
+            f"callbacks: cluster.ranks={checked.cluster.ranks} trains in other processes, which cannot call "
+            "them; leave them out, or use cluster.ranks=0"
+        )
     if framed:
         checked = _with_frames(checked, framed, settings)
     from dphybrid.jobs.train import run_job  # after the checks: torch takes its time
@@ -56,7 +70,14 @@ def train(
     # Standard output is the process's, so only its main thread may take it away.
     silent = quiet and threading.current_thread() is threading.main_thread()
     with redirect_stdout(StringIO()) if silent else nullcontext():
-        report = run_job(checked, settings, run_name=run_name, resume=resume, tags=dict(tags or {}))
+        report = run_job(
+            checked,
+            settings,
+            run_name=run_name,
+            resume=resume,
+            tags=dict(tags or {}),
+            callbacks=callbacks,
+        )
     return TrainedRun(settings.runs_dir / report.run_name, settings)
 
 

@@ -106,6 +106,8 @@ def _reason(config: ExperimentConfig, settings: Settings, devices: str, local_ra
         return f"train.precision={train.precision} was not tried with several ranks; use float32"
     if train.compile:
         return "train.compile was not tried with several ranks; leave it out"
+    if train.callbacks:
+        return "train.callbacks would be called in one of the ranks alone; leave them out"
     if train.check_split:
         return "train.check_split looks at replicas of one process; check first, with one process"
     if train.warm_start and config.data.model_dump().get("base"):

@@ -118,6 +118,9 @@ class TrainConfig(Section):
     """Compute the first batch unsplit and split before training, in evaluation mode, and stop where a module
     computes across the batch. One device: in two shares. Costs about three forwards without gradients, and
     the memory of a whole batch's on the first device."""
+    callbacks: Names = ()
+    """Functions of your own as package.module:NAME, separated by commas, called after each epoch with what it
+    came to; numbers that they return are logged as own/NAME."""
     compile: bool = False
     """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results
     differ by rounding."""

@@ -31,6 +31,7 @@ from dphybrid.parallel import (
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.tracking import waiting
+from dphybrid.training.callbacks import find_callbacks
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.warm_up import compiling_kernels
 from dphybrid.util.device_spec import parse_device_spec
@@ -46,6 +47,7 @@ def prepare_data(config: ExperimentConfig, settings: Settings, local_ranks: int 
     devices = expected_devices(config, settings)
     refuse_ranks(config, settings, devices, local_ranks)
     check_devices(config, devices)
+    find_callbacks(config.train.callbacks)
     with naming(settings.data_dir):
         # data, runs and records are their owner's, unless the folder was made otherwise
         make_folder(settings.data_dir, mode=0o700)

@@ -20,9 +20,10 @@ from dphybrid.parallel import (
 )
 from dphybrid.parallel.check import Finding, check_module
 from dphybrid.parallel.memory import block_memory, memory_text
-from dphybrid.recipes.context import build_from_config, import_factory
+from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
+from dphybrid.util.importing import import_callable
 
 COMPARED_ROWS = 64
 """Rows of the batch that is computed unsplit and split."""
@@ -66,7 +67,7 @@ def check_target(
     UserError when the factory gives no module.
     """
     across: list[SplitDifference] = []
-    if target is None or inspect.signature(import_factory(target)).parameters:
+    if target is None or inspect.signature(import_callable(target, "check")).parameters:
         data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
@@ -77,7 +78,7 @@ def check_target(
                 model, next(batches(data.dataset("train"), rows, seed=0, epoch=0, shuffle=False))
             )
     else:
-        made: Any = import_factory(target)()  # type: ignore[call-arg]
+        made: Any = import_callable(target, "check")()  # type: ignore[call-arg]
         if not isinstance(made, nn.Module):
             raise UserError(f"{target}: returned a {type(made).__name__}; return a torch.nn.Module")
         model = made

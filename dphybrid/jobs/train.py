@@ -7,7 +7,7 @@ compare.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import datetime
 from functools import partial
@@ -43,6 +43,7 @@ from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.tracking import Status, Tracker
 from dphybrid.tracking.system import Averages, system_metrics
+from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import (
     Progress,
     Trained,
@@ -76,11 +77,12 @@ def run_job(
     resume: str | None = None,
     tags: dict[str, str] | None = None,
     stop: StopRequest | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Report:
     """Prepare, build, train, evaluate and report in this process.
 
-    stop: by which others can ask the run to stop; signals do in any case. Raises UserError before work
-    starts, Interrupted on request.
+    stop: by which others can ask the run to stop; signals do in any case. callbacks: called after each epoch,
+    before those that train.callbacks names. Raises UserError before work starts, Interrupted on request.
     """
     stop = stop or StopRequest()
     with stop_signals(stop, at_once=True), ExitStack() as held:
@@ -100,7 +102,7 @@ def run_job(
                 tags=devices.tags | (tags or {}),
             )
             with closing_run(folder, settings):
-                train_run(folder, settings, stop)
+                train_run(folder, settings, stop, callbacks)
         with closing_run(folder, settings):
             evaluate_run(folder, settings)
             return report_run(folder, settings)
@@ -127,9 +129,11 @@ def _is_stop(error: BaseException) -> bool:
     return not isinstance(error, Exception)
 
 
-def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultPage:
+def train_run(
+    run_folder: str, settings: Settings, stop: StopRequest, callbacks: Sequence[Callback] = ()
+) -> ResultPage:
     """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json`
-    holds.
+    holds. callbacks: beside those that train.callbacks names.
 
     Raises Interrupted when `stop` was asked: as soon as the model is built and its checkpoint loaded, or
     after a checkpoint. Raises UserError when the loss is no number any more.
@@ -140,10 +144,16 @@ def train_run(run_folder: str, settings: Settings, stop: StopRequest) -> ResultP
         from dphybrid.jobs.cluster import train_in_ranks
 
         return train_in_ranks(run, settings, stop)
-    return train_here(run, settings, stop)
+    return train_here(run, settings, stop, callbacks=callbacks)
 
 
-def train_here(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks | None = None) -> ResultPage:
+def train_here(
+    run: Run,
+    settings: Settings,
+    stop: StopRequest,
+    ranks: Ranks | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> ResultPage:
     """`train_run` in this process, or this process's part of it where it is one of several ranks."""
     config, data, leads = run.config, run.open_data(verified=True), ranks is None or ranks.leads
     recipe = find_recipe(config.recipe)
@@ -210,6 +220,7 @@ def train_here(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks | N
             saver=saver,
             profile_steps=settings.profile_steps if leads else range(0),
             together=together,
+            callbacks=[*callbacks, *find_callbacks(config.train.callbacks)],
         )
         meter = Meter(session)
         if record:

@@ -1,6 +1,5 @@
 """What builds a model: the context that a recipe's `build`, or a factory of the user's own, is given."""
 
-import importlib
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import Devices
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
-from dphybrid.util.importing import check_import
+from dphybrid.util.importing import import_callable
 
 Options = TypeVar("Options", bound=ModelConfig)
 
@@ -85,7 +84,7 @@ def build_model(recipe: str, context: ModelContext[Any]) -> nn.Module:
     Raises UserError when the factory cannot be imported or returns something else than a module.
     """
     path = context.options.factory
-    factory: Factory = import_factory(path) if path else find_recipe(recipe).build
+    factory: Factory = import_callable(path, "model.factory") if path else find_recipe(recipe).build
     torch.manual_seed(context.seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(context.dtype)
@@ -97,25 +96,3 @@ def build_model(recipe: str, context: ModelContext[Any]) -> nn.Module:
         where = f"model.factory={path!r}" if path else f"recipe {recipe}: build"
         raise UserError(f"{where}: returned a {type(model).__name__}; return a torch.nn.Module")
     return model
-
-
-def import_factory(path: str) -> Factory:
-    """Import `package.module:function`. Raises UserError that says which part is missing."""
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not module_name or not attribute:
-        raise UserError(f"model.factory={path!r}: write package.module:function")
-    check_import(path, "model.factory")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"model.factory={path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"
-        ) from error
-    found = vars(module).get(attribute)
-    if not callable(found):
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UserError(
-            f"model.factory={path!r}: {module_name} has no function {attribute!r}; it has "
-            f"{', '.join(names) or 'none'}"
-        )
-    return found

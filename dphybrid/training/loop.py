@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables
 from dphybrid.parallel import refuse_split_differences
+from dphybrid.training.callbacks import EpochEnd, call_back
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.display import Display
 from dphybrid.training.finite import NotFinite, gradient_sum, kept_buffers, not_finite
@@ -74,6 +75,9 @@ def train(session: Session, display: Display, meter: Meter) -> None:
                     checkpoint(session, meter)
             seen.line(end_of_epoch(session, meter))
             checkpoint(session, meter)
+            if reason := _called_back(session):
+                display.line(f"stopped early: {reason}")
+                break
         with session.clock.stage("checkpoint"):
             session.saver.wait()
     if _stale(session) and progress.epoch < config.epochs:
@@ -265,6 +269,28 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
         f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, validation: "
         f"{shown}{mark}"
     )
+
+
+def _called_back(session: Session) -> str:
+    """Let the user's callbacks see the epoch; log their numbers, and return why one of them asked to stop."""
+    if not session.callbacks:
+        return ""
+    progress = session.trained.progress
+    seen = EpochEnd(
+        run=session.checkpoints.parent.name,
+        epoch=progress.epoch,
+        epochs=session.config.train.epochs,
+        step=progress.step,
+        train_loss=progress.history[-1]["train loss"],
+        metrics=dict(progress.metrics),
+        best=progress.best_step == progress.step,
+        model=session.trained.model,
+    )
+    with session.clock.stage("callbacks"):
+        numbers = call_back(session.callbacks, seen)
+    if numbers:
+        session.tracker.log_metrics(numbers, progress.step)
+    return seen.stopped
 
 
 def checkpoint(session: Session, meter: Meter) -> Path:

@@ -1,6 +1,6 @@
 """Everything that one training run works with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from dphybrid.config import ExperimentConfig
 from dphybrid.data import Dataset
 from dphybrid.tracking import Tracker
+from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import Trained, complete_checkpoints
 from dphybrid.training.clock import StageClock
 from dphybrid.training.finite import NotFinite
@@ -27,7 +28,7 @@ class Session:
 
     facts: what else goes into each checkpoint's page; saver writes them. dataset: name and digest of the
     data. profile_steps: steps to record in detail. together: the processes that train, this one alone or
-    several.
+    several. callbacks: the user's own functions, called after each epoch.
     """
 
     config: ExperimentConfig
@@ -45,6 +46,7 @@ class Session:
     dataset: tuple[str, str]
     profile_steps: range = range(0)
     together: Together = ALONE
+    callbacks: Sequence[Callback] = ()
 
     def skip_or_stop(self, found: NotFinite) -> None:
         """Count and tell a step without an update. Raises UserError where train.on_nonfinite does not say

@@ -1,6 +1,8 @@
-"""Which packages may be imported from, where somebody else's values name the code."""
+"""Code that values name as `package.module:NAME`, and which packages it may come from."""
 
+import importlib
 import os
+from typing import Any
 
 from dphybrid.util.errors import UserError
 
@@ -27,3 +29,28 @@ def check_import(path: str, place: str) -> None:
         f"whoever reaches Prefect's server names it; set DPHYBRID_FACTORY_PACKAGES={package} for the worker "
         "where that package is trusted"
     )
+
+
+def import_callable(path: str, place: str) -> Any:
+    """Import the function or class that `package.module:NAME` names. place: the field, for messages.
+
+    Raises UserError that says which part is missing, or that this process may not import it.
+    """
+    module_name, colon, attribute = path.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UserError(f"{place}={path!r}: write package.module:function")
+    check_import(path, place)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{place}={path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"
+        ) from error
+    found = vars(module).get(attribute)
+    if not callable(found):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UserError(
+            f"{place}={path!r}: {module_name} has no function {attribute!r}; it has "
+            f"{', '.join(names) or 'none'}"
+        )
+    return found

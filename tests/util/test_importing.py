@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.context import import_factory
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
-from dphybrid.util.importing import ONLY, is_allowed
+from dphybrid.util.importing import ONLY, import_callable, is_allowed
 
 
 @pytest.mark.parametrize(
@@ -37,11 +36,11 @@ def test_a_workers_run_imports_from_named_packages_alone(
     with pytest.raises(
         UserError, match=rf"model.factory = .*this worker runs code of others and dphybrid .*{remedy}"
     ):
-        import_factory("foreign_models:make")
+        import_callable("foreign_models:make", "model.factory")
     with pytest.raises(UserError, match=rf"recipe = 'foreign_models:Mine': this worker .*{remedy}"):
         load_config(None, ["recipe=foreign_models:Mine"])
     assert not ran.exists()
     assert find_recipe("ctr").name == "ctr"
     monkeypatch.setenv(ONLY, "others,foreign_models")
-    assert callable(import_factory("foreign_models:make"))
+    assert callable(import_callable("foreign_models:make", "model.factory"))
     assert ran.exists()

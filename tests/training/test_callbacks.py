@@ -1,0 +1,88 @@
+"""Users' own functions after each epoch: what they see, what of theirs is logged, how they end a training."""
+
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+import torch
+
+import dphybrid
+from dphybrid.api.run import TrainedRun
+from dphybrid.recipes.configs import load_config
+from dphybrid.training.callbacks import EpochEnd, call_back
+from dphybrid.util.errors import UserError
+
+
+def train(**given: Any) -> TrainedRun:
+    values: dict[str, Any] = {"recipe": "toy", "devices": "cpu*2", "quiet": True, "epochs": 3, "patience": 0}
+    return dphybrid.train(**(values | given))
+
+
+def test_each_epoch_is_seen_and_numbers_are_logged(data_dir: Path) -> None:
+    seen: list[EpochEnd] = []
+
+    def tell(epoch: EpochEnd) -> dict[str, float]:
+        seen.append(epoch)
+        return {"norm": sum(float(p.detach().norm()) for p in epoch.model.parameters()), "epoch": epoch.epoch}
+
+    run = train(callbacks=[tell, lambda epoch: None], run_name="seen")
+    assert [(one.run, one.epoch, one.epochs) for one in seen] == [("seen", number, 3) for number in (1, 2, 3)]
+    history = run.history
+    assert [one.step for one in seen] == history["step"].to_list()
+    assert [one.train_loss for one in seen] == history["train loss"].to_list()
+    assert [one.metrics["mse"] for one in seen] == history["validation mse"].to_list()
+    best = min(seen, key=lambda one: one.metrics["mse"])
+    assert [one.epoch for one in seen if one.best][-1] == best.epoch
+    client = mlflow.MlflowClient(f"sqlite:///{data_dir}/mlflow/mlflow.db")
+    points = client.get_metric_history(run.run_id, "own/epoch")
+    assert [(point.step, point.value) for point in points] == [(one.step, one.epoch) for one in seen]
+    plain = train(tracking="none", run_name="plain")
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, run.model.state_dict()[name])
+
+
+def test_a_callback_ends_the_training_and_resume_goes_on(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def enough(epoch: EpochEnd) -> None:
+        if epoch.epoch == 2:
+            epoch.stop("two are enough")
+
+    run = train(callbacks=[enough], tracking="none", run_name="short", quiet=False)
+    assert "stopped early: two are enough" in capsys.readouterr().out
+    assert len(run.history) == 2
+    assert run.status == "finished"
+    longer = train(tracking="none", resume="short")
+    whole = train(tracking="none", run_name="whole")
+    assert longer.history.equals(whole.history)
+
+
+def test_paths_of_callbacks_are_checked_before_data_is_read(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told.py").write_text(
+        "def tell(epoch): open('told.txt', 'a').write(f'{epoch.epoch} ')\ndef wrong(epoch): return 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    train(tracking="none", train={"callbacks": ["told:tell"]})
+    assert Path("told.txt").read_text() == "1 2 3 "
+    with pytest.raises(
+        UserError, match="callbacks='told:absent': told has no function 'absent'; it has tell"
+    ):
+        train(tracking="none", train={"callbacks": ["told:absent"]}, seed=5)
+    assert not list((data_dir / "prepared").glob("*5*"))
+    with pytest.raises(UserError, match="callback wrong: returned a int; return a dict"):
+        train(tracking="none", train={"callbacks": ["told:wrong"]})
+    with pytest.raises(UserError, match="callbacks: 'told:tell' is no function"):
+        train(tracking="none", callbacks=["told:tell"])
+    assert load_config(None, ["train.callbacks=told:tell,told:wrong"]).train.callbacks == (
+        "told:tell",
+        "told:wrong",
+    )
+
+
+def test_what_is_no_number_is_refused_with_its_name() -> None:
+    seen = EpochEnd("run", 1, 1, 1, 0.0, {}, True, torch.nn.Linear(1, 1))
+    with pytest.raises(UserError, match=r"'loss' is a Tensor; return numbers \(of a tensor, .item\(\)\)"):
+        call_back([lambda epoch: {"loss": torch.ones(())}], seen)  # type: ignore[dict-item]
