@@ -36,7 +36,30 @@ def train(
     callbacks: "Sequence[Callback]" = (),
     **values: Any,
 ) -> TrainedRun:
-    """Train as `dphybrid.train` says."""
+    """Train, and return the run: the same job as `dphybrid train`.
+
+    Args:
+        data: a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list
+            of records, or the path of files. What is no path is written to the data folder once, and read as
+            files are: the same frame gives the same prepared data.
+        recipe: kind of experiment; "ctr" for frames, else what the data says.
+        label: column with the answer.
+        valid: validation rows of their own, in the same form as `data`.
+        devices: auto, cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1.
+        config: values to start from: a TOML file, nested values, or a config; keywords go over them.
+        run_name: name of the run (default: recipe, devices, time).
+        resume: "latest", or a run's name, to go on with; give the same data and values.
+        tags: for the run in MLflow.
+        tracking: MLflow server or database; "none" records nothing (default: the settings').
+        quiet: print nothing.
+        callbacks: functions that are called after each epoch with a `dphybrid.training.callbacks.EpochEnd`;
+            numbers that they return, as a dict by name, are logged as `own/NAME`.
+        values: any value of the recipe, by its own name where that is plain (`epochs=3, batch_size=64`), by
+            section (`train={"lr": 0.01}`) or in full (`train__lr=0.01`).
+
+    Raises UserError for wrong values before any work, and Interrupted, a KeyboardInterrupt, when stopped: a
+    checkpoint is written first, and `resume` goes on from it.
+    """
     settings = load_settings()
     if tracking is not None:
         settings = Settings.model_validate({**settings.model_dump(), "tracking_uri": tracking})

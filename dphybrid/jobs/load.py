@@ -94,8 +94,8 @@ def _named_run(which: str, settings: Settings) -> Run:
 
 
 def load_model(which: str, devices: str = "cpu") -> nn.Module:
-    """Return the model of a run (its best checkpoint), a checkpoint folder, or a registered model such as
-    `models:/clicks@champion`.
+    """Return the trained module of any recipe: of a run (its best checkpoint, by the run's name or MLflow's
+    id), a checkpoint folder, or a registered model such as `models:/clicks@champion`.
 
     devices: where it computes, whatever it was trained on. Raises UserError when there is none.
     """

@@ -304,8 +304,8 @@ def _no_value(series: pl.Series, data: TableDataConfig) -> pl.Series:
 
 
 def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Predictor:
-    """Return the predictor of a run, a checkpoint folder or a registered model such as
-    `models:/clicks@champion`.
+    """Return the predictor of a trained click model: of a run (by name), a checkpoint folder, or a registered
+    model such as `models:/clicks@champion`.
 
     Raises UserError when there is none, or when it is no model of a recipe that reads tables.
     """
