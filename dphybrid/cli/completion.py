@@ -1,7 +1,7 @@
 """`dphybrid completion SHELL`: what a shell completes after `dphybrid`: commands, flags, recipes and runs."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dphybrid.cli.flags import Parser
 from dphybrid.recipes.configs import field_types
@@ -30,8 +30,7 @@ _dphybrid() {
   else
     case $command in
       %(takes_run)s) words="$(_dphybrid_runs)" ;;
-      completion) words="%(shells)s" ;;
-      bench) words="parallel embedding gpu tracking data" ;;
+%(words)s
     esac
   fi
   COMPREPLY=($(compgen -W "$words" -- "$word"))
@@ -49,15 +48,25 @@ def script(shell: str, parser: Parser) -> str:
     flags = {name: _flags(command) for name, command in commands.items()}
     if shell == "fish":
         return _fish(flags)
-    cases = "\n".join(f'      {name}) words="{" ".join(found)}" ;;' for name, found in flags.items())
+    choices = {
+        name: action.choices
+        for name, command in commands.items()
+        for action in command.actions()
+        if action.choices and not action.option_strings
+    }
     facts = {
         "commands": " ".join(commands),
         "recipes": " ".join(recipe_names()),
-        "cases": cases,
+        "cases": _cases(flags),
         "takes_run": "|".join(TAKES_RUN),
-        "shells": " ".join(SHELLS),
+        "words": _cases(choices),
     }
     return (_ZSH if shell == "zsh" else "") + _BASH % facts + _COMPLETE
+
+
+def _cases(words: Mapping[str, Iterable[str]]) -> str:
+    """A line a command of bash's `case`, with what may follow it."""
+    return "\n".join(f'      {name}) words="{" ".join(found)}" ;;' for name, found in words.items())
 
 
 def _flags(command: Parser) -> list[str]:
