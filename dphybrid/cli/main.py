@@ -125,12 +125,12 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     parser.add_argument("--version", action="version", version=f"dphybrid {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
-    train = subparsers.add_parser(
-        "train",
-        help="train without Prefect (the same job as the flow)",
-        epilog=TRAIN_HELP,
-        formatter_class=raw,
-    )
+    def command(name: str, sentence: str, examples: str | None = None) -> Parser:
+        found = subparsers.add_parser(name, help=sentence, epilog=examples, formatter_class=raw)
+        found.set_defaults(function=getattr(commands, name))
+        return found
+
+    train = command("train", "train without Prefect (the same job as the flow)", TRAIN_HELP)
     add_train_flags(train, recipe)
     train.add_argument(
         "--tag",
@@ -139,14 +139,8 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         metavar="NAME=VALUE",
         help="a tag for the MLflow run; may be repeated",
     )
-    train.set_defaults(function=commands.train)
 
-    plan = subparsers.add_parser(
-        "plan",
-        help="show how batches will be split, before anything runs",
-        epilog=PLAN_HELP,
-        formatter_class=raw,
-    )
+    plan = command("plan", "show how batches will be split, before anything runs", PLAN_HELP)
     plan.add_argument(
         "--batch-size", type=int, metavar="N", help="rows of a batch over all devices (default: the recipe's)"
     )
@@ -174,14 +168,8 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         help="also build the recipe's model and estimate each device's memory",
     )
     add_config_flags(plan, recipe)
-    plan.set_defaults(function=commands.plan)
 
-    check = subparsers.add_parser(
-        "check",
-        help="list what of a model differs or breaks under data parallelism",
-        epilog=CHECK_HELP,
-        formatter_class=raw,
-    )
+    check = command("check", "list what of a model differs or breaks under data parallelism", CHECK_HELP)
     check.add_argument(
         "target",
         nargs="?",
@@ -189,12 +177,11 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         help="function that returns the module (default: the recipe's model)",
     )
     add_config_flags(check, recipe)
-    check.set_defaults(function=commands.check)
 
-    bench = subparsers.add_parser(
+    bench = command(
         "bench",
-        help="measure splitting, row updates and preparing beside torch's and polars' own, and what "
-        "recording costs",
+        "measure splitting, row updates and preparing beside torch's and polars' own, "
+        "and what recording costs",
     )
     bench.add_argument(
         "what", choices=["parallel", "embedding", "gpu", "tracking", "data"], help="what to measure"
@@ -219,13 +206,9 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         help="where to measure (gpu: cuda:0 and cuda:0*4; without a GPU a rehearsal on cpu*2)",
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
-    bench.set_defaults(function=commands.bench)
 
-    compare = subparsers.add_parser(
-        "compare",
-        help="put runs side by side on a page: speed, stages, curves, differences",
-        epilog=COMPARE_HELP,
-        formatter_class=raw,
+    compare = command(
+        "compare", "put runs side by side on a page: speed, stages, curves, differences", COMPARE_HELP
     )
     compare.add_argument("runs", nargs="*", metavar="RUN", help="MLflow ids or names of runs")
     compare.add_argument(
@@ -253,35 +236,22 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     compare.add_argument(
         "--log", action="store_true", help="also put the page into MLflow, as a run of its own"
     )
-    compare.set_defaults(function=commands.compare)
 
-    sync = subparsers.add_parser(
-        "sync",
-        help="send to MLflow what was kept while it was away, and end runs whose process died",
-        epilog=SYNC_HELP,
-        formatter_class=raw,
+    sync = command(
+        "sync", "send to MLflow what was kept while it was away, and end runs whose process died", SYNC_HELP
     )
     sync.add_argument(
         "--wait", type=float, default=60.0, metavar="SECONDS", help="how long each run may take (60)"
     )
-    sync.set_defaults(function=commands.sync)
 
-    ui = subparsers.add_parser(
-        "ui", help="open MLflow's pages on a run, or on all runs", epilog=UI_HELP, formatter_class=raw
-    )
+    ui = command("ui", "open MLflow's pages on a run, or on all runs", UI_HELP)
     ui.add_argument("run", nargs="?", metavar="RUN", help="name or MLflow id of a run (all runs)")
     ui.add_argument(
         "--port", type=_at_least_one, metavar="N", help="port of a server started here (from 5000 on)"
     )
     ui.add_argument("--no-browser", action="store_true", help="print the address only")
-    ui.set_defaults(function=commands.ui)
 
-    init = subparsers.add_parser(
-        "init",
-        help="write an experiment's TOML file with a sentence for each value",
-        epilog=INIT_HELP,
-        formatter_class=raw,
-    )
+    init = command("init", "write an experiment's TOML file with a sentence for each value", INIT_HELP)
     init.add_argument(
         "--out",
         type=Path,
@@ -290,55 +260,31 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         help="file to write (experiment.toml)",
     )
     add_config_flags(init, recipe)
-    init.set_defaults(function=commands.init)
 
-    completion = subparsers.add_parser(
-        "completion", help="print what a shell completes", epilog=COMPLETION_HELP, formatter_class=raw
-    )
+    completion = command("completion", "print what a shell completes", COMPLETION_HELP)
     completion.add_argument("shell", choices=SHELLS, help="your shell")
-    completion.set_defaults(function=commands.completion)
 
-    devices = subparsers.add_parser(
-        "devices", help="show the GPUs: memory, load, who uses them, which run has leased them"
-    )
+    devices = command("devices", "show the GPUs: memory, load, who uses them, which run has leased them")
     devices.add_argument("--live", action="store_true", help="go on showing them until Ctrl-C")
     devices.add_argument("--ask", type=int, metavar="N", help="ask the run on cuda:N to give its GPUs back")
-    devices.set_defaults(function=commands.devices)
-    rollback = subparsers.add_parser(
-        "rollback", help="make the former champion of a registered model the champion again"
-    )
+    rollback = command("rollback", "make the former champion of a registered model the champion again")
     rollback.add_argument("model", metavar="MODEL", help="name in MLflow's model registry")
     rollback.add_argument(
         "--to", metavar="VERSION", help="version to go back to (the champion before this one)"
     )
-    rollback.set_defaults(function=commands.rollback)
 
-    validate = subparsers.add_parser(
-        "validate", help="check deployments: what Prefect's server does not check, too"
-    )
+    validate = command("validate", "check deployments: what Prefect's server does not check, too")
     validate.add_argument(
         "file", nargs="?", type=Path, default=Path("prefect.yaml"), help="a prefect.yaml (the one here)"
     )
-    validate.set_defaults(function=commands.validate)
 
-    prepare = subparsers.add_parser(
-        "prepare",
-        help="read the data, show its columns and splits, and stop",
-        epilog=PREPARE_HELP,
-        formatter_class=raw,
-    )
+    prepare = command("prepare", "read the data, show its columns and splits, and stop", PREPARE_HELP)
     prepare.add_argument(
         "--schema", type=Path, metavar="FILE", help="also write the columns' roles there, to be edited (ctr)"
     )
     add_config_flags(prepare, recipe)
-    prepare.set_defaults(function=commands.prepare)
 
-    predict = subparsers.add_parser(
-        "predict",
-        help="score the rows of new files with a trained click model",
-        epilog=PREDICT_HELP,
-        formatter_class=raw,
-    )
+    predict = command("predict", "score the rows of new files with a trained click model", PREDICT_HELP)
     predict.add_argument(
         "model",
         metavar="RUN_OR_MODEL",
@@ -379,13 +325,9 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         ("thousands", "sign between groups of three digits"),
     ):
         predict.add_argument(f"--data.{name}", dest=name.replace("-", "_"), help=f"{what} (as in training)")
-    predict.set_defaults(function=commands.predict)
 
-    verify = subparsers.add_parser(
-        "verify",
-        help="read prepared folders and checkpoints whole, and name what is damaged",
-        epilog=VERIFY_HELP,
-        formatter_class=raw,
+    verify = command(
+        "verify", "read prepared folders and checkpoints whole, and name what is damaged", VERIFY_HELP
     )
     verify.add_argument(
         "places",
@@ -393,18 +335,15 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         metavar="PLACE",
         help="a run's name, a prepared folder or a checkpoint folder (all of DPHYBRID_DATA_DIR)",
     )
-    verify.set_defaults(function=commands.verify)
 
-    selftest = subparsers.add_parser(
+    selftest = command(
         "selftest",
-        help="break small runs on this disk, and check that nothing is lost, changed or hidden",
-        epilog=SELFTEST_HELP,
-        formatter_class=raw,
+        "break small runs on this disk, and check that nothing is lost, changed or hidden",
+        SELFTEST_HELP,
     )
     selftest.add_argument("--full", action="store_true", help="all kinds of runs, for up to an hour")
     selftest.add_argument("--minutes", type=float, metavar="X", help="how long (1; with --full 60)")
     selftest.add_argument("--seed", type=int, default=0, metavar="N", help="which faults come first (0)")
-    selftest.set_defaults(function=commands.selftest)
 
     for name, sentence in (
         ("worker", "take training runs from a Prefect work pool, politely"),
@@ -412,9 +351,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     ):
         subparsers.add_parser(name, help=sentence)  # `main` hands these on to their own parsers
 
-    subparsers.add_parser("doctor", help="check versions, folders and servers").set_defaults(
-        function=commands.doctor
-    )
+    command("doctor", "check versions, folders and servers")
     parser.commands = subparsers.choices
     return parser
 
