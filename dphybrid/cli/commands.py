@@ -360,7 +360,8 @@ def rollback(args: argparse.Namespace) -> int:
 def validate(args: argparse.Namespace) -> int:
     """Check the deployments of a prefect.yaml."""
     # By name: nothing in this package may need Prefect, and the check needs the flows.
-    for line in importlib.import_module("dphybrid.orchestration.validate").check_prefect_yaml(args.file):
+    checks = importlib.import_module("dphybrid.orchestration.validate")
+    for line in checks.check_prefect_yaml(checks.deployments_file(args.file)):
         print(line)
     return 0
 

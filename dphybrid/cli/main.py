@@ -275,7 +275,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
 
     validate = command("validate", "check deployments: what Prefect's server does not check, too")
     validate.add_argument(
-        "file", nargs="?", type=Path, default=Path("prefect.yaml"), help="a prefect.yaml (the one here)"
+        "file", nargs="?", type=Path, help="a prefect.yaml (the one here, or else the package's own)"
     )
 
     prepare = command("prepare", "read the data, show its columns and splits, and stop", PREPARE_HELP)

@@ -26,7 +26,13 @@ from dphybrid.cli.flags import Parser, run_cli
 from dphybrid.orchestration.alive import SILENT
 from dphybrid.orchestration.forms import form_of
 from dphybrid.orchestration.queueing import ENDINGS
-from dphybrid.orchestration.validate import check_prefect_yaml, load_flow, read_deployments
+from dphybrid.orchestration.validate import (
+    PACKAGED,
+    check_prefect_yaml,
+    deployments_file,
+    load_flow,
+    read_deployments,
+)
 from dphybrid.orchestration.worker import SHARED_QUEUES
 from dphybrid.recipes.registry import DEFAULT
 from dphybrid.util.errors import UserError
@@ -129,10 +135,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="a workstation that gets a queue of its own; repeat",
     )
-    parser.add_argument("--file", type=Path, default=Path("prefect.yaml"), help="deployments (prefect.yaml)")
+    parser.add_argument(
+        "--file", type=Path, help="deployments (the prefect.yaml of this folder, or else the package's own)"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the package's prefect.yaml here, to be changed, and stop"
+    )
     args = parser.parse_args(argv)
 
     def run() -> int:
+        if args.write:
+            file = args.file or Path("prefect.yaml")
+            try:
+                with file.open("x", encoding="utf-8") as out:
+                    out.write(PACKAGED.read_text(encoding="utf-8"))
+            except OSError as error:
+                raise UserError(f"{file}: cannot be written: {error.strerror}") from error
+            print(f"{file}: written; change it, then run `dphybrid deploy` in its folder")
+            return 0
+        file = deployments_file(args.file)
         if not PREFECT_API_URL.value():
             raise UserError(
                 "PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api"
@@ -143,7 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set 60, here and for the workers; runs must "
                 "be heard in time"
             )
-        for line in check_prefect_yaml(args.file):
+        if file == PACKAGED:
+            print("Deployments: the package's own; `dphybrid deploy --write` puts them here, to be changed")
+        for line in check_prefect_yaml(file):
             print(line)
 
         async def make() -> None:
@@ -156,13 +179,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         asyncio.run(make())
         tool = Path(sys.executable).parent / "prefect"
-        deploy = [str(tool), "--no-prompt", "deploy", "--all", "--prefect-file", str(args.file)]
+        deploy = [str(tool), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
         done = subprocess.run(
             deploy, check=False, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True
         )
         if done.returncode:
             raise UserError(f"deployments could not be made: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        asyncio.run(give_forms(args.file))
+        asyncio.run(give_forms(file))
         print("Deployments: made or brought up to date; try `prefect deployment run train-hybrid`")
         return 0
 

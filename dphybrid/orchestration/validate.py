@@ -108,6 +108,16 @@ class _Page(BaseModel):
     deployments: list[Deployment] | None = None
 
 
+PACKAGED = Path(__file__).with_name("prefect.yaml")
+"""The project's own deployments, which an installed package brings along."""
+
+
+def deployments_file(given: Path | None) -> Path:
+    """Return the file given, or the prefect.yaml of the current folder, or else the package's own."""
+    here = Path("prefect.yaml")
+    return given or (here if here.is_file() else PACKAGED)
+
+
 def read_deployments(file: Path) -> list[Deployment]:
     """Return the deployments of a prefect.yaml. Raises UserError for a file that is none."""
     try:

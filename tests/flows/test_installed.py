@@ -14,12 +14,12 @@ from tests.flows.servers import environment
 IMPORT = """
 import pathlib, sys
 import dphybrid.flows.train_hybrid, dphybrid.flows.retrain_hybrid, dphybrid.flows.sweep_hybrid
-from dphybrid.orchestration.validate import check_prefect_yaml
+from dphybrid.orchestration.validate import check_prefect_yaml, deployments_file
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 assert "flows" not in sys.modules
 import flows
 print(dphybrid.flows.__file__, flows.__file__, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value())
-print(*check_prefect_yaml(pathlib.Path(sys.argv[1])), sep="\\n")
+print(*check_prefect_yaml(deployments_file(None)), sep="\\n")
 """
 
 
@@ -45,7 +45,7 @@ def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path
     (elsewhere / "flows").mkdir(parents=True)
     (elsewhere / "flows" / "__init__.py").write_text("")
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT, str(REPOSITORY / "prefect.yaml")],
+        [sys.executable, "-c", IMPORT],
         capture_output=True,
         text=True,
         check=False,
