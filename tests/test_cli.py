@@ -54,6 +54,7 @@ def test_plan_shows_full_and_last_batch_and_idle_devices(
         (["train", "--train.batch-size", "0"], ["train.batch_size", "'0'", "at least"]),
         (["train", "--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
         (["train", "--report", "no/such/folder/report.json"], ["--report", "folder that exists"]),
+        (["prepare", "--recipe", "ctr", "--schema", "."], ["--schema .", "folder that exists"]),
         (["train", "--data.path", "nowhere.txt"], ["nowhere.txt"]),
         (["train", "--recipe", "ctr"], ["data.path"]),
         (

@@ -177,11 +177,10 @@ class RunReport:
 
     def save(self, file: str | Path) -> Path:
         """Write the page to a file. Raises UserError when that cannot be done."""
-        from dphybrid.util.files import write_text
+        from dphybrid.util.files import check_target, write_text
 
         target = Path(file).expanduser()
-        if not target.absolute().parent.is_dir() or target.is_dir():
-            raise UserError(f"{file}: cannot be written there; name a file in a folder that exists")
+        check_target(target, str(file))
         write_text(target, self.page())
         return target
 

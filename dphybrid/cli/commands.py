@@ -16,7 +16,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_json, write_text
+from dphybrid.util.files import check_target, write_json, write_text
 from dphybrid.util.masking import masked
 
 if TYPE_CHECKING:
@@ -206,10 +206,8 @@ def prepare(args: argparse.Namespace) -> int:
 
     from dphybrid.jobs.build import prepare_data
 
-    if args.schema is not None and not args.schema.absolute().parent.is_dir():
-        raise UserError(
-            f"--schema {args.schema}: cannot be written there; name a file in a folder that exists"
-        )
+    if args.schema is not None:
+        check_target(args.schema, f"--schema {args.schema}")
     config = load_config(args.config, overrides_from_args(args))
     if args.schema is not None and not find_recipe(config.recipe).tabular:
         raise UserError(
@@ -281,8 +279,7 @@ def init(args: argparse.Namespace) -> int:
     target: Path = args.out
     if target.exists():
         raise UserError(f"--out {target}: is there already; remove it, or name another file")
-    if not target.absolute().parent.is_dir():
-        raise UserError(f"--out {target}: cannot be written there; name a file in a folder that exists")
+    check_target(target, f"--out {target}")
     config = load_config(args.config, overrides_from_args(args))
     write_text(target, config_text(config))
     print(f"{target}: edit it, then `dphybrid train --config {target}`")

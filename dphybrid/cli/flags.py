@@ -15,6 +15,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import field_types, load_config, parse_overrides, read_config_file, recipes_with
 from dphybrid.recipes.registry import DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.files import check_target
 from dphybrid.util.masking import masked
 
 TRAIN_HELP = """\
@@ -191,8 +192,8 @@ def add_experiment_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT)
 def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settings, str | None, Path | None]:
     """Return (config, settings, resume, report path). Raises UserError."""
     report: Path | None = args.report
-    if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
-        raise UserError(f"--report {report}: cannot be written there; name a file in a folder that exists")
+    if report is not None:
+        check_target(report, f"--report {report}")
     if args.resume is not None and not args.resume.strip():
         raise UserError(
             f"--resume {args.resume!r}: names no run; give its name, or --resume alone for the newest of "

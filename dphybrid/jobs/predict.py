@@ -30,7 +30,7 @@ from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import tabular_names
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import sync, temporary, write_text
+from dphybrid.util.files import check_target, sync, temporary, write_text
 
 COLUMNS = {"file": pl.String, "line": pl.Int64, "probability": pl.Float32}
 """What a file of predictions holds: where a row came from, and how probable the positive class is."""
@@ -163,8 +163,7 @@ class Predictor:
         path, target = str(path), Path(out)
         if target.suffix.lower() not in WRITTEN:
             raise UserError(f"--out {out}: give a name that ends in {' or '.join(WRITTEN)}")
-        if not target.absolute().parent.is_dir() or target.is_dir():
-            raise UserError(f"--out {out}: cannot be written there; name a file in a folder that exists")
+        check_target(target, f"--out {out}")
         files = find_files(path, "data.path")
         if threshold is not None and not 0 <= threshold <= 1:
             raise UserError(f"--threshold {threshold}: a probability, from 0 to 1")

@@ -48,6 +48,13 @@ def given_path(text: str, name: str) -> Path:
     return path
 
 
+def check_target(file: Path, what: str) -> None:
+    """Raise UserError where no file can be written: its folder is not there, or it is one. what: the flag and
+    its value, as given."""
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise UserError(f"{what}: cannot be written there; name a file in a folder that exists")
+
+
 def read_small_text(path: Path) -> str:
     """Return the text of a file that people write. Raises OSError, also for one that goes on beyond 16 MiB (a
     device, say), and UnicodeDecodeError."""
