@@ -74,7 +74,7 @@ def test_lines_that_are_no_triples_are_rejected_with_line_and_reason(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (LINES + "alone\n", "line 51 .*1 values.*max_rejected"),
+        (LINES + "alone\n", "line 51: 1 values.*max_rejected"),
         ("", "no triples"),
         ("a\tb\tc\n", "no triples"),
         (b"a\tb\t\xff\n", "UTF-8"),

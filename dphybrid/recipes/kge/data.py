@@ -17,14 +17,13 @@ from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
-from dphybrid.recipes.kge.recipe import KgeDataConfig
+from dphybrid.data.table.delimited import SHOWN
+from dphybrid.data.table.rows import check_rejected
+from dphybrid.recipes.kge.recipe import KgeDataConfig, files_of
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
 PARTS = ("train", "valid", "test")
-SUFFIXES = (".txt", ".tsv", ".csv", "")
-SHOWN = 500
-"""Characters of a rejected line that are kept."""
 
 
 class TripleDataset(Dataset):
@@ -34,12 +33,8 @@ class TripleDataset(Dataset):
     def __init__(
         self, triples_B3: Array, num_entities: int, num_negatives: int, seed: tuple[int, int] = (0, 0)
     ) -> None:
-        self.triples_B3, self.num_entities, self.num_negatives, self.seed = (
-            triples_B3,
-            num_entities,
-            num_negatives,
-            seed,
-        )
+        self.triples_B3, self.num_entities = triples_B3, num_entities
+        self.num_negatives, self.seed = num_negatives, seed
 
     def __len__(self) -> int:
         return len(self.triples_B3)
@@ -172,15 +167,7 @@ class TripleSource:
             ]
             parts[part] = np.array(numbers, dtype=np.int64).reshape(-1, 3)
         num_rows = sum(map(len, parts.values()))
-        if len(rejected) > self.data.max_rejected * (num_rows + len(rejected)):
-            first = rejected[0]
-            raise UserError(
-                f"data.path={self.data.path}: {len(rejected)} of {num_rows + len(rejected)} lines are no "
-                "triples, more than "
-                f"data.max_rejected={self.data.max_rejected:g} allows; the first is line {first['line']} of "
-                f"{first['file']}: {first['reason']}; "
-                "mend the file, set data.delimiter, or raise data.max_rejected"
-            )
+        check_rejected(str(self.data.path), rejected, num_rows + len(rejected), self.data.max_rejected)
         if "valid" not in parts:
             order = np.random.default_rng(self.seed).permutation(num_rows)
             held = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
@@ -266,7 +253,7 @@ def open_source(data: KgeDataConfig, seed: int) -> TripleSource:
         )
     parts: dict[str, Path] = {}
     for part in PARTS:
-        found = [root / f"{part}{suffix}" for suffix in SUFFIXES if (root / f"{part}{suffix}").is_file()]
+        found = files_of(root, part)
         if len(found) > 1:
             raise UserError(
                 f"data.path={data.path}: holds {found[0].name} and {found[1].name}; leave one of them"

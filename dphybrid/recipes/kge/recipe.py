@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from dphybrid.training.metrics import Task
 
 
+SUFFIXES = (".txt", ".tsv", ".csv", "")
+
+
+def files_of(folder: Path, part: str) -> list[Path]:
+    """Return the files of a folder that are named as those of a part are: train.txt, train.tsv, ..."""
+    return [file for suffix in SUFFIXES if (file := folder / f"{part}{suffix}").is_file()]
+
+
 class KgeDataConfig(DataConfig):
     """Which triples, and what answers compete with."""
 
@@ -82,11 +90,7 @@ class Kge(Recipe):
             return None
         place = given_path(path, "data.path")
         if place.is_dir():
-            found = [
-                place / f"train{ending}"
-                for ending in (".txt", ".tsv", ".csv", "")
-                if (place / f"train{ending}").is_file()
-            ]
+            found = files_of(place, "train")
             if found and _is_triple(found[0]):
                 return f"data.path={path} is a folder with triples in {found[0].name}"
         elif place.suffix.lower() in (".txt", ".tsv") and place.is_file() and _is_triple(place):

@@ -13,11 +13,9 @@ from torch.nn import functional as F
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel, parts
 from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.text.data import IGNORED
 from dphybrid.recipes.text.recipe import TextModelConfig
 from dphybrid.util.errors import UserError
-
-IGNORED = -100
-"""Target of a place that has no next word."""
 
 
 class Recurrent(nn.Module):
