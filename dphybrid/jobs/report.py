@@ -10,6 +10,7 @@ from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, SplitsPage
 from dphybrid.jobs.runs import Run, data_source, read_run, shown_devices
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import given_values
+from dphybrid.recipes.registry import find_recipe
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.balance import balance_warnings
 from dphybrid.tracking.report import REPORT_PAGE, run_report_html, run_report_markdown
@@ -181,6 +182,7 @@ def _facts(table: Table, run: Run, data: Prepared) -> dict[str, Any]:
     """Return what the run's page tells besides the report."""
     return {
         "splits": table,
+        "tabular": find_recipe(run.config.recipe).tabular,
         "given": flatten(given_values(run.config)),
         "data_name": data.path.name,
         "data_source": data_source(run.config),

@@ -46,7 +46,7 @@ def run_report_markdown(
         "### How batches were split\n\n" + _table(report["splits"], ("where", "split", "device", "steps"))
     )
     parts.append(_where_time_went(report))
-    parts.append(_how_to_load(report, config["recipe"]))
+    parts.append(_how_to_load(report))
     parts.append(
         f"### Reproduce\n\n```\n{_command(report)}\n```\n`config.json` holds every value, the tags versions "
         "and commit."
@@ -135,17 +135,13 @@ def _where_time_went(report: Mapping[str, Any]) -> str:
     )
 
 
-def _how_to_load(report: Mapping[str, Any], recipe: str) -> str:
+def _how_to_load(report: Mapping[str, Any]) -> str:
     name, best = report["registered_as"], report["best_checkpoint"]
     lines = [f"model = dphybrid.load_model({best!r})  # a torch module"]
-    lines += (
-        [f'model = dphybrid.load_model("models:/{name}@challenger")  # or, from the registry'] if name else []
-    )
-    lines += (
-        [f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows"]
-        if recipe == "ctr"
-        else []
-    )
+    if name:
+        lines.append(f'model = dphybrid.load_model("models:/{name}@challenger")  # or, from the registry')
+    if report["tabular"]:
+        lines.append(f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows")
     return "### Load the best checkpoint\n\n```python\nimport dphybrid\n\n" + "\n".join(lines) + "\n```"
 
 

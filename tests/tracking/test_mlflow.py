@@ -147,6 +147,7 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
     ]
     facts = report.model_dump() | {
         "splits": [row.table_row() for row in report.splits],
+        "tabular": False,
         "given": {"data.label": odd},
         "data_name": "ctr-1",
         "data_source": f"{odd}.csv",
@@ -155,6 +156,8 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
     config = json.loads(Path(client.download_artifacts(report.run_id, "config.json")).read_text())
     text = run_report_markdown(facts, config, {"a [link]": "http://127.0.0.1/x"})
     assert text.splitlines()[0].startswith("**hybrid** on `cpu*3`, batch 64, seed 0: mse **")
+    assert "predictor = " not in text
+    assert "predictor = dphybrid.load(" in run_report_markdown(facts | {"tabular": True}, config, {})
     before_the_command = text.partition("### Reproduce")[0]
     assert "<script>" not in before_the_command
     assert "| column | role | ids | values |" in text
