@@ -29,10 +29,8 @@ class Net(torch.nn.Module):
     def __init__(self, context: ModelContext[ModelConfig]) -> None:
         super().__init__()
         num_users, num_films = (context.info["num_ids"][name] for name in ("user", "film"))
-        self.users, self.films = (
-            context.table(num_users, 8, name="users"),
-            context.table(num_films, 8, name="films"),
-        )
+        self.users = context.table(num_users, 8, name="users")
+        self.films = context.table(num_films, 8, name="films")
         self.region = DataParallel(torch.nn.Bilinear(8, 8, 1), context.devices)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

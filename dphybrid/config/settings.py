@@ -166,9 +166,8 @@ def _take_over_old_names() -> None:
     for old, new in RENAMED.items():
         value = given.get(old)
         if value is not None and new not in given:
-            os.environ[new] = (
-                value  # told once: it is there from now on, also for the processes this one starts
-            )
+            # told once: it is there from now on, also for the processes this one starts
+            os.environ[new] = value
             print(
                 f"Note: {old} is called {new} now; the old name goes on working", file=sys.stderr, flush=True
             )

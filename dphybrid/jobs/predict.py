@@ -18,6 +18,7 @@ import torch
 from polars.io.plugins import register_io_source
 from polars.selectors import by_name
 
+from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.bags import SEPARATOR, is_list_of_items, list_texts
 from dphybrid.data.table.chunks import read_chunks
@@ -308,6 +309,4 @@ def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Predictor:
 
     Raises UserError when there is none, or when it is no model of a recipe that reads tables.
     """
-    from dphybrid.config.settings import load_settings
-
     return Predictor(find_checkpoint(which, load_settings()), devices, batch_size)

@@ -166,25 +166,16 @@ def environment_tags() -> dict[str, str]:
     tags["torch.threads"] = str(torch.get_num_threads())
     if torch.cuda.is_available():
         tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    here = Path(__file__).parent
     try:
-        commit = subprocess.run(
-            ["git", "-C", here, "rev-parse", "HEAD"],  # noqa: S607 - the user's own git
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout.strip()
-        status = subprocess.run(
-            ["git", "-C", here, "status", "--porcelain"],  # noqa: S607
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout
+        commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return tags  # installed without its repository
-    return tags | {"mlflow.source.git.commit": commit, "dphybrid.dirty": str(bool(status.strip())).lower()}
+    return tags | {"mlflow.source.git.commit": commit, "dphybrid.dirty": str(bool(changes)).lower()}
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]  # the user's own git
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def new_run_folder(settings: Settings, config: ExperimentConfig, devices: Devices, name: str | None) -> Path:

@@ -32,9 +32,8 @@ def in_this_process() -> Iterator[Callable[[], None]]:
     # only a standing server reads it, at a second's cost
     updates: dict[Any, Any] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
     if stop_server:
-        updates[PREFECT_CLIENT_MAX_RETRIES] = (
-            2  # a standing server comes back, this one does not: what is to be told it is soon given up
-        )
+        # a standing server comes back, this one does not: what is to be told it is soon given up
+        updates[PREFECT_CLIENT_MAX_RETRIES] = 2
     with temporary_settings(updates):
         try:
             yield stop_server or (lambda: None)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from copy import copy
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeGuard
 
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError, suggestion
@@ -67,7 +67,7 @@ def find_recipe(name: str) -> Recipe:
     except (ValueError, TypeError) as error:
         raise UserError(f"recipe = {name!r}: write package.module:NAME ({error})") from error
     found = vars(module).get(attribute)
-    if isinstance(found, type) and issubclass(found, Recipe) and found is not Recipe:
+    if _is_recipe(found):
         found = found()
     if not isinstance(found, Recipe):
         there = [key for key, value in vars(module).items() if isinstance(value, Recipe) or _is_recipe(value)]
@@ -84,7 +84,7 @@ def find_recipe(name: str) -> Recipe:
     return recipe
 
 
-def _is_recipe(value: Any) -> bool:
+def _is_recipe(value: Any) -> TypeGuard[type[Recipe]]:
     return isinstance(value, type) and issubclass(value, Recipe) and value is not Recipe
 
 

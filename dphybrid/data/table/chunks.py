@@ -45,10 +45,8 @@ def read_rows(file: Path, data: TableDataConfig) -> Rows:
     or fewer than 2 do."""
     chunks = list(read_chunks(file, data))
     rejected = [row for chunk in chunks for row in chunk.rejected]
-    values, lines = (
-        pl.concat([chunk.values for chunk in chunks]),
-        np.concatenate([chunk.lines for chunk in chunks]),
-    )
+    values = pl.concat([chunk.values for chunk in chunks])
+    lines = np.concatenate([chunk.lines for chunk in chunks])
     first = chunks[0]
     check_rejected(file, rejected, len(values) + len(rejected), data.max_rejected)
     check_enough(file, first, len(values))
@@ -66,10 +64,8 @@ def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
         )
         schema = lazy.collect_schema()
         check_columns(file, len(schema), data.max_columns)
-        names, lists = (
-            schema.names(),
-            frozenset(name for name, dtype in schema.items() if is_list_of_items(dtype)),
-        )
+        names = schema.names()
+        lists = frozenset(name for name, dtype in schema.items() if is_list_of_items(dtype))
         for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
             values = clean([_single(column, file, data) for column in frame.get_columns()], data.no_value)
             yield Rows(
