@@ -31,10 +31,12 @@ SCENARIOS: dict[str, list[str]] = {
     "kge, cpu": [*_TRIPLES, "data.path={folder}/triples.txt", "devices=cpu"],
     "kge, cpu*8": [*_TRIPLES, "data.path={folder}/triples.txt", "devices=cpu*8"],
     "digits, cpu*8": ["recipe=digits", "train.batch_size=600", "devices=cpu*8"],
-    "blocks, cpu*2": ["recipe=blocks", "train.batch_size=3000", "devices=cpu*2"],
+    "blocks, cpu*2": ["recipe=blocks", "devices=cpu*2"],
+    "convnet, cpu*2": ["recipe=convnet", "train.batch_size=200", "devices=cpu*2"],
+    "toy, cpu*8": ["recipe=toy", "devices=cpu*8"],
 }
-"""Name -> overrides of a run that takes about a second. The first two, a table and whole GPU blocks beside
-one, are those of a short test."""
+"""Name -> overrides of a run that takes about a second: each recipe of the project has one. The first two, a
+table and whole GPU blocks beside one, are those of a short test."""
 
 
 def options_of(name: str, folder: Path) -> list[str]:
