@@ -21,7 +21,7 @@ from dphybrid.training.checkpoint import Progress, Trained, dense_state
 from dphybrid.training.finite import NotFinite, first_bad_row, kept_buffers
 from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
-from dphybrid.training.saving import CheckpointWriter, Saved
+from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.session import Session
 from dphybrid.training.together import Step, Together
 from dphybrid.util.errors import UserError
@@ -43,26 +43,18 @@ class SpreadWriter(CheckpointWriter):
         super().__init__(folder, trained, 1, encoder, encoder_sums, in_place=True)
         self._ranks, self._spread = ranks, spread
 
-    def save(
-        self,
-        config: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        record: Mapping[str, Any] | None = None,
-        then: Callable[[Saved], None] = lambda _: None,
-        first: Callable[[], None] = lambda: None,
-    ) -> Path:
+    def save(self, *given: Any, **more: Any) -> Path:
         """Write a checkpoint; see `CheckpointWriter.save`. Raises UserError on all ranks when rank 0 does."""
-        path, problem = answer = "", ""
+        path, problem = "", ""
         if not self._ranks.leads:
             self._spread.serve()
-            path, problem = self._ranks.told(answer)
         else:
             with self._spread.served():
                 try:
-                    path = str(super().save(config, facts, record, then, first))
+                    path = str(super().save(*given, **more))
                 except (UserError, OSError) as error:  # a full disk, say
                     problem = str(error)
-            self._ranks.told((path, problem))
+        path, problem = self._ranks.told((path, problem))
         if problem:
             raise UserError(problem)
         return Path(path)
