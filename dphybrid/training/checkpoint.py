@@ -212,6 +212,14 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(there, key=step_of)
 
 
+def way_on(folder: Path) -> str:
+    """Say how a training with its checkpoints in `folder` goes on when it ends here."""
+    there = complete_checkpoints(folder)
+    if not there:
+        return "start again: there is no checkpoint yet"
+    return f"go on from the last good checkpoint, {there[-1]}, with --resume"
+
+
 def step_of(checkpoint: Path) -> int:
     """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))

@@ -4,6 +4,7 @@ written over good checkpoints."""
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding, find_tables
 from dphybrid.embedding.weight import TableWeight
+from dphybrid.training.checkpoint import way_on
 from dphybrid.util.errors import UserError
 
 Rows = tuple[str, Tensor, Tensor | None]
@@ -98,13 +100,14 @@ def _bad_at(tensor: Tensor) -> tuple[int, float] | None:
 
 
 def check_finite(
-    model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows], step: int
+    model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows], step: int, checkpoints: Path
 ) -> None:
     """Raise UserError with step, table and row, or parameter, when a weight or an optimizer's state is NaN or
     infinite.
 
-    rows: of tables and of their states, those that may have changed. Buffers of blocks may be infinite (masks
-    are), not NaN. Costs one pass over them.
+    rows: of tables and of their states, those that may have changed. checkpoints: the folder of those made
+    before, the last of which is named. Buffers of blocks may be infinite (masks are), not NaN. Costs one pass
+    over them.
     """
     for what, tensor, ids_U, infinite_too in _tensors(model, dense, rows):
         # Rows that lie with other processes are looked at there.
@@ -113,9 +116,8 @@ def check_finite(
             row = int(ids_U[place]) if ids_U is not None else place
             raise UserError(
                 f"{what}{f' row {row}' if tensor.dim() else ''} is no finite number by step {step}, no "
-                "checkpoint is made of it; "
-                "lower train.lr or table.lr, or set train.clip_norm, and go on from the last checkpoint "
-                "with --resume"
+                "checkpoint is made of it; lower train.lr or table.lr, or set train.clip_norm, and "
+                f"{way_on(checkpoints)}"
             )
 
 

@@ -134,7 +134,7 @@ def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
         )
         raise UserError(
             f"{report}\nand that in the update, which no smaller parts of a batch help; lower the model's "
-            "sizes or take train.optimizer=sgd, and go on from the last checkpoint with --resume"
+            f"sizes or take train.optimizer=sgd, and {session.way_on()}"
         ) from error
     if found:
         session.skip_or_stop(found)

@@ -156,16 +156,15 @@ class CheckpointWriter:
 
         config: the experiment's values. facts: what else belongs into state.json (digests of data, devices).
         record: goes on at a resume. first, then: called before it is written and when it is there, in the
-        thread that writes. Raises
-        UserError, and writes nothing, when a weight or a state is no number any more; and what the writing of
-        the checkpoint before has failed with.
+        thread that writes. Raises UserError, and writes nothing, when a weight or a state is no number any
+        more; and what the writing of the checkpoint before has failed with.
         """
         start = time.perf_counter()
         self.wait()
         step, before = self._trained.progress.step, self._latest
         final = self._folder / f"step-{step:06d}"
         copies, beside = self._copies()
-        check_finite(self._trained.model, self._trained.dense, _named(copies), step)
+        check_finite(self._trained.model, self._trained.dense, _named(copies), step, self._folder)
         files, optimizer_page = self._dense()
         page = CheckpointState(
             progress=copy.deepcopy(self._trained.progress),

@@ -9,7 +9,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.data import Dataset
 from dphybrid.tracking import Tracker
 from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import Trained, complete_checkpoints
+from dphybrid.training.checkpoint import Trained, way_on
 from dphybrid.training.clock import StageClock
 from dphybrid.training.finite import NotFinite
 from dphybrid.training.metrics import Task
@@ -48,22 +48,20 @@ class Session:
     together: Together = ALONE
     callbacks: Sequence[Callback] = ()
 
+    def way_on(self) -> str:
+        """Say how the run goes on when it ends here; the checkpoint in hand is written first."""
+        self.saver.wait()
+        return way_on(self.checkpoints)
+
     def skip_or_stop(self, found: NotFinite) -> None:
         """Count and tell a step without an update. Raises UserError where train.on_nonfinite does not say
         skip, and where a weight itself is no number: no later step could be sound."""
         progress = self.trained.progress
         text = f"step {progress.step + 1}: {found.text}"
         if self.config.train.on_nonfinite == "stop" or found.weight:
-            self.saver.wait()
-            done = complete_checkpoints(self.checkpoints)
             other = "" if found.weight else ", or train.on_nonfinite=skip,"
             raise UserError(
-                f"{text}; lower train.lr or table.lr, or set train.clip_norm{other} and "
-                + (
-                    f"go on from the last good checkpoint, {done[-1]}, with --resume"
-                    if done
-                    else "start again: there is no checkpoint yet"
-                )
+                f"{text}; lower train.lr or table.lr, or set train.clip_norm{other} and {self.way_on()}"
             )
         progress.skipped += 1
         if progress.skipped <= _EACH or progress.skipped % _EVERY == 0:
