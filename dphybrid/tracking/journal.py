@@ -29,10 +29,10 @@ from dphybrid.tracking.lines import (
     number_of,
     private,
     read_page,
-    sync_folder,
     write_page,
     write_whole,
 )
+from dphybrid.util.files import sync
 from dphybrid.util.locks import lock
 
 Record = dict[str, Any]
@@ -186,7 +186,7 @@ class Journal:
         assert self._count_file is not None
         os.fsync(self._file)
         os.fsync(self._count_file)
-        sync_folder(self._folder)
+        sync(self._folder)
 
     def _write(self, line: bytes) -> None:
         assert self._file is not None

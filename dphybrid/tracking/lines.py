@@ -8,6 +8,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from dphybrid.util import files
+
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a line is written at each step
 PRIVATE = 0o600
 """Mode of every file here: records and addresses concern their owner alone."""
@@ -76,16 +78,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
             os.fsync(file.fileno())
     partial.replace(path)
     if sync:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        files.sync(path.parent)
 
 
 def private(path: str, flags: int) -> int:
