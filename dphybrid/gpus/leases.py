@@ -20,7 +20,7 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 from dphybrid.gpus.inventory import Gpu, clock_time
 from dphybrid.util.errors import UserError
-from dphybrid.util.locks import is_locked, lock
+from dphybrid.util.locks import is_locked, lock, stands_at
 from dphybrid.util.shared_files import OddFileError, open_regular, read_text, shared_folder_fault
 
 FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
@@ -74,7 +74,7 @@ class Lease:
     def lost(self) -> str | None:
         """Return which GPU others may lease, for its lock's file was removed, or None."""
         for gpu, handle in zip(sorted(self.gpus, key=lambda gpu: gpu.uuid), self._handles, strict=True):
-            if not _stands_at(_lock_file(self.folder, gpu.uuid), handle):
+            if not stands_at(_lock_file(self.folder, gpu.uuid), handle):
                 return f"{gpu.label}: somebody removed the file of its lease"
         return None
 
@@ -140,8 +140,7 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
             file = _lock_file(folder, gpu.uuid)
             handles.append(_open_shared(file))
             _lock_now(handles[-1])
-            # removed between opening and locking: the next one would lock another file
-            if not _stands_at(file, handles[-1]):
+            if not stands_at(file, handles[-1]):
                 raise BlockingIOError
     except (BlockingIOError, OddFileError):
         for handle in handles:
@@ -157,13 +156,6 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(page).encode(), 0)
     return Lease(gpus, handles, folder)
-
-
-def _stands_at(file: Path, handle: int) -> bool:
-    try:
-        return os.path.samestat(file.lstat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False
 
 
 def find_holder(folder: Path, uuid: str) -> Holder | None:

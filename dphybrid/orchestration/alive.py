@@ -37,7 +37,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.gpus import lease_folder
 from dphybrid.orchestration.queueing import BEGUN, HOME, STARTED_BY, UNREACHABLE
 from dphybrid.util.errors import UserError
-from dphybrid.util.locks import is_locked, lock
+from dphybrid.util.locks import is_locked, lock, stands_at
 from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, read_text
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
@@ -153,11 +153,7 @@ def _locked(file: Path) -> Iterator[None]:
                     )
                     os._exit(128 + signal.SIGTERM)
                 time.sleep(0.2)
-            try:
-                same = os.path.samestat(file.stat(), os.fstat(stream.fileno()))
-            except FileNotFoundError:  # its last holder removed it
-                same = False
-            if same:
+            if stands_at(file, stream.fileno()):  # else its last holder removed it
                 yield
                 return
 

@@ -33,7 +33,7 @@ class FileLock:
                 if not lock(handle, wait):
                     return False
                 # Else its last holder removed it: a newer one may be held by someone else.
-                if _is_file_at(self.path, handle):
+                if stands_at(self.path, handle):
                     self.handle, handle = handle, -1
             finally:
                 if handle >= 0:
@@ -93,7 +93,9 @@ def is_locked(handle: int) -> bool:
     return False
 
 
-def _is_file_at(path: Path, handle: int) -> bool:
+def stands_at(path: Path, handle: int) -> bool:
+    """Return whether the open file still has this name. One that was removed before it was locked has not:
+    the next process would lock another."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(handle))
     except FileNotFoundError:
