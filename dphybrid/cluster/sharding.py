@@ -1,7 +1,6 @@
 """TorchRec's side: a table in rows over all ranks, with its row-wise optimizer fused into the backward."""
 
 import logging
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,8 +186,3 @@ class _quiet:
     def __exit__(self, *error: Any) -> None:
         self._log.setLevel(self._level)
         self._caught.__exit__(*error)
-
-
-def rows_of_rank(num_rows: int, size: int) -> int:
-    """Return how many rows a rank holds at most."""
-    return math.ceil(num_rows / size)

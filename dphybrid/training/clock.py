@@ -193,30 +193,19 @@ def timed_parts(clock: StageClock, model: nn.Module) -> Iterator[None]:
 
     Only in training mode: an evaluation is one stage.
     """
-    handles: list[Any] = []
-    for table in find_tables(model).values():
-        handles.append(
-            table.register_forward_pre_hook(
-                lambda module, _: clock.enter("lookup") if module.training else None
-            )
-        )
-        handles.append(
-            table.register_forward_hook(
-                lambda module, *_: clock.leave() if module.training else None, always_call=True
-            )
-        )
     blocks = list(find_data_parallel(model).values())
-    for block in blocks:
-        handles.append(
-            block.register_forward_pre_hook(
-                lambda module, _: clock.enter("forward") if module.training else None
-            )
-        )
-        handles.append(
-            block.register_forward_hook(
+    timed = [*((table, "lookup") for table in find_tables(model).values()), *((b, "forward") for b in blocks)]
+    handles: list[Any] = []
+    for part, stage in timed:
+        handles += [
+            part.register_forward_pre_hook(
+                lambda module, _, stage=stage: clock.enter(stage) if module.training else None
+            ),
+            part.register_forward_hook(
                 lambda module, *_: clock.leave() if module.training else None, always_call=True
-            )
-        )
+            ),
+        ]
+    for block in blocks:
         block.stage = clock.stage
     try:
         yield
