@@ -16,7 +16,8 @@ from dphybrid.tracking.journal import Journal, Losses, journals
 from dphybrid.tracking.sender import Refused, Sender
 
 SPOOL_FILES = ("r.jsonl", "r.count", "r.sent", "r.json", "r.steps.json", "r.lock")
-NUM_DAMAGES = int(os.environ.get("DPHYBRID_DAMAGES", "300"))
+_WANTED = os.environ.get("DPHYBRID_DAMAGES", "300")
+NUM_DAMAGES = 3000 if _WANTED == "all" else int(_WANTED)
 Point = tuple[str, int, float]
 
 
