@@ -121,6 +121,9 @@ class TrainConfig(Section):
     callbacks: Names = ()
     """Functions of your own as package.module:NAME, separated by commas, called after each epoch with what it
     came to; numbers that they return are logged as own/NAME."""
+    verify_data: bool = True
+    """Read the prepared data once more while training, at a fifth of a core and of the disk, and end before
+    the next checkpoint where a byte is not as it was written."""
     compile: bool = False
     """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results
     differ by rounding."""

@@ -36,7 +36,7 @@ ENCODER_VERSION = 5
 PIECE_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 
-_ANEW = "delete the folder and run the preparation again"
+ANEW = "delete the folder and run the preparation again"
 
 Progress = Callable[[str, int, int], None]
 """Told about long work: what is being done, how much of it is done, how much there is."""
@@ -195,16 +195,16 @@ def open_prepared(path: Path) -> Prepared:
     try:
         manifest = Manifest.read(path / "manifest.json")
     except UserError as error:
-        raise UserError(f"{path}: is no complete prepared data ({error}); {_ANEW}") from error
+        raise UserError(f"{path}: is no complete prepared data ({error}); {ANEW}") from error
     for name, facts in manifest.arrays.items():
         file = path / f"{name}.npy"
         found = file.stat().st_size if file.is_file() else 0
         if found != facts.bytes:
-            raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {_ANEW}")
+            raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {ANEW}")
         if _header_of(file) != (facts.shape, facts.dtype):
             raise UserError(
                 f"{file}: is damaged (its header is not that of a {facts.shape} array of {facts.dtype}); "
-                f"{_ANEW}"
+                f"{ANEW}"
             )
     return Prepared(path, manifest)
 
@@ -217,7 +217,7 @@ def verify_prepared(path: Path, known: bool = False) -> Prepared:
     not read again.
     """
     prepared = open_prepared(path)
-    verify_files(path, prepared.manifest.sums, _ANEW, known)
+    verify_files(path, prepared.manifest.sums, ANEW, known)
     return prepared
 
 

@@ -20,6 +20,7 @@ from dphybrid.cluster.ranks import Ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, num_batches
+from dphybrid.data.reread import Rereading
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
 from dphybrid.embedding.kernels import compiled_folder, keep_compiled_in, use_threads
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
@@ -217,6 +218,7 @@ def train_here(
                 "info": data.info,
             },
             dataset=(data.path.name, data.digest),
+            rereading=Rereading(data if leads and config.train.verify_data else None),
             saver=saver,
             profile_steps=settings.profile_steps if leads else range(0),
             together=together,
@@ -237,7 +239,7 @@ def train_here(
         started = datetime.fromisoformat(run.page.created).timestamp()
         averages = Averages()
         try:
-            with system_metrics(tracker, started, devices.gpu_uuids, averages), saver:
+            with system_metrics(tracker, started, devices.gpu_uuids, averages), saver, session.rereading:
                 train(session, display, meter)
         finally:
             result = _result(run, session, meter, averages.means)

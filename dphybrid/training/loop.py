@@ -41,7 +41,8 @@ def train(session: Session, display: Display, meter: Meter) -> None:
 
     meter: gets the speeds and sums, also of a training that is interrupted.
 
-    Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.
+    Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first. Raises
+    UserError when the data turns out to be damaged: no later checkpoint is written then.
     """
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
     together = session.together
@@ -80,6 +81,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
                 break
         with session.clock.stage("checkpoint"):
             session.saver.wait()
+        session.rereading.check(whole=True)
     if _stale(session) and progress.epoch < config.epochs:
         display.line(f"stopped early: no better {session.task.metric} for {progress.stale_epochs} epochs")
 
@@ -298,7 +300,11 @@ def checkpoint(session: Session, meter: Meter) -> Path:
     meter.settle()
     progress = copy.deepcopy(session.trained.progress)
 
-    def then(saved: Saved) -> None:  # in the thread that writes
+    def first() -> None:  # in the thread that writes, as what follows
+        session.rereading.check()
+        session.tracker.keep()
+
+    def then(saved: Saved) -> None:
         costs = {
             "system/checkpoint_stall_s": saved.stall_s,
             "system/checkpoint_write_s": saved.write_s,
@@ -315,7 +321,7 @@ def checkpoint(session: Session, meter: Meter) -> Path:
             "saving": session.saver.costs.model_dump(),
         }
         values = session.config.model_dump(mode="json")
-        return session.saver.save(values, session.facts, record, then, first=session.tracker.keep)
+        return session.saver.save(values, session.facts, record, then, first)
 
 
 def keep_checkpoints(session: Session, progress: Progress) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data import Dataset
+from dphybrid.data.reread import Rereading
 from dphybrid.tracking import Tracker
 from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import Trained, way_on
@@ -27,8 +28,9 @@ class Session:
     """Everything one training run works with.
 
     facts: what else goes into each checkpoint's page; saver writes them. dataset: name and digest of the
-    data. profile_steps: steps to record in detail. together: the processes that train, this one alone or
-    several. callbacks: the user's own functions, called after each epoch.
+    data. rereading: looks for damage in it meanwhile. profile_steps: steps to record in detail. together: the
+    processes that train, this one alone or several. callbacks: the user's own functions, called after each
+    epoch.
     """
 
     config: ExperimentConfig
@@ -44,6 +46,7 @@ class Session:
     saver: CheckpointWriter
     facts: Mapping[str, Any]
     dataset: tuple[str, str]
+    rereading: Rereading
     profile_steps: range = range(0)
     together: Together = ALONE
     callbacks: Sequence[Callback] = ()

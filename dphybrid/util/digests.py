@@ -3,8 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +55,35 @@ def verify_files(folder: Path, sums: Mapping[str, str], remedy: str, known: bool
     known: files that were found whole before and have the same inode, size and time of change since are not
     read again.
     """
-    page = folder.with_name(f".{folder.name}.verified")
-    before = _read(page) if known else {}
+    before = _read(_verified(folder)) if known else {}
     found: dict[str, list[Any]] = {}
     for name, wanted in sums.items():
         file = folder / name
-        try:
+        with _told(file, remedy):
             mark = [*_stamp(file), wanted]
-            whole = before.get(name) == mark or file_digest(file) == wanted
-        except FileNotFoundError as error:
-            raise UserError(f"{file}: is missing; {remedy}") from error
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror}); {remedy}") from error
-        if not whole:
-            raise UserError(f"{file}: is damaged (its sha256 differs); {remedy}")
+        if before.get(name) != mark:
+            check_file(file, wanted, remedy)
         found[name] = mark
     if found != before:
         note_verified(folder, sums, found)
+
+
+def check_file(file: Path, wanted: str, remedy: str, digest: Callable[[Path], str] = file_digest) -> None:
+    """Raise UserError when a file has another sha256, or cannot be read. digest: reads it."""
+    with _told(file, remedy):
+        found = digest(file)
+    if found != wanted:
+        raise UserError(f"{file}: is damaged (its sha256 differs); {remedy}")
+
+
+@contextmanager
+def _told(file: Path, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: is missing; {remedy}") from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); {remedy}") from error
 
 
 def note_verified(
@@ -81,7 +93,17 @@ def note_verified(
     then reads none of them."""
     with suppress(OSError):
         marks = found or {name: [*_stamp(folder / name), wanted] for name, wanted in sums.items()}
-        write_json(folder.with_name(f".{folder.name}.verified"), marks)
+        write_json(_verified(folder), marks)
+
+
+def forget_verified(folder: Path) -> None:
+    """Have the next `verify_files` read all files."""
+    with suppress(OSError):
+        _verified(folder).unlink(missing_ok=True)
+
+
+def _verified(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.verified")
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:
