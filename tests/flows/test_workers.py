@@ -144,28 +144,10 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
         team.wait_for(run, "Completed")
         assert team.flow_run(run)["run_count"] > 1
     three.send_signal(signal.SIGHUP)  # its terminal ends; it does not
-    resumed = team.command(
-        sys.executable,
-        "-m",
-        "dphybrid",
-        "train",
-        "--config",
-        str(_config(folders[3])),
-        "--resume",
-        folders[3].name,
-    )
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    reference = team.command(
-        sys.executable,
-        "-m",
-        "dphybrid",
-        "train",
-        "--config",
-        str(_config(folders[3])),
-        "--run-name",
-        "reference",
-    )
-    assert reference.returncode == 0, reference.stdout + reference.stderr
+    for more in (["--resume", folders[3].name], ["--run-name", "reference"]):
+        config = str(_config(folders[3]))
+        trained = team.command(sys.executable, "-m", "dphybrid", "train", "--config", config, *more)
+        assert trained.returncode == 0, trained.stdout + trained.stderr
     for folder in folders:
         assert outcome(folder) == outcome(team.runs / "reference")
         assert mlflow_run(team, folder).info.status == "FINISHED"
