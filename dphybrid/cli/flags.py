@@ -129,7 +129,7 @@ def add_config_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> 
         if section not in groups:
             groups[section] = parser.add_argument_group(section)
         shown = ",".join(default) if isinstance(default, tuple) else default
-        choices = f" [{', '.join(map(str, get_args(kind)))}]" if get_origin(kind) is Literal else ""
+        choices = choices_text(kind)
         if name == "recipe":
             choices, shown = f" [{', '.join(recipe_names())}]", ""
         note = "" if shown in (None, "") else f" ({recipe}: {shown})"
@@ -140,6 +140,11 @@ def add_config_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> 
             metavar=_metavar(kind),
             help=f"{sentence}{choices}{note}".replace("%", "%%"),
         )
+
+
+def choices_text(kind: Any) -> str:
+    """Return a field's choices for people, ` [auto, yes, no]`; nothing where any value will do."""
+    return f" [{', '.join(map(str, get_args(kind)))}]" if get_origin(kind) is Literal else ""
 
 
 def _metavar(kind: Any) -> str:

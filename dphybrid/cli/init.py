@@ -1,12 +1,13 @@
 """`dphybrid init`: an experiment's TOML file to start from, each value with its sentence."""
 
-import json
 import textwrap
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
+from dphybrid.cli.flags import choices_text
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.recipes.configs import field_types, given_values
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.util.text import toml_text
 
 WIDTH = 100
 
@@ -28,11 +29,8 @@ def config_text(config: ExperimentConfig) -> str:
         if place != section:
             lines += ["", f"[{place}]"]
             section = place
-        choices = f" [{', '.join(map(str, get_args(kind)))}]" if get_origin(kind) is Literal else ""
-        lines += [
-            "",
-            *textwrap.wrap(f"{sentence}{choices}", WIDTH, initial_indent="# ", subsequent_indent="# "),
-        ]
+        words = f"{sentence}{choices_text(kind)}"
+        lines += ["", *textwrap.wrap(words, WIDTH, initial_indent="# ", subsequent_indent="# ")]
         lines.append(f"{leaf} = {_toml(given[name])}" if name in given else f"# {leaf} = {_toml(default)}")
     return "\n".join(lines) + "\n"
 
@@ -46,5 +44,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return toml_text(value)
     return repr(value)

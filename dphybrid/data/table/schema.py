@@ -12,7 +12,6 @@ overridden by flags or a file.
   write it; or no value at all.
 """
 
-import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from dphybrid.data.table.rows import as_numbers, plain_notation
 from dphybrid.data.table.times import seconds
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_small_text
+from dphybrid.util.text import toml_text
 
 FEW_OTHERS = 0.05
 """Share of values that are no numbers up to which a person is told which one made the column categorical."""
@@ -108,13 +108,14 @@ def schema_text(label: str, columns: Sequence[tuple[str, ColumnOptions]]) -> str
         "# Roles and encodings of a table's columns; --data.schema-file reads this file.",
         f"# role: {', '.join(get_args(Role))}. A line after # is an option that is not in use; remove the #",
         "# to use it.",
-        f"label = {_quoted(label)}",
+        f"label = {toml_text(label)}",
     ]
     for name, options in columns:
-        lines += ["", f"[columns.{_quoted(name)}]"]
+        lines += ["", f"[columns.{toml_text(name)}]"]
         values: dict[str, Any] = options.model_dump(exclude_defaults=True, exclude_none=True)
         lines += [
-            f"{key} = {_quoted(value) if isinstance(value, str) else value}" for key, value in values.items()
+            f"{key} = {toml_text(value) if isinstance(value, str) else value}"
+            for key, value in values.items()
         ]
         lines += [
             f"# {key} = {example}"
@@ -122,11 +123,6 @@ def schema_text(label: str, columns: Sequence[tuple[str, ColumnOptions]]) -> str
             if key not in values and options.role in roles
         ]
     return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    """Return a TOML basic string; JSON's escapes are among TOML's, but for the delete character."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def inferred_role(name: str, present: pl.Series, num_rows: int, data: TableDataConfig) -> tuple[Role, str]:
