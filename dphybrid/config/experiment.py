@@ -121,9 +121,10 @@ class TrainConfig(Section):
     callbacks: Names = ()
     """Functions of your own as package.module:NAME, separated by commas, called after each epoch with what it
     came to; numbers that they return are logged as own/NAME."""
-    verify_data: bool = True
-    """Read the prepared data once more while training, at a fifth of a core and of the disk, and end before
-    the next checkpoint where a byte is not as it was written."""
+    # No switch: Prefect's form sends those as off where nobody touched them.
+    verify_data: Literal["beside", "off"] = "beside"
+    """beside reads the prepared data once more while training, at a fifth of a core and of the disk, and ends
+    before the next checkpoint where a byte is not as it was written."""
     compile: bool = False
     """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results
     differ by rounding."""

@@ -218,7 +218,7 @@ def train_here(
                 "info": data.info,
             },
             dataset=(data.path.name, data.digest),
-            rereading=Rereading(data if leads and config.train.verify_data else None),
+            rereading=Rereading(data if leads and config.train.verify_data == "beside" else None),
             saver=saver,
             profile_steps=settings.profile_steps if leads else range(0),
             together=together,

@@ -12,8 +12,10 @@ from uuid import UUID
 import pytest
 from dphybrid.flows.train_hybrid import train_hybrid
 
+from dphybrid.config.experiment import flatten
 from dphybrid.orchestration.forms import FEW, experiment, form_of
 from dphybrid.recipes.configs import field_types
+from dphybrid.recipes.registry import BUILT_IN, find_recipe
 from dphybrid.util.errors import UserError
 from tests.flows.servers import Team
 from tests.tracking.test_browser import CHROMIUM, FLAGS, WAIT_MS
@@ -46,6 +48,13 @@ def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recip
     assert fields["config.recipe"]["enum"] == [recipe]
     assert f"Empty: {field_types(recipe)['train.epochs'][2]}." in fields["epochs"]["description"]
     assert fields["config.train.epochs"]["minimum"] == 1
+
+
+@pytest.mark.parametrize("recipe", BUILT_IN)
+def test_no_switch_is_on_unless_asked_for(recipe: str) -> None:
+    """Prefect's form sends a switch that nobody touched as off."""
+    values = flatten(find_recipe(recipe).config_class().model_dump())
+    assert not [name for name, value in values.items() if value is True]
 
 
 def test_the_few_values_go_over_the_config_and_overrides_over_both() -> None:

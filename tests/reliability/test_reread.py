@@ -51,5 +51,5 @@ def test_no_run_ends_well_before_all_is_read(damaged: Path, monkeypatch: pytest.
 
 
 def test_a_config_may_leave_it_out(damaged: Path) -> None:
-    report = run_job(load_config(None, [*OPTIONS, "train.verify_data=false"]), load_settings())
+    report = run_job(load_config(None, [*OPTIONS, "train.verify_data=off"]), load_settings())
     assert report.metrics
