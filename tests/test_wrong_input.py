@@ -21,7 +21,7 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b", "a**b*.csv"])
-@pytest.mark.parametrize("recipe", ["ctr", "kge", "text"])
+@pytest.mark.parametrize("recipe", ["ctr", "kge", "retrieval", "text"])
 def test_data_paths(path: str, recipe: str, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--data.label", "y"] if recipe == "ctr" else []
     assert "data.path=" in told(capsys, "prepare", "--recipe", recipe, "--data.path", path, *more)

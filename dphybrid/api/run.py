@@ -11,11 +11,9 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.util.errors import UserError, suggestion
 
 if TYPE_CHECKING:  # a list of runs needs no torch
-    import numpy as np
     import polars as pl
     from torch import nn
 
-    from dphybrid.jobs.predict import Predictor
     from dphybrid.jobs.runs import Run
 
 REPORT_HEIGHT = 640
@@ -118,15 +116,27 @@ class TrainedRun:
         return model_from_checkpoint(self.checkpoint)
 
     @cached_property
-    def predictor(self) -> "Predictor":
-        """The best checkpoint with its preprocessing. Raises UserError when the recipe reads no tables."""
-        from dphybrid.jobs.predict import Predictor
+    def predictor(self) -> Any:
+        """What `dphybrid.load(run.name)` gives. Raises UserError when the recipe does not predict."""
+        from dphybrid.jobs.predict import open_predictor
 
-        return Predictor(self.checkpoint)
+        return open_predictor(self.checkpoint)
 
-    def predict(self, rows: Any) -> "np.ndarray":
+    def predict(self, rows: Any) -> Any:
         """Return the predictor's answer for new rows; see `Predictor.predict`."""
         return self.predictor.predict(rows)
+
+    def recommend(self, users: Any = None, k: int = 10) -> "pl.DataFrame":
+        """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.
+        Raises UserError for recipes that recommend nothing."""
+        from dphybrid.jobs.predict import Predictor
+
+        if isinstance(self.predictor, Predictor):
+            raise UserError(
+                f"run {self.name}: recipe {self.config.recipe} scores rows, with predict(rows); recipe "
+                "retrieval recommends items"
+            )
+        return self.predictor.recommend(users, k)
 
     def report(self) -> "RunReport":
         """Return what the run came to, as text, values and a page. Raises UserError before it has ended."""

@@ -223,7 +223,7 @@ def prepare(args: argparse.Namespace) -> int:
 def predict(args: argparse.Namespace) -> int:
     """Score the rows of new files."""
     from dphybrid.jobs.load import find_checkpoint
-    from dphybrid.jobs.predict import Predictor
+    from dphybrid.jobs.predict import Predictor, open_predictor
     from dphybrid.training.display import preparation_progress
 
     given = {
@@ -233,17 +233,14 @@ def predict(args: argparse.Namespace) -> int:
     }
     if args.batch_size < 1:
         raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
-    predictor = Predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
+    predictor = open_predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
+    if args.top is not None:
+        if isinstance(predictor, Predictor):
+            raise UserError(f"--top {args.top}: is of models that recommend items; this one scores rows")
+        given["top"] = args.top
     with preparation_progress() as progress:
         done = predictor.predict_file(args.path, args.out, progress, args.keep, args.threshold, **given)
-    print(f"{done.num_rows:,} predictions of {predictor.encoder.label}={predictor.classes[1]}: {done.out}")
-    if done.num_rejected:
-        print(
-            f"{done.num_rejected:,} rows cannot be read and are left out: {done.out}.rejected.jsonl says "
-            "which and why"
-        )
-    if done.wrong_numbers:
-        print(f"{done.wrong_numbers:,} values of numeric columns are no numbers and count as missing")
+    print("\n".join(predictor.told(done)))
     return 0
 
 

@@ -128,7 +128,7 @@ def add_config_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> 
         section = name.split(".")[0] if "." in name else "experiment"
         if section not in groups:
             groups[section] = parser.add_argument_group(section)
-        shown = ",".join(default) if isinstance(default, tuple) else default
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
         choices = choices_text(kind)
         if name == "recipe":
             choices, shown = f" [{', '.join(recipe_names())}]", ""

@@ -55,10 +55,12 @@ The prepared data is kept: training with the same values finds it made.
 PREDICT_HELP = """\
 examples:
   %(prog)s ctr-cpu-1121-044553 --data.path new.csv --out predictions.parquet
+  %(prog)s retrieval-cpu-1121-044553 --data.path users.csv --out top.parquet --top 20
   %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
 
 The file of predictions has a row for each row read: its file, its line, and the probability of the label's
-positive value; with --threshold the predicted class, with --keep columns of the input.
+positive value; with --threshold the predicted class, with --keep columns of the input. A model of recipe
+retrieval writes user, rank, item and score instead, --top items for each user of the files.
 """
 
 UI_HELP = """\
@@ -284,7 +286,11 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     )
     add_config_flags(prepare, recipe)
 
-    predict = command("predict", "score the rows of new files with a trained click model", PREDICT_HELP)
+    predict = command(
+        "predict",
+        "score the rows of new files with a trained click model, or recommend items to users",
+        PREDICT_HELP,
+    )
     predict.add_argument(
         "model",
         metavar="RUN_OR_MODEL",
@@ -316,6 +322,9 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         type=float,
         metavar="P",
         help="also write the class of each row: the positive one from this probability on",
+    )
+    predict.add_argument(
+        "--top", type=int, metavar="K", help="items for each user, of a model that recommends (10)"
     )
     for name, what in (
         ("header", "does the first line name the columns: auto, yes, no"),

@@ -14,7 +14,7 @@ INSTALL = "pip install 'dphybrid[cluster]' (docs/cluster.md says how on a machin
 NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
 """Packages and the versions that belong together."""
 
-_UNTRIED = ("kge", "text", "digits")
+_UNTRIED = ("kge", "retrieval", "text", "digits")
 
 
 def refuse_ranks(

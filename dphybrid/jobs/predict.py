@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from polars.io.plugins import register_io_source
 from polars.selectors import by_name
 
 from dphybrid.config.settings import load_settings
@@ -26,18 +25,18 @@ from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import Rows, as_numbers, check_rejected, plain_notation
 from dphybrid.data.table.source import find_files
+from dphybrid.data.table.written import table_target, write_frames
 from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
 from dphybrid.recipes.configs import build_config, stored_config
-from dphybrid.recipes.registry import tabular_names
+from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import check_target, sync, temporary, write_text
+from dphybrid.util.files import write_text
 
 COLUMNS = {"file": pl.String, "line": pl.Int64, "probability": pl.Float32}
 """What a file of predictions holds: where a row came from, and how probable the positive class is."""
 CLASS = "prediction"
 """Column of the predicted class, where a threshold is given."""
-WRITTEN = (".parquet", ".csv")
 PIECE_ROWS = 2**16
 """Rows of a lazy frame that are in memory at a time."""
 
@@ -161,10 +160,7 @@ class Predictor:
         data section, where the new files are written otherwise (header, delimiter, max_rejected, ...). Raises
         UserError for files that do not fit, or when more than data.max_rejected of the rows cannot be read;
         nothing is left at `out` then."""
-        path, target = str(path), Path(out)
-        if target.suffix.lower() not in WRITTEN:
-            raise UserError(f"--out {out}: give a name that ends in {' or '.join(WRITTEN)}")
-        check_target(target, f"--out {out}")
+        path, target = str(path), table_target(out)
         files = find_files(path, "data.path")
         if threshold is not None and not 0 <= threshold <= 1:
             raise UserError(f"--threshold {threshold}: a probability, from 0 to 1")
@@ -175,41 +171,39 @@ class Predictor:
         asked = Asked(tuple(dict.fromkeys(keep)), threshold)
         data = self._reading(path, values)
         done, rejected = Predicted(target), []
-        failed: list[BaseException] = []
         total, before = sum(file.stat().st_size for file in files), 0
 
-        def frames(*_: object) -> Iterator[pl.DataFrame]:
+        def frames() -> Iterator[pl.DataFrame]:
             nonlocal before
-            try:
-                for file in files:
-                    for chunk in read_chunks(file, data):
-                        rejected.extend(chunk.rejected)
-                        yield self._chunk(chunk, done, data, asked)
-                        if on_progress:
-                            on_progress("predict rows", min(total, before + chunk.bytes_read), total)
-                    before += file.stat().st_size
-                check_rejected(path, rejected, done.num_rows + len(rejected), data.max_rejected)
-            except BaseException as error:
-                failed.append(error)  # polars would wrap it
-                raise
-
-        partial = temporary(target)
-        try:
-            lazy = register_io_source(frames, schema=asked.columns)
-            lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
+            for file in files:
+                for chunk in read_chunks(file, data):
+                    rejected.extend(chunk.rejected)
+                    yield self._chunk(chunk, done, data, asked)
+                    if on_progress:
+                        on_progress("predict rows", min(total, before + chunk.bytes_read), total)
+                before += file.stat().st_size
+            check_rejected(path, rejected, done.num_rows + len(rejected), data.max_rejected)
             if rejected:
                 lines = "".join(json.dumps(row) + "\n" for row in rejected)
                 write_text(target.with_name(f"{target.name}.rejected.jsonl"), lines)
-            sync(partial)
-            partial.rename(target)
-        except (pl.exceptions.PolarsError, OSError) as error:
-            if failed:
-                raise failed[0] from None
-            raise UserError(f"--out {out}: cannot be written: {error}") from error
-        finally:
-            partial.unlink(missing_ok=True)
+
+        write_frames(frames(), asked.columns, target)
         done.num_rejected = len(rejected)
         return done
+
+    def told(self, done: Predicted) -> list[str]:
+        """Return what became of a file's rows, in lines for people."""
+        lines = [f"{done.num_rows:,} predictions of {self.encoder.label}={self.classes[1]}: {done.out}"]
+        if done.num_rejected:
+            lines.append(
+                f"{done.num_rejected:,} rows cannot be read and are left out: {done.out}.rejected.jsonl "
+                "says which and why"
+            )
+        if done.wrong_numbers:
+            lines.append(
+                f"{done.wrong_numbers:,} values of numeric columns are no numbers and count as missing"
+            )
+        return lines
 
     def _reading(self, path: str, values: Mapping[str, Any]) -> TableDataConfig:
         """The config that new files are read by: as the training files, and a header is known by the columns'
@@ -303,10 +297,21 @@ def _no_value(series: pl.Series, data: TableDataConfig) -> pl.Series:
     return text.set(text.is_in(["", *data.no_value]).fill_null(False), None)
 
 
-def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Predictor:
-    """Return the predictor of a trained click model: of a run (by name), a checkpoint folder, or a registered
-    model such as `models:/clicks@champion`.
+def open_predictor(folder: Path, devices: str = "cpu", batch_size: int = 8192) -> Any:
+    """Return what a checkpoint's recipe predicts with: a `Predictor`, or the recipe's own. Raises UserError
+    when it has none."""
+    config = stored_config(verify_checkpoint(folder).config)
+    own = find_recipe(config.recipe).predictor(
+        folder, config, lambda: model_from_checkpoint(folder, devices, mapped=True), batch_size
+    )
+    return Predictor(folder, devices, batch_size) if own is None else own
 
-    Raises UserError when there is none, or when it is no model of a recipe that reads tables.
+
+def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Any:
+    """Return what a trained model predicts with: a `Predictor` of recipes that read tables, a `Recommender`
+    of recipe retrieval.
+
+    which: a run (by name), a checkpoint folder, or a registered model such as `models:/clicks@champion`.
+    Raises UserError when there is none, or when its recipe does not predict.
     """
-    return Predictor(find_checkpoint(which, load_settings()), devices, batch_size)
+    return open_predictor(find_checkpoint(which, load_settings()), devices, batch_size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.jobs.load import model_from_checkpoint
-from dphybrid.jobs.predict import Predictor
+from dphybrid.jobs.predict import open_predictor
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.tensor_file import read_tensors
 
@@ -41,8 +41,8 @@ class LoadedCheckpoint:
         return self.model().eval()
 
     @cached_property
-    def _predictor(self) -> Predictor:
-        return Predictor(self.folder)
+    def _predictor(self) -> Any:
+        return open_predictor(self.folder)
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
         """Return the probability (B,) of the positive class for the rows of a frame; for a batch of tensors,

@@ -1,7 +1,7 @@
 """What a recipe is: one object that says all there is to one kind of experiment, so that nothing else needs
 to know its name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -97,6 +97,21 @@ class Recipe:
         """Return the metrics over the validation outputs, which one decides, and its direction. info: the
         prepared data's facts."""
         raise UserError(f"recipe {self.name}: define task(info)")
+
+    def predictor(
+        self,
+        checkpoint: Path,
+        config: ExperimentConfig,
+        build: "Callable[[], nn.Module]",
+        batch_size: int,
+    ) -> Any:
+        """Return what `dphybrid predict` and `dphybrid.load` answer with; None: a tabular recipe's
+        `dphybrid.jobs.predict.Predictor`.
+
+        checkpoint: its folder, with the files of the prepared data's `encoder/`. build: makes its filled
+        model.
+        """
+        return None
 
     def recognises(self, data: Mapping[str, Any]) -> str | None:
         """Say why these values of the data section call for this recipe, or None. Asked only when no recipe

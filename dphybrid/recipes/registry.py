@@ -19,6 +19,7 @@ BUILT_IN = {
     "text": "dphybrid.recipes.text.recipe:Text",
     "ctr": "dphybrid.recipes.ctr.recipe:Ctr",
     "kge": "dphybrid.recipes.kge.recipe:Kge",
+    "retrieval": "dphybrid.recipes.retrieval.recipe:Retrieval",
     "digits": "dphybrid.recipes.digits.recipe:Digits",
     "hybrid": "dphybrid.recipes.tutorial.recipe:Hybrid",
     "blocks": "dphybrid.recipes.tutorial.recipe:Blocks",

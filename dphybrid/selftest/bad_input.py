@@ -87,7 +87,7 @@ def known_cases(good: dict[str, bytes]) -> Iterator[Case]:
     """Yield what is known to be wrong. good: contents of files that are right, by name."""
     clicks = ["data.path={folder}/clicks.csv", "recipe=ctr", "data.label=clicked"]
     for path in PATHS:
-        for recipe in ("ctr", "text", "kge"):
+        for recipe in ("ctr", "text", "kge", "retrieval"):
             more = ["data.label=clicked"] if recipe == "ctr" else []
             yield Case(f"path {path!r}", good, [f"recipe={recipe}", f"data.path={path}", *more])
     for override in OVERRIDES:
@@ -109,6 +109,7 @@ def broken_cases(good: dict[str, bytes], chosen: random.Random) -> Iterator[Case
         ("clicks.csv", ["recipe=ctr", "data.label=clicked", "data.path={folder}/clicks.csv"], None),
         ("clicks.parquet", ["recipe=ctr", "data.label=clicked", "data.path={folder}/clicks.parquet"], None),
         ("triples.txt", ["recipe=kge", "data.path={folder}/triples.txt"], None),
+        ("pairs.csv", ["recipe=retrieval", "data.path={folder}/pairs.csv"], None),
         ("text.txt", ["recipe=text", "data.path={folder}/text.txt"], None),
         ("config.toml", ["data.path={folder}/clicks.csv"], "config.toml"),
         (

@@ -128,7 +128,7 @@ def promises_of(
     promises = [
         Promise(
             "bad input",
-            "configs, paths, CSV, Parquet, triples, text, schema files",
+            "configs, paths, CSV, Parquet, triples, interactions, text, schema files",
             "told within 20 s, no traceback",
             _bad_input(root, chosen),
             share=2.0,
@@ -235,7 +235,9 @@ def _damages(root: Path, chosen: random.Random) -> Iterator[Trial]:
 def _bad_input(root: Path, chosen: random.Random) -> Iterator[Trial]:
     folder = root / "bad"
     folder.mkdir()
-    good = {name: (root / name).read_bytes() for name in ("clicks.csv", "text.txt", "triples.txt")}
+    good = {
+        name: (root / name).read_bytes() for name in ("clicks.csv", "text.txt", "triples.txt", "pairs.csv")
+    }
     pl.read_csv(root / "clicks.csv").write_parquet(folder / "clicks.parquet")
     good["clicks.parquet"] = (folder / "clicks.parquet").read_bytes()
     yield from bad_input.trials(folder, good, seeded(chosen))

@@ -15,6 +15,8 @@ _TABLE += ["model.layers=1", "train.batch_size=16"]
 _TEXT = ["recipe=text", "data.window=8", "data.min_count=1", "model.dim=4", "model.hidden=4"]
 _TEXT += ["model.layers=1", "train.batch_size=8"]
 _TRIPLES = ["recipe=kge", "model.dim=4", "data.negatives=8", "train.batch_size=32"]
+_PAIRS = ["recipe=retrieval", "model.dim=4", "model.hidden=4", "model.width=4", "data.negatives=8"]
+_PAIRS += ["data.cutoffs=3", "train.batch_size=32"]
 
 SCENARIOS: dict[str, list[str]] = {
     "ctr, cpu*2": [*_TABLE, "data.path={folder}/clicks.csv", "devices=cpu*2"],
@@ -30,6 +32,8 @@ SCENARIOS: dict[str, list[str]] = {
     "text, cpu*8": [*_TEXT, "data.path={folder}/text.txt", "devices=cpu*8"],
     "kge, cpu": [*_TRIPLES, "data.path={folder}/triples.txt", "devices=cpu"],
     "kge, cpu*8": [*_TRIPLES, "data.path={folder}/triples.txt", "devices=cpu*8"],
+    "retrieval, cpu": [*_PAIRS, "data.path={folder}/pairs.csv", "devices=cpu"],
+    "retrieval, cpu*8": [*_PAIRS, "data.path={folder}/pairs.csv", "devices=cpu*8"],
     "digits, cpu*8": ["recipe=digits", "train.batch_size=600", "devices=cpu*8"],
     "blocks, cpu*2": ["recipe=blocks", "devices=cpu*2"],
     "convnet, cpu*2": ["recipe=convnet", "train.batch_size=200", "devices=cpu*2"],
@@ -56,5 +60,7 @@ def write_files(folder: Path) -> None:
     triples = [
         f"e{chosen.randrange(20)}\tr{chosen.randrange(3)}\te{chosen.randrange(20)}" for _ in range(300)
     ]
-    for name, rows in (("clicks.csv", clicks), ("text.txt", lines), ("triples.txt", triples)):
+    pairs = ["user,item", *(f"u{chosen.randrange(20)},i{chosen.randrange(30)}" for _ in range(200))]
+    files = {"clicks.csv": clicks, "text.txt": lines, "triples.txt": triples, "pairs.csv": pairs}
+    for name, rows in files.items():
         (folder / name).write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -47,7 +47,7 @@ def test_what_has_no_counterpart_is_refused_with_the_remedy(
     assert "cluster.ranks=0" in str(caught.value)
 
 
-@pytest.mark.parametrize("recipe", ["kge", "text", "digits"])
+@pytest.mark.parametrize("recipe", ["kge", "retrieval", "text", "digits"])
 def test_recipes_that_were_not_tried_are_refused(recipe: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"recipe {recipe} was not tried"):
         refuse_ranks(config(recipe=recipe), settings_in(tmp_path), "cpu")

@@ -32,7 +32,7 @@ def leaves(shown: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]
     return found
 
 
-@pytest.mark.parametrize("recipe", ["text", "ctr", "kge"])
+@pytest.mark.parametrize("recipe", ["text", "ctr", "kge", "retrieval"])
 def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recipe: str) -> None:
     form = form_of(train_hybrid, recipe)
     few = [name for name, field in FEW.items() if field in field_types(recipe) and name != "register_as"]
@@ -84,7 +84,14 @@ def test_a_form_filled_in_by_mouse_trains_what_it_says(team: Team, tmp_path: Pat
     deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
     with sync_api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        for name in ("train-hybrid", "train-kge", "retrain-hybrid", "sweep-hybrid", "train-ctr"):
+        for name in (
+            "train-hybrid",
+            "train-kge",
+            "train-retrieval",
+            "retrain-hybrid",
+            "sweep-hybrid",
+            "train-ctr",
+        ):
             page = browser.new_page(viewport={"width": 1300, "height": 1000})
             page.goto(f"{team.api.removesuffix('/api')}/deployments/deployment/{deployments[name]['id']}/run")
             page.get_by_text("overrides (Optional)").first.wait_for(timeout=WAIT_MS)

@@ -165,11 +165,12 @@ def test_tables(folder: Path, ending: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["kge", "text"])
+@pytest.mark.parametrize("recipe", ["kge", "retrieval", "text"])
 @given(data=st.data())
 @fuzzed(25)
-def test_triples_and_texts(folder: Path, recipe: str, data: st.DataObject) -> None:
-    good = (folder / {"kge": "triples.txt", "text": "text.txt"}[recipe]).read_bytes()
+def test_triples_pairs_and_texts(folder: Path, recipe: str, data: st.DataObject) -> None:
+    files = {"kge": "triples.txt", "retrieval": "pairs.csv", "text": "text.txt"}
+    good = (folder / files[recipe]).read_bytes()
     (folder / "broken.txt").write_bytes(data.draw(broken(good)))
     prepared(folder, None, f"recipe={recipe}", f"data.path={folder}/broken.txt")
 
@@ -198,7 +199,7 @@ def test_schema_files(folder: Path, schema: bytes) -> None:
 def test_paths(folder: Path, path: str, schema: str) -> None:
     if Path(path).is_absolute() and len(path) < 3:
         return  # everything there is
-    for recipe in ("ctr", "kge", "text"):
+    for recipe in ("ctr", "kge", "retrieval", "text"):
         more = ["data.label=clicked", *([f"data.schema_file={schema}"] if schema else [])]
         prepared(folder, None, f"recipe={recipe}", f"data.path={path}", *(more if recipe == "ctr" else []))
 

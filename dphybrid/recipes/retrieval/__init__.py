@@ -1,0 +1,1 @@
+"""Two towers: which items a user will want."""

@@ -1,0 +1,271 @@
+"""Interactions of users with items: rows of CSV, TSV or Parquet files, or a generated sample.
+
+Users and items are numbered by their training rows, the most frequent first, so that the smallest numbers of
+items are the popular ones. What validation looks for are items that a user has not met in training.
+Letters: B rows of a chunk, N rows or pairs, T training rows, R users or items, U users, V items, F id columns
+of a tower (the id itself, then its features).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from dphybrid.data.batches import Array
+from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.data.table.categories import FIRST_ID, CategoryColumn, Dictionary, fit_categories
+from dphybrid.data.table.chunks import read_chunks
+from dphybrid.data.table.rows import Rows, check_rejected
+from dphybrid.data.table.source import find_files
+from dphybrid.data.table.times import seconds
+from dphybrid.recipes.retrieval.recipe import RetrievalDataConfig
+from dphybrid.util.errors import UserError, suggestion
+
+SAMPLE_USERS, SAMPLE_ITEMS, SAMPLE_GROUPS, SAMPLE_ROWS = 1000, 600, 15, 20_000
+
+
+def by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
+    """Return (starts, items) of distinct pairs for `lists_of`."""
+    pairs_N2 = np.unique(pairs_N2, axis=0)
+    counts_U = np.bincount(pairs_N2[:, 0], minlength=num_users)
+    return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[:, 1])
+
+
+@dataclass(frozen=True)
+class Side:
+    """Users or items. ids: their column; number_N: of each row, negative where training has no such one;
+    features: the columns of categories; ids_RF: the tower's ids of each user or item."""
+
+    ids: CategoryColumn
+    number_N: Array
+    features: list[CategoryColumn]
+    ids_RF: Array
+
+    @property
+    def num_ids(self) -> dict[str, int]:
+        """Rows of the tower's tables by name."""
+        return {self.ids.name: len(self.ids_RF)} | {c.name: c.num_ids for c in self.features}
+
+    def save(self, file: Path, **more: pl.Series) -> None:
+        """Write names and ids in the order of their numbers."""
+        names = self.ids.vocabulary.alias("name")
+        pl.DataFrame({"name": names, "ids": self.ids_RF, **more}).write_parquet(file)
+
+
+@dataclass(frozen=True)
+class InteractionSource:
+    """Files of interactions; without any, the generated sample."""
+
+    data: RetrievalDataConfig
+    seed: int
+    files: tuple[Path, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.data.model_dump(mode="json", exclude={"path"}) | {"sample": not self.files}
+
+    def digests(self, progress: Progress) -> list[bytes]:
+        return source_digests(self.files, progress)
+
+    def read(self, progress: Progress, scratch: Path) -> Content:
+        d = self.data
+        columns, rejected = self._columns(progress)
+        num_rows = len(columns[d.user][0])
+        held_N = self._held_out(num_rows, columns)
+        trained = np.flatnonzero(~held_N)
+        if d.time is not None:  # stable: rows of one time keep the order of the file
+            trained = trained[np.argsort(self._times(*columns[d.time])[trained], kind="stable")]
+        users, items = (
+            _side(name, features, columns, trained)
+            for name, features in ((d.user, d.user_features), (d.item, d.item_features))
+        )
+        pairs_N2 = np.stack([users.number_N, items.number_N], 1).astype(np.int32)
+        train_N2, valid_N2 = pairs_N2[~held_N], pairs_N2[held_N]
+        seen_starts, seen_items = by_user(train_N2, len(users.ids_RF))
+        known_N2 = valid_N2[(valid_N2 >= 0).all(1)]
+        codes_N = _one_number(known_N2, len(items.ids_RF))
+        new_N2 = np.unique(known_N2[~np.isin(codes_N, _one_number(train_N2, len(items.ids_RF)))], axis=0)
+        if not len(new_N2):
+            raise UserError(
+                f"data.path={d.path}: none of the {len(valid_N2):,} validation rows is of a user and an item "
+                "that have training rows but not together, so there is nothing to find; give more rows, or "
+                "another data.valid_fraction"
+            )
+        held_starts, held_items = by_user(new_N2, len(users.ids_RF))
+        counts_V = np.bincount(train_N2[:, 1], minlength=len(items.ids_RF))
+        split = "at random by train.seed" if d.time is None else f"the latest by {d.time}"
+        unknown_N2 = valid_N2 < 0
+        lines = [
+            f"  {d.path or 'generated sample'}: {num_rows:,} rows, {len(users.ids_RF):,} users and "
+            f"{len(items.ids_RF):,} items in training",
+            f"  {len(train_N2):,} rows to train, {len(valid_N2):,} to validate ({split}): "
+            f"{len(np.unique(new_N2[:, 0])):,} users with {len(new_N2):,} items to find",
+            f"  not looked for: {unknown_N2[:, 0].sum():,} rows of users and {unknown_N2[:, 1].sum():,} of "
+            f"items that training lacks, {len(known_N2) - len(new_N2):,} of pairs that it has or that come "
+            "twice",
+        ]
+        if rejected:
+            lines.append(
+                f"  {len(rejected)} rows rejected: rejected.jsonl in the prepared folder says which and why"
+            )
+        info = {
+            "user_ids": users.num_ids,
+            "item_ids": items.num_ids,
+            "negatives": d.negatives,
+            "cutoffs": list(d.cutoffs),
+        }
+        arrays = {
+            "train_pairs": train_N2,
+            "valid_users": np.unique(new_N2[:, 0]),
+            "users_UF": users.ids_RF,
+            "items_VF": items.ids_RF,
+            "log_q_V": np.log(counts_V / len(train_N2)).astype(np.float32),
+            "seen_starts": seen_starts,
+            "seen_items": seen_items,
+            "held_starts": held_starts,
+            "held_items": held_items,
+        }
+
+        def save(folder: Path) -> None:
+            (folder / "encoder").mkdir()
+            seen = pl.DataFrame(np.unique(train_N2, axis=0), schema=["user", "item"])
+            lists = seen.group_by("user", maintain_order=True).agg("item")["item"]  # each user has a row
+            users.save(folder / "encoder" / "users.parquet", seen=lists)
+            items.save(folder / "encoder" / "items.parquet")
+
+        return Content("interactions", arrays, info, lines, rejected=rejected, save=save)
+
+    def _columns(self, progress: Progress) -> tuple[dict[str, tuple[Array, pl.Series]], list[dict[str, Any]]]:
+        """Return each column as codes (0: no value) and the texts that they stand for, and the rejected
+        rows."""
+        d = self.data
+        names = list(dict.fromkeys([d.user, d.item, *d.user_features, *d.item_features]))
+        names += [d.time] if d.time is not None and d.time not in names else []
+        dictionaries = {name: Dictionary() for name in names}
+        codes: dict[str, list[Array]] = {name: [] for name in names}
+        rejected: list[dict[str, Any]] = []
+        for rows in self._chunks(progress):
+            if missing := [name for name in names if name not in rows.names]:
+                raise UserError(
+                    f"data.path={d.path}: {rows.file} has no column {missing[0]!r}"
+                    f"{suggestion(missing[0], rows.names)}; say which columns are what with data.user, "
+                    "data.item, data.time, data.user_features and data.item_features"
+                )
+            rejected += rows.rejected
+            pieces = {name: dictionaries[name].codes(rows.column(name)) for name in names}
+            whole_B = (pieces[d.user] > 0) & (pieces[d.item] > 0)
+            rejected += [
+                {
+                    "file": str(rows.file),
+                    "line": int(rows.lines[place]),
+                    "reason": f"no value in {d.item if pieces[d.user][place] else d.user!r}",
+                }
+                for place in np.flatnonzero(~whole_B)
+            ]
+            for name in names:
+                codes[name].append(pieces[name][whole_B])
+        joined = {name: np.concatenate(parts) for name, parts in codes.items()}
+        num_rows = len(joined[d.user])
+        check_rejected(str(d.path), rejected, num_rows + len(rejected), d.max_rejected)
+        if num_rows < 2:
+            raise UserError(
+                f"data.path={d.path}: has {num_rows} rows with a user and an item; at least 2 are needed"
+            )
+        return {name: (joined[name], dictionaries[name].values()) for name in names}, rejected
+
+    def _chunks(self, progress: Progress) -> Iterator[Rows]:
+        if not self.files:
+            yield sample(self.seed)
+            return
+        total, before = sum(file.stat().st_size for file in self.files), 0
+        for file in self.files:
+            for rows in read_chunks(file, self.data.reading):
+                yield rows
+                progress("read rows", min(total, before + rows.bytes_read), total)
+            before += file.stat().st_size
+
+    def _held_out(self, num_rows: int, columns: Mapping[str, tuple[Array, pl.Series]]) -> Array:
+        """Return which rows are held out: the latest, or random ones."""
+        wanted = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
+        held_N = np.zeros(num_rows, bool)
+        if self.data.time is None:
+            held_N[np.random.default_rng([self.seed, 11]).permutation(num_rows)[:wanted]] = True
+            return held_N
+        time_N = self._times(*columns[self.data.time])
+        held_N = time_N >= np.sort(time_N)[num_rows - wanted]
+        if held_N.all():  # rows of one time stay together
+            held_N = time_N > time_N.min()
+        if not held_N.any():
+            raise UserError(
+                f"data.time={self.data.time!r}: all rows have the same time, so none are the latest; leave "
+                "it out, and random rows are held out"
+            )
+        return held_N
+
+    def _times(self, codes_N: Array, texts: pl.Series) -> Array:
+        """Return the time of each row, as numbers that sort; rows without one come first."""
+        found = texts.cast(pl.Float64, strict=False)
+        if found.null_count():
+            found = seconds(texts, day_first=False)
+        if found.null_count():
+            odd = texts.filter(found.is_null())[0]
+            raise UserError(
+                f"data.time={self.data.time!r}: {odd!r} is neither a number nor a date such as 2024-12-31 "
+                "or 2024-12-31 18:30:00; mend it, or list it in data.missing"
+            )
+        return np.concatenate([[-np.inf], found.to_numpy()])[codes_N]
+
+
+def _one_number(pairs_N2: Array, num_items: int) -> Array:
+    return pairs_N2[:, 0].astype(np.int64) * num_items + pairs_N2[:, 1]
+
+
+def _side(
+    name: str, features: tuple[str, ...], columns: Mapping[str, tuple[Array, pl.Series]], trained: Array
+) -> Side:
+    """Number what has training rows, most frequent first; a feature is that of the last row that has one.
+
+    trained: the training rows, the last ones last."""
+    codes_N, texts = columns[name]
+    counts = np.bincount(codes_N[trained], minlength=len(texts) + 1)
+    ids = fit_categories(name, texts, counts[1:], min_count=1)
+    number_N = ids.ids_of_codes(texts)[codes_N] - FIRST_ID
+    number_T = number_N[trained]
+    columns_RF, fitted = [np.arange(len(ids.vocabulary))], []
+    for feature in features:
+        feature_N, values = columns[feature]
+        feature_T = feature_N[trained]
+        last_R = np.zeros(len(ids.vocabulary), np.int64)
+        last_R[number_T[feature_T > 0]] = feature_T[feature_T > 0]  # of several, numpy keeps the last
+        found = fit_categories(feature, values, np.bincount(last_R, minlength=len(values) + 1)[1:], 1)
+        columns_RF.append(found.ids_of_codes(values)[last_R])
+        fitted.append(found)
+    return Side(ids, number_N, fitted, np.stack(columns_RF, 1).astype(np.int32))
+
+
+def sample(seed: int) -> Rows:
+    """Return generated interactions: users and items belong to groups, and four of five items that a user
+    takes are of its own group, some items far more often than others."""
+    random = np.random.default_rng([seed, 7])
+    groups_U, groups_V = (
+        random.integers(SAMPLE_GROUPS, size=n).astype(np.int64) for n in (SAMPLE_USERS, SAMPLE_ITEMS)
+    )
+    weight_V = (1 + random.permutation(SAMPLE_ITEMS)) ** -0.5
+    users_N = random.integers(SAMPLE_USERS, size=SAMPLE_ROWS)
+    items_N = random.choice(SAMPLE_ITEMS, SAMPLE_ROWS, p=weight_V / weight_V.sum())
+    own_N = random.random(SAMPLE_ROWS) < 0.8
+    for group in range(SAMPLE_GROUPS):
+        rows = np.flatnonzero(own_N & (groups_U[users_N] == group))
+        chance_V = weight_V * (groups_V == group)
+        items_N[rows] = random.choice(SAMPLE_ITEMS, len(rows), p=chance_V / chance_V.sum())
+    values = pl.DataFrame({"0": [f"u{n}" for n in users_N], "1": [f"i{n}" for n in items_N]})
+    lines = np.arange(1, SAMPLE_ROWS + 1)
+    return Rows(["user", "item"], values, lines, [], True, "row", Path("the generated sample"))
+
+
+def open_source(data: RetrievalDataConfig, seed: int) -> InteractionSource:
+    """Find the files. Raises UserError for a missing path and an empty file."""
+    return InteractionSource(data, seed, () if data.path is None else find_files(data.path, "data.path"))

@@ -1,0 +1,200 @@
+"""Two towers: a user's and an item's rows become one vector each, and the dot product of the two is the
+score.
+
+Trained by a softmax over the items of the batch and drawn ones, each score corrected by how often its item is
+drawn (Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations"). Every
+user competes against the items of the whole batch, which a split batch would change: so the towers are the
+data-parallel regions, and scores and loss are computed on the home device from their joined vectors.
+
+Letters: B users, C candidates, F id columns of a tower, D width of a row, E width of a vector, V items, H
+held-out items of a user, S items that a user has met, K places of a list.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.embedding import HostEmbeddingCollection
+from dphybrid.parallel import DataParallel, parts
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.retrieval.recipe import RetrievalModelConfig
+
+SCORES = 2**23
+"""Scores that are computed at a time when all items are ranked."""
+CATALOG_ROWS = 2**14
+"""Items whose vectors are computed at a time."""
+
+
+class Tower(nn.Module):
+    """rows_BFD -> vectors_BE; unit: of length 1."""
+
+    def __init__(self, inputs: int, hidden: int, layers: int, width: int, unit: bool) -> None:
+        super().__init__()
+        widths = [inputs] + [hidden] * layers
+        steps: list[nn.Module] = []
+        for narrow, wide in itertools.pairwise(widths):
+            steps += [nn.Linear(narrow, wide), nn.ReLU()]
+        self.network = nn.Sequential(*steps, nn.Linear(widths[-1], width))
+        self.unit = unit
+
+    def forward(self, rows_BFD: Tensor) -> Tensor:
+        vectors_BE = self.network(rows_BFD.flatten(1))
+        return F.normalize(vectors_BE, dim=1) if self.unit else vectors_BE
+
+
+class Side(nn.Module):
+    """Users or items: a table a column in host memory, and a tower, the data-parallel region, over their
+    rows."""
+
+    def __init__(self, table: HostEmbeddingCollection, tower: DataParallel) -> None:
+        super().__init__()
+        self.table, self.tower = table, tower
+        table.place_on(tower.devices.replicas, tower.sizes)
+
+    def forward(self, ids_BF: Tensor) -> Tensor:
+        """Return vectors_BE on the home device, in float32 at least: scores are sums of many products, also
+        where autocast made the blocks' numbers short."""
+        vectors_BE: Tensor = self.tower(parts(self.table.replica_rows(ids_BF)))
+        return vectors_BE.to(torch.promote_types(vectors_BE.dtype, torch.float32))
+
+
+def sampled_softmax(scores_BC: Tensor, places_B: Tensor, items_C: Tensor, log_q_C: Tensor) -> Tensor:
+    """Return loss_B: -log of the softmax, over the candidates, of the user's own one at places_B.
+
+    log_q_C, the logarithm of how probable a candidate is in a draw, is subtracted from its scores; candidates
+    that are the user's own item once more (items_C) are left out.
+    """
+    logits_BC = scores_BC - log_q_C
+    again_BC = (items_C[places_B].unsqueeze(1) == items_C).scatter(1, places_B.unsqueeze(1), False)
+    logits_BC = logits_BC.masked_fill(again_BC, -torch.inf)
+    return logits_BC.logsumexp(1) - logits_BC.gather(1, places_B.unsqueeze(1)).squeeze(1)
+
+
+def places_in(items_BL: Tensor, start: int, size: int) -> Tensor:
+    """Return where items stand in the block of `size` from `start` on; `size` for those elsewhere."""
+    place_BL = items_BL - start
+    return place_BL.where((place_BL >= 0) & (place_BL < size), size)
+
+
+def score_blocks(users_BE: Tensor, items_VE: Tensor, hidden_BS: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first item, its block's scores on the users' device); those of hidden items are -inf."""
+    step = max(1, SCORES // max(1, len(users_BE)))
+    for start in range(0, len(items_VE), step):
+        block_VE = items_VE[start : start + step].to(users_BE)
+        hide_BV = torch.zeros(len(users_BE), len(block_VE) + 1, dtype=torch.bool, device=users_BE.device)
+        hide_BV.scatter_(1, places_in(hidden_BS, start, len(block_VE)), True)
+        yield start, (users_BE @ block_VE.T).masked_fill(hide_BV[:, :-1], -torch.inf)
+
+
+class Best:
+    """The k best of scores that come block by block: scores_BK and items_BK, best first; item -1 and -inf
+    where there are fewer."""
+
+    def __init__(self, users_BE: Tensor, k: int) -> None:
+        self.scores_BK = users_BE.new_full((len(users_BE), k), -torch.inf)
+        self.items_BK = torch.full((len(users_BE), k), -1, device=users_BE.device)
+
+    def add(self, start: int, scores_BV: Tensor) -> None:
+        """Take note of a block of scores, that of item `start` first."""
+        top_BK, place_BK = scores_BV.topk(min(self.scores_BK.shape[1], scores_BV.shape[1]))
+        item_BK = (place_BK + start).where(top_BK > -torch.inf, -1)
+        both_B2K = torch.cat([self.scores_BK, top_BK], 1)
+        self.scores_BK, chosen_BK = both_B2K.topk(self.scores_BK.shape[1])
+        self.items_BK = torch.cat([self.items_BK, item_BK], 1).gather(1, chosen_BK)
+
+
+def popular_found(held_BH: Tensor, seen_BS: Tensor, num_items: int, k: int) -> Tensor:
+    """Return found_BK of the list of the most popular items (those of the smallest numbers) that a user has
+    not met. Both inputs are sorted, with `num_items` at their end."""
+    place_BH = held_BH - torch.searchsorted(seen_BS, held_BH)
+    place_BH = place_BH.where((held_BH < num_items) & (place_BH < k), k)
+    found_BK = torch.zeros(len(held_BH), k + 1, dtype=torch.bool, device=held_BH.device)
+    return found_BK.scatter(1, place_BH, True)[:, :k]
+
+
+class RetrievalModel(nn.Module):
+    """Trains users' vectors to find their items' ones; in evaluation ranks all items for each user. depth:
+    places that evaluation looks at."""
+
+    def __init__(
+        self,
+        users: Side,
+        items: Side,
+        temperature: float,
+        depth: int,
+    ) -> None:
+        super().__init__()
+        self.users, self.items = users, items
+        self.temperature, self.depth = temperature, depth
+        self._catalog_VE: Tensor | None = None
+
+    def train(self, mode: bool = True) -> "RetrievalModel":
+        self._catalog_VE = None  # its weights may change before the next evaluation
+        return super().train(mode)
+
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The ids that `forward` will look up in training, so that their rows can be fetched ahead."""
+        return {
+            "users.table": self.users.table.flat_ids(batch["users_BF"]),
+            "items.table": self.items.table.flat_ids(batch["candidates_CF"]),
+        }
+
+    def catalog(self, catalog_VF: Tensor) -> Tensor:
+        """Return the vectors of all items on the CPU, computed once until `train` or `eval` is called."""
+        if self._catalog_VE is None:
+            blocks = catalog_VF.split(CATALOG_ROWS)
+            self._catalog_VE = torch.cat([self.items(block).cpu() for block in blocks])
+        return self._catalog_VE
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        users_BE = self.users(batch["users_BF"])
+        if "candidates_CF" not in batch:
+            return self._rank(users_BE, batch)
+        items_CE = self.items(batch["candidates_CF"])
+        with torch.autocast(users_BE.device.type, enabled=False):
+            scores_BC = users_BE @ items_CE.T / self.temperature
+        places_B, items_C, log_q_C = (
+            tensor.to(users_BE.device)
+            for tensor in (batch["places_B"], batch["candidates_CF"][:, 0], batch["log_q_C"])
+        )
+        loss_B = sampled_softmax(scores_BC, places_B, items_C, log_q_C)
+        return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
+
+    @torch.no_grad()
+    def _rank(self, users_BE: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Look for the held-out items in the best `depth` ones that the user has not met; the loss is of a
+        softmax over all of these, summed over the held-out ones."""
+        items_VE = self.catalog(batch["catalog_VF"])
+        held_BH, seen_BS = batch["held_BH"].to(users_BE.device), batch["seen_BS"].to(users_BE.device)
+        best, held_scores_BH = Best(users_BE, self.depth), users_BE.new_zeros(held_BH.shape)
+        total_B = users_BE.new_full((len(users_BE),), -torch.inf)
+        for start, scores_BV in score_blocks(users_BE, items_VE, seen_BS):
+            best.add(start, scores_BV)
+            total_B = torch.logaddexp(total_B, (scores_BV / self.temperature).logsumexp(1))
+            place_BH = places_in(held_BH, start, scores_BV.shape[1])
+            held_scores_BH += F.pad(scores_BV, (0, 1)).gather(1, place_BH)
+        is_held_BH = held_BH < len(items_VE)
+        loss_BH = (total_B.unsqueeze(1) - held_scores_BH / self.temperature) * is_held_BH
+        place_BK = torch.searchsorted(held_BH, best.items_BK).clamp(max=held_BH.shape[1] - 1)
+        return {
+            "loss": loss_BH.sum(1),
+            "weight": is_held_BH.sum(1).to(loss_BH),
+            "found_BK": held_BH.gather(1, place_BK) == best.items_BK,
+            "popular_BK": popular_found(held_BH, seen_BS, len(items_VE), self.depth),
+            "held_B": is_held_BH.sum(1),
+        }
+
+
+def build_retrieval(context: ModelContext[RetrievalModelConfig]) -> RetrievalModel:
+    o, info = context.options, context.info
+
+    def side(name: str) -> Side:
+        num_ids = {column: int(count) for column, count in info[f"{name}_ids"].items()}
+        table = HostEmbeddingCollection(num_ids, o.dim, name=f"{name}s", make=context.table)
+        tower = Tower(len(num_ids) * o.dim, o.hidden, o.layers, o.width, o.similarity == "cosine")
+        return Side(table, DataParallel(tower, context.devices))
+
+    return RetrievalModel(side("user"), side("item"), o.temperature, max(info["cutoffs"]))

@@ -1,0 +1,208 @@
+"""Recommendations of a trained model: for each user the items of the highest scores among all that the user
+has not met in training.
+
+Exact, block by block of users and items: memory holds the items' vectors and a block of scores. Letters: B
+users, S items that a user has met, K places.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import nn
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.data.batches import Array
+from dphybrid.data.table.chunks import read_chunks
+from dphybrid.data.table.frames import as_frame
+from dphybrid.data.table.rows import check_rejected
+from dphybrid.data.table.source import find_files
+from dphybrid.data.table.written import table_target, write_frames
+from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.retrieval.dataset import lists_of
+from dphybrid.recipes.retrieval.model import Best, RetrievalModel, score_blocks
+from dphybrid.recipes.retrieval.recipe import RetrievalDataConfig
+from dphybrid.util.errors import UserError
+
+COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
+"""What recommendations hold: ranks from 1 on; no score where a user is unknown and gets popular items."""
+
+
+@dataclass
+class Recommended:
+    """What was written. num_rows: users; unknown: those of them that training lacks."""
+
+    out: Path
+    top: int
+    num_rows: int = 0
+    unknown: int = 0
+    num_rejected: int = 0
+
+
+class Recommender:
+    """A trained two-tower model with the names of its users and items, and what each user has met."""
+
+    def __init__(self, checkpoint: Path, config: ExperimentConfig, model: nn.Module, batch_size: int) -> None:
+        """checkpoint: folder whose weights `model` has. Raises UserError for a model of another kind."""
+        if not isinstance(model, RetrievalModel):
+            raise UserError(
+                f"{checkpoint}: its model is a {type(model).__name__} of model.factory, which cannot "
+                "recommend; dphybrid.load_model gives the module"
+            )
+        users, items = (
+            pl.read_parquet(checkpoint / "encoder" / f"{name}.parquet") for name in ("users", "items")
+        )
+        self.checkpoint, self.batch_size = checkpoint, batch_size
+        self.items = items["name"]
+        """Names by number, the most popular one first."""
+        assert isinstance(config.data, RetrievalDataConfig)
+        self._config, self._model, self._user = config, model.eval(), config.data.user
+        self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
+        self._catalog_VF = _ids(items)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Recommender of {len(self.items):,} items to {len(self._users):,} users, "
+            f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}>"
+        )
+
+    def recommend(self, users: Any = None, k: int = 10) -> pl.DataFrame:
+        """Return user, rank (1 to k), item and score: for each user the k best of the items that the user has
+        not met in training, fewer where there are fewer.
+
+        users: one, or a list, array or Series of them; None: all of the training rows. Users that training
+        lacks get the most popular items, without a score. Raises UserError for a k below 1.
+        """
+        if k < 1:
+            raise UserError(f"k={k}: give 1 or more items a user")
+        if users is None:
+            users = self._users["name"]
+        elif isinstance(users, str | int):
+            users = [users]
+        names = [str(name) for name in users]
+        return pl.concat([pl.DataFrame(schema=COLUMNS), *self._frames(names, k)])
+
+    def predict(self, rows: Any) -> pl.DataFrame:
+        """Return what `recommend` does for the users' column of a table: a frame, or a dict of columns, as in
+        training. Raises UserError for one without it."""
+        frame = as_frame(rows, "the rows").lazy().collect()
+        if self._user not in frame.columns:
+            raise UserError(f"the rows: have no column {self._user!r} with users")
+        return self.recommend(frame[self._user].drop_nulls())
+
+    def predict_file(
+        self,
+        path: str | Path,
+        out: str | Path,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        keep: Sequence[str] = (),
+        threshold: float | None = None,
+        top: int = 10,
+        **values: Any,
+    ) -> Recommended:
+        """Write what `recommend` returns for the users of `path` (file, folder or pattern), each once, to a
+        .parquet or .csv file.
+
+        values: of the config's data section, where the new files are written otherwise (user, header,
+        delimiter, ...). keep, threshold: for recipes that score rows, refused here. Raises UserError for
+        files without the users' column; nothing is left at `out` then.
+        """
+        if keep or threshold is not None:
+            raise UserError(
+                "--keep, --threshold: are of recipes that score rows; recommendations have user, rank, item "
+                "and score"
+            )
+        if top < 1:
+            raise UserError(f"--top {top}: give 1 or more items a user")
+        target = table_target(out)
+        done = Recommended(target, top)
+        names = self._users_of(str(path), values, done)
+        done.num_rows, done.unknown = len(names), sum(name not in self._numbers for name in names)
+
+        def frames() -> Iterator[pl.DataFrame]:
+            for number, frame in enumerate(self._frames(names, top)):
+                if on_progress:
+                    on_progress("recommend items", min(len(names), number * self.batch_size), len(names))
+                yield frame
+
+        write_frames(frames(), COLUMNS, target)
+        return done
+
+    def told(self, done: Recommended) -> list[str]:
+        """Return what became of a file's users, in lines for people."""
+        lines = [f"The {done.top} best items for {done.num_rows:,} users: {done.out}"]
+        if done.unknown:
+            lines.append(
+                f"{done.unknown:,} users have no training row and get the most popular items, without a score"
+            )
+        if done.num_rejected:
+            lines.append(f"{done.num_rejected:,} rows cannot be read and are left out")
+        return lines
+
+    def _users_of(self, path: str, values: dict[str, Any], done: Recommended) -> list[str]:
+        known = self._config.data.model_dump() | {"path": path}
+        data = build_config({"recipe": self._config.recipe, "data": known | values}).data
+        assert isinstance(data, RetrievalDataConfig)
+        found: dict[str, None] = {}
+        rejected, num_rows = [], 0
+        for file in find_files(path, "data.path"):
+            for rows in read_chunks(file, data.reading):
+                if data.user not in rows.names:
+                    raise UserError(
+                        f"{file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
+                    )
+                rejected += rows.rejected
+                num_rows += len(rows)
+                found |= dict.fromkeys(rows.column(data.user).drop_nulls().unique(maintain_order=True))
+        check_rejected(path, rejected, num_rows + len(rejected), data.max_rejected)
+        done.num_rejected = len(rejected)
+        return list(found)
+
+    @torch.inference_mode()
+    def _frames(self, names: Sequence[str], k: int) -> Iterator[pl.DataFrame]:
+        """Yield the recommendations of `batch_size` users at a time."""
+        if not names:
+            return
+        num_items = len(self.items)
+        catalog_VE = self._model.catalog(self._catalog_VF)
+        for start in range(0, len(names), self.batch_size):
+            part = names[start : start + self.batch_size]
+            known_B = np.array([self._numbers.get(name, -1) for name in part])
+            items_BK = np.tile(np.arange(min(k, num_items)), (len(part), 1))  # the popular ones
+            scores_BK = np.full(items_BK.shape, np.nan, np.float32)
+            if len(rows := np.flatnonzero(known_B >= 0)):
+                users = self._users[known_B[rows]]
+                users_BE = self._model.users(_ids(users))
+                seen_BS = _padded(users["seen"], num_items)
+                best = Best(users_BE, items_BK.shape[1])
+                for first, scores_BV in score_blocks(users_BE, catalog_VE, seen_BS.to(users_BE.device)):
+                    best.add(first, scores_BV)
+                items_BK[rows], scores_BK[rows] = best.items_BK.cpu(), best.scores_BK.cpu()
+            yield self._frame(part, items_BK, scores_BK)
+
+    def _frame(self, names: Sequence[str], items_BK: Array, scores_BK: Array) -> pl.DataFrame:
+        there_N = items_BK.ravel() >= 0  # a user may have met all but a few
+        ranks_BK = np.broadcast_to(np.arange(1, items_BK.shape[1] + 1), items_BK.shape)
+        columns = {
+            "user": pl.Series(names, dtype=pl.String).gather(
+                np.repeat(np.arange(len(names)), items_BK.shape[1])
+            ),
+            "rank": ranks_BK.ravel(),
+            "item": self.items.gather(items_BK.ravel().clip(0)),
+            "score": pl.Series(scores_BK.ravel()).fill_nan(None),
+        }
+        return pl.DataFrame(columns, schema=COLUMNS).filter(pl.Series(there_N))
+
+
+def _ids(rows: pl.DataFrame) -> torch.Tensor:
+    return torch.from_numpy(rows["ids"].to_numpy().astype(np.int64))
+
+
+def _padded(lists: pl.Series, none: int) -> torch.Tensor:
+    """Return lists of item numbers as (B, longest), `none` where there are fewer."""
+    starts = np.concatenate([[0], np.cumsum(lists.list.len().to_numpy(), dtype=np.int64)])
+    return lists_of(starts, lists.explode().to_numpy(), np.arange(len(lists)), none)

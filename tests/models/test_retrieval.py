@@ -1,0 +1,400 @@
+"""Two-tower retrieval: steps against plain PyTorch, ranks and recommendations against naive references, the
+same on any devices, and learning."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dphybrid
+from dphybrid.api.run import TrainedRun
+from dphybrid.cli.main import main
+from dphybrid.config.settings import load_settings
+from dphybrid.data import Prepared, batches
+from dphybrid.embedding import find_tables, make_row_optimizer
+from dphybrid.jobs.pages import ResultPage
+from dphybrid.jobs.train import Report, run_job
+from dphybrid.parallel import find_data_parallel, resolve_devices
+from dphybrid.parallel.check import check_module
+from dphybrid.recipes import ModelContext, build_model
+from dphybrid.recipes.configs import load_config
+from dphybrid.recipes.retrieval.metrics import recall_and_ndcg
+from dphybrid.recipes.retrieval.model import RetrievalModel, sampled_softmax
+from dphybrid.recipes.retrieval.recipe import RetrievalDataConfig, RetrievalModelConfig
+from dphybrid.training.memory import micro_batches
+from dphybrid.training.split_log import SplitLog
+from dphybrid.util.errors import UserError
+from dphybrid.util.stop import Interrupted, StopRequest
+from tests.preparing import prepare
+
+
+def write_rows(file: Path, num_rows: int = 400, num_users: int = 30, num_items: int = 25) -> None:
+    """Interactions with a feature a side and a day; some items are far more frequent than others."""
+    random = np.random.default_rng(0)
+    chance = 1 / np.arange(1, num_items + 1)
+    items = random.choice(num_items, num_rows, p=chance / chance.sum())
+    lines = [
+        f"u{user},i{item},{'ABC'[user % 3]},g{item % 4},{day}"
+        for user, item, day in zip(
+            random.integers(num_users, size=num_rows), items, random.integers(100, size=num_rows), strict=True
+        )
+    ]
+    file.write_text("\n".join(["user,item,country,genre,day", *lines]) + "\n")
+
+
+def small(folder: Path, **values: object) -> Prepared:
+    write_rows(folder / "rows.csv")
+    features = {"user_features": "country", "item_features": "genre", "cutoffs": "3,8"}
+    data = RetrievalDataConfig(path=str(folder / "rows.csv"), **features | values)  # type: ignore[arg-type]
+    return prepare("retrieval", data, folder / "prepared", 0)
+
+
+def model_for(data: Prepared, devices: str = "cpu", **values: object) -> RetrievalModel:
+    sizes = {"dim": 4, "hidden": 6, "width": 5, "dtype": "float64"} | values
+    options = RetrievalModelConfig(**sizes)  # type: ignore[arg-type]
+    model = build_model("retrieval", ModelContext(resolve_devices(devices), data.info, options, 1))
+    assert isinstance(model, RetrievalModel)
+    return model
+
+
+class PlainTower(nn.Module):
+    """As a tower is written without this project: nn.Embedding a column."""
+
+    def __init__(self, num_ids: list[int], dim: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(count, dim) for count in num_ids)
+        self.first, self.last = nn.Linear(dim * len(num_ids), hidden), nn.Linear(hidden, width)
+
+    def forward(self, ids_BF: Tensor) -> Tensor:
+        rows = torch.cat([table(ids_BF[:, f]) for f, table in enumerate(self.tables)], 1)
+        return F.normalize(self.last(F.relu(self.first(rows))))
+
+
+def plain_of(model: RetrievalModel, name: str) -> PlainTower:
+    side = {"user": model.users, "item": model.items}[name]
+    plain = PlainTower(list(side.table.num_rows.values()), 4, 6, 5).double()
+    network = side.tower.module.network
+    with torch.no_grad():
+        for table, column in zip(plain.tables, side.table.num_rows, strict=True):
+            table.weight.copy_(side.table.weight_of(column))
+    plain.first.load_state_dict(network[0].state_dict())
+    plain.last.load_state_dict(network[2].state_dict())
+    return plain
+
+
+def plain_loss(users: PlainTower, items: PlainTower, batch: dict[str, Tensor], temperature: float) -> Tensor:
+    """A cross entropy a row, over its own item and the candidates that are other items."""
+    scores = users(batch["users_BF"]) @ items(batch["candidates_CF"]).T / temperature - batch["log_q_C"]
+    ids, losses = batch["candidates_CF"][:, 0].tolist(), []
+    for row in range(len(scores)):
+        others = [place for place, item in enumerate(ids) if item != ids[row]]
+        losses.append(F.cross_entropy(scores[row, [row, *others]], torch.tensor(0)))
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*8"])
+@pytest.mark.parametrize("negatives", [0, 20])
+def test_steps_are_those_of_a_plain_two_tower(devices: str, negatives: int, tmp_path: Path) -> None:
+    """Losses, gradients and weights of four steps with SGD; the last batch is a short one."""
+    data = small(tmp_path, negatives=negatives)
+    model = model_for(data, devices)
+    users, items = plain_of(model, "user"), plain_of(model, "item")
+    dense = torch.optim.SGD((p for n, p in model.named_parameters() if "tower" in n), lr=0.5)
+    rows = make_row_optimizer("sgd", find_tables(model), lr=0.5, weight_decay=0.0)
+    plain = torch.optim.SGD([*users.parameters(), *items.parameters()], lr=0.5)
+    chosen = list(batches(data.dataset("train"), 100, seed=0, epoch=0, shuffle=True))
+    assert len(chosen) == 4
+    assert len(chosen[-1]["users_BF"]) == 60
+    for batch in chosen:
+        for optimizer in (dense, rows, plain):
+            optimizer.zero_grad()
+        found_B, expected_B = model(batch)["loss"], plain_loss(users, items, batch, 0.1)
+        torch.testing.assert_close(found_B, expected_B, rtol=1e-11, atol=1e-11)
+        found_B.mean().backward()
+        expected_B.mean().backward()
+        for side, other in ((model.users, users), (model.items, items)):
+            for name, parameter in side.tower.module.network.named_parameters():
+                reference = {"0": other.first, "2": other.last}[name[0]].get_parameter(name[2:])
+                torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-10, atol=1e-12)
+            gradients = side.table.flat.row_gradients()
+            assert gradients is not None
+            whole = torch.cat([table.weight.grad for table in other.tables])  # type: ignore[misc]
+            torch.testing.assert_close(gradients[1], whole[gradients[0]], rtol=1e-10, atol=1e-12)
+            assert not whole.index_fill(0, gradients[0], 0.0).any()
+        for optimizer in (dense, rows, plain):
+            optimizer.step()
+    for side, other in ((model.users, users), (model.items, items)):
+        whole = torch.cat([table.weight.detach() for table in other.tables])
+        torch.testing.assert_close(side.table.flat.weight, whole, rtol=1e-9, atol=1e-11)
+
+
+def test_an_item_that_comes_again_is_no_negative_and_frequent_ones_count_less() -> None:
+    scores_BC = torch.tensor([[2.0, 1.0, 5.0], [0.0, 3.0, 1.0]], dtype=torch.float64)
+    q_C = torch.tensor([0.5, 0.1, 0.5], dtype=torch.float64)
+    found = sampled_softmax(scores_BC, torch.tensor([0, 1]), torch.tensor([7, 8, 7]), q_C.log())
+    first = math.exp(2) / 0.5 / (math.exp(2) / 0.5 + math.exp(1) / 0.1)
+    second = math.exp(3) / 0.1 / (math.exp(3) / 0.1 + (math.exp(0) + math.exp(1)) / 0.5)
+    assert found.exp().tolist() == pytest.approx([1 / first, 1 / second])
+
+
+def test_a_batch_in_parts_has_the_same_losses(tmp_path: Path) -> None:
+    """What a GPU whose memory does not hold a batch computes."""
+    data = small(tmp_path, negatives=20)
+    model = model_for(data).requires_grad_(False)
+    (batch, *_) = batches(data.dataset("train"), 50, seed=0, epoch=0, shuffle=True)
+    parts = [model(part)["loss"] for part in micro_batches(batch, 4)]
+    assert len(parts) == 4
+    torch.testing.assert_close(torch.cat(parts), model(batch)["loss"], rtol=1e-12, atol=1e-12)
+
+
+def test_candidates_are_a_function_of_seed_epoch_and_batch_and_drawn_by_frequency(tmp_path: Path) -> None:
+    data = small(tmp_path, negatives=1000)
+    train = data.dataset("train")
+
+    def drawn(seed: int, epoch: int, start: int = 0) -> list[list[int]]:
+        found = batches(train, 100, seed=seed, epoch=epoch, shuffle=True, start_batch=start)
+        return [batch["candidates_CF"][len(batch["users_BF"]) :, 0].tolist() for batch in found]
+
+    assert drawn(0, 1) == drawn(0, 1)
+    assert drawn(0, 1, start=2) == drawn(0, 1)[2:]
+    assert drawn(0, 1) != drawn(0, 2)
+    counts = np.bincount(data.arrays["train_pairs"][:, 1])
+    np.testing.assert_allclose(np.exp(data.arrays["log_q_V"]), counts / counts.sum(), rtol=1e-6)
+    share = np.bincount(np.concatenate(drawn(0, 1)), minlength=len(counts)) / 4000
+    np.testing.assert_allclose(share, counts / counts.sum(), atol=0.03)
+    assert (np.diff(counts) <= 0).all()  # items are numbered by frequency
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+def test_evaluation_is_that_of_a_naive_reference(
+    similarity: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dphybrid.recipes.retrieval.model.SCORES", 7 * 7)  # blocks of items, a short one last
+    monkeypatch.setattr("dphybrid.recipes.retrieval.model.CATALOG_ROWS", 10)
+    data = small(tmp_path)
+    model, arrays = model_for(data, devices, similarity=similarity).eval(), data.arrays
+    with torch.no_grad():
+        found = [model(batch) for batch in batches(data.dataset("valid"), 7, seed=0, epoch=0, shuffle=False)]
+        vectors_VE = model.items(torch.from_numpy(arrays["items_VF"].astype(np.int64)))
+        scores_UV = model.users(torch.from_numpy(arrays["users_UF"].astype(np.int64))) @ vectors_VE.T
+    outputs = {name: torch.cat([part[name] for part in found]) for name in found[0]}
+    met = {user: set() for user in range(30)}
+    for user, item in arrays["train_pairs"].tolist():
+        met[user].add(item)
+    for row, user in enumerate(arrays["valid_users"].tolist()):
+        held = arrays["held_items"][arrays["held_starts"][user] : arrays["held_starts"][user + 1]].tolist()
+        assert held
+        assert not met[user] & set(held)
+        open_items = [item for item in range(len(vectors_VE)) if item not in met[user]]
+        ranked = sorted(open_items, key=lambda item: -float(scores_UV[user, item]))[:8]
+        expected = [item in held for item in ranked] + [False] * (8 - len(ranked))
+        assert outputs["found_BK"][row].tolist() == expected
+        popular = [item in held for item in open_items[:8]] + [False] * (8 - len(open_items[:8]))
+        assert outputs["popular_BK"][row].tolist() == popular
+        logs = F.log_softmax(scores_UV[user, open_items] / 0.1, 0)
+        loss = -sum(float(logs[open_items.index(item)]) for item in held)
+        assert float(outputs["loss"][row]) == pytest.approx(loss)
+        assert outputs["held_B"][row] == outputs["weight"][row] == len(held)
+
+
+def test_recall_and_ndcg_are_their_definitions() -> None:
+    found_BK = torch.tensor([[True, False, True, False], [False, False, False, False]])
+    found = recall_and_ndcg(found_BK, torch.tensor([3, 1]), (2, 4, 9))
+    assert found == pytest.approx(
+        {
+            "recall_at_2": (1 / 3) / 2,
+            "ndcg_at_2": 1 / (1 + 1 / math.log2(3)) / 2,
+            "recall_at_4": (2 / 3) / 2,
+            "ndcg_at_4": 1.5 / (1 + 1 / math.log2(3) + 1 / 2) / 2,
+            "recall_at_9": (2 / 3) / 2,
+            "ndcg_at_9": 1.5 / (1 + 1 / math.log2(3) + 1 / 2) / 2,
+        }
+    )
+
+
+def test_its_regions_are_clean(tmp_path: Path) -> None:
+    blocks = find_data_parallel(model_for(small(tmp_path)))
+    assert sorted(blocks) == ["items.tower", "users.tower"]
+    for block in blocks.values():
+        assert check_module(block.module) == []
+
+
+def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) -> None:
+    rows = [
+        "who,what,when,home",
+        "ann,film,2024-03-01,Oslo",
+        "ann,book,2024-01-05,Rome",
+        "ann,book,2024-03-02,",
+        "bob,film,2024-02-01,Bonn",
+        "bob,song,2024-02-02,Bonn",
+        "ann,song,31.12.2024,Nice",
+        "bob,disc,2024-12-30,Bonn",
+        "eve,film,2024-12-31,Bonn",
+        ",film,2024-01-01,Bonn",
+    ]
+    (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
+    values = {"user": "who", "item": "what", "time": "when", "user_features": "home", "max_rejected": 0.2}
+    config = RetrievalDataConfig(path=str(tmp_path / "rows.csv"), valid_fraction=0.35, **values)  # type: ignore[arg-type]
+    data = prepare("retrieval", config, tmp_path / "prepared", 0)
+    users, items = (pl.read_parquet(data.path / "encoder" / f"{name}s.parquet") for name in ("user", "item"))
+    assert users["name"].to_list() == ["ann", "bob"]
+    assert items["name"].to_list() == ["book", "film", "song"]  # by frequency, then by name
+    assert users["seen"].to_list() == [[0, 1], [1, 2]]
+    assert data.arrays["held_items"].tolist() == [2]  # ann's song; disc and eve have no training row
+    assert data.arrays["valid_users"].tolist() == [0]
+    homes = ["Bonn", "Oslo"]  # Oslo is later than Rome, although its row is first; an empty one is no value
+    assert data.info["user_ids"] == {"who": 2, "home": 2 + len(homes)}
+    assert [homes[ids[1] - 2] for ids in users["ids"].to_list()] == ["Oslo", "Bonn"]
+    assert "not looked for: 1 rows of users and 1 of items" in data.describe()
+    assert data.manifest.rejected == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"user": "usr"}, ["has no column 'usr'", "user", "data.user"]),
+        ({"time": "genre"}, ["data.time='genre'", "'g0'", "date"]),
+        ({"time": "same"}, ["data.time='same'", "the same time"]),
+        ({"user": "same", "valid_fraction": 0.025}, ["none of the 1 validation rows", "nothing to find"]),
+        ({"path": "/no/such.csv"}, ["data.path=/no/such.csv", "no such file"]),
+    ],
+)
+def test_what_cannot_be_used_is_told(values: dict[str, object], words: list[str], tmp_path: Path) -> None:
+    lines = [f"u{row // 20},i{row % 20},g{row % 2},1" for row in range(40)]
+    (tmp_path / "rows.csv").write_text("\n".join(["user,item,genre,same", *lines]) + "\n")
+    config = RetrievalDataConfig(**{"path": str(tmp_path / "rows.csv")} | values)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as told:
+        prepare("retrieval", config, tmp_path / "prepared", 0)
+    for word in words:
+        assert word in str(told.value), word
+
+
+def test_wrong_options_are_told() -> None:
+    for override, words in (
+        ("data.cutoffs=10,10", "that differ"),
+        ("data.cutoffs=0", "greater than or equal to 1"),
+        ("data.user_features=item", "named twice"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load_config(None, ["recipe=retrieval", override])
+    assert load_config(None, ["recipe=retrieval", "data.cutoffs=5, 20"]).data.cutoffs == (5, 20)  # type: ignore[attr-defined]
+
+
+OPTIONS = ["recipe=retrieval", "data.negatives=64", "devices=cpu", "train.epochs=3"]
+OPTIONS += ["train.batch_size=1000", "train.schedule=constant"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, Path]]:
+    """A model of the generated sample, and the folder of its data."""
+    folder = tmp_path_factory.mktemp("retrieval") / "data"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DPHYBRID_DATA_DIR", str(folder))
+        patch.setenv("DPHYBRID_TRACKING_URI", "none")
+        patch.setenv("DPHYBRID_THREADS", "1")
+        yield run_job(load_config(None, OPTIONS), load_settings(), run_name="sample"), folder
+
+
+def test_it_finds_the_planted_groups(trained: tuple[Report, Path]) -> None:
+    metrics = trained[0].metrics
+    assert metrics["recall_at_10"] > 3 * metrics["popular_recall_at_10"]
+    assert metrics["ndcg_at_10"] > 3 * metrics["popular_ndcg_at_10"]
+    assert metrics["recall_at_50"] > 0.5
+
+
+def test_eight_devices_and_a_broken_run_come_to_the_same(
+    trained: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the third epoch and resumed: the same bits. Eight devices: losses that rounding explains."""
+    runs, stop, after_step = trained[1] / "runs", StopRequest(), SplitLog.after_step
+
+    def stop_at_forty(self: SplitLog, step: int) -> list[str]:
+        if step == 40:
+            stop.ask("a test")
+        return after_step(self, step)
+
+    config = load_config(None, OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(SplitLog, "after_step", stop_at_forty)
+        with pytest.raises(Interrupted):
+            run_job(config, load_settings(), run_name="broken", stop=stop)
+    assert run_job(config, load_settings(), resume="broken").metrics == trained[0].metrics
+    whole, broken = (dphybrid.load_model(name).state_dict() for name in ("sample", "broken"))
+    assert whole.keys() == broken.keys()
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    eight = load_config(None, [*OPTIONS, "train.epochs=1", "devices=cpu*8", "train.check_split=true"])
+    report = run_job(eight, load_settings(), run_name="eight")
+    assert {row.block for row in report.splits} == {"users.tower", "items.tower"}
+    first, other = (ResultPage.read(runs / name / "result.json").history[0] for name in ("sample", "eight"))
+    for name in ("train loss", "validation loss"):
+        assert other[name] == pytest.approx(first[name], rel=1e-4)
+
+
+def test_recommendations_are_the_best_items_that_a_user_has_not_met(
+    trained: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dphybrid.recipes.retrieval.model.SCORES", 4 * 100)
+    found = dphybrid.load("sample", batch_size=4)
+    encoder = Path(trained[0].best_checkpoint) / "encoder"
+    users, items = (pl.read_parquet(encoder / f"{name}.parquet") for name in ("users", "items"))
+    model = dphybrid.load_model("sample").eval()
+    assert isinstance(model, RetrievalModel)
+    with torch.no_grad():
+        vectors_VE = model.items(torch.from_numpy(items["ids"].to_numpy().astype(np.int64)))
+        scores_UV = (
+            model.users(torch.from_numpy(users["ids"].to_numpy().astype(np.int64))) @ vectors_VE.T
+        ).numpy()
+    asked = users["name"][5:15].to_list()
+    frame = found.recommend(asked, k=7)
+    assert frame.columns == ["user", "rank", "item", "score"]
+    assert frame["user"].to_list() == [name for name in asked for _ in range(7)]
+    for number, name in enumerate(users["name"]):
+        if name in asked:
+            scores_V = scores_UV[number].copy()
+            scores_V[users["seen"][number].to_numpy()] = -np.inf
+            best = np.argsort(-scores_V)[:7]
+            own = frame.filter(pl.col("user") == name)
+            assert own["item"].to_list() == items["name"].gather(best).to_list()
+            np.testing.assert_allclose(own["score"], scores_V[best], rtol=1e-5, atol=1e-6)
+            assert own["rank"].to_list() == list(range(1, 8))
+    (user,) = users["name"][:1]
+    everything = found.recommend(user, k=10**6)
+    assert len(everything) == len(items) - len(users["seen"][0])
+    assert found.recommend([]).is_empty()
+    with pytest.raises(UserError, match="k=0"):
+        found.recommend(user, k=0)
+
+
+def test_unknown_users_get_the_popular_items(
+    trained: tuple[Report, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = TrainedRun(trained[1] / "runs" / "sample")
+    items = pl.read_parquet(run.checkpoint / "encoder" / "items.parquet")["name"]
+    frame = run.recommend(["u1", "nobody"], k=3)
+    assert frame["item"].to_list()[3:] == items[:3].to_list()
+    assert frame["score"].null_count() == 3
+    (tmp_path / "who.csv").write_text("user,age\nu1,3\nnobody,4\nu1,5\n")
+    predict = ["predict", "sample", "--data.path", str(tmp_path / "who.csv"), "--top", "3"]
+    for ending in ("csv", "parquet"):
+        assert main([*predict, "--out", str(tmp_path / f"top.{ending}")]) == 0
+        told = capsys.readouterr().out
+        assert "The 3 best items for 2 users" in told
+        assert "1 users have no training row" in told
+    assert pl.read_csv(tmp_path / "top.csv", schema=frame.schema).drop("score").equals(frame.drop("score"))
+    assert pl.read_parquet(tmp_path / "top.parquet").equals(frame)
+    assert run.predict({"user": ["u1", "nobody"]}).head(3).equals(frame.head(3))
+    for more, words in (
+        (["--threshold", "0.5"], "--threshold"),
+        (["--top", "0"], "--top 0"),
+        (["--data.decimal", ","], "data.decimal"),
+    ):
+        assert main([*predict, "--out", str(tmp_path / "no.csv"), *more]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "no.csv").exists()
