@@ -38,7 +38,7 @@ from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
 CHAMPION_TAG = "dphybrid.champion"
-_NETWORK = ("factory", "kind", "dim", "hidden", "layers", "dtype")
+_NETWORK = ("factory", "kind", "dim", "hidden", "layers", "dtype", "numbers", "bins")
 """Values of the model section that weights cannot be carried across."""
 NUM_RESAMPLES = 300
 TOP_VALUES = 20

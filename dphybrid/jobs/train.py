@@ -165,8 +165,10 @@ def train_here(
     devices = resolve_devices(run.page.devices if ranks is None else str(ranks.device))
     start_on(devices)
     done = _newest_checkpoint(run) if leads else None
-    with deferred_rows() if ranks else unfilled_rows() if done or config.train.warm_start else nullcontext():
-        model = build_from_config(config, data.info, devices, settings.table_folder)
+    filled = bool(done or config.train.warm_start)  # by a checkpoint
+    with deferred_rows() if ranks else unfilled_rows() if filled else nullcontext():
+        rows = None if filled else data.dataset("train")
+        model = build_from_config(config, data.info, devices, settings.table_folder, rows)
     together = ALONE
     if ranks is not None:
         from dphybrid.cluster.engine import spread_over

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dphybrid.config import ExperimentConfig, ModelConfig
+from dphybrid.data.batches import Dataset
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import Devices
 from dphybrid.recipes.registry import find_recipe
@@ -38,6 +39,7 @@ class ModelContext(Generic[Options]):
     seed: int
     table_dtype: str = "model"
     table_folder: Path | None = None
+    rows: Dataset | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,7 +68,11 @@ Factory = Callable[[ModelContext[Any]], nn.Module]
 
 
 def build_from_config(
-    config: ExperimentConfig, info: dict[str, Any], devices: Devices, table_folder: Path | None = None
+    config: ExperimentConfig,
+    info: dict[str, Any],
+    devices: Devices,
+    table_folder: Path | None = None,
+    rows: Dataset | None = None,
 ) -> nn.Module:
     """Build the model of an experiment; see `ModelContext` for the rest and `build_model` for the errors.
 
@@ -74,7 +80,9 @@ def build_from_config(
     """
     if table_folder is not None:
         table_folder.mkdir(parents=True, exist_ok=True)
-    context = ModelContext(devices, info, config.model, config.train.seed, config.table.dtype, table_folder)
+    context = ModelContext(
+        devices, info, config.model, config.train.seed, config.table.dtype, table_folder, rows
+    )
     return build_model(config.recipe, context)
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel, parts
 from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.ctr.numbers import OnPieces, bins_of
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
 from dphybrid.util.errors import UserError
 
@@ -51,18 +52,34 @@ class WideDeep(nn.Module):
 
 
 class DeepFM(nn.Module):
-    """(rows_BFD, dense_BN) -> logits_B; a number is a field, too: its value times a row of its own."""
+    """(rows_BFD, dense_BN) -> logits_B; a number is a field, too: its value times a row of its own, or the
+    sum of that over its pieces, which stand side by side in dense_BN."""
 
     def __init__(
-        self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float
+        self,
+        num_columns: int,
+        dim: int,
+        num_dense: int,
+        hidden: int,
+        layers: int,
+        dropout: float,
+        pieces: int = 1,
     ) -> None:
         super().__init__()
+        self.pieces = pieces
         self.dense_ND = nn.Parameter(torch.randn(num_dense, dim) * 0.01)
-        self.deep = deep_network((num_columns + num_dense) * (dim - 1), hidden, layers, 1, dropout)
+        self.deep = deep_network((num_columns + num_dense // pieces) * (dim - 1), hidden, layers, 1, dropout)
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
-        fields_BVD = torch.cat([rows_BFD, dense_BN[:, :, None] * self.dense_ND], dim=1)
+        if self.pieces == 1:
+            numbers_BND = dense_BN[:, :, None] * self.dense_ND
+        else:
+            by_number = (-1, self.pieces)
+            numbers_BND = torch.einsum(
+                "bnk,nkd->bnd", dense_BN.unflatten(1, by_number), self.dense_ND.unflatten(0, by_number)
+            )
+        fields_BVD = torch.cat([rows_BFD, numbers_BND], dim=1)
         linear_B, vectors_BVD = fields_BVD[:, :, 0].sum(1), fields_BVD[:, :, 1:]
         # The sum over pairs is half of (square of the sum - sum of the squares).
         pairs_B = 0.5 * (vectors_BVD.sum(1).square() - vectors_BVD.square().sum(1)).sum(1)
@@ -164,7 +181,11 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     if o.kind != "dlrm" and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
-    network = NETWORKS[o.kind](len(num_ids), o.dim, num_dense, o.hidden, o.layers, o.dropout)
+    pieces = 1 + o.bins if o.numbers == "piecewise" and num_dense else 1
+    more = {"pieces": pieces} if o.kind == "deepfm" else {}
+    network = NETWORKS[o.kind](len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, **more)
+    if pieces > 1:
+        network = OnPieces(network, bins_of(context.rows, num_dense, o.bins))
     std = 0.1 if o.kind == "dlrm" else 0.01  # products of tiny rows would be next to nothing for long
     names = [str(column["name"]) for column in context.info.get("columns", [])] or map(
         str, range(len(num_ids))

@@ -34,6 +34,11 @@ class CtrModelConfig(ModelConfig):
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
     """Share of activations dropped while training. With more than one device the masks differ from those of
     one device."""
+    numbers: Literal["plain", "piecewise"] = "plain"
+    """How a number enters the network: as itself, or also by how far it has come through each bin of the
+    training rows (Gorishniy et al. 2022)."""
+    bins: int = Field(default=16, ge=1, le=1024)
+    """Bins of a number, between quantiles of the training rows; read where model.numbers is piecewise."""
 
 
 class Ctr(Recipe):

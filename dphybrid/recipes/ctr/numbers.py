@@ -1,0 +1,80 @@
+"""Numbers as several inputs each, by bins of the training rows.
+
+Letters: B samples, N numeric columns, K bins of a column.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dphybrid.data.batches import Array, Dataset
+from dphybrid.data.table.encode import bucket_edges
+
+RUNS, RUN_ROWS = 64, 1024
+"""Of long data, this many runs of so many neighbouring rows say where the bins are."""
+
+
+class PiecewiseLinear(nn.Module):
+    """dense_BN -> (B, N * (1 + K)): each number itself, then how far it has come through each of its bins, 0
+    below it and 1 above.
+
+    The piecewise linear encoding of Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical
+    Features in Tabular Deep Learning", section 3.2.1, with two differences: values beyond the outermost bins
+    stay at their ends (there the first and the last bin go on), which is why the number itself stays an
+    input; and a value that would fill several quantiles begins a bin, so that the rest has the others.
+    Columns with fewer values have fewer bins, and zeros in the place of the others.
+
+    edges_NE: (N, K + 1), ascending, equal ones for bins that are not there. A buffer: the bins that a model
+    was trained with belong to its checkpoint.
+    """
+
+    edges_NE: Tensor
+
+    def __init__(self, edges_NE: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("edges_NE", edges_NE)
+
+    def forward(self, dense_BN: Tensor) -> Tensor:
+        left_NK, width_NK = self.edges_NE[:, :-1], self.edges_NE.diff(dim=1)
+        slope_NK = torch.where(width_NK > 0, 1 / width_NK, 0.0)
+        share_BNK = ((dense_BN[:, :, None] - left_NK) * slope_NK).clamp(0, 1)
+        return torch.cat([dense_BN[:, :, None], share_BNK], dim=2).flatten(1)
+
+
+class OnPieces(nn.Module):
+    """(rows_BFD, dense_BN) -> what a network makes of the rows and of the numbers' pieces."""
+
+    def __init__(self, network: nn.Module, edges_NE: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.numbers = PiecewiseLinear(edges_NE)
+
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
+        return self.network(rows_BFD, self.numbers(dense_BN))
+
+
+def bins_of(rows: Dataset | None, num_dense: int, num_bins: int) -> Tensor:
+    """Return edges_NE of the training rows; without rows those of no bins, for a checkpoint to fill."""
+    if rows is None:
+        return torch.zeros(num_dense, num_bins + 1)
+    return torch.from_numpy(quantile_bins(sample_dense(rows), num_bins)).to(torch.get_default_dtype())
+
+
+def quantile_bins(dense_BN: Array, num_bins: int) -> Array:
+    """Return edges_NE (N, num_bins + 1) float32 at the columns' quantiles, see `PiecewiseLinear`; of a
+    constant column all are equal."""
+    edges_NE = np.empty((dense_BN.shape[1], num_bins + 1), np.float32)
+    for column, values_B in enumerate(dense_BN.astype(np.float64).T):
+        inner = bucket_edges(values_B, num_bins)
+        found = np.unique(np.concatenate([[values_B.min()], inner, [values_B.max()]]).astype(np.float32))
+        edges_NE[column] = np.pad(found, (0, num_bins + 1 - len(found)), mode="edge")
+    return edges_NE
+
+
+def sample_dense(rows: Dataset) -> Array:
+    """Return dense_BN of evenly spaced runs of the rows, of all where they are few."""
+    index_B = np.arange(len(rows))
+    if len(rows) > RUNS * RUN_ROWS:
+        starts = np.linspace(0, len(rows) - RUN_ROWS, RUNS).astype(np.int64)
+        index_B = (starts[:, None] + np.arange(RUN_ROWS)).ravel()
+    return np.asarray(rows.fetch(index_B)["dense_BN"])

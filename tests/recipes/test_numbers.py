@@ -1,0 +1,169 @@
+"""Numbers in pieces: the paper's formula, bins from the training rows alone, and a checkpoint that holds
+them."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dphybrid.config.settings import load_settings
+from dphybrid.data.batches import ArrayDataset
+from dphybrid.jobs.load import load_model
+from dphybrid.jobs.predict import Predictor
+from dphybrid.jobs.train import Report, run_job
+from dphybrid.parallel import resolve_devices
+from dphybrid.recipes import ModelContext, build_model
+from dphybrid.recipes.configs import load_config
+from dphybrid.recipes.ctr.model import DeepFM
+from dphybrid.recipes.ctr.numbers import RUN_ROWS, RUNS, PiecewiseLinear, quantile_bins, sample_dense
+from dphybrid.recipes.ctr.recipe import CtrModelConfig
+
+
+def test_a_piece_is_the_share_of_its_bin() -> None:
+    """Gorishniy et al. 2022, equation 1, with the outermost pieces held between 0 and 1."""
+    edges_NE = torch.tensor([[-1.0, 0.0, 0.5, 3.0], [2.0, 4.0, 4.0, 4.0]], dtype=torch.float64)
+    dense_BN = torch.tensor([[-2.0, 3.0], [-0.75, 2.0], [0.0, 9.0], [0.6, -9.0], [3.5, 4.0]]).double()
+    found_BNP = PiecewiseLinear(edges_NE)(dense_BN).unflatten(1, (2, 4))
+    for b, row in enumerate(dense_BN.tolist()):
+        for n, x in enumerate(row):
+            edges = edges_NE[n].tolist()
+            pieces = [
+                0.0 if low == high else min(max((x - low) / (high - low), 0.0), 1.0)
+                for low, high in itertools.pairwise(edges)
+            ]
+            assert found_BNP[b, n].tolist() == pytest.approx([x, *pieces])
+
+
+def test_gradients_pass_through_the_bin_that_a_number_is_in() -> None:
+    numbers = PiecewiseLinear(torch.tensor([[-1.0, 0.0, 0.5, 3.0]], dtype=torch.float64))
+    dense_BN = torch.tensor([[-2.0], [-0.7], [0.2], [1.0], [5.0]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(numbers, dense_BN)
+
+
+def test_bins_are_quantiles_and_frequent_values_begin_one() -> None:
+    even_B, constant_B = np.arange(101.0), np.full(101, 7.0)
+    spiked_B = np.where(np.arange(101) < 90, 0.0, np.arange(101.0))
+    bins_NE = quantile_bins(np.stack([even_B, constant_B, spiked_B, even_B % 2], 1).astype(np.float32), 4)
+    assert bins_NE.dtype == np.float32
+    assert bins_NE[0].tolist() == [0, 25, 50, 75, 100]
+    assert bins_NE[1].tolist() == [7.0] * 5
+    assert bins_NE[2, 0] == 0
+    assert ((bins_NE[2] > 90) & (bins_NE[2] < 100)).any()  # plain quantiles would be 0, 0, 0, 0, 100
+    assert bins_NE[3].tolist()[:1] + bins_NE[3].tolist()[-1:] == [0.0, 1.0]
+    found = PiecewiseLinear(torch.from_numpy(bins_NE))(torch.tensor([[50.0, 7.0, 0.0, 1.0]]))
+    assert found.unflatten(1, (4, 5))[0, :2].tolist() == [[50, 1, 1, 0, 0], [7, 0, 0, 0, 0]]
+
+
+def test_bins_of_long_data_come_from_runs_over_all_of_it() -> None:
+    num_rows = 2 * RUNS * RUN_ROWS
+    rows = ArrayDataset({"dense_BN": np.arange(num_rows, dtype=np.float32)[:, None]}, np.arange(num_rows))
+    sampled_B = sample_dense(rows)[:, 0]
+    assert (len(sampled_B), sampled_B[0], sampled_B[-1]) == (RUNS * RUN_ROWS, 0, num_rows - 1)
+    assert np.quantile(sampled_B, [0.25, 0.5, 0.75]) == pytest.approx(
+        np.array([0.25, 0.5, 0.75]) * num_rows, rel=0.02
+    )
+
+
+def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -> None:
+    torch.manual_seed(0)
+    pieces = DeepFM(2, 5, 6, 8, 1, 0.0, pieces=3).double()
+    whole = DeepFM(2, 5, 2, 8, 1, 0.0).double()
+    rows_BFD, dense_BX = torch.randn(4, 2, 5).double(), torch.randn(4, 6).double()
+    state = pieces.state_dict()
+    for b in range(4):
+        summed_ND = (dense_BX[b, :, None] * pieces.dense_ND).detach().view(2, 3, 5).sum(1)
+        whole.load_state_dict({**state, "dense_ND": summed_ND})
+        torch.testing.assert_close(
+            whole(rows_BFD[b : b + 1], torch.ones(1, 2).double())[0], pieces(rows_BFD, dense_BX)[b]
+        )
+
+
+@pytest.mark.parametrize("kind", ["wide-deep", "deepfm", "dlrm"])
+def test_pieces_are_the_same_on_several_devices(kind: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    dense_BN = torch.randn(50, 2, generator=draw)
+    ids_BF = torch.stack([torch.randint(n, (50,), generator=draw) for n in (5, 7)], 1)
+    batch = {"ids_BF": ids_BF, "dense_BN": dense_BN, "labels_B": torch.randint(2, (50,), generator=draw)}
+    rows = ArrayDataset({"dense_BN": dense_BN.numpy()}, np.arange(50))
+    options = CtrModelConfig(
+        kind=kind,  # type: ignore[arg-type]
+        dim=6,
+        hidden=8,
+        dropout=0.0,
+        dtype="float64",
+        numbers="piecewise",
+        bins=3,
+    )
+    found = []
+    for devices in ("cpu", "cpu*3"):
+        info = {"num_ids": [5, 7], "num_dense": 2}
+        model = build_model("ctr", ModelContext(resolve_devices(devices), info, options, 3, rows=rows))
+        outputs = model(batch)
+        outputs["loss"].mean().backward()
+        found.append((outputs["loss"].detach(), [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def trained(file: Path, epochs: int, name: str, *values: str, resume: str | None = None) -> Report:
+    given = [
+        "recipe=ctr",
+        f"data.path={file}",
+        "data.label=clicked",
+        "model.hidden=16",
+        "model.dim=4",
+        "model.numbers=piecewise",
+        "model.bins=6",
+        "data.buckets=2",
+        "devices=cpu*2",
+        "train.batch_size=64",
+        "train.schedule=constant",
+        f"train.epochs={epochs}",
+        *values,
+    ]
+    return run_job(load_config(None, given), load_settings(), run_name=name, resume=resume)
+
+
+def test_bins_belong_to_the_checkpoint(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    random = np.random.default_rng(0)
+    price_B = random.gamma(2.0, 3.0, 900).round(3)
+    lines = [
+        f"{'' if i % 11 == 0 else price},1,{'abc'[i % 3]},{int(4 < price < 8)}"
+        for i, price in enumerate(price_B.tolist())
+    ]
+    file = tmp_path / "clicks.csv"
+    file.write_text("\n".join(["price,one,shop,clicked", *lines]))
+    whole = trained(file, 3, "whole", "data.numeric=one")
+    trained(file, 1, "broken", "data.numeric=one")
+    resumed = trained(file, 3, "broken", "data.numeric=one", resume="broken")
+    assert resumed.digests == whole.digests
+
+    model = load_model("whole")
+    edges_NE = model.state_dict()["region.network.numbers.edges_NE"]
+    (prepared,) = (data_dir / "prepared").glob("ctr-*[0-9a-f]")
+    dense_BN = np.load(prepared / "dense_BN.npy")
+    train_BN, valid_rows = (
+        dense_BN[np.load(prepared / "train_rows.npy")],
+        np.load(prepared / "valid_rows.npy"),
+    )
+    np.testing.assert_array_equal(edges_NE, quantile_bins(train_BN, 6))
+    missing_B = np.arange(900) % 11 == 0
+    assert (dense_BN[missing_B, 0] == 0).all()  # without a value: the mean's pieces, and the indicator
+    assert dense_BN[:, 1].tolist() == missing_B.tolist()
+
+    frame = {"price": price_B.tolist(), "one": [1] * 900, "shop": ["abc"[i % 3] for i in range(900)]}
+    frame["price"] = [None if i % 11 == 0 else price for i, price in enumerate(frame["price"])]
+    scores_B = Predictor(whole.best_checkpoint).predict(frame)
+    with torch.inference_mode():
+        arrays = {name: np.load(prepared / f"{name}.npy")[valid_rows] for name in ("ids_BF", "dense_BN")}
+        batch = {
+            "ids_BF": torch.from_numpy(arrays["ids_BF"].astype(np.int64)),
+            "dense_BN": torch.from_numpy(arrays["dense_BN"]),
+            "labels_B": torch.zeros(len(valid_rows)),
+        }
+        expected_B = torch.sigmoid(model.eval()(batch)["logits"])
+    np.testing.assert_allclose(scores_B[valid_rows], expected_B, rtol=1e-5)
