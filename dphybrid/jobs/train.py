@@ -167,8 +167,8 @@ def train_here(
     done = _newest_checkpoint(run) if leads else None
     filled = bool(done or config.train.warm_start)  # by a checkpoint
     with deferred_rows() if ranks else unfilled_rows() if filled else nullcontext():
-        rows = None if filled else data.dataset("train")
-        model = build_from_config(config, data.info, devices, settings.table_folder, rows)
+        seen = None if filled else data.dataset("train")
+        model = build_from_config(config, data.info, devices, settings.table_folder, seen)
     together = ALONE
     if ranks is not None:
         from dphybrid.cluster.engine import spread_over

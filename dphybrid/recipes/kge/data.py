@@ -27,8 +27,8 @@ PARTS = ("train", "valid", "test")
 
 
 class TripleDataset(Dataset):
-    """Triples to train on, with negatives that a batch shares; the same batch of an epoch always has the same
-    ones."""
+    """Triples to train on, with negatives that a batch shares, num_negatives 0: all entities; the same batch
+    of an epoch always has the same ones."""
 
     def __init__(
         self, triples_B3: Array, num_entities: int, num_negatives: int, seed: tuple[int, int] = (0, 0)
@@ -43,9 +43,12 @@ class TripleDataset(Dataset):
         return TripleDataset(self.triples_B3, self.num_entities, self.num_negatives, (seed, epoch))
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        # A number stands in one batch of an epoch only, so the first one names the batch.
-        random = np.random.default_rng([*self.seed, int(index_B[0]), 3])
-        negatives_K = torch.from_numpy(random.integers(0, self.num_entities, self.num_negatives))
+        if self.num_negatives:
+            # A number stands in one batch of an epoch only, so the first one names the batch.
+            random = np.random.default_rng([*self.seed, int(index_B[0]), 3])
+            negatives_K = torch.from_numpy(random.integers(0, self.num_entities, self.num_negatives))
+        else:
+            negatives_K = torch.arange(self.num_entities)
         return columns(self.triples_B3[index_B]) | {"negatives_K": negatives_K}
 
 

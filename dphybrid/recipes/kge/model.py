@@ -2,7 +2,7 @@
 
 DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016) and RotatE (Sun et al. 2019), each trained as by
 Lacroix et al. 2018: a relation has a row for each direction, and the answer competes in a softmax; here
-against negatives that the whole batch shares.
+against negatives that the whole batch shares, or, as there, against all entities.
 Letters: B triples, 2 directions (tail asked, head asked), K other entities, D width of a row, M known
 answers, V entities.
 """
@@ -108,8 +108,12 @@ class TripleModel(nn.Module):
     """Trains against shared negatives; in evaluation ranks each answer among all entities, known other
     answers left out ("filtered")."""
 
-    def __init__(self, entities: HostEmbedding, region: DataParallel, kind: str) -> None:
+    def __init__(
+        self, entities: HostEmbedding, region: DataParallel, kind: str, one_vs_all: bool = False
+    ) -> None:
         super().__init__()
+        # Of all entities the answer itself is left out, so one more stands for as many others.
+        self.num_competing = entities.num_rows + one_vs_all
         self.entities = entities
         self.region = region
         self.kind = kind
@@ -128,7 +132,7 @@ class TripleModel(nn.Module):
         answers_B2 = torch.stack([batch["tails_B"], batch["heads_B"]], 1)
         excluded_B2K = answers_B2.unsqueeze(2) == batch["negatives_K"]
         loss_B = self.region(
-            *triple, excluded_B2K, others_KD=rows_ND[2 * count :], num_entities=self.entities.num_rows
+            *triple, excluded_B2K, others_KD=rows_ND[2 * count :], num_entities=self.num_competing
         )[0]
         return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0)}
 
@@ -159,4 +163,5 @@ def build_kge(context: ModelContext[KgeModelConfig]) -> TripleModel:
         raise UserError(f"model.dim={o.dim}: {o.kind} reads a row as complex numbers; give an even number")
     region = TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty)
     entities = context.table(int(info["num_entities"]), o.dim, name="entities")
-    return TripleModel(entities, DataParallel(region, context.devices, whole=("others_KD",)), o.kind)
+    blocks = DataParallel(region, context.devices, whole=("others_KD",))
+    return TripleModel(entities, blocks, o.kind, one_vs_all=info.get("num_negatives") == 0)

@@ -35,8 +35,9 @@ class KgeDataConfig(DataConfig):
     tail, separated by tabs."""
     delimiter: str = "auto"
     """Character between head, relation and tail; auto looks at the file."""
-    negatives: int = Field(default=1024, ge=1, le=2**20)
-    """Random entities that compete with the answers of a batch."""
+    negatives: int = Field(default=1024, ge=0, le=2**20)
+    """Random entities that compete with the answers of a batch; 0: all entities do (1-vs-all), so that a step
+    costs a lookup and an update of the whole table."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the triples in the validation split, where there is no valid.txt."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
