@@ -228,19 +228,20 @@ def test_its_regions_are_clean(tmp_path: Path) -> None:
 
 def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) -> None:
     rows = [
-        "who,what,when,home",
-        "ann,film,2024-03-01,Oslo",
-        "ann,book,2024-01-05,Rome",
-        "ann,book,2024-03-02,",
-        "bob,film,2024-02-01,Bonn",
-        "bob,song,2024-02-02,Bonn",
-        "ann,song,31.12.2024,Nice",
-        "bob,disc,2024-12-30,Bonn",
-        "eve,film,2024-12-31,Bonn",
-        ",film,2024-01-01,Bonn",
+        "who,what,when,home,note",
+        "ann,film,2024-03-01,Oslo,",
+        "ann,book,2024-01-05,Rome,",
+        "ann,book,2024-03-02,,",
+        "bob,film,2024-02-01,Bonn,",
+        "bob,song,2024-02-02,Bonn,",
+        "ann,song,31.12.2024,Nice,",
+        "bob,disc,2024-12-30,Bonn,",
+        "eve,film,2024-12-31,Bonn,",
+        ",film,2024-01-01,Bonn,",
     ]
     (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
-    values = {"user": "who", "item": "what", "time": "when", "user_features": "home", "max_rejected": 0.2}
+    values = {"user": "who", "item": "what", "time": "when", "user_features": "home"}
+    values |= {"item_features": "note", "max_rejected": 0.2}
     config = RetrievalDataConfig(path=str(tmp_path / "rows.csv"), valid_fraction=0.35, **values)  # type: ignore[arg-type]
     data = prepare("retrieval", config, tmp_path / "prepared", 0)
     users, items = (pl.read_parquet(data.path / "encoder" / f"{name}s.parquet") for name in ("user", "item"))
@@ -251,6 +252,7 @@ def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) ->
     assert data.arrays["valid_users"].tolist() == [0]
     homes = ["Bonn", "Oslo"]  # Oslo is later than Rome, although its row is first; an empty one is no value
     assert data.info["user_ids"] == {"who": 2, "home": 2 + len(homes)}
+    assert data.info["item_ids"] == {"what": 3, "note": 2}  # which nobody filled in
     assert [homes[ids[1] - 2] for ids in users["ids"].to_list()] == ["Oslo", "Bonn"]
     assert "not looked for: 1 rows of users and 1 of items" in data.describe()
     assert data.manifest.rejected == 1

@@ -65,7 +65,10 @@ class InteractionSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        return self.data.model_dump(mode="json", exclude={"path"}) | {"sample": not self.files}
+        # Folders named key=value become columns of Parquet files.
+        partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
+        values = self.data.model_dump(mode="json", exclude={"path"})
+        return values | {"sample": not self.files, "partitions": partitions if any(partitions) else []}
 
     def digests(self, progress: Progress) -> list[bytes]:
         return source_digests(self.files, progress)
@@ -87,14 +90,15 @@ class InteractionSource:
         seen_starts, seen_items = by_user(train_N2, len(users.ids_RF))
         known_N2 = valid_N2[(valid_N2 >= 0).all(1)]
         codes_N = _one_number(known_N2, len(items.ids_RF))
-        new_N2 = np.unique(known_N2[~np.isin(codes_N, _one_number(train_N2, len(items.ids_RF)))], axis=0)
-        if not len(new_N2):
+        new_N2 = known_N2[~np.isin(codes_N, _one_number(train_N2, len(items.ids_RF)))]
+        held_starts, held_items = by_user(new_N2, len(users.ids_RF))
+        held_users = np.flatnonzero(np.diff(held_starts))
+        if not len(held_users):
             raise UserError(
                 f"data.path={d.path}: none of the {len(valid_N2):,} validation rows is of a user and an item "
                 "that have training rows but not together, so there is nothing to find; give more rows, or "
                 "another data.valid_fraction"
             )
-        held_starts, held_items = by_user(new_N2, len(users.ids_RF))
         counts_V = np.bincount(train_N2[:, 1], minlength=len(items.ids_RF))
         split = "at random by train.seed" if d.time is None else f"the latest by {d.time}"
         unknown_N2 = valid_N2 < 0
@@ -102,10 +106,10 @@ class InteractionSource:
             f"  {d.path or 'generated sample'}: {num_rows:,} rows, {len(users.ids_RF):,} users and "
             f"{len(items.ids_RF):,} items in training",
             f"  {len(train_N2):,} rows to train, {len(valid_N2):,} to validate ({split}): "
-            f"{len(np.unique(new_N2[:, 0])):,} users with {len(new_N2):,} items to find",
+            f"{len(held_users):,} users with {len(held_items):,} items to find",
             f"  not looked for: {unknown_N2[:, 0].sum():,} rows of users and {unknown_N2[:, 1].sum():,} of "
-            f"items that training lacks, {len(known_N2) - len(new_N2):,} of pairs that it has or that come "
-            "twice",
+            f"items that training lacks, {len(known_N2) - len(held_items):,} of pairs that it has or that "
+            "come twice",
         ]
         if rejected:
             lines.append(
@@ -119,7 +123,7 @@ class InteractionSource:
         }
         arrays = {
             "train_pairs": train_N2,
-            "valid_users": np.unique(new_N2[:, 0]),
+            "valid_users": held_users,
             "users_UF": users.ids_RF,
             "items_VF": items.ids_RF,
             "log_q_V": np.log(counts_V / len(train_N2)).astype(np.float32),
@@ -131,7 +135,8 @@ class InteractionSource:
 
         def save(folder: Path) -> None:
             (folder / "encoder").mkdir()
-            seen = pl.DataFrame(np.unique(train_N2, axis=0), schema=["user", "item"])
+            of_user = np.repeat(np.arange(len(users.ids_RF)), np.diff(seen_starts))
+            seen = pl.DataFrame({"user": of_user, "item": seen_items})
             lists = seen.group_by("user", maintain_order=True).agg("item")["item"]  # each user has a row
             users.save(folder / "encoder" / "users.parquet", seen=lists)
             items.save(folder / "encoder" / "items.parquet")
