@@ -5,17 +5,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dphybrid.api.estimator import HybridClassifier
+    from dphybrid.api.estimator import HybridClassifier, HybridRegressor
     from dphybrid.api.run import runs
     from dphybrid.api.training import train
     from dphybrid.jobs.load import load_model
     from dphybrid.jobs.predict import load
 
 __version__ = "0.1.0"
-__all__ = ["HybridClassifier", "__version__", "load", "load_model", "runs", "train"]
+__all__ = ["HybridClassifier", "HybridRegressor", "__version__", "load", "load_model", "runs", "train"]
 
 _PLACES = {
     "HybridClassifier": "dphybrid.api.estimator",
+    "HybridRegressor": "dphybrid.api.estimator",
     "load": "dphybrid.jobs.predict",
     "load_model": "dphybrid.jobs.load",
     "runs": "dphybrid.api.run",

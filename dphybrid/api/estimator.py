@@ -1,14 +1,14 @@
-"""A scikit-learn estimator over the same job: `fit` trains a run, `predict_proba` asks its predictor."""
+"""scikit-learn estimators over the same job: `fit` trains a run, `predict` asks its predictor."""
 
 from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
 import polars as pl
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import Tags
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_array, check_is_fitted, column_or_1d, validate_data
 
 from dphybrid.api.run import TrainedRun
 from dphybrid.api.training import train
@@ -16,29 +16,12 @@ from dphybrid.data.table.frames import as_frame
 from dphybrid.jobs.predict import Predictor
 from dphybrid.util.errors import UserError
 
-TARGET = "the label"
-"""The label's column in the table that `fit` writes; with a blank, so that few tables have one of this
-name."""
+TARGET, WEIGHT = "the label", "the weight"
+"""Columns in the table that `fit` writes; with a blank, so that few tables have one of this name."""
 
 
-class HybridClassifier(ClassifierMixin, BaseEstimator):
-    """Two classes from a table of numbers, categories, bags and texts, with recipe ctr.
-
-    X: a frame of polars, pandas or Arrow, columns by name, or an array (B, N) of numbers. Each `fit` is a run
-    in the data folder (`run_`), of whose rows a share of each class validates.
-
-    Args:
-        recipe: "ctr", or your own that reads tables.
-        devices: as for `dphybrid.train`.
-        tracking: MLflow's address; "none", the default here, since searches fit often.
-        valid_fraction: share of each class's rows that validates, one row at least.
-        values: more values of the recipe, such as `{"epochs": 5, "batch_size": 128}`.
-        random_state: the seed, for splits, weights and order.
-        verbose: print what a training prints.
-
-    After `fit`: `classes_` (the two labels, sorted), `n_features_in_`, `feature_names_in_` where X has names,
-    `run_` (the run). A pickled estimator keeps the path of its run, not its tables.
-    """
+class _HybridEstimator(BaseEstimator):
+    """What both estimators share: their values, the table, and the run that `fit` trains."""
 
     def __init__(
         self,
@@ -59,33 +42,43 @@ class HybridClassifier(ClassifierMixin, BaseEstimator):
         self.random_state = random_state
         self.verbose = verbose
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Train on the rows of X (B) and the labels y (B,), which have two values. Raises UserError, a
-        ValueError."""
-        frame = self._frame(X, reset=True)
+    def _target(self, frame: pl.DataFrame, y: Any) -> np.ndarray:
+        """y as an array (B,) beside the rows of a frame."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         labels = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
         labels = column_or_1d(labels, warn=True)
-        check_classification_targets(labels)
-        if type_of_target(labels) not in ("binary", "multiclass"):
-            raise ValueError(f"Unknown label type: {type_of_target(labels)}; give two classes")
         if len(labels) != len(frame):
             raise ValueError(
                 f"X has {len(frame)} rows and y {len(labels)} labels; inconsistent numbers of samples"
             )
-        classes, number_B = np.unique(labels, return_inverse=True)
-        if len(classes) != 2:
-            what = "one class" if len(classes) == 1 else f"{len(classes)} classes"
-            raise ValueError(
-                f"y has {what}; Only binary classification is supported. The type of the target is "
-                f"{type_of_target(labels)}."
-            )
-        values = {"seed": self.random_state, **(self.values or {})}
-        table = frame.with_columns(pl.Series(TARGET, number_B.astype(np.int8)))
-        held_B = self._held(number_B)
+        return labels
+
+    def _held(self, group_B: np.ndarray) -> np.ndarray:
+        """Choose the validation rows (B,) bool: a share of each group, one row at least."""
+        if not 0 < self.valid_fraction < 1:
+            raise UserError(f"valid_fraction={self.valid_fraction!r}: must lie between 0 and 1")
+        random, held_B = np.random.default_rng(self.random_state), np.zeros(len(group_B), bool)
+        for number in range(group_B.max() + 1):
+            rows = np.flatnonzero(group_B == number)
+            held_B[random.permutation(rows)[: max(1, round(self.valid_fraction * len(rows)))]] = True
+        return held_B
+
+    def _train(
+        self, frame: pl.DataFrame, target_B: np.ndarray, group_B: np.ndarray, weights: Any, task: str
+    ) -> None:
+        """Train a run on a table and its target. Of each group_B a share of rows validates; a row that is
+        alone trains, too. weights: of rows, or None."""
+        values: dict[str, Any] = {"seed": self.random_state, "task": task, **(self.values or {})}
+        table = frame.with_columns(pl.Series(TARGET, target_B))
+        if weights is not None:
+            weights_B = column_or_1d(np.asarray(weights), dtype=np.float64)
+            if len(weights_B) != len(frame):
+                raise ValueError(f"X has {len(frame)} rows and sample_weight {len(weights_B)} numbers")
+            table, values = table.with_columns(pl.Series(WEIGHT, weights_B)), {**values, "weight": WEIGHT}
+        held_B, alone_B = self._held(group_B), np.bincount(group_B)[group_B] == 1
         self.run_ = train(
-            table.filter(~held_B | _alone(number_B)),
+            table.filter(~held_B | alone_B),
             valid=table.filter(held_B),
             recipe=self.recipe,
             label=TARGET,
@@ -94,29 +87,6 @@ class HybridClassifier(ClassifierMixin, BaseEstimator):
             quiet=not self.verbose,
             **values,
         )
-        self.classes_ = classes
-        return self
-
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """Return the probabilities (B, 2) float64 of the two classes, in the order of `classes_`."""
-        check_is_fitted(self, "run_")
-        positive_B = self._predictor.predict(self._frame(X, reset=False)).astype(np.float64)
-        return np.stack([1 - positive_B, positive_B], axis=1)
-
-    def predict(self, X: Any) -> np.ndarray:
-        """Return the more probable class (B,) of each row."""
-        chosen_B = self.predict_proba(X).argmax(axis=1)
-        return self.classes_[chosen_B]
-
-    def _held(self, number_B: np.ndarray) -> np.ndarray:
-        """Choose the validation rows (B,) bool: a share of each class, so that each is there to be ranked."""
-        if not 0 < self.valid_fraction < 1:
-            raise UserError(f"valid_fraction={self.valid_fraction!r}: must lie between 0 and 1")
-        random, held_B = np.random.default_rng(self.random_state), np.zeros(len(number_B), bool)
-        for number in (0, 1):
-            rows = np.flatnonzero(number_B == number)
-            held_B[random.permutation(rows)[: max(1, round(self.valid_fraction * len(rows)))]] = True
-        return held_B
 
     @property
     def _predictor(self) -> Predictor:
@@ -129,8 +99,9 @@ class HybridClassifier(ClassifierMixin, BaseEstimator):
             array = validate_data(self, X, reset=reset, dtype="numeric", ensure_all_finite="allow-nan")
             return pl.DataFrame({f"x{number}": array[:, number] for number in range(array.shape[1])})
         frame = as_frame(X, "X").lazy().collect()
-        if TARGET in frame.columns:
-            raise UserError(f"X: has a column {TARGET!r}, which is the label's name here; rename it")
+        for name in (TARGET, WEIGHT):
+            if name in frame.columns:
+                raise UserError(f"X: has a column {name!r}, which is {name}'s name here; rename it")
         if not frame.width or not frame.height:
             raise ValueError(
                 f"Found array with {frame.height} sample(s) and {frame.width} feature(s) (shape="
@@ -143,17 +114,90 @@ class HybridClassifier(ClassifierMixin, BaseEstimator):
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
-        tags.classifier_tags.multi_class = False
-        tags.classifier_tags.poor_score = True  # of a few rows, where trees and lines do better
         tags.input_tags.allow_nan = True
         tags.input_tags.string = True
         tags.input_tags.categorical = True
         return tags
 
 
-def _alone(number_B: np.ndarray) -> np.ndarray:
-    """Rows (B,) bool that are the only ones of their class: they train, too."""
-    return np.bincount(number_B, minlength=2)[number_B] == 1
+class HybridClassifier(ClassifierMixin, _HybridEstimator):
+    """Classes from a table of numbers, categories, bags and texts, with recipe ctr.
+
+    X: a frame of polars, pandas or Arrow, columns by name, or an array (B, N) of numbers. Each `fit` is a run
+    in the data folder (`run_`), of whose rows a share of each class validates.
+
+    Args:
+        recipe: "ctr", or your own that reads tables.
+        devices: as for `dphybrid.train`.
+        tracking: MLflow's address; "none", the default here, since searches fit often.
+        valid_fraction: share of each class's rows that validates, one row at least.
+        values: more values of the recipe, such as `{"epochs": 5, "batch_size": 128}`.
+        random_state: the seed, for splits, weights and order.
+        verbose: print what a training prints.
+
+    After `fit`: `classes_` (the labels, sorted), `n_features_in_`, `feature_names_in_` where X has names,
+    `run_` (the run). A pickled estimator keeps the path of its run, not its tables.
+    """
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on the rows of X (B) and the labels y (B,), of two classes or more. sample_weight: (B,) from
+        0 on. Raises UserError, a ValueError."""
+        frame = self._frame(X, reset=True)
+        labels = self._target(frame, y)
+        check_classification_targets(labels)
+        if type_of_target(labels) not in ("binary", "multiclass"):
+            raise ValueError(f"Unknown label type: {type_of_target(labels)}; give classes")
+        classes, number_B = np.unique(labels, return_inverse=True)
+        if len(classes) < 2:
+            raise ValueError("y has one class; give labels of two classes at least")
+        task = "auto" if len(classes) == 2 else "multiclass"
+        target_B = number_B.astype(np.int8 if len(classes) <= 128 else np.int32)
+        self._train(frame, target_B, number_B, sample_weight, task)
+        self.classes_ = classes
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return the probabilities (B, C) float64 of the classes, in the order of `classes_`."""
+        check_is_fitted(self, "run_")
+        found = self._predictor.predict(self._frame(X, reset=False)).astype(np.float64)
+        return np.stack([1 - found, found], axis=1) if found.ndim == 1 else found
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the most probable class (B,) of each row."""
+        chosen_B = self.predict_proba(X).argmax(axis=1)
+        return self.classes_[chosen_B]
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.poor_score = True  # of a few rows, where trees and lines do better
+        return tags
 
 
-__all__ = ["HybridClassifier", "TrainedRun"]
+class HybridRegressor(RegressorMixin, _HybridEstimator):
+    """Numbers from a table of numbers, categories, bags and texts, with recipe ctr: `HybridClassifier`'s
+    sister, with the same arguments and attributes but for `classes_`.
+
+    `values={"task": "counts"}` learns whole numbers from 0 on as counts.
+    """
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on the rows of X (B) and the numbers y (B,). sample_weight: (B,) from 0 on. Raises UserError,
+        a ValueError."""
+        frame = self._frame(X, reset=True)
+        labels = self._target(frame, y)
+        target_B = check_array(labels, ensure_2d=False, dtype=np.float64, input_name="y")
+        self._train(frame, target_B, np.zeros(len(target_B), np.int64), sample_weight, "regression")
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the number (B,) float64 of each row, in y's units."""
+        check_is_fitted(self, "run_")
+        return self._predictor.predict(self._frame(X, reset=False))
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.regressor_tags.poor_score = True
+        return tags
+
+
+__all__ = ["HybridClassifier", "HybridRegressor", "TrainedRun"]

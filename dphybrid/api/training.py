@@ -11,6 +11,7 @@ from dphybrid.api.run import TrainedRun
 from dphybrid.api.values import experiment
 from dphybrid.config import ExperimentConfig, merge
 from dphybrid.config.settings import Settings, load_settings
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes.configs import build_config, given_values
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError, suggestion
@@ -119,17 +120,15 @@ def _with_frames(config: ExperimentConfig, framed: Mapping[str, Any], settings: 
 
     names = {"path": "data", "valid_path": "valid"}
     frames = {place: as_frame(table, names[place]) for place, table in framed.items()}
-    chosen = config.data.model_dump()
-    ignored = chosen["ignore"]
+    assert isinstance(config.data, TableDataConfig)  # what a recipe that reads tables has
+    ignored = config.data.ignore
     for place, frame in frames.items():
         columns = check_frame(frame, names[place], ignored)
-        for field in ("label", "numeric", "categorical", "bags", "text", "ignore", "split_column"):
-            wanted = chosen[field]
-            for column in (wanted,) if isinstance(wanted, str) else wanted or ():
-                if column not in columns:
-                    raise UserError(
-                        f"{field}={column!r}: {names[place]} has no such column{suggestion(column, columns)}"
-                    )
+        for field, column in config.data.named_columns:
+            if column not in columns:
+                raise UserError(
+                    f"{field}={column!r}: {names[place]} has no such column{suggestion(column, columns)}"
+                )
     with naming(settings.data_dir):
         make_folder(settings.data_dir, mode=0o700)
     saved = {

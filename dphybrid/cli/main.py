@@ -59,8 +59,9 @@ examples:
   %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
 
 The file of predictions has a row for each row read: its file, its line, and the probability of the label's
-positive value; with --threshold the predicted class, with --keep columns of the input. A model of recipe
-retrieval writes user, rank, item and score instead, --top items for each user of the files.
+positive value (the likeliest of several classes and the probability of each, or the number); with --threshold
+the predicted one of two classes, with --keep columns of the input. A model of recipe retrieval writes user,
+rank, item and score instead, --top items for each user of the files.
 """
 
 UI_HELP = """\
@@ -321,7 +322,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         "--threshold",
         type=float,
         metavar="P",
-        help="also write the class of each row: the positive one from this probability on",
+        help="also write which of two classes a row is: the positive one from this probability on",
     )
     predict.add_argument(
         "--top", type=int, metavar="K", help="items for each user, of a model that recommends (10)"

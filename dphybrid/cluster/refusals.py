@@ -6,7 +6,10 @@ from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
+from dphybrid.data import Prepared
+from dphybrid.data.table.labels import Label
 from dphybrid.embedding import find_tables
+from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 
@@ -56,6 +59,19 @@ def refuse_model_for_ranks(config: ExperimentConfig, model: nn.Module) -> None:
         f"cluster.ranks={config.cluster.ranks}: the model has {len(tables)} tables "
         f"({', '.join(tables) or 'none'}), and the ranks share one; {remedy}"
     )
+
+
+def refuse_label_for_ranks(config: ExperimentConfig, data: Prepared) -> None:
+    """Raise UserError when several ranks have not been tried with a table's label, or its weights."""
+    if not config.cluster.ranks or not find_recipe(config.recipe).tabular:
+        return
+    task = Label.of(data.info).task
+    if task != "binary" or "weights_B" in data.manifest.arrays:
+        what = f"data.weight={data.manifest.facts.get('weight')}" if task == "binary" else f"a {task} label"
+        raise UserError(
+            f"cluster.ranks={config.cluster.ranks}: {what} was not tried with several ranks, which learn "
+            "binary labels without weights; use cluster.ranks=0, one process"
+        )
 
 
 def check_installed(ranks: int) -> None:

@@ -26,6 +26,20 @@ NO_VALUE = (
 )
 """Texts that mean "no value" in any table: those of pandas, and the question mark."""
 
+Role = Literal["numeric", "categorical", "bag", "text", "time", "ignore"]
+"""What a column is used as."""
+ROLE_FIELDS: dict[str, Role] = {
+    "numeric": "numeric",
+    "categorical": "categorical",
+    "bags": "bag",
+    "text": "text",
+    "times": "time",
+    "ignore": "ignore",
+}
+"""Fields that list columns, and the role that each gives them."""
+COLUMN_FIELDS = ("label", "weight", "split_column", *ROLE_FIELDS)
+"""All fields that name columns."""
+
 _ALONE = ("?", "NA", "NaN", "null")
 """What `data.missing` was by default when it named all of them. Configs on record mean these four alone."""
 
@@ -37,6 +51,11 @@ class TableDataConfig(DataConfig):
     """Your table: CSV, TSV or Parquet; a file, a folder of them, or a pattern such as day-*.csv.gz."""
     label: str | None = None
     """Column with the answer: its name, or its position 0, 1, ... in a file without a header."""
+    task: Literal["auto", "binary", "multiclass", "regression", "counts"] = "auto"
+    """What the label is. auto: binary with two values; multiclass with texts, or with up to 20 whole numbers
+    below 100; regression with other numbers. Counts are never inferred."""
+    weight: str | None = None
+    """Column with each row's weight in loss and metrics, a number from 0 on; it is no feature."""
     numeric: Names = ()
     """Columns to read as numbers, separated by commas; the rest is inferred."""
     categorical: Names = ()
@@ -46,7 +65,8 @@ class TableDataConfig(DataConfig):
     text: Names = ()
     """Columns to read as free text, whose words are a bag, separated by commas."""
     times: Names = ()
-    """Columns to read as dates or times, by commas: hour, weekday and day become numbers."""
+    """Columns to read as dates or times, by commas: hour, weekday and day become numbers. Columns of dates
+    such as 2024-12-31 are inferred."""
     dayfirst: bool = False
     """Is 3/12/2024 the third of December? Else it is the twelfth of March."""
     ignore: Names = ()
@@ -88,6 +108,13 @@ class TableDataConfig(DataConfig):
     """Size of a line, in MiB, above which a file is taken for no text."""
     max_expansion: int = Field(default=200, ge=2)
     """Unpacked bytes for each packed one above which a .gz file is not read further."""
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        """The columns that are named, each with the field that names it."""
+        given = ((name, getattr(self, name)) for name in COLUMN_FIELDS)
+        listed = ((name, (value,) if isinstance(value, str) else value or ()) for name, value in given)
+        return [(name, column) for name, columns in listed for column in columns]
 
     @property
     def no_value(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from dphybrid.data.batches import Dataset
 from dphybrid.data.store import (
     ENCODER_VERSION,
+    INFERRED,
     Content,
     Prepared,
     Progress,
@@ -42,6 +43,7 @@ def prepare_source(
     try:
         before = _stamps(source)
         digests = source.digests(progress)
+        digest = _digest(name, source, seed, digests, folder)
     except OSError as error:
         raise _unreadable(error) from error
 
@@ -61,7 +63,7 @@ def prepare_source(
             )
         return replace(content, extra={**(content.extra or {}), "source_digest": combined_digest(digests)})
 
-    return replace(build_once(folder, name, _digest(name, source, seed, digests), make), view=view)
+    return replace(build_once(folder, name, digest, make), view=view)
 
 
 def find_prepared(
@@ -74,18 +76,19 @@ def find_prepared(
     """Return the prepared data of a source where it is there, else None. Raises UserError for a source that
     is not there."""
     try:
-        digests = source.digests(_silent)
+        path = prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent), folder))
     except OSError as error:
         raise _unreadable(error) from error
-    path = prepared_path(folder, name, _digest(name, source, seed, digests))
     return replace(open_prepared(path), view=view) if path.exists() else None
 
 
-def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
-    facts = json.dumps(
-        {"recipe": name, "seed": seed, "encoder": ENCODER_VERSION, **source.options}, sort_keys=True
+def _digest(name: str, source: Source, seed: int, digests: list[bytes], folder: Path) -> str:
+    facts = {"recipe": name, "seed": seed, "encoder": ENCODER_VERSION, **source.options}
+    before = {key: value for key, value in facts.items() if key != INFERRED}
+    earlier, now = (
+        combined_digest([json.dumps(page, sort_keys=True).encode(), *digests]) for page in (before, facts)
     )
-    return combined_digest([facts.encode(), *digests])
+    return earlier if prepared_path(folder, name, earlier).exists() else now
 
 
 def source_digest(source: Source) -> str:

@@ -33,6 +33,10 @@ from dphybrid.util.pages import Page
 ENCODER_VERSION = 5
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
+INFERRED = "inferred"
+"""Among a source's options: what its first rows tell by rules younger than the encoder's version. Data that
+was prepared without them goes on."""
+
 PIECE_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 

@@ -5,10 +5,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dphybrid.cluster.refusals import refuse_model_for_ranks, refuse_ranks
+from dphybrid.cluster.refusals import refuse_label_for_ranks, refuse_model_for_ranks, refuse_ranks
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
+from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
 from dphybrid.embedding.kernels import compiled_folder, use_threads
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
@@ -29,12 +30,15 @@ from dphybrid.parallel import (
     split_sizes,
 )
 from dphybrid.recipes.context import build_from_config
+from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.tracking import waiting
 from dphybrid.training.callbacks import find_callbacks
 from dphybrid.training.display import preparation_progress
+from dphybrid.training.label_tasks import LabelTask
 from dphybrid.training.warm_up import compiling_kernels
 from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.util.errors import UserError
 from dphybrid.util.files import disk_errors_told, make_folder, naming
 from dphybrid.util.text import printable
 
@@ -106,7 +110,10 @@ def build_run(
     resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when
     there is none.
     """
-    data = find_recipe(config.recipe).open(Path(prepared))
+    recipe = find_recipe(config.recipe)
+    data = recipe.open(Path(prepared))
+    refuse_label_for_ranks(config, data)
+    label = _label_of(recipe, data)
     devices = resolve_devices(devices_text)
     with deferred_rows() if config.cluster.ranks else unfilled_rows():  # it is only looked at
         model = build_from_config(config, data.info, devices, settings.table_folder)
@@ -152,6 +159,7 @@ def build_run(
         **flatten(config.model_dump(mode="json")),
         "devices.replicas": config.cluster.ranks or len(devices),
         "devices.resolved": shown,
+        **({"label.task": label} if label else {}),
         **{f"split.{name}": value for name, value in data.manifest.split.items()},
         **sizes,
     }
@@ -193,6 +201,20 @@ def build_run(
     page.write(folder / "run.json")
     print(f"Run: {folder.name}" + (f" ({run_id})" if run_id else ", not recorded"), flush=True)
     return str(folder)
+
+
+def _label_of(recipe: Recipe, data: Prepared) -> str | None:
+    """Return what the label of a table is learnt as. Raises UserError when the recipe learns no such one."""
+    if not recipe.tabular:
+        return None
+    label = Label.of(data.info).task
+    if label != "binary" and not isinstance(recipe.task(data.info), LabelTask):
+        raise UserError(
+            f"recipe {recipe.name}: learns binary labels, and this one is {label}; give data.task=binary "
+            "with a label of two values, or have the recipe's task(info) return "
+            "dphybrid.training.label_tasks.label_task(info) and its model take the loss from there"
+        )
+    return label
 
 
 def _note(config: ExperimentConfig, data: Prepared) -> str:

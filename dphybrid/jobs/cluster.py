@@ -19,7 +19,7 @@ from dphybrid import __version__
 from dphybrid.cluster.launch import agent_environment, asked_from_outside, run_agent
 from dphybrid.cluster.plan import ClusterPlan, Workload
 from dphybrid.cluster.ranks import Ranks, joined
-from dphybrid.cluster.refusals import refuse_model_for_ranks
+from dphybrid.cluster.refusals import refuse_label_for_ranks, refuse_model_for_ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.data.batches import batches
@@ -71,6 +71,7 @@ def ranks_plan(
         work = Workload(table_rows, dim, batch_size * PAPER_COLUMNS, PAPER_DENSE, states)
     else:
         data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
+        refuse_label_for_ranks(config, data)
         with deferred_rows():
             model = build_from_config(config, data.info, resolve_devices("cpu"))
         refuse_model_for_ranks(config, model)

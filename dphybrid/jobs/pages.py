@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
+from dphybrid.training.metrics import Chart
 from dphybrid.training.saving import SavingCosts
 from dphybrid.training.split_log import SplitRow
 from dphybrid.util.pages import Page
@@ -50,9 +51,11 @@ class ResultPage(Page):
 
 
 class MetricsPage(Page):
-    """`metrics.json`: the best checkpoint's metrics."""
+    """`metrics.json`: the best checkpoint's metrics, and the figure of its predictions where its task has
+    one."""
 
     metrics: dict[str, float]
+    chart: Chart | None = None
 
     @classmethod
     def upgraded(cls, values: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Predictions of a trained click model: new rows pass through the same preprocessing, values it never met are
-unknown ones.
+"""Predictions of a trained model of tables: new rows pass through the same preprocessing, values it never met
+are unknown ones.
 
 Files are read, scored and written chunk by chunk; the table stays in the checkpoint's file, of which only
 looked-up rows are read.
@@ -18,11 +18,12 @@ import torch
 from polars.selectors import by_name
 
 from dphybrid.config.settings import load_settings
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
 from dphybrid.data.table.bags import SEPARATOR, is_list_of_items, list_texts
 from dphybrid.data.table.chunks import read_chunks
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.frames import as_frame
+from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Rows, as_numbers, check_rejected, plain_notation
 from dphybrid.data.table.source import find_files
 from dphybrid.data.table.written import table_target, write_frames
@@ -30,21 +31,24 @@ from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.training.checkpoint import verify_checkpoint
+from dphybrid.training.label_tasks import label_task
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
 
-COLUMNS = {"file": pl.String, "line": pl.Int64, "probability": pl.Float32}
-"""What a file of predictions holds: where a row came from, and how probable the positive class is."""
+PLACE = {"file": pl.String, "line": pl.Int64}
+"""What a file of predictions holds first: where a row came from. `Label.columns` follow."""
+TYPES = {"str": pl.String, "float32": pl.Float32, "float64": pl.Float64}
 CLASS = "prediction"
-"""Column of the predicted class, where a threshold is given."""
+"""Column of the predicted one of two classes, where a threshold is given."""
 PIECE_ROWS = 2**16
 """Rows of a lazy frame that are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What predictions hold besides: columns of the input, and the class by a threshold."""
+    """What predictions hold: the label's columns, columns of the input, and the class by a threshold."""
 
+    label: Label
     keep: tuple[str, ...] = ()
     threshold: float | None = None
 
@@ -52,7 +56,8 @@ class Asked:
     def columns(self) -> dict[str, type[pl.DataType]]:
         """The written columns' types by name."""
         return {
-            **COLUMNS,
+            **PLACE,
+            **{name: TYPES[kind] for name, kind in self.label.columns.items()},
             **({} if self.threshold is None else {CLASS: pl.String}),
             **dict.fromkeys(self.keep, pl.String),
         }
@@ -70,14 +75,15 @@ class Predicted:
 
 
 class Predictor:
-    """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's two values,
-    the predicted one last."""
+    """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's values, of
+    two the predicted one last; none of a number. task: what the label is learnt as."""
 
     def __init__(self, folder: str | Path, devices: str = "cpu", batch_size: int = 8192) -> None:
         """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a
         table."""
         self.folder = Path(folder)
-        config = stored_config(verify_checkpoint(self.folder).config)
+        state = verify_checkpoint(self.folder)
+        config = stored_config(state.config)
         if not (self.folder / "encoder").is_dir():
             raise UserError(
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
@@ -86,6 +92,7 @@ class Predictor:
             )
         self.encoder = TableEncoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
+        self.task = label_task(state.info)
         assert isinstance(config.data, TableDataConfig)  # what an encoder comes with
         self._recipe, self._data = config.recipe, config.data
         self._model = model_from_checkpoint(self.folder, devices, mapped=True).eval()
@@ -94,13 +101,19 @@ class Predictor:
         columns = self.encoder.names
         shown = ", ".join(columns[:6]) + (f", ... ({len(columns)})" if len(columns) > 6 else "")
         return (
-            f"<Predictor of {self.encoder.label}={self.classes[1]} by recipe {self._recipe}, "
+            f"<Predictor of {self.predicts} by recipe {self._recipe}, "
             f"{self.folder.parent.parent.name or '.'}/{self.folder.name}; columns: {shown}>"
         )
 
+    @property
+    def predicts(self) -> str:
+        """What is predicted, in words."""
+        return self.encoder.answer.text(self.encoder.label)
+
     def predict(self, rows: Any) -> np.ndarray:
-        """Return the probability (B,) float32 of the positive class for rows given by column name; other
-        columns are ignored.
+        """Return the prediction for rows given by column name; other columns are ignored. It is, by the
+        label, the probability (B,) float32 of the positive class, the probabilities (B, C) float32 of
+        `classes`, or the number (B,) float64 in the label's own units, of counts their mean.
 
         rows: a polars DataFrame or LazyFrame (scored piece by piece), a pandas DataFrame, an Arrow table, a
         dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
@@ -116,7 +129,7 @@ class Predictor:
         if isinstance(frame, pl.LazyFrame):
             wanted = frame.select(by_name(*self.encoder.names))  # `*` would be a pattern in a plain select
             pieces = wanted.collect_batches(chunk_size=PIECE_ROWS, maintain_order=True)
-        scores, wrong = [np.zeros(0, np.float32)], 0
+        scores, wrong = [self.task.nothing], 0
         for piece in pieces:
             columns = {name: _no_value(piece[name], self._data) for name in self.encoder.names}
             self._in_plain_notation(columns, self._data)
@@ -128,7 +141,7 @@ class Predictor:
         return np.concatenate(scores)
 
     def _predict_path(self, path: str) -> np.ndarray:
-        done, scores = Predicted(Path(path)), [np.zeros(0, np.float32)]
+        done, scores = Predicted(Path(path)), [self.task.nothing]
         data = self._reading(path, {})
         for file in find_files(path, "path"):
             for chunk in read_chunks(file, data):
@@ -138,7 +151,7 @@ class Predictor:
                         f"{file}: line {first['line']} cannot be read ({first['reason']}), so predictions "
                         "would not stand beside their rows; mend it, or use predict_file, which names lines"
                     )
-                scores.append(self._chunk(chunk, done, data, Asked())["probability"].to_numpy())
+                scores.append(self._predicted(chunk, done, data))
         _warn(done.wrong_numbers)
         return np.concatenate(scores)
 
@@ -154,21 +167,29 @@ class Predictor:
         """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file,
         chunk by chunk.
 
-        keep: columns of the input to write besides, as text. threshold: from this probability on a row's
-        `prediction` is the positive class, else the other one; None: only probabilities are written. Rows
-        that cannot be read are left out; OUT.rejected.jsonl then says which and why. values: of the config's
+        Columns: `file`, `line`, then `probability` of a binary label; `prediction` and `probability_CLASS` of
+        each of several classes; or `prediction` of a number. keep: columns of the input to write besides, as
+        text. threshold: of a binary label, from this probability on a row's `prediction` is the positive
+        class, else the other one; None: only probabilities are written. Rows that cannot be read are left
+        out; OUT.rejected.jsonl then says which and why. values: of the config's
         data section, where the new files are written otherwise (header, delimiter, max_rejected, ...). Raises
         UserError for files that do not fit, or when more than data.max_rejected of the rows cannot be read;
         nothing is left at `out` then."""
         path, target = str(path), table_target(out)
         files = find_files(path, "data.path")
+        label = self.task.label
+        if threshold is not None and label.task != "binary":
+            raise UserError(
+                f"--threshold {threshold}: is for a label of two values, and {self.encoder.label!r} is "
+                f"{label.task}; leave it out, the file has predictions anyway"
+            )
         if threshold is not None and not 0 <= threshold <= 1:
             raise UserError(f"--threshold {threshold}: a probability, from 0 to 1")
-        if taken := sorted({name for name in keep if name in (*COLUMNS, CLASS)}):
+        if taken := sorted({name for name in keep if name in (*PLACE, *label.columns, CLASS)}):
             raise UserError(
                 f"--keep {taken[0]}: predictions have a column of that name; rename the table's one"
             )
-        asked = Asked(tuple(dict.fromkeys(keep)), threshold)
+        asked = Asked(label, tuple(dict.fromkeys(keep)), threshold)
         data = self._reading(path, values)
         done, rejected = Predicted(target), []
         total, before = sum(file.stat().st_size for file in files), 0
@@ -193,7 +214,7 @@ class Predictor:
 
     def told(self, done: Predicted) -> list[str]:
         """Return what became of a file's rows, in lines for people."""
-        lines = [f"{done.num_rows:,} predictions of {self.encoder.label}={self.classes[1]}: {done.out}"]
+        lines = [f"{done.num_rows:,} predictions of {self.predicts}: {done.out}"]
         if done.num_rejected:
             lines.append(
                 f"{done.num_rejected:,} rows cannot be read and are left out: {done.out}.rejected.jsonl "
@@ -208,42 +229,38 @@ class Predictor:
     def _reading(self, path: str, values: Mapping[str, Any]) -> TableDataConfig:
         """The config that new files are read by: as the training files, and a header is known by the columns'
         names."""
-        known = {
-            "path": path,
-            "label": None,
-            "numeric": tuple(self.encoder.names),
-            "categorical": (),
-            "bags": (),
-            "text": (),
-            "times": (),
-            "ignore": (),
-        }
-        data = {**self._data.model_dump(exclude={"valid_path", "split", "split_column"}), **known, **values}
+        known = {"path": path, "numeric": tuple(self.encoder.names)}
+        kept = self._data.model_dump(exclude={"valid_path", "split", *COLUMN_FIELDS})
+        data = {**kept, **known, **values}
         read = build_config({"recipe": self._recipe, "data": data}).data
         assert isinstance(read, TableDataConfig)
         return read
 
     def _chunk(self, chunk: Rows, done: Predicted, data: TableDataConfig, asked: Asked) -> pl.DataFrame:
-        self._check_columns(chunk.names, str(chunk.file))
         if absent := [name for name in asked.keep if name not in chunk.names]:
             raise UserError(
                 f"--keep {absent[0]}: {chunk.file} has no such column; columns: {', '.join(chunk.names)}"
             )
-        columns = {name: chunk.column(name) for name in self.encoder.names}
-        self._in_plain_notation(columns, data)
-        scores_B, wrong = self._scores(columns, chunk.lists)
-        done.num_rows += len(chunk)
-        done.wrong_numbers += wrong
+        predicted = self._predicted(chunk, done, data)
         found: dict[str, Any] = {
             "file": pl.repeat(str(chunk.file), len(chunk), eager=True),
             "line": chunk.lines,
-            "probability": scores_B,
+            **self.task.table(predicted),
         }
         if asked.threshold is not None:
             no, yes = self.classes
-            found[CLASS] = np.where(scores_B >= asked.threshold, yes, no)
+            found[CLASS] = np.where(predicted >= asked.threshold, yes, no)
         found |= {name: chunk.column(name).cast(pl.String) for name in asked.keep}
         return pl.DataFrame(found, schema=asked.columns)
+
+    def _predicted(self, chunk: Rows, done: Predicted, data: TableDataConfig) -> np.ndarray:
+        self._check_columns(chunk.names, str(chunk.file))
+        columns = {name: chunk.column(name) for name in self.encoder.names}
+        self._in_plain_notation(columns, data)
+        predicted, wrong = self._scores(columns, chunk.lists)
+        done.num_rows += len(chunk)
+        done.wrong_numbers += wrong
+        return predicted
 
     def _in_plain_notation(self, columns: dict[str, pl.Series], data: TableDataConfig) -> None:
         """Have the texts of numeric columns as programs write numbers; what is none stays none."""
@@ -268,14 +285,14 @@ class Predictor:
                 columns[bag.name] = columns[bag.name].str.replace_all(SEPARATOR, bag.separator, literal=True)
         arrays, wrong = self.encoder.encode(columns)
         num_rows = len(arrays["ids_BF"])
-        scores = [np.zeros(0, np.float32)]
+        scores = [self.task.nothing]
         with torch.inference_mode():
             for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)
                 batch = {name: torch.from_numpy(array[rows]) for name, array in arrays.items()}
                 batch["labels_B"] = torch.zeros(len(batch["ids_BF"]))  # only the loss needs them
                 outputs = self._model(batch)
-                scores.append(torch.sigmoid(outputs["logits"].float()).cpu().numpy())
+                scores.append(self.task.link(outputs["logits"]).cpu().numpy())
         return np.concatenate(scores), wrong
 
 

@@ -45,8 +45,8 @@ class LoadedCheckpoint:
         return open_predictor(self.folder)
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
-        """Return the probability (B,) of the positive class for the rows of a frame; for a batch of tensors,
-        what the model returns.
+        """Return what `Predictor.predict` returns for the rows of a frame; for a batch of tensors, what the
+        model returns.
 
         data: a DataFrame (pandas, polars) or columns by name, for recipes that read tables; or the model's
         own batch, a dict of tensors with samples on dim 0. Raises UserError when columns are missing, or when

@@ -16,6 +16,7 @@ from dphybrid.tracking.balance import balance_warnings
 from dphybrid.tracking.report import REPORT_PAGE, run_report_html, run_report_markdown
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.clock import NOT_A_STEP
+from dphybrid.training.metrics import Chart
 from dphybrid.training.retention import checkpoint_uid
 
 Table = list[dict[str, Any]]
@@ -46,7 +47,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
     run = read_run(run_folder)
     result, splits = ResultPage.read(run.folder / "result.json"), SplitsPage.read(run.folder / "splits.json")
-    metrics = MetricsPage.read(run.folder / "metrics.json").metrics
+    evaluated = MetricsPage.read(run.folder / "metrics.json")
     data = run.open_data()
     tracker = attached(run, settings)
     table = [row.table_row() for row in splits.rows]
@@ -71,7 +72,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
         tracking_uri=tracker.tracking_uri,
         ui_command=f"dphybrid ui {run.folder.name}" if embedded else tracker.ui_command,
         views=tracker.views if run.page.run_id else {},
-        metrics=metrics,
+        metrics=evaluated.metrics,
         best_checkpoint=result.best_checkpoint,
         latest_checkpoint=result.checkpoint,
         registered_as="" if not_registered else name,
@@ -89,7 +90,7 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, splits, run.config))
-    pictures = _pictures(result, table)
+    pictures = _pictures(result, table, evaluated.chart)
     for name, picture in pictures.items():
         tracker.log_figure(name, picture)
     tracker.log_file(run.folder / "report.json", "")
@@ -108,7 +109,8 @@ def report_page(run: Run) -> str:
     result, table = ResultPage.read(run.folder / "result.json"), [row.table_row() for row in report.splits]
     facts = report.model_dump() | _facts(table, run, run.open_data())
     values = run.config.model_dump(mode="json")
-    return run_report_html(facts, values, _pictures(result, table), run.page.links)
+    pictures = _pictures(result, table, MetricsPage.read(run.folder / "metrics.json").chart)
+    return run_report_html(facts, values, pictures, run.page.links)
 
 
 def _closing_words(report: Report) -> str:
@@ -164,8 +166,13 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
     return summary | {"summary/train_s": total}
 
 
-def _pictures(result: ResultPage, table: Table) -> dict[str, bytes]:
-    from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
+def _pictures(result: ResultPage, table: Table, chart: Chart | None) -> dict[str, bytes]:
+    from dphybrid.tracking.figures import (
+        against_figure,
+        curves_figure,
+        rows_per_replica_figure,
+        stage_figure,
+    )
 
     pictures = {"figures/where_time_goes.png": stage_figure(result.stages)}
     if table:
@@ -175,6 +182,10 @@ def _pictures(result: ResultPage, table: Table) -> dict[str, bytes]:
         names = [name for name in history[0] if name != "step"]
         curves = {name: [(row["step"], row[name]) for row in history] for name in names}
         pictures["figures/learning_curves.png"] = curves_figure(curves, "step")
+    if chart is not None:
+        pictures[f"figures/{chart.name}.png"] = against_figure(
+            chart.title, chart.xlabel, chart.ylabel, chart.points
+        )
     return pictures
 
 

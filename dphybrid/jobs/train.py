@@ -56,7 +56,7 @@ from dphybrid.training.checkpoint import (
 )
 from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display
-from dphybrid.training.loop import evaluate, keep_checkpoints, train
+from dphybrid.training.loop import evaluate, keep_checkpoints, train, validation_outputs
 from dphybrid.training.observing import Meter
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
 from dphybrid.training.retention import best_checkpoint
@@ -334,13 +334,14 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     _check_best(best, run)
     fill_model(best, model, mapped)
     task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
-    metrics = evaluate(model, data.dataset("valid"), batch_size, task)
+    outputs = validation_outputs(model, data.dataset("valid"), batch_size, task)
+    metrics, chart = task.compute(outputs), task.chart(outputs) if task.chart else None
     if "test" in data.parts:
         metrics |= {
             f"test_{name}": value
             for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
         }
-    MetricsPage(metrics=metrics).write(run.folder / "metrics.json")
+    MetricsPage(metrics=metrics, chart=chart).write(run.folder / "metrics.json")
     with _recording(run, settings) as tracker:
         tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
     return metrics

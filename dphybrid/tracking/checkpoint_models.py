@@ -18,6 +18,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 
+from dphybrid.data.table.labels import Label
 from dphybrid.tracking.journal import Record
 from dphybrid.tracking.names import safe_name
 
@@ -217,9 +218,11 @@ def _linked(source: str, target: str) -> bool:
 
 def _signature(folder: Path) -> ModelSignature | None:
     """Return the columns that a checkpoint's model reads, where it reads a table: numbers or texts alike, as
-    `Predictor` takes both, and a probability for each row."""
-    inputs = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("info", {}).get("inputs")
-    if inputs is None:
+    `Predictor` takes both, and the numbers that it returns for each row."""
+    info = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("info", {})
+    if "inputs" not in info:
         return None
-    columns = Schema([ColSpec(AnyType(), name, required=False) for name in inputs])
-    return ModelSignature(columns, Schema([ColSpec(DataType.float, "probability")]))
+    columns = Schema([ColSpec(AnyType(), name, required=False) for name in info["inputs"]])
+    kinds = {"float32": DataType.float, "float64": DataType.double}
+    given = Label.of(info).columns.items()
+    return ModelSignature(columns, Schema([ColSpec(kinds[kind], n) for n, kind in given if kind in kinds]))

@@ -112,6 +112,21 @@ def curves_figure(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: s
     return _png(figure)
 
 
+def against_figure(title: str, xlabel: str, ylabel: str, points: Sequence[tuple[float, float]]) -> bytes:
+    """Draw points (x, y) and the line where both are equal."""
+    figure = _figure(5, 4.5)
+    axes = figure.subplots()
+    ends = [min(map(min, points)), max(map(max, points))]
+    axes.plot(ends, ends, linestyle="--", color="#999999")
+    axes.scatter([x for x, _ in points], [y for _, y in points], s=14, color=_COLOURS[0])
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    return _png(figure)
+
+
 def scaling_figure(series: Mapping[str, Sequence[tuple[float | str, float]]], name: str) -> bytes:
     """Draw speed-up against devices with the ideal line, or, where places are no numbers, against the values
     of the param `name`.

@@ -34,7 +34,7 @@ function columns() {
   const speed = data.speeds[group];
   const made = data.differing.map((name) => ({ title: short(name), of: (run) => run.params[name], text: true }));
   for (const name of data.finals)
-    made.push({ title: name.slice(6), of: (run) => run.metrics[name], best: /loss|mse|mae|perplexity|rank|error/.test(name) ? "least" : "most" });
+    made.push({ title: name.slice(6), of: (run) => run.metrics[name], best: /loss|mse|mae|perplexity|rank|error|deviance/.test(name) ? "least" : "most" });
   const summary = (title, name, best) => made.push({ title, of: (run) => run.metrics[`summary/${name}`], best });
   summary("samples/s", "samples_per_s_median", "most");
   made.push({ title: "speed-up", of: (run) => speed[run.id]?.ratio, show: (value) => value.toFixed(2) });

@@ -5,16 +5,28 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from dphybrid.util.errors import UserError
 
 
+class Chart(BaseModel):
+    """Points (x, y) of a figure, beside the line where both are equal. name: of its file."""
+
+    name: str
+    title: str
+    xlabel: str
+    ylabel: str
+    points: list[tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Task:
     """metric: the deciding metric's name. higher_is_better: its direction. compute: from all validation
-    outputs to named numbers.
+    outputs to named numbers. chart: from the same to the report's figure of them.
 
     reads: what compute needs of batches and outputs, samples on dim 0; losses and weights come along anyway.
     """
@@ -23,11 +35,18 @@ class Task:
     higher_is_better: bool
     compute: Callable[[dict[str, Tensor]], dict[str, float]]
     reads: tuple[str, ...] = ()
+    chart: Callable[[dict[str, Tensor]], Chart] | None = None
 
     def better(self, value: float, than: float | None) -> bool:
         if math.isnan(value):
             return False
         return than is None or (value > than if self.higher_is_better else value < than)
+
+
+def sample_weights(outputs: dict[str, Tensor]) -> np.ndarray | None:
+    """Return the samples' weights (B,) float64; None where all are 1."""
+    weights_B = outputs.get("weight")
+    return None if weights_B is None or bool((weights_B == 1).all()) else weights_B.double().numpy()
 
 
 def _mean_loss(outputs: dict[str, Tensor]) -> float:
@@ -43,12 +62,16 @@ def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
     from sklearn.metrics import log_loss, roc_auc_score
 
     labels_B, scores_B = outputs["labels_B"].numpy(), torch.sigmoid(outputs["logits"].double()).numpy()
+    weights_B = sample_weights(outputs)
     if len(set(labels_B.tolist())) < 2:
         raise UserError(
             "the validation rows all have the same label, so AUC has no value; set more rows aside "
             "(data.valid_fraction)"
         )
-    return {"auc": float(roc_auc_score(labels_B, scores_B)), "log_loss": float(log_loss(labels_B, scores_B))}
+    return {
+        "auc": float(roc_auc_score(labels_B, scores_B, sample_weight=weights_B)),
+        "log_loss": float(log_loss(labels_B, scores_B, sample_weight=weights_B)),
+    }
 
 
 def _multiclass(outputs: dict[str, Tensor]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from sklearn.base import clone
+from sklearn.base import clone, is_regressor
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
@@ -82,6 +82,37 @@ def test_frames_of_texts_and_numbers_in_a_pipeline(data_dir: Path) -> None:
         model.predict(rows.drop("shop"))
 
 
+def test_several_classes_and_weights(data_dir: Path) -> None:
+    rows, _ = table()
+    model = estimator(epochs=4, batch_size=32, table={"lr": 0.1}, train={"lr": 0.02})
+    model.fit(rows, rows["shop"], sample_weight=np.linspace(0.5, 1.5, len(rows)))
+    assert model.classes_.tolist() == ["books", "music", "tea"]
+    assert model.predict_proba(rows).shape == (300, 3)
+    assert model.predict_proba(rows).sum(1) == pytest.approx(np.ones(300), abs=1e-6)
+    assert model.score(rows, rows["shop"]) > 0.95
+    assert model.run_.config.data.model_dump()["weight"] == "the weight"
+    with pytest.raises(ValueError, match="sample_weight 2 numbers"):
+        model.fit(rows, rows["shop"], sample_weight=[1, 2])
+
+
+def test_a_regressor_gives_numbers_in_the_labels_units(data_dir: Path) -> None:
+    rows, _ = table()
+    number = 1000 + 10 * rows["price"] + 50 * (rows["shop"] == "tea").cast(pl.Int64)
+    values = VALUES | {
+        "epochs": 8,
+        "batch_size": 32,
+        "table": {"lr": 0.1},
+        "train": {"lr": 0.02},
+        "buckets": 8,
+    }
+    model = dphybrid.HybridRegressor(devices="cpu", values=values).fit(rows, number)
+    assert model.predict(rows).dtype == np.float64
+    assert model.score(rows.to_pandas(), number) > 0.9
+    assert model.run_.metrics["r2"] > 0.8
+    assert not hasattr(model, "classes_")
+    assert is_regressor(clone(model))
+
+
 def test_a_search_over_values(data_dir: Path) -> None:
     rows, labels = table(120)
     grid = {"values": [VALUES, VALUES | {"batch_size": 32}]}
@@ -92,7 +123,7 @@ def test_a_search_over_values(data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "more", "message"),
     [
-        (["a", "b", "c"] * 20, {}, "y has 3 classes; Only binary classification is supported"),
+        (["a"] * 60, {}, "y has one class"),
         ([0.5 + i for i in range(60)], {}, "Unknown label type"),
         (["a", "b"] * 30, {"valid_fraction": 1.5}, "valid_fraction=1.5: must lie between 0 and 1"),
         (["a", "b"] * 30, {"values": {"epoch": 1}}, "did you mean 'epochs'"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,21 @@ import torch
 from torch import nn
 
 from dphybrid.cluster import refusals
-from dphybrid.cluster.refusals import check_installed, refuse_model_for_ranks, refuse_ranks
+from dphybrid.cluster.refusals import (
+    check_installed,
+    refuse_label_for_ranks,
+    refuse_model_for_ranks,
+    refuse_ranks,
+)
 from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
 from dphybrid.jobs.train import prepare_data
 from dphybrid.recipes.configs import apply_overrides, given_values, load_config, stored_config
 from dphybrid.util.errors import UserError
 from tests.cluster.launching import settings_in
 from tests.conftest import REPOSITORY
+from tests.preparing import prepare
 
 
 def config(*values: str, recipe: str = "ctr") -> ExperimentConfig:
@@ -87,6 +95,22 @@ def test_a_model_must_have_one_table_that_the_kernels_know(tables: tuple[int, ..
         refuse_model_for_ranks(config(), model)
     assert words in str(caught.value)
     refuse_model_for_ranks(config(), nn.ModuleList([HostEmbedding(4, 8)]))
+
+
+@pytest.mark.parametrize(
+    ("label", "weight", "words"),
+    [("kind", None, "a multiclass label"), ("y", "n", "data.weight=n"), ("y", None, "")],
+)
+def test_labels_and_weights_that_were_not_tried_are_refused(
+    label: str, weight: str | None, words: str, tmp_path: Path
+) -> None:
+    lines = [f"{'abc'[i % 3]},{i % 7 + 1},{i % 2}" for i in range(60)]
+    (tmp_path / "x.csv").write_text("\n".join(["kind,n,y", *lines]))
+    data = TableDataConfig(path=str(tmp_path / "x.csv"), label=label, weight=weight)
+    prepared = prepare("ctr", data, tmp_path / "prepared", 0)
+    told = pytest.raises(UserError, match=f"^cluster.ranks=2: {words} was not tried .* use cluster.ranks=0")
+    with told if words else nullcontext():
+        refuse_label_for_ranks(config(), prepared)
 
 
 def test_a_config_of_one_process_is_what_it_was() -> None:

@@ -208,7 +208,7 @@ def test_a_time_becomes_numbers_that_new_rows_get_too(
 
 
 def test_a_column_of_dates_is_told(tmp_path: Path) -> None:
-    body = "\n".join(f"2024-01-{1 + i % 28:02d},{i % 2}" for i in range(60))
+    body = "\n".join(f"{1 + i % 12}/28/2024,{i % 2}" for i in range(60))
     assert "--data.times would read hour, weekday and day" in table(tmp_path, f"at,y\n{body}\n").describe()
 
 

@@ -99,8 +99,9 @@ def test_which_label_is_one_does_not_depend_on_the_order_of_rows(
 @pytest.mark.parametrize("values", [["a", "b", "c"], ["a"], [str(i) for i in range(20)]])
 def test_labels_that_are_not_binary_are_named(tmp_path: Path, values: list[object]) -> None:
     told = rf"data\.label=y: needs two different values, column 'y' has {len(values)}: .*name another column"
+    labels = [values[i % len(values)] for i in range(40)]
     with pytest.raises(UserError, match=told):
-        table(tmp_path, {"n": [i * i for i in range(40)], "y": [values[i % len(values)] for i in range(40)]})
+        table(tmp_path, {"n": [i * i for i in range(40)], "y": labels}, task="binary")
 
 
 def test_names_that_mean_something_to_polars(tmp_path: Path) -> None:
@@ -149,7 +150,10 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
     assert roles == {
         "real": "numeric",
         "word": "categorical",
-        "day": "categorical",
+        "day": "time",
+        "day (hour)": "numeric",
+        "day (weekday)": "numeric",
+        "day (day)": "numeric",
         "cost": "numeric",
         "big": "categorical",
         "flag": "categorical",

@@ -18,6 +18,7 @@ import polars as pl
 from dphybrid.data.batches import Array
 from dphybrid.data.table.bags import BagColumn, one_width
 from dphybrid.data.table.categories import MISSING_ID, CategoryColumn
+from dphybrid.data.table.labels import Label
 from dphybrid.data.table.times import part_columns, part_names, seconds
 
 MAX_DEVIATION = 100.0
@@ -139,17 +140,21 @@ class TableEncoder:
     """From columns of text to `ids_BF` (buckets first, then categories), `dense_BN` and, where there are
     bags, `bags_BFL`. What it has learnt is saved beside a checkpoint.
 
-    label: name of the answer's column, classes: its two values, the positive one last. missing: texts that
-    mean no value. times: columns of dates and times, whose parts are among `numeric`; dayfirst: how they are
-    read."""
+    label: name of the answer's column, answer: what it is. missing: texts that mean no value. times: columns
+    of dates and times, whose parts are among `numeric`; dayfirst: how they are read."""
 
     numeric: tuple[NumericColumn, ...]
     categories: tuple[CategoryColumn, ...]
     label: str
-    classes: tuple[str, str]
+    answer: Label
     bags: tuple[BagColumn, ...] = ()
     times: tuple[str, ...] = ()
     dayfirst: bool = False
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The label's classes, the positive one of two last; none of numbers."""
+        return self.answer.classes
 
     @property
     def names(self) -> list[str]:
@@ -220,6 +225,8 @@ class TableEncoder:
             "label": self.label,
             "classes": list(self.classes),
         }
+        if self.answer.task != "binary":
+            page["answer"] = self.answer.facts()
         if self.times:
             page |= {"times": list(self.times), "dayfirst": self.dayfirst}
         if self.bags:
@@ -254,7 +261,7 @@ class TableEncoder:
                 for c, v in zip(categories, vocabularies, strict=False)
             ),
             page["label"],
-            tuple(page["classes"]),
+            Label.of(page.get("answer", {}), tuple(page["classes"])),
             tuple(
                 BagColumn(**c, vocabulary=v)
                 for c, v in zip(bags, vocabularies[len(categories) :], strict=True)

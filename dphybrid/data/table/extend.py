@@ -50,6 +50,7 @@ def extended(base: TableEncoder, fitted: TableEncoder) -> TableEncoder:
     for what, before, now in (
         ("columns", [c["name"] for c in base.id_columns], [c["name"] for c in fitted.id_columns]),
         ("numbers", [c.name for c in base.numeric], [c.name for c in fitted.numeric]),
+        ("labels", base.answer.task, fitted.answer.task),
         ("classes", list(base.classes), list(fitted.classes)),
         (
             "hash buckets",

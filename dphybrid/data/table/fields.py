@@ -125,9 +125,7 @@ def has_header(first: list[str], others: list[list[str]], data: TableDataConfig)
     repetition, and none of its cells appears below it."""
     if data.header != "auto":
         return data.header == "yes"
-    lists = (data.numeric, data.categorical, data.bags, data.text, data.times, data.ignore)
-    named = (data.label or "", *(name for names in lists for name in names))
-    given = {name for name in named if name and not is_number(name)}
+    given = {name for _, name in data.named_columns if name and not is_number(name)}
     below = [{row[i] for row in others if i < len(row)} - {"", *data.no_value} for i in range(len(first))]
     if any(cell in given and cell not in values for cell, values in zip(first, below, strict=True)):
         return True

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import ROLE_FIELDS, Role, TableDataConfig
 from dphybrid.data.ahead import THREADS, mapped
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Progress
@@ -22,16 +22,14 @@ from dphybrid.data.table.categories import Dictionary
 from dphybrid.data.table.chunks import read_jobs
 from dphybrid.data.table.columns import ColumnStore
 from dphybrid.data.table.encode import TableEncoder
-from dphybrid.data.table.fields import is_number
+from dphybrid.data.table.labels import Label, are_numbers, decided, wrong_counts, wrong_weights
 from dphybrid.data.table.plain import KeyDictionary, PlainBlock, Wanted, uses_kernels
 from dphybrid.data.table.rows import Rows, as_numbers, check_enough, check_rejected, done
-from dphybrid.data.table.schema import ColumnOptions, Role, SchemaFile, inferred_role
+from dphybrid.data.table.schema import ColumnOptions, SchemaFile, inferred_role
 from dphybrid.data.table.splits import RowSplit, split_rows
 from dphybrid.data.table.times import part_columns, part_names, parts, seconds
 from dphybrid.util.errors import UserError
 
-POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
-"""Label values that mean 1 although they would sort first."""
 ROLE_ROWS = 20_000
 """Rows from which the columns' roles are told."""
 READERS = max(3, THREADS)
@@ -58,12 +56,14 @@ class Table:
 
     items: dictionaries of the bags' items. longest_bag: items of the fullest cell. left_out: by column, cells
     with too many items and how many items. compiled: it is so large that compiled code pays.
-    unlabelled: rows that were left out because they have no label.
+    unlabelled, weightless: rows that were left out because they have no label, or a weight of 0. answer,
+    answers_B: what the label is, and its numbers, or numbers of classes. weights_B: None without.
     """
 
     label: str
-    classes: list[str]
-    labels_B: Array
+    answer: Label
+    answers_B: Array
+    weights_B: Array | None
     columns: list[Column]
     dictionaries: dict[str, Dictionary | KeyDictionary]
     split: RowSplit
@@ -73,6 +73,7 @@ class Table:
     left_out: dict[str, tuple[int, int]]
     compiled: bool
     unlabelled: int
+    weightless: int
 
     def values_of(self, name: str) -> pl.Series:
         """Return the texts by code of a column of categories or bags."""
@@ -94,8 +95,8 @@ def bag_form(column: Column) -> tuple[str | None, int]:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A chunk in numbers. columns: by name in the store; left_out: as in `Table`. unlabelled: rows without a
-    label, which are no part of it."""
+    """A chunk in numbers. columns: by name in the store; left_out: as in `Table`. unlabelled, weightless:
+    rows without a label or a weight, which are no part of it."""
 
     num_rows: int
     rejected: list[dict[str, Any]]
@@ -104,6 +105,7 @@ class _Encoded:
     longest_bag: int
     left_out: dict[str, tuple[int, int]]
     unlabelled: int
+    weightless: int
 
 
 class Reading:
@@ -126,6 +128,7 @@ class Reading:
         self.rejected: list[dict[str, Any]] = []
         self.columns: list[Column] = []
         self.label = ""
+        self.weight: str | None = None
         self.names: list[str] = []
         self.dictionaries: dict[str, Dictionary | KeyDictionary] = {}
         self.numeric: list[str] = []
@@ -136,9 +139,16 @@ class Reading:
         self.left_out: dict[str, tuple[int, int]] = {}
         self.wanted = Wanted()
         self._turns = itertools.count()
-        self.unlabelled = 0
+        self.unlabelled = self.weightless = 0
         self.num_rows = 0
         self.num_read: int | None = None
+
+    def look(self) -> list[Column]:
+        """Return what the columns are used as, by the first rows alone. Raises UserError when these do not
+        fit."""
+        first = next(read_jobs(self.files[0], self.data, self.wanted))
+        self._start(first())
+        return self.columns
 
     def run(self) -> None:
         """Read all files. Raises UserError when they cannot be read, do not fit together, or have too few
@@ -163,22 +173,28 @@ class Reading:
         check_rejected(
             str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected
         )
-        if self.unlabelled and not self.num_rows:
-            raise UserError(
-                f"data.label={self.label!r}: none of the {self.unlabelled:,} rows of {self.data.path} has a "
-                "value in this column; name another one"
-            )
+        for field, name, count in (
+            ("label", self.label, self.unlabelled),
+            ("weight", self.weight, self.weightless),
+        ):
+            if count and not self.num_rows:
+                value = "a value" if field == "label" else "a weight above 0"
+                raise UserError(
+                    f"data.{field}={name!r}: none of the {count:,} rows of {self.data.path} has {value} in "
+                    "this column; name another one"
+                )
         check_enough(str(self.data.path), first, self.num_rows)
 
     def table(self) -> Table:
-        """Return what was read, once the store is written. Raises UserError when labels are not two-valued or
-        a part is empty."""
-        labels_B, classes = self._labels()
+        """Return what was read, once the store is written. Raises UserError when labels are not what
+        `data.task` says or a part is empty."""
+        answer, answers_B = self._answers()
         split = self._split(self.num_rows if self.num_read is None else self.num_read)
         return Table(
             self.label,
-            classes,
-            labels_B,
+            answer,
+            answers_B,
+            self.store.whole(self.weight).astype(np.float32) if self.weight else None,
             self.columns,
             self.dictionaries,
             split,
@@ -188,16 +204,29 @@ class Reading:
             self.left_out,
             self.wanted.compiled,
             self.unlabelled,
+            self.weightless,
         )
 
     def _start(self, rows: Rows) -> None:
         self.names = rows.names
         self.label = self._find(rows, self.data.label or self.schema.label or "", "data.label")
+        self.weight = self._find(rows, self.data.weight, "data.weight") if self.data.weight else None
+        if self.weight == self.label:
+            raise UserError(
+                f"data.weight={self.data.weight!r}: this column is already named as label; name another one"
+            )
         self.columns = self._roles(rows)
         self.times = [column.name for column in self.columns if column.role == "time"]
         derived = {part for name in self.times for part in part_names(name)}
         self.numeric = [c.name for c in self.columns if c.role == "numeric" and c.name not in derived]
-        coded = [self.label, *(column.name for column in self.columns if column.role == "categorical")]
+        coded = [column.name for column in self.columns if column.role == "categorical"]
+        sample = rows.values.to_series(rows.names.index(self.label)).head(ROLE_ROWS)
+        if are_numbers(self.label, sample, self.data):
+            self.numeric.append(self.label)
+        else:
+            coded.insert(0, self.label)
+        if self.weight:
+            self.numeric.append(self.weight)
         self.split_column = (
             self._find(rows, self.data.split_column, "data.split_column") if self.data.split_column else None
         )
@@ -242,10 +271,11 @@ class Reading:
                 [as_numbers(frame[place[name]], self.data).fill_null(nan) for name in self.numeric]
             )
         )
-        wrong_B, rejected = np.zeros(len(frame), bool), list(rows.rejected)
-        unlabelled = frame[place[self.label]].is_null()
-        if unlabelled.any():
-            wrong_B |= unlabelled.to_numpy()
+        rejected = list(rows.rejected)
+        unlabelled_B = frame[place[self.label]].is_null().to_numpy()
+        weightless_B = self._unused(rows, {name: numbers[place[name]].to_numpy() for name in self.numeric})
+        weightless_B &= ~unlabelled_B
+        wrong_B = unlabelled_B | weightless_B
         for name in self.numeric:
             values, found = frame[place[name]], numbers[place[name]]
             if (
@@ -254,10 +284,13 @@ class Reading:
             ):
                 continue
             odd_B = (values.is_not_null() & ~found.is_finite()).to_numpy() & ~wrong_B
-            hint = "mend it, list it in data.missing, or name the column in data.categorical"
+            field, other = "data.numeric", "name the column in data.categorical"
+            if name == self.label:
+                field, other = "data.label", "give data.task=multiclass"
+            hint = f"mend it, list it in data.missing, or {other}"
             rejected += [
                 self._rejected(
-                    rows, int(i), f"data.numeric: column {name!r} holds {values[int(i)]!r}, no number; {hint}"
+                    rows, int(i), f"{field}: column {name!r} holds {values[int(i)]!r}, no number; {hint}"
                 )
                 for i in np.flatnonzero(odd_B)
             ]
@@ -295,7 +328,14 @@ class Reading:
         longest, left_out = self._add_bags({name: frame[place[name]] for name in self.bags}, columns)
         rejected.sort(key=lambda row: row["line"])
         return _Encoded(
-            len(frame), rejected, columns, rows.bytes_read, longest, left_out, int(unlabelled.sum())
+            len(frame),
+            rejected,
+            columns,
+            rows.bytes_read,
+            longest,
+            left_out,
+            int(unlabelled_B.sum()),
+            int(weightless_B.sum()),
         )
 
     def _encoded_plain(self, rows: Rows, block: PlainBlock) -> _Encoded:
@@ -307,12 +347,35 @@ class Reading:
             assert isinstance(dictionary, KeyDictionary)
             columns[self._key(name)] = block.codes(name, dictionary)
         longest, left_out = self._add_bags(block.texts(list(self.bags)), columns)
-        labelled_B = columns[self._key(self.label)] > 0
-        unlabelled = len(rows) - int(labelled_B.sum())
-        if unlabelled:
-            columns = {name: values_B[labelled_B] for name, values_B in columns.items()}
-        num_rows = len(rows) - unlabelled
-        return _Encoded(num_rows, [], columns, rows.bytes_read, longest, left_out, unlabelled)
+        answers_B = columns[self.label]
+        unlabelled_B = np.isnan(answers_B) if self.label in self.numeric else answers_B == 0
+        weightless_B = self._unused(rows, columns) & ~unlabelled_B
+        if (wrong_B := unlabelled_B | weightless_B).any():
+            columns = {name: values_B[~wrong_B] for name, values_B in columns.items()}
+        unlabelled, weightless = int(unlabelled_B.sum()), int(weightless_B.sum())
+        num_rows = len(rows) - unlabelled - weightless
+        return _Encoded(num_rows, [], columns, rows.bytes_read, longest, left_out, unlabelled, weightless)
+
+    def _unused(self, rows: Rows, numbers: dict[str, Array]) -> Array:
+        """Return the rows (B,) bool whose weight is 0. Raises UserError that names the first line with no
+        weight, or no count as label."""
+        if self.data.task == "counts":
+            self._refuse(rows, wrong_counts(numbers[self.label]), numbers, self.label, "data.label")
+        if self.weight is None:
+            return np.zeros(len(rows), bool)
+        self._refuse(rows, wrong_weights(numbers[self.weight]), numbers, self.weight, "data.weight")
+        return numbers[self.weight].astype(np.float32) == 0
+
+    def _refuse(self, rows: Rows, wrong_B: Array, numbers: dict[str, Array], name: str, field: str) -> None:
+        for row in np.flatnonzero(wrong_B)[:1]:
+            held = rows.column(name)[int(row)] if len(rows.values) else float(numbers[name][row])
+            what, other = "weights are numbers from 0 on", "mend it, or leave the row out"
+            if field == "data.label":
+                what, other = "counts are whole numbers from 0 on", "mend it, or give data.task=regression"
+            raise UserError(
+                f"{field}={name!r}: {rows.file}, {rows.place} {int(rows.lines[row])}: holds {held!r}, and "
+                f"{what}; {other}"
+            )
 
     def _add_bags(
         self, texts: dict[str, pl.Series], columns: dict[str, Array]
@@ -336,6 +399,7 @@ class Reading:
         self.rejected += chunk.rejected
         self.num_rows += chunk.num_rows
         self.unlabelled += chunk.unlabelled
+        self.weightless += chunk.weightless
         seen = self.num_rows + len(self.rejected)
         # far past what is allowed: more of the file would not mend it
         if len(self.rejected) > 10_000 and len(self.rejected) > 10 * self.data.max_rejected * seen:
@@ -367,28 +431,23 @@ class Reading:
 
     def _roles(self, rows: Rows) -> list[Column]:
         given: dict[str, Role] = {}
-        flags: tuple[tuple[str, Role, tuple[str, ...]], ...] = (
-            ("data.numeric", "numeric", self.data.numeric),
-            ("data.categorical", "categorical", self.data.categorical),
-            ("data.bags", "bag", self.data.bags),
-            ("data.text", "text", self.data.text),
-            ("data.times", "time", self.data.times),
-            ("data.ignore", "ignore", self.data.ignore),
-        )
-        for flag, role, names in flags:
-            for name in names:
-                found = self._find(rows, name, flag)
-                if found in given or found == self.label:
-                    other = "label" if found == self.label else given[found]
-                    raise UserError(f"{flag}={name!r}: this column is already named as {other}; name it once")
-                given[found] = role
+        others = {self.label: "label", self.weight: "weight"}
+        for field, name in self.data.named_columns:
+            if field not in ROLE_FIELDS:
+                continue
+            flag = f"data.{field}"
+            found = self._find(rows, name, flag)
+            if found in given or found in others:
+                other = others.get(found) or given[found]
+                raise UserError(f"{flag}={name!r}: this column is already named as {other}; name it once")
+            given[found] = ROLE_FIELDS[field]
         options = {
             self._find(rows, name, "data.schema_file: columns"): o for name, o in self.schema.columns.items()
         }
         columns = []
         sample = rows.values.head(ROLE_ROWS)
         for place, name in enumerate(rows.names):
-            if name == self.label:
+            if name in others:
                 continue
             present, own = sample.to_series(place).drop_nulls(), options.get(name, ColumnOptions())
             told = given.get(name) or own.role
@@ -406,6 +465,8 @@ class Reading:
                 role, reason = "categorical", f"no values in the first {len(sample):,} rows"
             else:
                 role, reason = inferred_role(name, present, len(sample), self.data)
+                if role == "time" and not {*part_names(name)}.isdisjoint(rows.names):
+                    role, reason = "categorical", "dates or times, whose parts there are columns of"
             samples = tuple(present.unique(maintain_order=True)[:3].to_list())
             columns.append(Column(name, role, reason, samples, own.model_copy(update={"role": role})))
             if role == "time":
@@ -423,22 +484,17 @@ class Reading:
             columns.append(Column(part, "numeric", f"of {name}", samples, options))
         return columns
 
-    def _labels(self) -> tuple[Array, list[str]]:
-        """Return labels (B,) of 0 and 1, and the two values: numbers by size, else by text, the positive one
-        last."""
-        values = self.dictionaries[self.label].values().to_list()
-        found = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
-        if len(found) != 2:
-            shown = ", ".join(repr(v) for v in found[:6]) + (", ..." if len(found) > 6 else "")
-            raise UserError(
-                f"data.label={self.data.label}: needs two different values, column {self.label!r} has "
-                f"{len(found)}: {shown} "
-                f"({self.data.path}); name another column, or make the label two-valued"
-            )
-        if found[0].lower() in POSITIVE:
-            found.reverse()
-        is_one = np.array([False, *(value == found[1] for value in values)])
-        return is_one[self.store.whole(self.label)].astype(np.float32), found
+    def _answers(self) -> tuple[Label, Array]:
+        """Return what the label is, and its numbers (B,), or numbers of classes."""
+        if self.label in self.numeric:
+            answers_B = self.store.whole(self.label)
+            if len(answers_B) and answers_B.min() < answers_B.max():
+                return Label("counts" if self.data.task == "counts" else "regression"), answers_B
+            values, codes_B = [f"{value:g}" for value in answers_B[:1]], np.zeros(0, np.int64)
+        else:
+            values, codes_B = self.dictionaries[self.label].values().to_list(), self.store.whole(self.label)
+        answer, number = decided(self.label, values, self.data)
+        return answer, np.concatenate([[np.nan], number])[codes_B]
 
     def _split(self, num_read: int) -> RowSplit:
         codes_B, values = None, None

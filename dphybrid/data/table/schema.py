@@ -5,7 +5,8 @@ overridden by flags or a file.
   each frequent value its own row;
 - categorical: some value is no number; or numbers that are names: written with a leading zero (007), beyond
   2^53, or whole numbers in a column whose name ends in id, code, zip, ... (user_id, itemId);
-- time: dates and times, whose hour, weekday and day become numeric columns; never inferred, but told;
+- time: dates and times, whose hour, weekday and day become numeric columns: every value present is one in
+  the order year, month, day (2024-12-31, 2024/12/31 18:30); other orders are told, not inferred;
 - bag, text: several values in a cell, the words of a free text; never inferred, but a column that looks like
   bags is told;
 - ignore: a row number (whole numbers that grow by one from row to row, hardly any left out), as data frames
@@ -22,10 +23,10 @@ import polars as pl
 from pydantic import Field, ValidationError
 
 from dphybrid.config import Section
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import Role, TableDataConfig
 from dphybrid.data.table.bags import SEPARATOR
 from dphybrid.data.table.rows import as_numbers, plain_notation
-from dphybrid.data.table.times import seconds
+from dphybrid.data.table.times import YEAR_FIRST, seconds
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
@@ -37,10 +38,10 @@ ROW_NUMBERS = 20
 ROW_GAPS = 0.05
 """Share of numbers that may be left out between row numbers: rows that were filtered out or rejected."""
 
+INFERRED_TIME = "dates or times; --data.categorical would look each of them up"
+
 _NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
 _CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
-
-Role = Literal["numeric", "categorical", "bag", "text", "time", "ignore"]
 
 
 class ColumnOptions(Section):
@@ -135,7 +136,10 @@ def inferred_role(name: str, present: pl.Series, num_rows: int, data: TableDataC
         if len(others) <= FEW_OTHERS * len(present):
             return "categorical", f"{others[0]!r} is no number; data.missing can name it"
         if seconds(others, data.dayfirst).is_not_null().all():
-            return "categorical", "dates or times; --data.times would read hour, weekday and day"
+            if others.str.contains(YEAR_FIRST).all():
+                return "time", INFERRED_TIME
+            order = "" if data.dayfirst else ", --data.dayfirst true where the day comes first"
+            return "categorical", f"dates or times; --data.times would read hour, weekday and day{order}"
         several = 2 * int(others.str.contains(SEPARATOR, literal=True).sum()) > len(present)
         return (
             "categorical",

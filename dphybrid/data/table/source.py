@@ -1,4 +1,4 @@
-"""Tables of clicks: CSV, TSV or Parquet files with a binary label, categorical and numeric columns.
+"""Tables: CSV, TSV or Parquet files with a label, categorical and numeric columns.
 
 Read once, chunk by chunk, into one file a column (numbers, or codes of a dictionary); then split, fitted on
 the training part, and encoded. Memory holds a chunk, the vocabularies and a few numbers a row, however large
@@ -14,18 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress, Streamed, source_digests
+from dphybrid.data.store import INFERRED, Content, Progress, Streamed, source_digests
 from dphybrid.data.table import plain
 from dphybrid.data.table.bags import BagColumn, bag_ids, form_text, one_width
 from dphybrid.data.table.categories import CategoryColumn, fit_categories
 from dphybrid.data.table.columns import ColumnStore
 from dphybrid.data.table.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric, side_by_side
 from dphybrid.data.table.extend import Base, extended, extended_split, open_base, row_keys
+from dphybrid.data.table.labels import Label
 from dphybrid.data.table.reading import Column, Reading, Table, bag_form
-from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
+from dphybrid.data.table.schema import INFERRED_TIME, SchemaFile, read_schema, schema_text
 from dphybrid.data.table.times import part_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
@@ -57,6 +58,18 @@ class TableSource:
     def base(self) -> Base | None:
         return open_base(Path(self.data.base)) if self.data.base else None
 
+    @cached_property
+    def inferred_times(self) -> list[str]:
+        """Columns of dates or times that nobody named: the first rows tell them."""
+        reading = self._reading(ColumnStore(Path()), lambda *_: None)
+        return [column.name for column in reading.look() if column.reason == INFERRED_TIME]
+
+    def _reading(self, store: ColumnStore, progress: Progress) -> Reading:
+        data = self.data
+        if self.base and data.task == "auto":
+            data = data.model_copy(update={"task": self.base.encoder.answer.task})
+        return Reading(data, self.schema, self.seed, self.files, self.held_files, store, progress)
+
     @property
     def options(self) -> dict[str, Any]:
         values = self.data.model_dump(
@@ -67,6 +80,8 @@ class TableSource:
         values |= {"schema": self.schema.model_dump(mode="json")}
         # These came later: what has none of them keeps its digest.
         for name, absent in (
+            ("task", "auto"),
+            ("weight", None),
             ("bags", []),
             ("text", []),
             ("times", []),
@@ -84,6 +99,7 @@ class TableSource:
             "partitions": partitions if any(partitions) else [],
             "held_files": len(self.held_files),
             **({"base": self.base.prepared.digest} if self.base else {}),
+            **({INFERRED: self.inferred_times} if self.inferred_times else {}),
             "formats": sorted(
                 {
                     "".join(file.suffixes[-2:]).lower()
@@ -102,26 +118,33 @@ class TableSource:
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         with ColumnStore(scratch / "columns") as store:
-            reading = Reading(self.data, self.schema, self.seed, self.files, self.held_files, store, progress)
+            reading = self._reading(store, progress)
             reading.run()
         table = reading.table()
         parts: dict[str, Array] = {}
         if self.base:
-            held, parts["new_rows"] = extended_split(
-                table.split, self.base, _keys_of(table, store, self.base.encoder)
-            )
+            answer = self.base.encoder.answer
+            keys = _keys_of(table, store, self.base.encoder, answer.encoded(table.answers_B))
+            held, parts["new_rows"] = extended_split(table.split, self.base, keys)
             table = replace(table, split=held)
+        else:
+            trained_B = ~table.split.held_B
+            weights_B = None if table.weights_B is None else table.weights_B[trained_B]
+            answer = table.answer.fitted(table.answers_B[trained_B], weights_B)
+            table = replace(table, answer=answer)
+        labels_B = answer.encoded(table.answers_B)
         parts |= {
             "train_rows": np.flatnonzero(~table.split.held_B),
             "valid_rows": np.flatnonzero(table.split.held_B),
         }
         encoder, unseen = self._fit(table, store, progress)
         split: dict[str, Any] = {part: len(rows) for part, rows in parts.items()}
-        split |= {
-            f"{part}_label_rate": float(table.labels_B[parts[f"{part}_rows"]].mean())
-            for part in ("train", "valid")
-        }
-        num_rows, id_columns = len(table.labels_B), encoder.id_columns
+        if answer.task == "binary":
+            split |= {
+                f"{part}_label_rate": float(labels_B[parts[f"{part}_rows"]].mean())
+                for part in ("train", "valid")
+            }
+        num_rows, id_columns = len(labels_B), encoder.id_columns
         if not id_columns:
             raise UserError(
                 f"data.path={self.data.path}: no column is left to look up; ignore fewer columns or set "
@@ -139,13 +162,15 @@ class TableSource:
                 np.dtype(np.float32),
                 lambda: _dense(encoder, store, table.compiled),
             ),
-            "labels_B": table.labels_B,
+            "labels_B": labels_B,
+            **({} if table.weights_B is None else {"weights_B": table.weights_B}),
         }
         info: dict[str, Any] = {
             "columns": id_columns,
             "num_ids": [column["num_ids"] for column in id_columns],
             "num_dense": encoder.num_dense,
             "inputs": encoder.names,
+            **answer.facts(),
         }
         if encoder.bags:
             shape = (num_rows, len(encoder.bags), table.longest_bag)
@@ -168,6 +193,8 @@ class TableSource:
                 else {}
             ),
             **({"unlabelled_rows": table.unlabelled} if table.unlabelled else {}),
+            **({"weight": self.data.weight} if self.data.weight else {}),
+            **({"weightless_rows": table.weightless} if table.weightless else {}),
         }
         text = self._description(table, encoder, split, unseen)
 
@@ -230,7 +257,7 @@ class TableSource:
                 if isinstance(column, CategoryColumn) and not isinstance(column, BagColumn)
             ),
             table.label,
-            (table.classes[0], table.classes[1]),
+            table.answer,
             tuple(column for column in fitted if isinstance(column, BagColumn)),
             tuple(column.name for column in table.columns if column.role == "time"),
             self.data.dayfirst,
@@ -243,11 +270,11 @@ class TableSource:
         self, table: Table, encoder: TableEncoder, split: dict[str, Any], unseen: dict[str, float]
     ) -> list[str]:
         num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
-        columns, classes, labels_B = table.columns, table.classes, table.labels_B
+        columns = table.columns
         wide = max(len("column"), *(len(printable(column.name)) for column in columns))
         lines = [
-            f"  {self.data.path}: {len(labels_B):,} rows, label {table.label!r}: {classes[1]!r} is 1, "
-            f"{classes[0]!r} is 0"
+            f"  {self.data.path}: {len(table.answers_B):,} rows, label {table.label!r}: "
+            f"{self._label_text(encoder.answer)}"
         ]
         lines += [f"  {'column':<{wide}}  role            ids  values such as"]
         for column in columns:
@@ -257,10 +284,13 @@ class TableSource:
                 f"  {printable(column.name):<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  "
                 f"{samples}{reason}"
             )
+        rates = {part: split.get(f"{part}_label_rate") for part in ("train", "valid")}
         lines.append(
-            f"  {split['train_rows']:,} rows to train ({split['train_label_rate']:.1%} of them 1), "
-            f"{split['valid_rows']:,} to validate "
-            f"({split['valid_label_rate']:.1%}), {sum(num_ids.values()):,} table rows"
+            f"  {split['train_rows']:,} rows to train"
+            + ("" if rates["train"] is None else f" ({rates['train']:.1%} of them 1)")
+            + f", {split['valid_rows']:,} to validate"
+            + ("" if rates["valid"] is None else f" ({rates['valid']:.1%})")
+            + f", {sum(num_ids.values()):,} table rows"
         )
         lines.append(f"  {table.split.text}")
         if new := {
@@ -276,22 +306,38 @@ class TableSource:
                 "out; max_items in schema.toml"
             )
         lines.append(
-            "  Other roles: --data.numeric, --data.categorical, --data.bags, --data.text, --data.times, "
-            "--data.ignore "
-            "with column names, or --data.schema-file "
-            "with an edited schema.toml of this folder; without a header columns are named 0, 1, ..."
+            f"  Other roles: {', '.join(f'--data.{field}' for field in ROLE_FIELDS)} with column names, or "
+            "--data.schema-file with an edited schema.toml of this folder; without a header columns are "
+            "named 0, 1, ..."
         )
         if table.unlabelled:
             lines.append(
                 f"  {table.unlabelled:,} rows without a value of {table.label!r} are left out: they have no "
                 "answer to learn"
             )
+        if self.data.weight:
+            zero = f"; {table.weightless:,} rows with a weight of 0 are left out" if table.weightless else ""
+            lines.append(f"  weights of rows, in loss and metrics: {self.data.weight}{zero}")
         if table.rejected:
             lines.append(
                 f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which "
                 "and why"
             )
         return lines
+
+    def _label_text(self, answer: Label) -> str:
+        """Say what the label was taken for."""
+        if answer.task == "binary":
+            return f"{answer.classes[1]!r} is 1, {answer.classes[0]!r} is 0"
+        if answer.task == "multiclass":
+            shown = ", ".join(_shown(repr(name)) for name in answer.classes[:8])
+            text = f"{len(answer.classes)} classes, {shown}" + ", ..." * (len(answer.classes) > 8)
+        elif answer.task == "counts":
+            text = f"mean {answer.scale:.6g} in training"
+        else:
+            text = f"mean {answer.offset:.6g}, standard deviation {answer.scale:.6g} in training"
+        told = "as data.task says" if self.data.task != "auto" else "--data.task overrules"
+        return f"{answer.task} ({told}): {text}"
 
 
 def printable(text: str) -> str:
@@ -343,8 +389,8 @@ def _dense(encoder: TableEncoder, store: ColumnStore, compiled: bool) -> Iterato
     return mapped(block, range(len(store.lengths)))
 
 
-def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
-    """The rows' keys in another table's encoding."""
+def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder, labels_B: Array) -> Array:
+    """The rows' keys in another table's encoding, with their labels in it."""
     before = {c.name: "numeric" for c in encoder.numeric} | {
         c.name: "categorical" for c in encoder.categories
     }
@@ -373,7 +419,7 @@ def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder) -> Array:
         for ids_BF, dense_BN in zip(
             _ids(encoder, lookups, store, table.compiled), _dense(encoder, store, table.compiled), strict=True
         ):
-            yield ids_BF, dense_BN, table.labels_B[start : start + len(ids_BF)], next(bags)
+            yield ids_BF, dense_BN, labels_B[start : start + len(ids_BF)], next(bags)
             start += len(ids_BF)
 
     return row_keys(blocks(), encoder)

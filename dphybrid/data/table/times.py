@@ -7,6 +7,8 @@ from dphybrid.data.batches import Array
 
 PARTS = ("hour", "weekday", "day")
 SECONDS_A_DAY = 86_400
+YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
+"""Dates whose order of day and month nobody has to tell."""
 
 
 def part_names(name: str) -> list[str]:

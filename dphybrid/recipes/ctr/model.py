@@ -8,21 +8,25 @@ numbers and the loss.
 - dlrm: DLRM (Naumov et al. 2019): dot products of all pairs of rows and of a network's view of the numbers
   feed a second network.
 
+With several outputs a sample (C classes) the part of a row's first column is that of the whole row, in a
+linear map to the outputs, and so are the products of pairs.
+
 Letters: B samples, F id columns, N numeric columns, G columns of bags, L items of a bag, D width of a row, V
-fields (rows and numbers), P pairs.
+fields (rows and numbers), P pairs, C outputs. logits are logits_B with one output, logits_BC with more.
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel, parts
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr.numbers import OnPieces, bins_of
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
+from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
 
 
@@ -36,23 +40,32 @@ def deep_network(inputs: int, hidden: int, layers: int, outputs: int, dropout: f
 
 
 class WideDeep(nn.Module):
-    """(rows_BFD, dense_BN) -> logits_B; column 0 of a row is its wide weight."""
+    """(rows_BFD, dense_BN) -> logits; column 0 of a row is its wide weight."""
 
     def __init__(
-        self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float
+        self,
+        num_columns: int,
+        dim: int,
+        num_dense: int,
+        hidden: int,
+        layers: int,
+        dropout: float,
+        outputs: int = 1,
     ) -> None:
         super().__init__()
-        self.deep = deep_network(num_columns * (dim - 1) + num_dense, hidden, layers, 1, dropout)
-        self.wide = nn.Linear(num_dense, 1) if num_dense else None
+        self.deep = deep_network(num_columns * (dim - 1) + num_dense, hidden, layers, outputs, dropout)
+        self.wide = nn.Linear(num_dense, outputs) if num_dense else None
+        self.linear = nn.Linear(dim, outputs, bias=False) if outputs > 1 else None
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
-        deep_B1 = self.deep(torch.cat([rows_BFD[:, :, 1:].flatten(1), dense_BN], dim=1))
-        logits_B = deep_B1.squeeze(1) + rows_BFD[:, :, 0].sum(1)
-        return logits_B if self.wide is None else logits_B + self.wide(dense_BN).squeeze(1)
+        deep_BC = self.deep(torch.cat([rows_BFD[:, :, 1:].flatten(1), dense_BN], dim=1))
+        linear = rows_BFD[:, :, 0].sum(1) if self.linear is None else self.linear(rows_BFD.sum(1))
+        logits = deep_BC.squeeze(1) + linear
+        return logits if self.wide is None else logits + self.wide(dense_BN).squeeze(1)
 
 
 class DeepFM(nn.Module):
-    """(rows_BFD, dense_BN) -> logits_B; a number is a field, too: its value times a row of its own, or the
+    """(rows_BFD, dense_BN) -> logits; a number is a field, too: its value times a row of its own, or the
     sum of that over its pieces, which stand side by side in dense_BN."""
 
     def __init__(
@@ -63,13 +76,16 @@ class DeepFM(nn.Module):
         hidden: int,
         layers: int,
         dropout: float,
+        outputs: int = 1,
         pieces: int = 1,
     ) -> None:
         super().__init__()
         self.pieces = pieces
         self.dense_ND = nn.Parameter(torch.randn(num_dense, dim) * 0.01)
-        self.deep = deep_network((num_columns + num_dense // pieces) * (dim - 1), hidden, layers, 1, dropout)
-        self.bias = nn.Parameter(torch.zeros(1))
+        inputs = (num_columns + num_dense // pieces) * (dim - 1)
+        self.deep = deep_network(inputs, hidden, layers, outputs, dropout)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.linear = nn.Linear(2 * dim - 1, outputs, bias=False) if outputs > 1 else None
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         if self.pieces == 1:
@@ -82,18 +98,29 @@ class DeepFM(nn.Module):
         fields_BVD = torch.cat([rows_BFD, numbers_BND], dim=1)
         linear_B, vectors_BVD = fields_BVD[:, :, 0].sum(1), fields_BVD[:, :, 1:]
         # The sum over pairs is half of (square of the sum - sum of the squares).
-        pairs_B = 0.5 * (vectors_BVD.sum(1).square() - vectors_BVD.square().sum(1)).sum(1)
-        return linear_B + pairs_B + self.deep(vectors_BVD.flatten(1)).squeeze(1) + self.bias
+        pairs_BD = vectors_BVD.sum(1).square() - vectors_BVD.square().sum(1)
+        if self.linear is None:
+            shallow = linear_B + 0.5 * pairs_BD.sum(1)
+        else:
+            shallow = self.linear(torch.cat([fields_BVD.sum(1), 0.5 * pairs_BD], dim=1))
+        return shallow + self.deep(vectors_BVD.flatten(1)).squeeze(1) + self.bias
 
 
 class DLRM(nn.Module):
-    """(rows_BFD, dense_BN) -> logits_B."""
+    """(rows_BFD, dense_BN) -> logits."""
 
     first_P: Tensor
     second_P: Tensor
 
     def __init__(
-        self, num_columns: int, dim: int, num_dense: int, hidden: int, layers: int, dropout: float
+        self,
+        num_columns: int,
+        dim: int,
+        num_dense: int,
+        hidden: int,
+        layers: int,
+        dropout: float,
+        outputs: int = 1,
     ) -> None:
         super().__init__()
         self.bottom = deep_network(num_dense, hidden, 1, dim, 0.0) if num_dense else None
@@ -102,7 +129,7 @@ class DLRM(nn.Module):
         self.register_buffer("first_P", first_P, persistent=False)
         self.register_buffer("second_P", second_P, persistent=False)
         inputs = len(first_P) + (dim if num_dense else num_columns * dim)
-        self.top = deep_network(inputs, hidden, layers, 1, dropout)
+        self.top = deep_network(inputs, hidden, layers, outputs, dropout)
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         vectors_BVD, other_BD = rows_BFD, rows_BFD.flatten(1)
@@ -117,15 +144,17 @@ NETWORKS: dict[str, type[nn.Module]] = {"wide-deep": WideDeep, "deepfm": DeepFM,
 
 
 class ClickRegion(nn.Module):
-    """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits_B).
+    """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits). loss: of a `LabelTask`.
 
     shares_BGL: of G bags of L rows, each row's share in its bag's mean, 0 for padding; the bags' rows are
     then the last G * L of rows_BFD, and the network sees one pooled row a bag.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(
+        self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_of_two
+    ) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.loss = network, loss
 
     def forward(
         self, rows_BFD: Tensor, dense_BN: Tensor, labels_B: Tensor, shares_BGL: Tensor | None = None
@@ -137,9 +166,8 @@ class ClickRegion(nn.Module):
                 2
             )
             rows_BFD = torch.cat([rows_BFD, pooled_BGD], dim=1)
-        logits_B = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
-        loss_B = F.binary_cross_entropy_with_logits(logits_B, labels_B.to(logits_B.dtype), reduction="none")
-        return loss_B, logits_B
+        logits = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
+        return self.loss(logits, labels_B), logits
 
 
 class ClickModel(nn.Module):
@@ -172,8 +200,12 @@ class ClickModel(nn.Module):
         if self.num_bags:
             held_BGL = batch["bags_BFL"] >= 0
             inputs.append(held_BGL / held_BGL.sum(2, keepdim=True))
-        loss_B, logits_B = self.region(rows_BFD, *inputs)
-        return {"loss": loss_B, "weight": torch.ones_like(loss_B), "logits": logits_B}
+        loss_B, logits = self.region(rows_BFD, *inputs)
+        weights_B = torch.ones_like(loss_B)
+        if "weights_B" in batch:
+            weights_B = batch["weights_B"].to(loss_B)
+            loss_B = loss_B * weights_B
+        return {"loss": loss_B, "weight": weights_B, "logits": logits}
 
 
 def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
@@ -183,7 +215,10 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
     pieces = 1 + o.bins if o.numbers == "piecewise" and num_dense else 1
     more = {"pieces": pieces} if o.kind == "deepfm" else {}
-    network = NETWORKS[o.kind](len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, **more)
+    task = label_task(context.info)
+    network = NETWORKS[o.kind](
+        len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, task.num_outputs, **more
+    )
     if pieces > 1:
         network = OnPieces(network, bins_of(context.rows, num_dense, o.bins))
     std = 0.1 if o.kind == "dlrm" else 0.01  # products of tiny rows would be next to nothing for long
@@ -192,5 +227,5 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     )
     tables = dict(zip(names, num_ids, strict=True))
     table = HostEmbeddingCollection(tables, o.dim, name="table", std=std, make=context.table)
-    region = DataParallel(ClickRegion(network), context.devices)
+    region = DataParallel(ClickRegion(network, task.loss), context.devices)
     return ClickModel(table, region, int(context.info.get("num_bags", 0)))

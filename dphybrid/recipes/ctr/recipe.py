@@ -1,4 +1,5 @@
-"""Recipe ctr: click-through and other yes-or-no questions about the rows of a table."""
+"""Recipe ctr: click-through and other questions about the rows of a table: yes or no, which class, how much,
+how many."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,8 +47,8 @@ class Ctr(Recipe):
 
     name = "ctr"
     summary = (
-        "A table with a yes-or-no label: Wide & Deep, DeepFM or DLRM over one table for all "
-        "categorical columns."
+        "A table with a label (yes or no, classes, a number, counts): Wide & Deep, DeepFM or DLRM over one "
+        "table for all categorical columns."
     )
     data = TableDataConfig
     model = CtrModelConfig
@@ -66,9 +67,9 @@ class Ctr(Recipe):
         return build_ctr(context)
 
     def task(self, info: Mapping[str, Any]) -> "Task":
-        from dphybrid.training.metrics import BINARY
+        from dphybrid.training.label_tasks import label_task
 
-        return BINARY
+        return label_task(info)
 
     def recognises(self, data: Mapping[str, Any]) -> str | None:
         if data.get("label") not in (None, ""):

@@ -1,0 +1,228 @@
+"""What differs between the kinds of label (`dphybrid.data.table.labels`) in training and prediction: an
+object a kind, of which recipes take the loss, the loop the metrics, and predictions the link.
+
+Letters: B samples, C classes. logits are (B,), or (B, C) where labels are classes by `num_outputs`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dphybrid.data.table.labels import Label
+from dphybrid.training.metrics import BINARY, Chart, Task, sample_weights
+from dphybrid.util.errors import UserError
+
+Array = np.ndarray[Any, Any]
+BINS = 10
+"""Points of a calibration figure, each of as many rows."""
+SHOWN_ROWS = 400
+"""Rows of a figure that shows single ones, evenly spaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelTask(Task):
+    """A task over a table's label.
+
+    loss: of logits and labels_B (float32, as prepared) to loss_B. link: of logits to predictions, in the
+    label's own units or as probabilities.
+    """
+
+    label: Label
+    loss: Callable[[Tensor, Tensor], Tensor]
+    link: Callable[[Tensor], Tensor]
+
+    @property
+    def num_outputs(self) -> int:
+        """Logits a sample."""
+        return len(self.label.classes) if self.label.task == "multiclass" else 1
+
+    @property
+    def nothing(self) -> Array:
+        """The predictions of no rows."""
+        shape = (0, self.num_outputs) if self.label.task == "multiclass" else (0,)
+        return self.link(torch.zeros(shape)).numpy()
+
+    def table(self, predicted: Array) -> dict[str, Any]:
+        """Return predictions as columns, by the names of `Label.columns`."""
+        if self.label.task != "multiclass":
+            return dict.fromkeys(self.label.columns, predicted)
+        likeliest, *each = self.label.columns
+        classes = np.array(self.label.classes, object)
+        return {likeliest: classes[predicted.argmax(1)], **dict(zip(each, predicted.T, strict=True))}
+
+
+def label_task(facts: Mapping[str, Any]) -> LabelTask:
+    """Return the task of prepared data, by the facts about it (`context.info`)."""
+    label = Label.of(facts)
+    return _TASKS[label.task](label)
+
+
+def _binary(label: Label) -> LabelTask:
+    def chart(outputs: dict[str, Tensor]) -> Chart:
+        return Chart(
+            name="calibration",
+            title="Calibration, a tenth of the validation rows a point",
+            xlabel="mean probability",
+            ylabel="share of rows that are 1",
+            points=_binned(torch.sigmoid(outputs["logits"].double()).numpy(), outputs),
+        )
+
+    return LabelTask(
+        BINARY.metric,
+        BINARY.higher_is_better,
+        BINARY.compute,
+        BINARY.reads,
+        chart,
+        label=label,
+        loss=cross_entropy_of_two,
+        link=lambda logits_B: torch.sigmoid(logits_B.float()),
+    )
+
+
+def _multiclass(label: Label) -> LabelTask:
+    def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
+        from sklearn.metrics import accuracy_score, f1_score
+
+        logits_BC, labels_B = outputs["logits"].double(), outputs["labels_B"].long()
+        if logits_BC.shape[1:] != (len(label.classes),):
+            raise UserError(
+                f"the label has {len(label.classes)} classes, and the model gives logits of shape "
+                f"{tuple(logits_BC.shape)}; it must give one a class, or data.task must be another"
+            )
+        weights_B, found_B = sample_weights(outputs), logits_BC.argmax(1)
+        losses_B = F.cross_entropy(logits_BC, labels_B, reduction="none").numpy()
+        return {
+            "accuracy": float(accuracy_score(labels_B, found_B, sample_weight=weights_B)),
+            "macro_f1": float(
+                f1_score(labels_B, found_B, average="macro", sample_weight=weights_B, zero_division=0.0)
+            ),
+            "log_loss": float(np.average(losses_B, weights=weights_B)),
+        }
+
+    return LabelTask(
+        "accuracy",
+        True,
+        compute,
+        ("logits", "labels_B"),
+        label=label,
+        loss=_cross_entropy,
+        link=lambda logits_BC: torch.softmax(logits_BC.float(), dim=1),
+    )
+
+
+def _regression(label: Label) -> LabelTask:
+    def link(logits_B: Tensor) -> Tensor:
+        return label.offset + label.scale * logits_B.double()
+
+    def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
+        weights_B, observed_B = sample_weights(outputs), link(outputs["labels_B"]).numpy()
+        errors_B = link(outputs["logits"]).numpy() - observed_B
+        mean = np.average(observed_B, weights=weights_B)
+        squared = float(np.average(errors_B**2, weights=weights_B))
+        spread = float(np.average((observed_B - mean) ** 2, weights=weights_B))
+        return {
+            "rmse": squared**0.5,
+            "mae": float(np.average(np.abs(errors_B), weights=weights_B)),
+            "r2": 1 - squared / spread if spread else 0.0,
+        }
+
+    def chart(outputs: dict[str, Tensor]) -> Chart:
+        predicted_B, observed_B = link(outputs["logits"]).tolist(), link(outputs["labels_B"]).tolist()
+        every = -(-len(predicted_B) // SHOWN_ROWS)
+        return Chart(
+            name="predicted_against_observed",
+            title="Predicted against observed, validation rows",
+            xlabel="predicted",
+            ylabel="observed",
+            points=list(zip(predicted_B[::every], observed_B[::every], strict=True)),
+        )
+
+    return LabelTask(
+        "rmse",
+        False,
+        compute,
+        ("logits", "labels_B"),
+        chart,
+        label=label,
+        loss=_squared_error,
+        link=link,
+    )
+
+
+def _counts(label: Label) -> LabelTask:
+    def link(logits_B: Tensor) -> Tensor:
+        return label.scale * torch.exp(logits_B.double())
+
+    def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
+        weights_B, counts_B = sample_weights(outputs), label.scale * outputs["labels_B"].double()
+        deviances_B = 2 * label.scale * _poisson(outputs["logits"].double(), counts_B / label.scale)
+        errors_B = (link(outputs["logits"]) - counts_B).abs().numpy()
+        return {
+            "poisson_deviance": float(np.average(deviances_B.numpy(), weights=weights_B)),
+            "mae": float(np.average(errors_B, weights=weights_B)),
+        }
+
+    def chart(outputs: dict[str, Tensor]) -> Chart:
+        predicted_B = link(outputs["logits"]).numpy()
+        return Chart(
+            name="predicted_against_observed",
+            title="Predicted against observed, a tenth of the validation rows a point",
+            xlabel="mean prediction",
+            ylabel="mean count",
+            points=_binned(predicted_B, outputs, label.scale),
+        )
+
+    return LabelTask(
+        "poisson_deviance",
+        False,
+        compute,
+        ("logits", "labels_B"),
+        chart,
+        label=label,
+        loss=_poisson,
+        link=link,
+    )
+
+
+_TASKS: dict[str, Callable[[Label], LabelTask]] = {
+    "binary": _binary,
+    "multiclass": _multiclass,
+    "regression": _regression,
+    "counts": _counts,
+}
+
+
+def cross_entropy_of_two(logits_B: Tensor, labels_B: Tensor) -> Tensor:
+    """The loss (B,) of a binary label."""
+    return F.binary_cross_entropy_with_logits(logits_B, labels_B.to(logits_B.dtype), reduction="none")
+
+
+def _cross_entropy(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BC, labels_B.long(), reduction="none")
+
+
+def _squared_error(logits_B: Tensor, labels_B: Tensor) -> Tensor:
+    return F.mse_loss(logits_B, labels_B.to(logits_B.dtype), reduction="none")
+
+
+def _poisson(logits_B: Tensor, labels_B: Tensor) -> Tensor:
+    """Half the deviance, over the mean count: the negative log likelihood, but for what no model changes."""
+    labels_B = labels_B.to(logits_B.dtype)
+    return torch.exp(logits_B) - labels_B * logits_B + torch.xlogy(labels_B, labels_B) - labels_B
+
+
+def _binned(predicted_B: Array, outputs: dict[str, Tensor], scale: float = 1.0) -> list[tuple[float, float]]:
+    """Return mean prediction and mean label of rows sorted by prediction, in `BINS` parts of as many."""
+    weights_B, observed_B = sample_weights(outputs), scale * outputs["labels_B"].double().numpy()
+    parts = np.array_split(np.argsort(predicted_B, kind="stable"), min(BINS, len(predicted_B)))
+    return [
+        (
+            float(np.average(predicted_B[rows], weights=None if weights_B is None else weights_B[rows])),
+            float(np.average(observed_B[rows], weights=None if weights_B is None else weights_B[rows])),
+        )
+        for rows in parts
+    ]

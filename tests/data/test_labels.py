@@ -1,0 +1,177 @@
+"""What a label is taken for, weights of rows, and dates that nobody named."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from dphybrid.config.tables import ROLE_FIELDS, Role, TableDataConfig
+from dphybrid.data import Prepared
+from dphybrid.data.table import plain, reading, schema
+from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table.labels import Label
+from dphybrid.util.errors import UserError
+from tests.preparing import prepare
+
+
+def table(folder: Path, columns: dict[str, list[Any]], **values: Any) -> Prepared:
+    """Prepare a table whose label is y."""
+    lines = ["\t".join(columns), *("\t".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
+    (folder / "x.csv").write_text("\n".join(lines) + "\n")
+    config = TableDataConfig(path=str(folder / "x.csv"), label="y", **values)
+    return prepare("ctr", config, folder / "prepared", 0)
+
+
+def labelled(folder: Path, values: list[Any], num_rows: int = 60, **more: Any) -> Prepared:
+    """Prepare a table whose label takes these values in turn."""
+    word = ["ab"[i % 2] for i in range(num_rows)]
+    return table(folder, {"w": word, "y": [values[i % len(values)] for i in range(num_rows)]}, **more)
+
+
+SIZES = [20.5 + i for i in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "task", "classes"),
+    [
+        (["red", "green", "blue"], {}, "multiclass", ("blue", "green", "red")),
+        (["10", "9", "-1"], {}, "multiclass", ("-1", "9", "10")),
+        (["1", "2", "many"], {}, "multiclass", ("many", "1", "2")),
+        (list(range(20)), {}, "multiclass", tuple(map(str, range(20)))),
+        (["yes", "no"], {"task": "multiclass"}, "multiclass", ("no", "yes")),
+        (["0.5", "1.5"], {}, "binary", ("0.5", "1.5")),
+        (list(range(21)), {}, "regression", ()),
+        ([1, 2, 300], {}, "regression", ()),
+        (SIZES, {}, "regression", ()),
+        ([1, 2, 3], {"task": "regression"}, "regression", ()),
+        ([0, 1], {"task": "regression"}, "regression", ()),
+        ([0, 1, 5], {"task": "counts"}, "counts", ()),
+        (["1.206,50", "3,25", "7,125"], {"decimal": ",", "thousands": "."}, "regression", ()),
+    ],
+)
+def test_what_a_label_is_taken_for(
+    tmp_path: Path, values: list[Any], more: dict[str, Any], task: str, classes: tuple[str, ...]
+) -> None:
+    prepared = labelled(tmp_path, values, **more)
+    label = Label.of(prepared.info, tuple(prepared.manifest.facts["classes"]))
+    assert (label.task, label.classes) == (task, classes)
+    assert TableEncoder.load(prepared.path / "encoder").answer == label
+    assert task in prepared.describe() or task == "binary"
+    assert ("data.task" in prepared.describe()) == (task != "binary")
+    labels_B, train = prepared.arrays["labels_B"], prepared.arrays["train_rows"]
+    if classes:
+        assert [classes[int(number)] for number in labels_B[: len(values)]] == [str(v) for v in values]
+    else:
+        assert labels_B[train].mean() == pytest.approx(float(task == "counts"), abs=1e-5)
+        assert task == "counts" or labels_B[train].std() == pytest.approx(1, abs=1e-5)
+        found = label.offset + label.scale * labels_B[: len(values)]
+        plain_values = [float(str(v).replace(".", "").replace(",", ".")) for v in values]
+        expected = plain_values if "decimal" in more else [float(v) for v in values]
+        np.testing.assert_allclose(found, expected[: len(found)], rtol=1e-5, atol=1e-5)
+
+
+def test_labels_that_turn_out_to_be_numbers_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "ROLE_ROWS", 10)
+    prepared = labelled(tmp_path, [1, 2, 3] * 10 + [0.25])
+    assert prepared.info["label"]["task"] == "regression"
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "words"),
+    [
+        (["a"], {}, ["data.label=y", "two different values", "column 'y' has 1: 'a'"]),
+        ([7], {"task": "regression"}, ["two different values", "column 'y' has 1: '7'"]),
+        ([1, 2, 3], {"task": "binary"}, ["column 'y' has 3: '1', '2', '3'", "another data.task"]),
+        ([2, 3, -1], {"task": "counts"}, ["data.label='y'", "line 4", "holds '-1'", "data.task=regression"]),
+        ([2, 0.5, 1], {"task": "counts"}, ["line 3", "holds '0.5'", "whole numbers"]),
+        ([*SIZES[:59], "soon"], {}, ["column 'y' holds 'soon' among numbers", "data.missing"]),
+        ([*SIZES[:59], "soon"], {"task": "counts"}, ["holds '20.5'"]),
+        ([*SIZES[:59], "soon"], {"task": "regression"}, ["line 61", "data.label", "'soon', no number"]),
+        ([f"n{i}" for i in range(1001)], {}, ["column 'y' has 1,001 different", "1,000 at most"]),
+        ([1, 2], {"weight": "y"}, ["data.weight='y'", "already named as label"]),
+        ([1, 2], {"weight": "w", "ignore": ("w",)}, ["data.ignore='w'", "already named as weight"]),
+    ],
+)
+def test_labels_that_contradict_are_refused(
+    tmp_path: Path, values: list[Any], more: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UserError) as error:
+        labelled(tmp_path, values, max(60, len(values)), **more)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_are_no_feature_and_zero_leaves_a_row_out(
+    tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled:
+        monkeypatch.setattr(plain, "KERNEL_BYTES", 0)
+    weights = [i % 3 / 2 for i in range(60)]
+    columns = {"w": ["ab"[i % 2] for i in range(60)], "n": weights, "y": [i * 1.5 for i in range(60)]}
+    prepared = table(tmp_path, columns, weight="n")
+    assert prepared.arrays["weights_B"].tolist() == [w for w in weights if w]
+    assert prepared.info["inputs"] == ["w"]
+    assert "20 rows with a weight of 0 are left out" in prepared.describe()
+    train = prepared.arrays["train_rows"]
+    mean = np.average(prepared.arrays["labels_B"][train], weights=prepared.arrays["weights_B"][train])
+    assert mean == pytest.approx(0, abs=1e-6)
+    for wrong, shown in (("-1", "-1"), ("", "None"), ("x", "'x'"), ("inf", "inf")):
+        columns["n"] = [*weights[:40], wrong, *weights[41:]]
+        with pytest.raises(
+            UserError, match=r"data\.weight='n': .*x\.csv, line 42: holds .*weights are"
+        ) as told:
+            table(tmp_path, columns, weight="n")
+        assert shown in str(told.value) or compiled
+    with pytest.raises(UserError, match=r"none of the 60 rows .* has a weight above 0"):
+        table(tmp_path, columns | {"n": [0] * 60}, weight="n")
+
+
+def test_labels_grow_with_the_offset_and_the_classes_of_before(tmp_path: Path) -> None:
+    first = labelled(tmp_path, SIZES[:30])
+    more = labelled(tmp_path, [*SIZES[:30], 500, 600], 120, base=str(first.path))
+    assert more.info["label"] == first.info["label"]
+    number = more.info["label"]["offset"] + more.info["label"]["scale"] * more.arrays["labels_B"].max()
+    assert number == pytest.approx(600)
+    classes = labelled(tmp_path, ["a", "b", "c"])
+    with pytest.raises(UserError, match=r"data\.base: classes were \['a', 'b', 'c'\] and are"):
+        labelled(tmp_path, ["a", "b", "c", "d"], 120, base=str(classes.path))
+
+
+def test_dates_of_one_order_are_times_and_the_rest_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {
+        "iso": [f"2024-01-{1 + i % 28:02d}" for i in range(60)],
+        "stamp": [f"2024/1/{1 + i % 28} 18:{i % 60:02d}" for i in range(60)],
+        "zone": [f"2024-02-03T04:05:{i % 60:02d}.25Z" for i in range(60)],
+        "month": [f"{1 + i % 12}/13/2024" for i in range(60)],
+        "word": [f"2024-01-{1 + i % 40:02d}" for i in range(60)],
+        "y": [i % 2 for i in range(60)],
+    }
+
+    def roles(prepared: Prepared) -> dict[str, str]:
+        return {c["name"]: c["role"] for c in prepared.manifest.facts["columns"] if c["name"] in columns}
+
+    with monkeypatch.context() as before:  # a folder of the version that inferred none
+        before.setattr(schema, "YEAR_FIRST", "^$")
+        old = table(tmp_path, columns)
+    assert {*roles(old).values()} == {"categorical"}
+    again = table(tmp_path, columns)
+    assert (again.path, again.reused) == (old.path, True)
+    new = table(tmp_path, columns, valid_fraction=0.3)
+    assert roles(new) == dict.fromkeys(("iso", "stamp", "zone"), "time") | {
+        "month": "categorical",
+        "word": "categorical",
+    }
+    assert "--data.dayfirst true where the day comes first" in new.describe()
+    assert "--data.categorical would look each of them up" in new.describe()
+    assert roles(table(tmp_path, columns, categorical=("iso",)))["iso"] == "categorical"
+    taken = columns | {"iso (hour)": ["x"] * 60}
+    assert roles(table(tmp_path, taken))["iso"] == "categorical"
+
+
+def test_each_role_has_its_field() -> None:
+    assert {*ROLE_FIELDS.values()} == {*get_args(Role)}
+    assert {*ROLE_FIELDS} <= TableDataConfig.model_fields.keys()

@@ -1,0 +1,248 @@
+"""Labels of every kind from the table to predictions: what was planted is found, and a weight counts rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import dphybrid
+from dphybrid.cli.main import main
+from dphybrid.config.settings import load_settings
+from dphybrid.jobs.predict import Predictor
+from dphybrid.parallel import resolve_devices
+from dphybrid.recipes import find_recipe
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.ctr.model import build_ctr
+from dphybrid.recipes.ctr.recipe import CtrModelConfig
+from dphybrid.tracking.checkpoint_models import _signature
+from dphybrid.training.label_tasks import label_task
+from dphybrid.util.errors import UserError
+
+KINDS = ["red", "green", "blue"]
+VALUES: dict[str, Any] = {
+    "devices": "cpu",
+    "tracking": "none",
+    "quiet": True,
+    "epochs": 5,
+    "batch_size": 32,
+    "buckets": 8,
+    "model": {"dim": 4, "hidden": 16, "layers": 1, "dropout": 0.0},
+    "table": {"lr": 0.1},
+    "train": {"lr": 0.02},
+}
+
+
+def rows(num_rows: int = 600) -> pl.DataFrame:
+    """A table whose labels follow from its features: a class of shop, a size of both, counts of shop."""
+    random = np.random.default_rng(0)
+    shop, price = random.integers(0, 6, num_rows), random.uniform(0, 10, num_rows).round(2)
+    return pl.DataFrame(
+        {
+            "shop": [f"s{number}" for number in shop],
+            "price": price,
+            "kind": [KINDS[number % 3] for number in shop],
+            "size": 5000 + 300.0 * shop + 100 * price + random.normal(0, 20, num_rows),
+            "visits": random.poisson(0.5 + 2.0 * shop),
+        }
+    )
+
+
+def trained(label: str, **more: Any) -> Any:
+    ignore = [name for name in ("kind", "size", "visits") if name != label]
+    return dphybrid.train(rows(), label=label, ignore=ignore, **{"run_name": label} | VALUES | more)
+
+
+def predicted(run: Any, folder: Path) -> pl.DataFrame:
+    rows().write_parquet(folder / "new.parquet")
+    given = ["--data.path", str(folder / "new.parquet"), "--keep", "shop"]
+    assert main(["predict", run.name, *given, "--out", str(folder / "out.parquet")]) == 0
+    return pl.read_parquet(folder / "out.parquet")
+
+
+def test_classes(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained("kind", devices="cpu*2", model=VALUES["model"] | {"kind": "deepfm"})
+    assert run.metrics.keys() == {"accuracy", "macro_f1", "log_loss"}
+    assert run.metrics["accuracy"] > 0.95
+    assert run.metrics["macro_f1"] > 0.95
+    assert run.metrics["log_loss"] < 0.4
+    history = run.history["validation accuracy"]
+    best = run.history["step"][int(np.argmax(history))]  # type: ignore[arg-type]
+    assert run.checkpoint.name == f"step-{int(best):06d}"
+    probabilities_BC = run.predict(rows())
+    assert probabilities_BC.shape == (600, 3)
+    assert probabilities_BC.sum(1) == pytest.approx(np.ones(600), abs=1e-5)
+    found = predicted(run, tmp_path)
+    assert "600 predictions of kind (3 classes)" in capsys.readouterr().out
+    names = [f"probability_{name}" for name in sorted(KINDS)]
+    assert found.columns == ["file", "line", "prediction", *names, "shop"]
+    assert (found["prediction"] == rows()["kind"]).mean() > 0.95  # type: ignore[operator]
+    np.testing.assert_allclose(found.select(names).to_numpy(), probabilities_BC, atol=1e-6)
+    predictor = dphybrid.load(str(run.checkpoint))
+    assert predictor.classes == tuple(sorted(KINDS))
+    assert "kind (3 classes)" in repr(predictor)
+    with pytest.raises(
+        UserError, match=r"--threshold 0\.5: is for a label of two values, and 'kind' is multi"
+    ):
+        predictor.predict_file(tmp_path / "new.parquet", tmp_path / "no.csv", threshold=0.5)
+    with pytest.raises(UserError, match="--keep probability_red: predictions have a column of that name"):
+        predictor.predict_file(tmp_path / "new.parquet", tmp_path / "no.csv", keep=["probability_red"])
+    outputs = _signature(run.checkpoint).outputs  # type: ignore[union-attr]
+    assert outputs.input_names() == names
+    assert "predicted_against_observed" not in run.report().page()
+
+
+def test_a_number_and_the_run_goes_on(data_dir: Path, tmp_path: Path) -> None:
+    run = trained("size", epochs=3)
+    spread = float(rows()["size"].std())  # type: ignore[arg-type]
+    run = trained("size", resume="size", run_name=None)
+    assert run.metrics.keys() == {"rmse", "mae", "r2"}
+    assert run.metrics["rmse"] < 0.3 * spread
+    assert run.metrics["mae"] < run.metrics["rmse"]
+    assert run.metrics["r2"] > 0.9
+    best = run.history["validation rmse"].min()
+    assert run.metrics["rmse"] == pytest.approx(best, rel=1e-5)
+    found = predicted(run, tmp_path)
+    assert found.columns == ["file", "line", "prediction", "shop"]
+    errors = found["prediction"].to_numpy() - rows()["size"].to_numpy()
+    assert np.sqrt((errors**2).mean()) < 0.3 * spread
+    assert found["prediction"].dtype == pl.Float64
+    page = run.report().page()
+    assert "What it predicts" in page
+    values = json.loads((run.folder / "metrics.json").read_text())["chart"]
+    assert values["name"] == "predicted_against_observed"
+    assert len(values["points"]) == 120
+    assert np.corrcoef(np.array(values["points"]).T)[0, 1] > 0.9
+    dtypes = [column.type.name for column in _signature(run.checkpoint).outputs]  # type: ignore[union-attr]
+    assert dtypes == ["double"]
+
+
+def test_counts_with_weights_by_dlrm(data_dir: Path) -> None:
+    heavy = rows().with_columns(often=pl.lit(2.5))
+    model = VALUES["model"] | {"kind": "dlrm"}
+    run = dphybrid.train(
+        heavy,
+        label="visits",
+        task="counts",
+        weight="often",
+        ignore=["kind", "size"],
+        **VALUES | {"model": model},
+    )
+    assert run.metrics.keys() == {"poisson_deviance", "mae"}
+    counts = rows()["visits"].to_numpy()
+    mean = counts.mean()
+    nothing = (
+        2 * (np.where(counts > 0, counts * np.log(np.maximum(counts, 1) / mean), 0) - (counts - mean)).mean()
+    )
+    assert run.metrics["poisson_deviance"] < 0.6 * nothing
+    found = run.predict(rows())
+    assert found.shape == (600,)
+    assert (found > 0).all()
+    assert np.corrcoef(found, counts)[0, 1] > 0.7
+    assert run.config.data.model_dump()["weight"] == "often"
+
+
+@pytest.mark.parametrize("kind", ["wide-deep", "deepfm", "dlrm"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        {},
+        {"task": "multiclass", "classes": ["a", "b", "c"], "offset": 0.0, "scale": 1.0},
+        {"task": "regression", "classes": [], "offset": 40.0, "scale": 8.0},
+        {"task": "counts", "classes": [], "offset": 0.0, "scale": 3.0},
+    ],
+    ids=lambda label: label.get("task", "binary"),
+)
+def test_a_weight_of_two_is_the_row_twice(kind: Any, label: dict[str, Any]) -> None:
+    facts: dict[str, Any] = {"num_ids": [5, 7], "num_dense": 3} | ({"label": label} if label else {})
+    options = CtrModelConfig(kind=kind, dim=4, hidden=8, layers=1, dropout=0.0, dtype="float64")
+    torch.manual_seed(0)
+    model = build_ctr(ModelContext(resolve_devices("cpu"), facts, options, seed=0)).double()
+    batch = {
+        "ids_BF": torch.tensor([[1, 2], [3, 6], [4, 0]]),
+        "dense_BN": torch.randn(3, 3),
+        "labels_B": torch.tensor([1.0, 0.0, 1.0]),
+    }
+    weighted = model(batch | {"weights_B": torch.tensor([2.0, 1.0, 0.5])})
+    twice = model({name: values[[0, 0, 1, 2]] for name, values in batch.items()})
+    halved = twice["loss"] * torch.tensor([1, 1, 1, 0.5])
+    mean = weighted["loss"].sum() / weighted["weight"].sum()
+    assert mean.item() == pytest.approx(halved.sum().item() / 3.5, rel=1e-6)
+    task = label_task(facts)
+    one = {
+        "labels_B": batch["labels_B"],
+        "logits": weighted["logits"].detach(),
+        "weight": torch.tensor([2, 1, 1]),
+    }
+    two = {n: values[[0, 0, 1, 2]] for n, values in one.items()} | {"weight": torch.ones(4)}
+    assert task.compute(one) == pytest.approx(task.compute(two), rel=1e-6)
+    if task.chart is not None and label:
+        assert task.chart(one).points
+
+
+def test_the_losses_are_those_of_torch_and_the_metrics_those_of_scikit_learn() -> None:
+    from sklearn import metrics
+
+    torch.manual_seed(1)
+    facts = {"label": {"task": "counts", "classes": [], "offset": 0.0, "scale": 4.0}}
+    logits_B, counts_B = torch.randn(50, dtype=torch.float64), torch.poisson(torch.full((50,), 3.0))
+    task, labels_B = label_task(facts), counts_B / 4
+    expected = torch.nn.functional.poisson_nll_loss(logits_B, labels_B, reduction="none")
+    grown = task.loss(logits_B, labels_B) - expected
+    assert torch.allclose(grown, torch.xlogy(labels_B, labels_B).double() - labels_B)  # what no model changes
+    found = task.compute({"logits": logits_B, "labels_B": labels_B})
+    rate_B = task.link(logits_B).numpy()
+    assert found["poisson_deviance"] == pytest.approx(
+        metrics.mean_poisson_deviance(counts_B, rate_B), rel=1e-6
+    )
+    facts = {"label": {"task": "regression", "classes": [], "offset": 10.0, "scale": 4.0}}
+    weights_B = torch.rand(50)
+    found = label_task(facts).compute({"logits": logits_B, "labels_B": labels_B, "weight": weights_B})
+    given = (10 + 4 * labels_B.double(), 10 + 4 * logits_B)
+    assert found["r2"] == pytest.approx(metrics.r2_score(*given, sample_weight=weights_B.double()))
+    assert found["rmse"] == pytest.approx(
+        metrics.root_mean_squared_error(*given, sample_weight=weights_B.double())
+    )
+
+
+class OwnBinary(type(find_recipe("ctr"))):  # type: ignore[misc]
+    """A recipe of before labels of other kinds."""
+
+    name = "own-binary"
+
+    def task(self, info: Any) -> Any:
+        from dphybrid.training.metrics import BINARY
+
+        return BINARY
+
+
+def test_a_recipe_that_learns_two_classes_refuses_others(data_dir: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"own-binary: learns binary labels, and this one is multiclass; give"
+    ):
+        trained("kind", recipe=f"{__name__}:OwnBinary")
+    assert not list(load_settings().runs_dir.glob("kind/checkpoints/*"))
+    with pytest.raises(UserError, match="weight='gone': data has no such column"):
+        trained("kind", weight="gone")
+    with pytest.raises(UserError, match="times='gone': data has no such column"):
+        trained("kind", times=["gone"])
+
+
+def test_a_model_that_gives_one_logit_for_classes_is_told() -> None:
+    facts = {"label": {"task": "multiclass", "classes": ["a", "b", "c"], "offset": 0.0, "scale": 1.0}}
+    with pytest.raises(UserError, match="has 3 classes, and the model gives logits of shape"):
+        label_task(facts).compute({"logits": torch.zeros(4), "labels_B": torch.zeros(4)})
+
+
+def test_binary_runs_have_a_calibration(data_dir: Path) -> None:
+    table = rows().with_columns(dear=pl.col("size") > 6000)
+    ignore = ["kind", "size", "visits"]
+    run = dphybrid.train(table, label="dear", ignore=ignore, **VALUES | {"epochs": 1})
+    chart = json.loads((run.folder / "metrics.json").read_text())["chart"]
+    assert (chart["name"], len(chart["points"])) == ("calibration", 10)
+    assert all(0 <= value <= 1 for point in chart["points"] for value in point)
+    assert "What it predicts" in run.report().page()
+    assert Predictor(run.checkpoint).predict(table).shape == (600,)
