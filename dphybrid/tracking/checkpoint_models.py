@@ -60,9 +60,10 @@ class CheckpointModels:
         model = self._logged().get(record["uid"])
         if model is None:
             raise KeyError(f"checkpoint {record['uid']} is not on record")
-        name = record["name"]
+        name, run = record["name"], self._client.get_run(self._run_id)
         try:
-            self._client.create_registered_model(name, tags={"dphybrid.recipe": record.get("recipe", "")})
+            recipe = run.data.tags.get("dphybrid.recipe", "")
+            self._client.create_registered_model(name, tags={"dphybrid.recipe": recipe})
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -74,6 +75,7 @@ class CheckpointModels:
                 model.artifact_location,
                 run_id=self._run_id,
                 model_id=model.model_id,
+                description=_description(run.info.run_name, model),
                 await_creation_for=0,
             )
             self._client.set_logged_model_tags(
@@ -206,6 +208,14 @@ def versions_of(client: MlflowClient, name: str) -> list[Any]:
         token = page.token
         if not token:
             return found
+
+
+def _description(run_name: str, model: Any) -> str:
+    """What the registry's page says of a version: where it comes from, and its metrics on the validation
+    split."""
+    values = {metric.key: metric.value for metric in model.metrics or []}
+    shown = ", ".join(f"{name.removeprefix('valid/')} {value:.5g}" for name, value in sorted(values.items()))
+    return f"{run_name}, step {model.tags[STEP_TAG]}" + (f": {shown}" if shown else "")
 
 
 def _linked(source: str, target: str) -> bool:

@@ -75,7 +75,8 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
     ]
     for number in (1, 2):
         tracker = open_tracker(None, "names", tmp_path)
-        tracker.start("run", {}, {}, "")
+        tracker.start("run", {}, {"dphybrid.recipe": "ctr"}, "")
+        tracker.log_metrics({"valid/auc": 0.5}, 1)
         tracker.log_checkpoints([card(tmp_path / str(number))], None)
         assert [tracker.register(name, "uid-1", "challenger") for name in names] == [""] * len(names)
         tracker.finish("FINISHED")
@@ -85,6 +86,9 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
         assert newest is not None
         assert champion is not None
         assert (newest.number, champion.number) == ("2", "1")
+    client = MlflowClient(tracker.tracking_uri)
+    assert client.get_registered_model("bob's").tags == {"dphybrid.recipe": "ctr"}
+    assert client.get_model_version("naïve größe", "2").description == "run, step 1: auc 0.5"
 
 
 def test_a_registration_that_fails_is_told_and_not_reported_as_done(
