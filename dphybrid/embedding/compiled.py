@@ -6,8 +6,8 @@ blocks that were taken: whoever comes takes the next one until none is left. Blo
 depend neither on the threads nor on who took what.
 
 Functions are made for constants (width, kinds of values, rule), which numba keeps in its cache by their
-values; what a function uses besides must be an intrinsic of `vectors`, as a compiled function that refers to
-another one is never kept.
+values; what a function uses besides must be an intrinsic, or a function of its module's own top level: one
+that holds another compiled function in its closure is never kept.
 """
 
 import pickle

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from dphybrid.embedding.compiled import compiled
 from dphybrid.embedding.vectors import (
@@ -101,6 +101,37 @@ def write_byte(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
+@register_jitable
+def cell_at(text: int, place: int) -> tuple[int, int]:
+    """Return where the cell behind the separator at `place` begins and ends, without the blanks around it."""
+    at, end = text + read_int32(place) + 1, text + read_int32(place + 4)
+    if at < end and (read_byte(at) <= 32 or read_byte(end - 1) <= 32):
+        while at < end and (read_byte(at) == 32 or 9 <= read_byte(at) <= 12):
+            at += 1
+        while at < end and (read_byte(end - 1) == 32 or 9 <= read_byte(end - 1) <= 12):
+            end -= 1
+    return at, end
+
+
+@register_jitable
+def short_key(at: int, length: int, stop: int) -> int:
+    """Return the key of a text of less than 8 bytes; stop: the end of what may be read."""
+    key = 0
+    if at + 8 <= stop:
+        key = read_word(at) & ((1 << (8 * length)) - 1)
+    else:
+        for b in range(length):
+            key |= read_byte(at + b) << (8 * b)
+    return key | (length << 56)
+
+
+@register_jitable
+def slot_of(key: int, mask: int) -> int:
+    """Return the slot where the search for a key begins; mask: the number of slots less 1."""
+    mixed = key * -7046029254386353131
+    return (mixed ^ (mixed >> 32)) & mask
+
+
 def find_kernel() -> Any:
     """Find the places of separators and line ends.
 
@@ -159,13 +190,8 @@ def read_kernel() -> Any:
                 place = places + 4 * (first * width + read_int(numeric + 8 * n))
                 target = numbers + 8 * n * rows
                 for r in range(first, last):
-                    at, end = text + read_int32(place) + 1, text + read_int32(place + 4)
+                    at, end = cell_at(text, place)
                     place += 4 * width
-                    if at < end and (read_byte(at) <= 32 or read_byte(end - 1) <= 32):
-                        while at < end and (read_byte(at) == 32 or 9 <= read_byte(at) <= 12):
-                            at += 1
-                        while at < end and (read_byte(end - 1) == 32 or 9 <= read_byte(end - 1) <= 12):
-                            end -= 1
                     if at == end:
                         write_int(target + 8 * r, 0x7FF8000000000000)
                         continue
@@ -201,12 +227,9 @@ def read_kernel() -> Any:
                         write_float(target + 8 * r, number)
                         continue
                     write_int(target + 8 * r, 0x7FF8000000000000)
-                    length, key, known = end - begin, 0, False
+                    length, known = end - begin, False
                     if length <= 8:
-                        for b in range(length):
-                            key |= read_byte(begin + b) << (8 * b)
-                        if length < 8:
-                            key |= length << 56
+                        key = read_word(begin) if length == 8 else short_key(begin, length, text + size)
                         for m in range(num_missing):
                             known = known or read_int(missing + 8 * m) == key
                     if not known:
@@ -215,22 +238,11 @@ def read_kernel() -> Any:
                 place = places + 4 * (first * width + read_int(coded + 8 * n))
                 target = keys + 8 * n * rows
                 for r in range(first, last):
-                    at, end = text + read_int32(place) + 1, text + read_int32(place + 4)
+                    at, end = cell_at(text, place)
                     place += 4 * width
-                    if at < end and (read_byte(at) <= 32 or read_byte(end - 1) <= 32):
-                        while at < end and (read_byte(at) == 32 or 9 <= read_byte(at) <= 12):
-                            at += 1
-                        while at < end and (read_byte(end - 1) == 32 or 9 <= read_byte(end - 1) <= 12):
-                            end -= 1
                     length = end - at
                     if length < 8:
-                        key = 0
-                        if at + 8 <= text + size:
-                            key = read_word(at) & ((1 << (8 * length)) - 1)
-                        else:
-                            for b in range(length):
-                                key |= read_byte(at + b) << (8 * b)
-                        write_int(target + 8 * r, key | (length << 56))
+                        write_int(target + 8 * r, short_key(at, length, text + size))
                         continue
                     key = read_word(at)
                     if length > 8 or (key >> 56) < 8:
@@ -261,15 +273,12 @@ def look_up_kernel() -> Any:
         ends, most, none = read_int(page + 104), read_int(page + 112), read_int(page + 120)
         count = read_int(page + 128)
         for r in range(first, rows):
-            coming = read_int(keys + 8 * min(r + AHEAD, rows - 1)) * -7046029254386353131
-            prefetch(slots + SLOT * ((coming ^ (coming >> 32)) & mask), 0)
+            prefetch(slots + SLOT * slot_of(read_int(keys + 8 * min(r + AHEAD, rows - 1)), mask), 0)
             key = read_int(keys + 8 * r)
             if key == 0:
                 write_int32(codes + 4 * r, 0)
                 continue
-            mixed = key * -7046029254386353131
-            slot = (mixed ^ (mixed >> 32)) & mask
-            found = 0
+            slot, found = slot_of(key, mask), 0
             while found == 0:
                 here = read_int(slots + SLOT * slot)
                 if here == key and key > 0:
@@ -278,12 +287,7 @@ def look_up_kernel() -> Any:
                 if here != 0 and here != key:
                     slot = (slot + 1) & mask
                     continue
-                place = places + 4 * (r * width + column)
-                at, end = text + read_int32(place) + 1, text + read_int32(place + 4)
-                while at < end and (read_byte(at) == 32 or 9 <= read_byte(at) <= 12):
-                    at += 1
-                while at < end and (read_byte(end - 1) == 32 or 9 <= read_byte(end - 1) <= 12):
-                    end -= 1
+                at, end = cell_at(text, places + 4 * (r * width + column))
                 length = end - at
                 if here == key:
                     entry = read_int(slots + SLOT * slot + 8)
@@ -329,8 +333,7 @@ def grow_kernel() -> Any:
         for s in range(count):
             key = read_int(slots + SLOT * s)
             if key != 0:
-                mixed = key * -7046029254386353131
-                slot = (mixed ^ (mixed >> 32)) & mask
+                slot = slot_of(key, mask)
                 while read_int(free + SLOT * slot) != 0:
                     slot = (slot + 1) & mask
                 write_int(free + SLOT * slot, key)

@@ -204,10 +204,8 @@ def read_plain(
     numeric = [i for i, name in enumerate(names) if name in wanted.numbers and data.notation is None]
     coded = [i for i, name in enumerate(names) if name in wanted.coded]
     numbers, odd, keys = _read(block, places, num_rows, width, numeric, coded, missing)
-    found = {names[i]: numbers[n] for n, i in enumerate(numeric)}
-    closer = [names[i] for i, is_odd in zip(numeric, odd, strict=True) if is_odd]
-    if data.notation is not None:
-        closer = [name for name in names if name in wanted.numbers]
+    found = {names[i]: numbers[n] for n, i in enumerate(numeric) if not odd[n]}
+    closer = [name for name in names if name in wanted.numbers and name not in found]
     for name, texts in zip(closer, _texts(block, names, separator, closer, missing), strict=True):
         values = as_numbers(texts, data)
         if int(values.is_finite().sum()) < len(texts) - texts.null_count():
