@@ -14,6 +14,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import dphybrid
+from dphybrid.api.run import TrainedRun
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.jobs.load import model_from_checkpoint
@@ -167,6 +168,7 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(
         ({"out": "none/x.csv"}, ["--out", "folder that exists"]),
         ({"text": "age,city\n30,a\n"}, ["no column 'user_id'", "age, city"]),
         ({"text": ""}, ["is empty"]),
+        ({"flags": ["--top", "3"]}, ["--top 3", "recommend", "scores rows"]),
         ({"flags": ["--data.header", "perhaps"]}, ["data.header = 'perhaps'", "'yes' or 'no'"]),
     ],
 )
@@ -192,6 +194,11 @@ def test_wrong_calls_end_with_a_message(
     for word in words:
         assert word in said
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
+
+
+def test_a_model_that_scores_rows_recommends_nothing(trained: tuple[Report, Path]) -> None:
+    with pytest.raises(UserError, match="recipe ctr scores rows"):
+        TrainedRun(trained[1] / "data" / "runs" / trained[0].run_name).recommend("u1")
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(data_dir: Path) -> None:
