@@ -11,7 +11,6 @@ from dphybrid.api.run import TrainedRun
 from dphybrid.api.values import experiment
 from dphybrid.config import ExperimentConfig, merge
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes.configs import build_config, given_values
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError, suggestion
@@ -111,7 +110,8 @@ _AWAITED = "(a frame)"
 
 def _with_frames(config: ExperimentConfig, framed: Mapping[str, Any], settings: Settings) -> ExperimentConfig:
     """Return the config with the paths of files that the frames were written to."""
-    if not find_recipe(config.recipe).tabular:
+    named = config.data.named_columns
+    if not (named or find_recipe(config.recipe).tabular):
         raise UserError(
             f"data: is a {type(next(iter(framed.values()))).__name__}, and recipe {config.recipe} reads no "
             f"tables; {', '.join(tabular_names())} does; give this one a path, or name recipe='ctr'"
@@ -120,11 +120,10 @@ def _with_frames(config: ExperimentConfig, framed: Mapping[str, Any], settings: 
 
     names = {"path": "data", "valid_path": "valid"}
     frames = {place: as_frame(table, names[place]) for place, table in framed.items()}
-    assert isinstance(config.data, TableDataConfig)  # what a recipe that reads tables has
-    ignored = config.data.ignore
+    ignored = {place: config.data.left_out(frame.collect_schema().names()) for place, frame in frames.items()}
     for place, frame in frames.items():
-        columns = check_frame(frame, names[place], ignored)
-        for field, column in config.data.named_columns:
+        columns = check_frame(frame, names[place], ignored[place])
+        for field, column in named:
             if column not in columns:
                 raise UserError(
                     f"{field}={column!r}: {names[place]} has no such column{suggestion(column, columns)}"
@@ -132,7 +131,8 @@ def _with_frames(config: ExperimentConfig, framed: Mapping[str, Any], settings: 
     with naming(settings.data_dir):
         make_folder(settings.data_dir, mode=0o700)
     saved = {
-        place: str(save_frame(frame, settings.data_dir / "frames", names[place], ignored))
+        place: str(save_frame(frame, settings.data_dir / "frames", names[place], ignored[place]))
         for place, frame in frames.items()
     }
-    return build_config(merge(given_values(config), {"data": {**saved, "ignore": ()}}))
+    gone = {field: () for field, _ in named if field == "ignore"}  # the files do not have them
+    return build_config(merge(given_values(config), {"data": saved | gone}))

@@ -7,6 +7,7 @@ common to all recipes; `data` and `model` are a recipe's own classes (`dphybrid.
 alone.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -42,6 +43,16 @@ class Section(BaseModel):
 class DataConfig(Section):
     """Where the samples come from and how they are read. A recipe's own class adds the fields; this one has
     none."""
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        """The columns of a table that are named, each with the field that names it."""
+        return []
+
+    def left_out(self, columns: Sequence[str]) -> Sequence[str]:
+        """Return those of a table's columns that are not read: the ones that nothing names."""
+        named = {column for _, column in self.named_columns}
+        return [column for column in columns if column not in named]
 
 
 class ModelConfig(Section):

@@ -1,6 +1,7 @@
 """The data section of recipes whose samples are rows of a table: CSV, TSV or Parquet files."""
 
 import re
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -115,6 +116,11 @@ class TableDataConfig(DataConfig):
         given = ((name, getattr(self, name)) for name in COLUMN_FIELDS)
         listed = ((name, (value,) if isinstance(value, str) else value or ()) for name, value in given)
         return [(name, column) for name, columns in listed for column in columns]
+
+    def left_out(self, columns: Sequence[str]) -> Sequence[str]:
+        """Return the columns to leave out: of the others, those that nothing names have a role by what they
+        hold."""
+        return self.ignore
 
     @property
     def no_value(self) -> tuple[str, ...]:

@@ -374,6 +374,17 @@ def test_recommendations_are_the_best_items_that_a_user_has_not_met(
         found.recommend(user, k=0)
 
 
+def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> None:
+    write_rows(data_dir.parent / "rows.csv", num_rows=200)
+    frame = pl.read_csv(data_dir.parent / "rows.csv").with_columns(pl.struct("day").alias("nested"))
+    given = {"recipe": "retrieval", "user_features": "country", "tracking": "none", "quiet": True}
+    with pytest.raises(UserError, match="item='itm': data has no such column; did you mean 'item'"):
+        dphybrid.train(frame, item="itm", **given)
+    run = dphybrid.train(frame, time="day", epochs=1, devices="cpu*2", **given)
+    assert len(run.recommend("u1", k=3)) == 3
+    assert pl.read_parquet(data_dir / "frames").columns == ["user", "item", "country", "day"]
+
+
 def test_unknown_users_get_the_popular_items(
     trained: tuple[Report, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,15 @@ class RetrievalDataConfig(DataConfig):
         return self
 
     @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        """The columns that are named, each with the field that names it."""
+        features = [
+            (side, name) for side in ("user_features", "item_features") for name in getattr(self, side)
+        ]
+        time = [] if self.time is None else [("time", self.time)]
+        return [("user", self.user), ("item", self.item), *features, *time]
+
+    @property
     def reading(self) -> TableDataConfig:
         """How files are read, for `dphybrid.data.table`."""
         return TableDataConfig(
