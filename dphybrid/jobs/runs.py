@@ -74,6 +74,7 @@ def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which
         "recipe",
         "model.",
         "table.optimizer",
+        "table.dtype",
         "train.optimizer",
         "train.seed",
         "train.batch_size",

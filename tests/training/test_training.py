@@ -201,6 +201,8 @@ def test_resuming_with_another_model_is_refused(data_dir: Path, small_text: str)
     train(small_text, *SMALL_TEXT)
     with pytest.raises(UserError, match=r"model.hidden: 8 -> 9"):
         train(small_text, *SMALL_TEXT, "model.hidden=9", resume="latest")
+    with pytest.raises(UserError, match=r"table.dtype: model -> bfloat16"):  # the rows would be rounded
+        train(small_text, *SMALL_TEXT, "table.dtype=bfloat16", resume="latest")
 
 
 def test_checkpoints_are_kept_as_asked_and_the_best_always(data_dir: Path, small_text: str) -> None:
