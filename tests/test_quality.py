@@ -1,12 +1,18 @@
-"""The recipes reach the quality that the README promises."""
+"""The recipes reach the quality that the README promises, and the script that compares it does compare."""
 
+import json
+import random
 from pathlib import Path
 
+import numpy as np
+import polars as pl
 import pytest
 
 from dphybrid.config.settings import load_settings
 from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.util.errors import UserError
+from examples import quality
 from tests.conftest import SHARED
 
 ADULT = SHARED / "data" / "adult" / "adult.data"
@@ -26,3 +32,44 @@ def test_ctr_reaches_its_auc_on_adult(data_dir: Path) -> None:
         load_settings(),
     )
     assert report.metrics["auc"] >= 0.915
+
+
+def test_the_script_compares_on_the_same_rows(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    draw = random.Random(0)
+    lines = ["size,kind,clicked"]
+    for _ in range(600):
+        size, kind = draw.random(), draw.choice(["a", "b", "c", "?"])
+        clicked = (size > 0.5) == (kind == "a") if draw.random() < 0.9 else draw.random() < 0.5
+        lines.append(f"{size:.3f},{kind},{int(clicked)}")
+    (tmp_path / "clicks.csv").write_text("\n".join(lines))
+    asked = ["--only", "adult", "--table", str(tmp_path / "clicks.csv"), "--label", "clicked", "--seeds", "1"]
+    found = quality.main([*asked, "--out", str(tmp_path / "found.json")])
+    assert json.loads((tmp_path / "found.json").read_text()) == found
+    part, told = found["adult"], capsys.readouterr().out
+    assert (part["train_rows"], part["valid_rows"], part["seeds"]) == (480, 120, 1)
+    assert part["runs"].keys() == {quality.TREES, *quality.CTR}
+    assert part["runs"][quality.TREES][0]["auc"] > 0.85
+    for name, (run,) in part["runs"].items():
+        assert 0.4 < run["auc"] <= 1
+        assert f"| {name} | {run['auc']:.4f} |" in told
+
+
+def test_the_script_says_what_it_lacks(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"there is no wn18rr; name the folder that holds it"):
+        quality.main(["--only", "wn18rr", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")])
+    monkeypatch.setattr(quality, "installed", lambda name: "")
+    with pytest.raises(UserError, match=r"scikit-learn is not installed.*or --only text"):
+        quality.adult(tmp_path / "clicks.csv", "clicked", 1)
+
+
+def test_trees_get_frequent_values_as_numbers_and_none_as_nan() -> None:
+    texts = pl.Series("kind", ["b", "a", "b", None, "new"])
+    found = quality.codes(texts, train_rows=np.arange(4))
+    assert found.tolist()[:3] == [0, 1, 0]
+    assert str(found[3]) == "nan"
+    assert found[4] == 2  # with all other rare ones
