@@ -38,6 +38,8 @@ class SpreadTable(HostEmbedding):
     lookup.
     """
 
+    over_ranks = True
+
     def __init__(
         self, table: HostEmbedding, ranks: Ranks, config: TableConfig, batch_rows: int, find_bad: FindBad
     ) -> None:
@@ -91,6 +93,8 @@ class SpreadTable(HostEmbedding):
         self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None
     ) -> Tensor:
         """Return pooled_BD; see `HostEmbedding.bags`."""
+        if mode == "max":
+            ids_N, offsets_B = self.without_padding(ids_N.cpu().reshape(-1), offsets_B.cpu())
         rows_ND = self._rows(ids_N.reshape(-1))
         here = torch.arange(len(rows_ND), device=rows_ND.device)
         return F.embedding_bag(

@@ -1,6 +1,7 @@
 """Embedding tables in host memory, and the optimizers of their rows. Needs torch, numpy and numba."""
 
 from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables, look_up_columns
+from dphybrid.embedding.combined import CombinedOptimizer
 from dphybrid.embedding.optim import (
     LazyAdam,
     RowAdagrad,
@@ -15,6 +16,7 @@ from dphybrid.embedding.table import HostEmbedding, dense_parameters
 from dphybrid.embedding.vocabulary import GrowingVocabulary, HashedVocabulary
 
 __all__ = [
+    "CombinedOptimizer",
     "DeclaresIds",
     "GrowingVocabulary",
     "HashedVocabulary",

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dphybrid.embedding import kernels
@@ -119,7 +120,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             state = self.make_state(table)
             if table.rows_VD.dtype == torch.bfloat16:
                 state[_ROUNDINGS] = torch.zeros(1, dtype=torch.int64)
-            self.state[table.weight] = state
+            self.state[table.weight] = _HostStates(state)
         self._set_up()
 
     def _set_up(self) -> None:
@@ -141,6 +142,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_copies()
         for table in self.tables.values():
             table.gradients.start_update()
         for group, names in self._alike():
@@ -150,6 +152,18 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
                 for table in tables:
                     table.gradients.updated()
         return loss
+
+    def _refuse_copies(self) -> None:
+        if not (dist.is_available() and dist.is_initialized()) or (count := dist.get_world_size()) == 1:
+            return
+        for name, table in self.tables.items():
+            if not table.over_ranks:
+                raise UserError(
+                    f"table {name!r}: each of {count} processes would train a copy of its own, as "
+                    "DistributedDataParallel, FSDP and the like know no rows' gradients; train in one "
+                    "process, with dphybrid.parallel.DataParallel over the GPUs, or with cluster.ranks; "
+                    "where your own loop makes all copies' gradients equal, say table.over_ranks = True"
+                )
 
     def _alike(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Names of tables of one width, type and rule, with a group whose numbers are theirs."""
@@ -222,7 +236,9 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         """Return torch's form of the states, as references, and of the groups."""
         for table in self.tables.values():
             table.ahead.finish()
-        return super().state_dict()
+        found = super().state_dict()
+        found["state"] = {number: dict(states) for number, states in found["state"].items()}
+        return found
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -281,7 +297,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
         ]
-        states = {name: self.states_of(name) for name in self.tables}
+        states = {name: dict(self.states_of(name)) for name in self.tables}
         return {"defaults": self.defaults, "tables": self.tables, "groups": groups, "states": states}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -293,9 +309,20 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         self.tables, self.changes = tables, None
         for table in tables.values():
             table.gradients.owned = True
-        kept = defaultdict(dict, {tables[name].weight: values for name, values in states.items()})
+        kept = defaultdict(
+            dict, {tables[name].weight: _HostStates(values) for name, values in states.items()}
+        )
         super().__setstate__({"defaults": state["defaults"], "state": kept, "param_groups": groups})
         self._set_up()
+
+
+class _HostStates(dict[str, Tensor]):
+    """The states of a table by name, which stay where they are: trainers move those of every optimizer to the
+    model's device."""
+
+    def __setitem__(self, name: str, state: Tensor) -> None:
+        if name not in self or state.device == self[name].device:
+            super().__setitem__(name, state)
 
 
 def _groups(tables: Any) -> list[dict[str, Any]]:

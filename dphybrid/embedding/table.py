@@ -47,6 +47,10 @@ class HostEmbedding(nn.Module):
     (max_norm, ...) and a table does not do.
     """
 
+    over_ranks = False
+    """Do all processes of a group share these rows, so that each one's gradients reach them? Where not, a row
+    optimizer refuses to train one of several copies."""
+
     def __init__(
         self,
         num_rows: int | None = None,
@@ -281,22 +285,25 @@ class HostEmbedding(nn.Module):
     def bags(
         self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None
     ) -> Tensor:
-        """Return pooled_BD, the sum or mean of the rows of each bag; bag b is ids_N[offsets_B[b] :
-        offsets_B[b + 1]], perhaps empty.
+        """Return pooled_BD, the sum, mean or maximum (mode "max") of the rows of each bag; bag b is
+        ids_N[offsets_B[b] : offsets_B[b + 1]], perhaps empty: zeros.
 
         weights_N: a factor for each id (mode "sum" only), gets a gradient when it wants one. Raises UserError
         like `forward`.
         """
-        if mode not in ("sum", "mean") or (mode == "mean" and weights_N is not None):
+        if mode not in ("sum", "mean", "max") or (mode != "sum" and weights_N is not None):
             raise UserError(
-                f"table {self.name!r}: mode={mode!r}; use sum (with or without weights_N) or mean (without)"
-            )
-        if weights_N is not None:
-            rows_ND = self(ids_N.reshape(-1))
-            return F.embedding_bag(
-                torch.arange(len(rows_ND)), rows_ND, offsets_B, mode="sum", per_sample_weights=weights_N
+                f"table {self.name!r}: mode={mode!r}{'' if weights_N is None else ' with weights_N'}; use "
+                "sum (with or without weights_N), mean or max (without)"
             )
         ids_N = whole_numbers(ids_N, self.name).reshape(-1)
+        if mode == "max":
+            ids_N, offsets_B = self.without_padding(ids_N, offsets_B)
+        if weights_N is not None or mode == "max":
+            rows_ND = self(ids_N)
+            return F.embedding_bag(
+                torch.arange(len(rows_ND)), rows_ND, offsets_B, mode=mode, per_sample_weights=weights_N
+            )
         if not all_in_range(ids_N, self.num_rows):
             raise no_row(ids_N, self.num_rows, self.name)
         ends_B = (
@@ -308,6 +315,14 @@ class HostEmbedding(nn.Module):
             bags_N = torch.repeat_interleave(torch.arange(len(offsets_B)), lengths_B)
             pooled_BD = self._remembered(pooled_BD, Pending(ids_N, bags_N))
         return pooled_BD / lengths_B.clamp(min=1).unsqueeze(1) if mode == "mean" else pooled_BD
+
+    def without_padding(self, ids_N: Tensor, offsets_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same bags without padding ids, whose zeros would be the maximum of negative rows."""
+        if not self.gradients.frozen:
+            return ids_N, offsets_B
+        kept_N = ~torch.isin(ids_N, torch.tensor(self.gradients.frozen))
+        before = F.pad(kept_N.cumsum(0), (1, 0))
+        return ids_N[kept_N], before[offsets_B]
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Say where `replica_rows` delivers. devices: one a replica. sizes_of(rows): the rows of each

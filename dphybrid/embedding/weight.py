@@ -97,9 +97,10 @@ class TableWeight(Tensor):
         if self._table is None or (found := self._gradients.exposed(self._rows)) is None:
             return None
         ids_U, grads_UD = found
-        return torch.sparse_coo_tensor(
+        sparse = torch.sparse_coo_tensor(
             ids_U[None], grads_UD, self._rows.shape, is_coalesced=True, check_invariants=False
         )
+        return Tensor._make_subclass(_WeightGrad, sparse)  # as_subclass knows no sparse tensors
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -157,6 +158,24 @@ class TableWeight(Tensor):
             # What did nothing, .float() of float32 say, returns the leaf itself.
             untouched = isinstance(result, Tensor) and result.is_leaf and result.requires_grad
             return weight if untouched else result
+
+
+class _WeightGrad(Tensor):
+    """The sparse gradient of a weight. torch's clip_grad_norm_ and clip_grad_value_, which refuse sparse
+    gradients, take it: what they call goes by its values."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") in _CLIPPING and isinstance(args[0], _WeightGrad):
+                result = func(args[0]._values(), *args[1:], **(kwargs or {}))
+                return args[0] if _writes(func.__name__) else result
+            return func(*args, **(kwargs or {}))
+
+
+_CLIPPING = {"linalg_vector_norm", "mul_", "clamp_"}
 
 
 def _name(func: Callable[..., Any]) -> str:

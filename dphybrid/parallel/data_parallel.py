@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dphybrid.parallel.applying import Mode, default_mode, parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import Join, Joining, Leaf, as_device, gather
-from dphybrid.parallel.nests import Whole, batch_rows, map_tensors, tensors_of
+from dphybrid.parallel.nests import PLAIN, Whole, batch_rows, map_tensors, tensors_of
 from dphybrid.parallel.probing import refuse_chance_rows
 from dphybrid.parallel.randomness import Randomness, random_streams
 from dphybrid.parallel.record import Key, Record, first_size
@@ -137,8 +137,16 @@ class DataParallel(nn.DataParallel):
                 except RuntimeError:  # a nested tensor, which has no shape
                     key = ((first_size(x),), (first_size(output),))
             else:
-                output = self._watched(inputs, kwargs)
-                key = ((first_size((inputs, kwargs)),), (first_size(output),))
+                given: list[Tensor] = []
+                if record.in_place is False and _all_tensors((inputs, kwargs), given):
+                    before = _versions(given)
+                    output = module(*inputs, **kwargs)
+                    if _versions(given) != before:
+                        _refuse_changes((inputs, kwargs), given, before)
+                    key = ((first_size(given),), (first_size(output),))
+                else:
+                    output = self._watched(inputs, kwargs)
+                    key = ((first_size((inputs, kwargs)),), (first_size(output),))
             if key == record.last:
                 record.repeats += 1
             else:
@@ -267,29 +275,24 @@ class DataParallel(nn.DataParallel):
                     return copies[id(t)]
 
                 inputs, kwargs = map_tensors(copied, (inputs, kwargs))
-            given = _tensors((inputs, kwargs), [])
+            given: list[Tensor] = []
+            _all_tensors((inputs, kwargs), given)
             before = _versions(given)
             output = self.module(*inputs, **kwargs)
             # without versions, in inference mode, it cannot be seen
             if not record.in_place and None not in before:
                 record.in_place = _versions(given) != before
             return output
-        given = _tensors((inputs, kwargs), [])
+        given = []
+        plain = _all_tensors((inputs, kwargs), given)
         before = _versions(given)
         args, named = inputs, kwargs
-        if home.type != "cpu" or self.whole or len(self.devices) > 1:
+        if not plain or home.type != "cpu":
             with nullcontext() if self.stage is None or not self.training else self.stage("host_to_device"):
                 args, named = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         output = self.module(*args, **named)
         if _versions(given) != before:
-            changed = {
-                id(tensor)
-                for tensor, version in zip(given, before, strict=True)
-                if _versions([tensor]) != [version]
-            }
-            _refuse_late_change(
-                next(path for path, tensor in tensors_of((inputs, kwargs), "inputs") if id(tensor) in changed)
-            )
+            _refuse_changes((inputs, kwargs), given, before)
         return output
 
     def _note(self, input_sizes: tuple[Size, ...], output_sizes: tuple[Size, ...]) -> None:
@@ -372,20 +375,22 @@ def _in_step(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     return inputs + [()] * (count - len(inputs)), kwargs + [{}] * (count - len(kwargs))
 
 
-def _tensors(value: Any, found: list[Tensor]) -> list[Tensor]:
-    """Add all tensors of a nest to `found`: `tensors_of` without the paths, for every call."""
+def _all_tensors(value: Any, found: list[Tensor]) -> bool:
+    """Add all tensors of a nest to `found`: `tensors_of` without the paths, for every call. Return whether
+    they are all that there is: nothing to open, such as a `Whole`."""
     kind = type(value)
-    if kind is Tensor:
-        found.append(value)
-    elif kind is tuple or kind is list:
-        for item in value:
-            _tensors(item, found)
-    elif kind is dict:
-        for item in value.values():
-            _tensors(item, found)
-    elif value is not None:
-        found += [tensor for _, tensor in tensors_of(value)]
-    return found
+    if kind is tuple or kind is list or kind is dict:
+        plain = True
+        for item in value.values() if kind is dict else value:
+            if type(item) is Tensor:
+                found.append(item)
+            elif not _all_tensors(item, found):
+                plain = False
+        return plain
+    if kind in PLAIN:
+        return True
+    found += [tensor for _, tensor in tensors_of(value.value if kind is Whole else value)]
+    return False
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
@@ -394,6 +399,13 @@ def _versions(tensors: list[Tensor]) -> list[int | None]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
         return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _refuse_changes(inputs: Any, given: list[Tensor], before: list[int | None]) -> None:
+    now = _versions(given)
+    changed = {id(tensor) for tensor, one, two in zip(given, before, now, strict=True) if one != two}
+    opened = map_tensors(lambda t: t, inputs)
+    _refuse_late_change(next(path for path, t in tensors_of(opened, "inputs") if id(t) in changed))
 
 
 def _refuse_late_change(path: str) -> None:

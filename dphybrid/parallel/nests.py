@@ -176,12 +176,12 @@ def _collect(value: Any, dim: int, path: str, sizes: dict[str, int | None]) -> N
             _refuse_attributes(value, path)
         for name, item in zip(names_of(value), items_of(value), strict=True):
             _collect(item, dim, f"{path}[{name!r}]", sizes)
-    elif type(value) not in _PLAIN and not isinstance(value, Whole):
+    elif type(value) not in PLAIN and not isinstance(value, Whole):
         refuse_unsplittable(value, path)
 
 
 _PLAIN_NESTS = frozenset({tuple, list, dict})
-_PLAIN = frozenset(
+PLAIN = frozenset(
     {
         types.NoneType,
         bool,
@@ -197,6 +197,7 @@ _PLAIN = frozenset(
         range,
     }
 )
+"""Types of values that neither are nor hold tensors."""
 
 
 def refuse_unsplittable(value: Any, path: str) -> None:
@@ -247,7 +248,7 @@ def _carried(value: Any, path: str, depth: int = 0) -> str | None:
     """Return the path of a tensor that is somewhere inside the value, or None."""
     if isinstance(value, Tensor):
         return path
-    if type(value) in _PLAIN or depth == _DEPTH or isinstance(value, type | types.ModuleType):
+    if type(value) in PLAIN or depth == _DEPTH or isinstance(value, type | types.ModuleType):
         return None
     if isinstance(value, nn.Module):
         return next((f"{path}.{name}" for name, _ in value.named_parameters()), None)

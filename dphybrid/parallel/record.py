@@ -47,11 +47,9 @@ class Record:
 def first_size(value: Any) -> Size:
     """Return the size of the first tensor in a value, () where there is none."""
     if isinstance(value, Tensor):
-        return (value.size(0),) if value.is_nested else tuple(value.shape)
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        for item in value:
+        return (value.size(0),) if value.is_nested else value.shape
+    if isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             if size := first_size(item):
                 return size
     return ()

@@ -4,6 +4,7 @@ hand, which is never lost in silence."""
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +218,32 @@ def test_the_weight_is_looked_at_and_written_as_ever() -> None:
     assert not table(IDS).any()
     with pytest.raises(ValueError, match=r"weight = \(3, 4\)"):
         table.weight = torch.zeros(3, 4)
+
+
+CLIPS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "norm": lambda weights: nn.utils.clip_grad_norm_(weights, 0.1),
+    "largest": lambda weights: nn.utils.clip_grad_norm_(weights, 0.1, "inf", error_if_nonfinite=True),
+    "value": lambda weights: nn.utils.clip_grad_value_(weights, 0.05),
+    "alone": lambda weights: nn.utils.clip_grad_norm_(weights[0], 0.1),
+}
+
+
+@pytest.mark.parametrize("how", CLIPS)
+def test_torchs_own_clipping_takes_the_weight_of_a_table(how: str) -> None:
+    model, table = Model(), nn.Embedding(10, 4)
+    table.weight.data.copy_(model.table.weight)
+    head = copy.deepcopy(model.head)
+    rows = RowSGD(model.table, lr=0.1)
+    model(IDS).square().sum().backward()
+    head(table(IDS)).square().sum().backward()
+    ours = CLIPS[how]([model.table.weight, *model.head.parameters()])
+    theirs = CLIPS[how]([table.weight, *head.parameters()])
+    assert ours is theirs is None or torch.allclose(ours, theirs)
+    torch.testing.assert_close(model.table.weight.grad.to_dense(), table.weight.grad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows.step()
+    torch.testing.assert_close(model.table.weight.detach(), table.weight.detach() - 0.1 * table.weight.grad)
 
 
 def test_the_gradient_of_a_weight_is_that_of_a_sparse_embedding_and_torch_may_train_it() -> None:

@@ -26,7 +26,7 @@ from dphybrid.embedding import (
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
 def test_bags_equal_torch(mode: str, dtype: torch.dtype) -> None:
     table = HostEmbedding(20, 4, dtype=dtype)
     dense = table.weight.clone().requires_grad_()
@@ -47,6 +47,23 @@ def test_bags_equal_torch(mode: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found[1], dense.grad[found[0]])
     if ours_w is not None:
         torch.testing.assert_close(ours_w.grad, theirs_w.grad)
+
+
+def test_the_maximum_of_a_bag_leaves_padding_out_as_torch_does() -> None:
+    given, ids, offsets = torch.randn(9, 4) - 3, torch.tensor([2, 5, 2, 2, 1, 5]), torch.tensor([0, 2, 4, 4])
+    theirs = nn.EmbeddingBag.from_pretrained(given.clone(), freeze=False, mode="max", padding_idx=2)
+    table = HostEmbedding.from_pretrained(given, freeze=False, padding_idx=2)
+    both = HostEmbeddingCollection({"a": 3, "b": 6}, 4, padding={"a": 2})
+    both.flat.weight = given
+    for found in (table.bags(ids, offsets, mode="max"), both.flat.bags(ids, offsets, mode="max")):
+        assert torch.equal(found, theirs(ids, offsets))
+    table.bags(ids.int(), offsets, mode="max").square().sum().backward()
+    theirs(ids, offsets).square().sum().backward()
+    assert torch.equal(table.weight.grad.to_dense(), theirs.weight.grad)
+    with pytest.raises(ValueError, match="mode='max' with weights_N"):
+        table.bags(ids, offsets, mode="max", weights_N=torch.ones(6))
+    with pytest.raises(ValueError, match="mode='min'; use sum"):
+        table.bags(ids, offsets, mode="min")
 
 
 def test_empty_lookups() -> None:

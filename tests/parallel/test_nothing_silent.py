@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from dphybrid.parallel import DataParallel, Devices, current_replica, parallel_apply
+from dphybrid.parallel import DataParallel, Devices, Whole, current_replica, parallel_apply
 from dphybrid.parallel.check import check_module
 from dphybrid.parallel.randomness import random_streams
 from dphybrid.util.errors import UserError
@@ -196,6 +196,22 @@ def test_in_place_work_that_begins_later_is_refused(nest: bool) -> None:
     module.function = lambda x: (x["x"] if nest else x).add_(1)
     with pytest.raises(UserError, match="changed input.* in place"):
         wrapped({"x": x} if nest else x)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
+def test_what_is_given_whole_is_opened_at_every_call(devices: str) -> None:
+    module = Does(lambda x, scale: x * scale)
+    wrapped, x, scale = DataParallel(module, devices), torch.ones(4, 3), torch.full((3,), 2.0)
+    for _ in range(3):
+        assert torch.equal(wrapped(x, Whole(scale)), 2 * x)
+        assert torch.equal(wrapped(x, scale=Whole(scale)), 2 * x)
+    module.function = lambda x, scale: x * scale.add_(1)
+    if devices == "cpu":
+        with pytest.raises(UserError, match=r"changed inputs\[0\]\[1\] in place"):
+            wrapped(x, Whole(scale))
+    else:
+        wrapped(x, Whole(scale))
+        assert torch.equal(scale, torch.full((3,), 2.0))
 
 
 def test_inference_tensors_pass_one_device() -> None:

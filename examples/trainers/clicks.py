@@ -1,0 +1,95 @@
+"""What the examples of trainers have in common: a model with a table in host memory, made-up clicks, the
+optimizers, and the plain loop whose losses each trainer's equal.
+
+    python -m examples.trainers.clicks
+
+Letters: B samples, F ids a sample.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+
+from dphybrid.embedding import (
+    CombinedOptimizer,
+    HostEmbedding,
+    clip_grad_norm_,
+    find_tables,
+    make_row_optimizer,
+)
+
+NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS, MAX_NORM = 96, 16, 2, 0.1
+NUM_STEPS = NUM_SAMPLES // BATCH_SIZE * NUM_EPOCHS
+
+
+class Clicks(nn.Module):
+    """Rows of two ids, side by side, into a small network; gives its loss, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = HostEmbedding(100_000, 8)
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, ids_BF: Tensor, labels_B: Tensor) -> dict[str, Tensor]:
+        rows_BFD = self.table(ids_BF).to(labels_B.device)
+        logits_B = self.net(rows_BFD.flatten(1)).squeeze(1)
+        return {"loss": binary_cross_entropy_with_logits(logits_B, labels_B), "logits": logits_B}
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """Made-up clicks: those on even first ids."""
+
+    def __init__(self) -> None:
+        self.ids_BF = torch.randint(0, 50, (NUM_SAMPLES, 2), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        ids_F = self.ids_BF[sample]
+        return {"ids_BF": ids_F, "labels_B": (ids_F[0] % 2 == 0).float()}
+
+
+def make_model() -> Clicks:
+    """Return the model with the same start values each time."""
+    torch.manual_seed(0)
+    return Clicks()
+
+
+def make_loader() -> "DataLoader[dict[str, Tensor]]":
+    """Return batches, each epoch in the same order."""
+    return DataLoader(Samples(), BATCH_SIZE)
+
+
+def make_optimizer(model: nn.Module) -> tuple[CombinedOptimizer, LambdaLR]:
+    """Return one optimizer for dense parameters and rows, and a schedule that takes both rates down to 0."""
+    dense = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = make_row_optimizer("adagrad", find_tables(model), lr=0.1)
+    optimizer = CombinedOptimizer(dense, rows)
+    return optimizer, LambdaLR(optimizer, lambda step: 1 - step / NUM_STEPS)
+
+
+def main(accumulate: int = 1) -> tuple[list[float], Clicks]:
+    """Train in a loop of one's own; return the loss of each batch, and the model. accumulate: batches a
+    step."""
+    model = make_model()
+    optimizer, schedule = make_optimizer(model)
+    losses: list[float] = []
+    for _ in range(NUM_EPOCHS):
+        for batch in make_loader():
+            loss = model(**batch)["loss"]
+            (loss / accumulate).backward()
+            losses.append(loss.item())
+            if len(losses) % accumulate == 0:
+                clip_grad_norm_(model.parameters(), find_tables(model), MAX_NORM)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    return losses, model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A table in host memory in a loop with accelerate.
+
+python -m examples.trainers.with_accelerate
+"""
+
+from typing import Any
+
+from accelerate import Accelerator
+
+from dphybrid.embedding import clip_grad_norm_, find_tables
+from examples.trainers.clicks import MAX_NORM, NUM_EPOCHS, Clicks, make_loader, make_model, make_optimizer
+
+
+def main(
+    resume: str | None = None, save: str | None = None, epochs: int = NUM_EPOCHS, **options: Any
+) -> tuple[list[float], Clicks]:
+    """Train, from a checkpoint perhaps, and write one; return the loss of each batch, and the model.
+    options: of the Accelerator."""
+    accelerator = Accelerator(cpu=True, **options)
+    model = make_model()
+    tables = find_tables(model)
+    model, optimizer, schedule, batches = accelerator.prepare(model, *make_optimizer(model), make_loader())
+    if resume is not None:
+        accelerator.load_state(resume)
+    losses: list[float] = []
+    for _ in range(epochs):
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.unscale_gradients()  # does nothing but with float16
+                    clip_grad_norm_(model.parameters(), tables, MAX_NORM)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    if save is not None:
+        accelerator.save_state(save)
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    return losses, model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A table in host memory in the Trainer of transformers.
+
+python -m examples.trainers.with_transformers
+"""
+
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+from dphybrid.embedding import HostEmbedding, clip_grad_norm_, find_tables
+from examples.trainers.clicks import BATCH_SIZE, MAX_NORM, NUM_EPOCHS, Samples, make_model, make_optimizer
+
+
+def make_trainer(folder: str, optimizers: Any = None, **options: Any) -> Trainer:
+    """Return a Trainer that writes to `folder`. optimizers: None for rows and dense parameters. options: of
+    the TrainingArguments."""
+    model = make_model()
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=BATCH_SIZE,
+        **{"num_train_epochs": NUM_EPOCHS, "max_grad_norm": MAX_NORM, "save_strategy": "epoch", **options},
+        train_sampling_strategy="sequential",  # as in the plain loop
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=Samples(),
+        optimizers=make_optimizer(model) if optimizers is None else optimizers,
+    )
+    clip_rows_too(trainer, find_tables(model))
+    return trainer
+
+
+def clip_rows_too(trainer: Trainer, tables: dict[str, HostEmbedding]) -> None:
+    """Have the Trainer clip rows and dense parameters by their common norm: it would leave rows out."""
+
+    def clip(parameters: Iterable[Tensor], max_norm: float, *_: Any) -> Tensor:
+        trainer.accelerator.unscale_gradients()  # does nothing but with float16
+        return torch.tensor(clip_grad_norm_(parameters, tables, max_norm))
+
+    trainer.accelerator.clip_grad_norm_ = clip
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    """Return the losses of all steps that the Trainer has logged."""
+    return [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(folder)
+        trainer.train()
+        losses = losses_of(trainer)
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")

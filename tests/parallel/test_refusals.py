@@ -1,0 +1,154 @@
+"""The page's list of what DataParallel refuses: each line is refused, in the words that it quotes."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from dphybrid.embedding import HostEmbedding
+from dphybrid.parallel import DataParallel, Devices, compile_regions, gather, parallel_apply, parts
+from dphybrid.parallel.placement import PlacementError
+from dphybrid.util.errors import UserError
+from tests.conftest import REPOSITORY
+
+TWO = "cpu*2"
+X = torch.ones(8, 3)
+PACKED = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+
+
+class Does(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(3, 3), function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class Carrier:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Batch(dict):  # type: ignore[type-arg]
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x=x)
+        self.lengths = torch.ones(len(x))
+
+
+def gives(*found: Any) -> None:
+    """Return these from the replicas, from the first on."""
+    left = list(found)
+    DataParallel(Does(lambda x: left.pop(0)), TWO, probe=False)(X)
+
+
+def computes(function: Callable[[Tensor], Any]) -> None:
+    DataParallel(Does(function), TWO)(torch.randn(8, 3))
+
+
+def takes(*inputs: Any) -> None:
+    DataParallel(Does(lambda *given: given), TWO)(*inputs)
+
+
+def moved_after_wrapping() -> None:
+    region = DataParallel(nn.Linear(3, 3), TWO)
+    region.module.to("meta")
+    region(X)
+
+
+def changes_later() -> None:
+    module = Does(lambda x: x + 1)
+    region = DataParallel(module, "cpu")
+    region(X)
+    module.function = lambda x: x.add_(1)
+    region(X.clone())
+
+
+def uses_a_foreign_tensor() -> None:
+    foreign = torch.ones(3)
+    DataParallel(Does(lambda x: x + foreign), TWO, strict=True)(X)
+
+
+def wraps(module: nn.Module | None = None, devices: Any = TWO, **options: Any) -> None:
+    DataParallel(module or nn.Linear(3, 3), devices, **options)
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+GPUS = Devices("cuda:0,cuda:1", (torch.device("cuda", 0), torch.device("cuda", 1)), False)
+REFUSED: dict[str, Callable[[], Any]] = {
+    "`device_ids` and `devices`": lambda: DataParallel(nn.Identity(), TWO, devices=TWO),
+    "a GPU that is not there": lambda: wraps(devices="cuda:97"),
+    "an output device that is not there": lambda: wraps(output_device="cuda:7"),
+    "another way of joining": lambda: wraps(gather="mean"),
+    "a wrong number of weights": lambda: wraps(weights=[1.0]),
+    "one stream of draws in threads": lambda: wraps(mode="threads", randomness="shared"),
+    "`strict` on GPUs of their own": lambda: wraps(devices=GPUS, strict=True),
+    "is or holds a data-parallel one": lambda: wraps(nn.Sequential(DataParallel(nn.Identity(), TWO))),
+    "is or holds a compiled one": lambda: wraps(nn.Sequential(torch.compile(nn.Identity()))),
+    "has parameters without a size": lambda: wraps(nn.LazyLinear(3)),
+    "holds a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
+    "has parameters on another device": moved_after_wrapping,
+    "touches another replica's tensor, with `strict=True`": uses_a_foreign_tensor,
+    "begins to change its input in place after the first call, on one device": changes_later,
+    "is to be compiled by `compile_regions`, on several devices": lambda: compile_regions(
+        nn.Sequential(DataParallel(nn.Linear(3, 3), TWO))
+    ),
+    "tensors of different numbers of rows": lambda: takes(torch.ones(6), torch.ones(1)),
+    "a number as a tensor": lambda: takes(torch.tensor(1.0)),
+    "a nested (jagged) tensor": lambda: takes(nested()),
+    "a CSR tensor": lambda: takes(torch.eye(4).to_sparse_csr()),
+    "a COO tensor that requires a gradient": lambda: takes(torch.eye(4).to_sparse().requires_grad_()),
+    "a PackedSequence": lambda: takes(PACKED),
+    "a generator": lambda: takes(row for row in X),
+    "a numpy array": lambda: takes(X.numpy()),
+    "an object or a set that carries tensors": lambda: takes(Carrier(X)),
+    "a list or dict of a class of its own with a tensor as an attribute": lambda: takes(Batch(X)),
+    "`parts` of other sizes than the split's": lambda: takes(parts([torch.ones(1), torch.ones(5)])),
+    "`parts` for one device": lambda: DataParallel(nn.Identity(), "cpu")(parts([X, X])),
+    "other numbers of replicas, inputs and devices for `parallel_apply`": lambda: parallel_apply(
+        [nn.Identity()] * 2, [X]
+    ),
+    "one number from each replica": lambda: computes(torch.sum),
+    "numbers, texts, sets": lambda: gives({"n": 1.0}, {"n": 2.0}),
+    "outputs: a PackedSequence": lambda: gives(PACKED, PACKED),
+    "a nested or compressed tensor": lambda: gather([nested(), nested()], "cpu"),
+    "different types": lambda: gives(X, None),
+    "sequences of different lengths": lambda: gives([X, X, X], [X, X]),
+    "dicts with different keys": lambda: gives({"a": X}, {"b": X}),
+    "other sizes apart from the batch": lambda: gather([torch.ones(3, 3), torch.ones(2, 2)], "cpu"),
+    "rows that are not the share's": lambda: computes(lambda x: x.new_ones(2, len(x), 5)),
+    "a state, constant or parameter of as many rows as a share": lambda: computes(lambda x: torch.ones(4, 3)),
+    "all samples against all others": lambda: computes(lambda x: x @ x.t()),
+    "rows that go through the samples twice": lambda: computes(lambda x: torch.cat([x, -x])),
+    "a list of samples": lambda: computes(lambda x: [x + row for row in x]),
+}
+
+
+def listed() -> dict[str, list[str]]:
+    """What the page lists, with the words that it quotes; PackedSequence is in two of its tables."""
+    page = (REPOSITORY / "docs/data-parallel.md").read_text(encoding="utf-8")
+    section = page.split("## What is refused\n")[1].split("\n## ")[0]
+    rows: dict[str, list[str]] = {}
+    for what, words, _ in re.findall(r"^\| (.+?) \| (.+?) \|(.*)\|$", section, flags=re.MULTILINE):
+        if "`" in words:
+            rows[f"outputs: {what}" if what in rows else what] = re.findall(r"`([^`]+)`", words)
+    return rows
+
+
+def test_each_line_of_the_page_has_its_case() -> None:
+    assert list(listed()) == list(REFUSED)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_as_the_page_says(what: str) -> None:
+    with pytest.raises((UserError, PlacementError)) as caught:
+        REFUSED[what]()
+    for words in listed()[what]:
+        assert words in str(caught.value)
