@@ -13,16 +13,19 @@ from dphybrid.util.errors import UserError
 class CombinedOptimizer(Optimizer):
     """A torch.optim.Optimizer whose steps are those of several: `CombinedOptimizer(dense, rows)`.
 
-    `param_groups` and `state` are theirs, the same objects, in their order; so schedules change each group's
-    learning rate from its own. `defaults` are those that all of them have. What it clips, saves and clears
-    is all of it.
+    `param_groups` are theirs, the same dicts, in their order; so a schedule changes each group's learning
+    rate from its own. `defaults` are those that all of them have. Raises UserError for what is no optimizer.
     """
 
     optimizers: tuple[Optimizer, ...]
 
     def __init__(self, *optimizers: Optimizer) -> None:
-        if not optimizers:
-            raise UserError("CombinedOptimizer: there is none; give it the dense and the row optimizer")
+        others = [type(other).__name__ for other in optimizers if not isinstance(other, Optimizer)]
+        if others or not optimizers:
+            raise UserError(
+                f"CombinedOptimizer: {', '.join(others) or 'nothing'} is no torch.optim.Optimizer; give it "
+                "the dense and the row optimizer"
+            )
         self.__setstate__({"optimizers": optimizers})
 
     @property

@@ -9,6 +9,7 @@ PARTIAL_ROWWISE_ADAM do.
 import copy
 import itertools
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -143,6 +144,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_copies()
+        _refuse_between_steps()
         for table in self.tables.values():
             table.gradients.start_update()
         for group, names in self._alike():
@@ -314,6 +316,17 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         )
         super().__setstate__({"defaults": state["defaults"], "state": kept, "param_groups": groups})
         self._set_up()
+
+
+def _refuse_between_steps() -> None:
+    """Raise UserError while accelerate accumulates gradients: it skips the steps of the optimizers that it
+    knows, and this one it does not."""
+    accelerate = sys.modules.get("accelerate")
+    if accelerate is not None and not accelerate.state.GradientState().sync_gradients:
+        raise UserError(
+            "row optimizer: accelerate accumulates gradients, and would not take a step with this batch; "
+            "give it the row optimizer, too, rows = accelerator.prepare(rows), or a CombinedOptimizer"
+        )
 
 
 class _HostStates(dict[str, Tensor]):

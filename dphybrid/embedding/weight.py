@@ -18,22 +18,9 @@ from dphybrid.embedding.gradients import RowGradients
 from dphybrid.util.errors import UserError
 
 _VIEWS = {
-    *(
-        "__getitem__",
-        "T",
-        "mT",
-        "H",
-        "mH",
-        "t",
-        "view",
-        "view_as",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "narrow",
-    ),
-    *("select", "diagonal", "unsqueeze", "squeeze", "split", "tensor_split", "chunk", "unbind", "as_strided"),
-    *("transpose", "swapaxes", "permute", "movedim", "expand", "expand_as"),
+    *("__getitem__", "T", "mT", "H", "mH", "t", "view", "view_as", "reshape", "flatten", "unflatten"),
+    *("narrow", "select", "diagonal", "unsqueeze", "squeeze", "split", "tensor_split", "chunk", "unbind"),
+    *("as_strided", "transpose", "swapaxes", "permute", "movedim", "expand", "expand_as"),
 }
 _COPIES = {
     *("detach", "clone", "numpy", "tolist", "item", "copy_", "__array__", "__deepcopy__", "__reduce_ex__"),
@@ -176,6 +163,7 @@ class _WeightGrad(Tensor):
 
 
 _CLIPPING = {"linalg_vector_norm", "mul_", "clamp_"}
+"""What torch's clipping calls on gradients."""
 
 
 def _name(func: Callable[..., Any]) -> str:

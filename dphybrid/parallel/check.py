@@ -199,35 +199,14 @@ def _source(part: nn.Module) -> Iterator[Words]:
             yield True, place, f"names the device {device}", "use the device of an input, x.device"
 
 
-_TORCH_DRAWS = frozenset(
-    [
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "randint",
-        "randint_like",
-        "randperm",
-        "normal",
-        "bernoulli",
-        "multinomial",
-        "poisson",
-    ]
-)
-_TENSOR_DRAWS = frozenset(
-    [
-        "bernoulli",
-        "bernoulli_",
-        "multinomial",
-        "uniform_",
-        "normal_",
-        "random_",
-        "exponential_",
-        "geometric_",
-        "cauchy_",
-        "log_normal_",
-    ]
-)
+_TORCH_DRAWS = {
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal"),
+    *("bernoulli", "multinomial", "poisson"),
+}
+_TENSOR_DRAWS = {
+    *("bernoulli", "bernoulli_", "multinomial", "uniform_", "normal_", "random_", "exponential_"),
+    *("geometric_", "cauchy_", "log_normal_"),
+}
 
 
 def _dotted(node: ast.expr) -> str:
@@ -251,25 +230,10 @@ def _drawn(expression: ast.expr) -> list[str]:
     return found
 
 
-_REDUCTIONS = frozenset(
-    [
-        "softmax",
-        "log_softmax",
-        "logsumexp",
-        "mean",
-        "std",
-        "var",
-        "norm",
-        "cumsum",
-        "argsort",
-        "sort",
-        "argmax",
-        "argmin",
-        "amax",
-        "amin",
-        "median",
-    ]
-)
+_REDUCTIONS = {
+    *("softmax", "log_softmax", "logsumexp", "mean", "std", "var", "norm", "cumsum", "argsort", "sort"),
+    *("argmax", "argmin", "amax", "amin", "median"),
+}
 
 
 def _over_the_batch(call: ast.Call) -> str | None:

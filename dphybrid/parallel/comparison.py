@@ -51,9 +51,8 @@ class SplitDifference:
         name = ".".join(part for part in (self.block, self.module) if part) or "the model"
         return (
             f"{name}: {self.what} differs by {self.largest:.3g} between the batch as a whole and in shares "
-            f"of {','.join(map(str, self.sizes))} rows: "
-            "it computes across the batch, or draws at random; compute that outside of the data-parallel "
-            "block"
+            f"of {','.join(map(str, self.sizes))} rows: it computes across the batch, or draws at random; "
+            "compute that outside of the data-parallel block"
         )
 
 

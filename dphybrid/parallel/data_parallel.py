@@ -80,8 +80,7 @@ class DataParallel(nn.DataParallel):
         if randomness == "shared" and threads:
             raise UserError(
                 "DataParallel: randomness='shared' needs mode inline or serial; in threads the order of "
-                "draws is chance: use "
-                "'independent' or 'same'"
+                "draws is chance: use 'independent' or 'same'"
             )
         if strict and real:
             raise UserError(
@@ -411,8 +410,8 @@ def _refuse_changes(inputs: Any, given: list[Tensor], before: list[int | None]) 
 def _refuse_late_change(path: str) -> None:
     raise UserError(
         f"DataParallel: the module has changed {path} in place, which it did not at its first call; on "
-        "several devices the caller's tensor stays "
-        "as it is: clone it first in forward, or do not work in place"
+        "several devices the caller's tensor stays as it is: clone it first in forward, or do not work in "
+        "place"
     )
 
 

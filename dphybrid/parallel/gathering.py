@@ -113,8 +113,8 @@ class Join:
         if not -rank <= dim < rank:
             raise UserError(
                 f"{path}: a {rank}-dim tensor has no dim {dim} to join on; return one value a sample, such "
-                "as a loss of shape (B,), or ask for "
-                'one value a replica (gather="concat") or their mean (gather="weighted mean")'
+                'as a loss of shape (B,), or ask for one value a replica (gather="concat") or their mean '
+                '(gather="weighted mean")'
             )
         if first.is_nested or first.layout not in (torch.strided, torch.sparse_coo):
             raise UserError(

@@ -82,8 +82,8 @@ def block_memory(
             label=label,
             rows=rows,
             parameters=parameters + buffers,
-            gradients=trained
-            * (2 if len(sizes) > 1 and index == 0 else 1),  # the first device also sums the others' up
+            # The first device also sums the others' up.
+            gradients=trained * (2 if len(sizes) > 1 and index == 0 else 1),
             optimizer=trained * OPTIMIZER_STATES[optimizer] if index == 0 else 0,
             activations=by_rows[rows],
         )
@@ -105,7 +105,6 @@ def memory_text(devices: Sequence[DeviceMemory]) -> str:
         [
             head,
             *lines,
-            "  Activations are an estimate; workspaces of kernels and the memory's fragmentation come on "
-            "top.",
+            "  Activations are an estimate; kernels' workspaces and the memory's fragmentation come on top.",
         ]
     )

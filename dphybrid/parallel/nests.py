@@ -221,8 +221,7 @@ def refuse_unsplittable(value: Any, path: str) -> None:
     if (where := _carried(value, path)) is not None:
         raise UserError(
             f"{path}: a {kind} carries tensors ({where}) that cannot be split; give them as arguments, in a "
-            "tuple, list, dict or dataclass, "
-            "or wrap what all replicas share in Whole(...)"
+            "tuple, list, dict or dataclass, or wrap what all replicas share in Whole(...)"
         )
 
 

@@ -54,8 +54,7 @@ class _Watch(TorchDispatchMode):
             ):
                 raise PlacementError(
                     f"replica {self._index} uses a tensor of size {tuple(leaf.shape)} of device {other} in "
-                    f"{func}; "
-                    "register it as a parameter or buffer, or pass it as an input"
+                    f"{func}; register it as a parameter or buffer, or pass it as an input"
                 )
         out = func(*args, **(kwargs or {}))
         self._placement.tag(out, self._index)

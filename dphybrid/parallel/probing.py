@@ -6,7 +6,7 @@ shares are alike, an RNN's state (layers, B, H) of as many layers, a transposed 
 or a constant may look like rows by chance. It cannot be chance when the number of samples is found nowhere
 else: in no other dim of outputs, inputs and parameters, in no length of a list, and the replicas' outputs
 differ. Otherwise a throwaway copy of the module computes one sample more, once: the cost of one replica's
-forward without gradients.
+forward without gradients; of three where an output has several rows a sample.
 """
 
 import random
@@ -43,13 +43,12 @@ def refuse_chance_rows(
     if not _may_be_chance(module, inputs, outputs, leaves, share, dim):
         return
     try:
-        found = dict(tensors_of(_with_one_more(module, inputs, share + 1, len(sizes), dim, home)))
+        found = dict(tensors_of(_with_rows(module, inputs, share + 1, len(sizes), dim, home)))
     except Exception as error:  # noqa: BLE001 # a module may refuse any other size, and is right so far
         warnings.warn(
             f"DataParallel: outputs have {share} rows for shares of {share} samples, and it could not be "
-            "seen whether by chance: with "
-            f"{share + 1} samples the module raised {type(error).__name__}: {error}; probe=False does not "
-            "ask",
+            f"seen whether by chance: with {share + 1} samples the module raised {type(error).__name__}: "
+            f"{error}; probe=False does not ask",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -61,22 +60,20 @@ def refuse_chance_rows(
             size = "is missing" if tensor is None else f"has size {tuple(tensor.shape)}"
             raise UserError(
                 f"{leaf.path}: {leaf.rows * share} rows for a share of {share} samples by chance: with "
-                f"{share + 1} samples it {size}; return "
-                f"the batch on dim {dim}, with the same number of rows for each sample (transpose an RNN's "
-                "state, expand what belongs to no sample)"
+                f"{share + 1} samples it {size}; return the batch on dim {dim}, with the same number of rows "
+                "for each sample (transpose an RNN's state, expand what belongs to no sample)"
             )
         if any(pair == (share, share + 1) for pair in _others(shapes[leaf.path], tensor.shape, dim)):
             raise UserError(
                 f"{leaf.path}: size {tuple(tensor.shape)} for {share + 1} samples: samples are on two dims, "
-                "each against all others of its own share "
-                "alone; compute that outside of the data-parallel block"
+                "each against all others of its own share alone; compute that outside of the data-parallel "
+                "block"
             )
     if minor := _sample_minor(leaves, module, inputs, share, len(sizes), dim, home):
         raise UserError(
             f"{minor}: its rows go through all samples once and then again; the shares' rows would be "
-            "mixed: return all rows of a sample one behind "
-            "the other (repeat_interleave instead of repeat, a stack on dim 1), or each part as an output "
-            "of its own"
+            "mixed: return all rows of a sample one behind the other (repeat_interleave instead of repeat, a "
+            "stack on dim 1), or each part as an output of its own"
         )
     if found:
         raise UserError(
@@ -131,7 +128,7 @@ def _sample_minor(
         return None
     try:
         one, two = (
-            dict(tensors_of(_with_one_more(module, inputs, rows, count, dim, home, training=False)))
+            dict(tensors_of(_with_rows(module, inputs, rows, count, dim, home, training=False)))
             for rows in (share, share + 1)
         )
     except Exception:  # noqa: BLE001 # not made to be evaluated
@@ -174,7 +171,7 @@ def _lengths(value: Any) -> Iterator[int]:
 
 
 @torch.no_grad()
-def _with_one_more(
+def _with_rows(
     module: nn.Module, inputs: Any, rows: int, count: int, dim: int, home: torch.device, training: bool = True
 ) -> Any:
     args, kwargs = _first_rows(inputs, rows, dim, home)

@@ -45,7 +45,7 @@ class Record:
 
 
 def first_size(value: Any) -> Size:
-    """Return the size of the first tensor in a value, () where there is none."""
+    """Return the size of the first tensor in a value that has dims, () where there is none."""
     if isinstance(value, Tensor):
         return (value.size(0),) if value.is_nested else value.shape
     if isinstance(value, (tuple, list, dict)):

@@ -53,8 +53,7 @@ def compile_regions(model: nn.Module, **options: Any) -> list[str]:
         if len(block.devices) > 1:
             raise UserError(
                 f"compile: {name or 'the model'} runs on {len(block.devices)} devices "
-                f"({block.devices.text}), and replicas cannot be "
-                "compiled; use one device, or do not compile"
+                f"({block.devices.text}), and replicas cannot be compiled; use one device, or do not compile"
             )
     for block in blocks.values():
         block.module._compiled_call_impl = torch.compile(_caller(block.module), **options)

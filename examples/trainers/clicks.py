@@ -19,22 +19,23 @@ from dphybrid.embedding import (
     find_tables,
     make_row_optimizer,
 )
+from dphybrid.parallel import DataParallel
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS, MAX_NORM = 96, 16, 2, 0.1
 NUM_STEPS = NUM_SAMPLES // BATCH_SIZE * NUM_EPOCHS
 
 
 class Clicks(nn.Module):
-    """Rows of two ids, side by side, into a small network; gives its loss, as transformers' models do."""
+    """Rows of two ids, side by side, into a small network on two virtual devices (with GPUs: "auto"); gives
+    its loss, as transformers' models do."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: str = "cpu*2") -> None:
         super().__init__()
         self.table = HostEmbedding(100_000, 8)
-        self.net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.net = DataParallel(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)), devices)
 
     def forward(self, ids_BF: Tensor, labels_B: Tensor) -> dict[str, Tensor]:
-        rows_BFD = self.table(ids_BF).to(labels_B.device)
-        logits_B = self.net(rows_BFD.flatten(1)).squeeze(1)
+        logits_B = self.net(self.table(ids_BF).flatten(1)).squeeze(1)
         return {"loss": binary_cross_entropy_with_logits(logits_B, labels_B), "logits": logits_B}
 
 

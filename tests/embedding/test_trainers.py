@@ -75,8 +75,9 @@ def test_several_as_one_step_clear_and_schedule_as_they_would_by_themselves() ->
     assert torch.equal(rows_of(together), rows_of(apart))
     with pytest.raises(ValueError, match="add the group to the optimizer"):
         one.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match="there is none"):
-        CombinedOptimizer()
+    for wrong, words in (((), "nothing is no torch.optim"), (([both[0]],), "list is no torch.optim")):
+        with pytest.raises(ValueError, match=words):
+            CombinedOptimizer(*wrong)
     mixed = CombinedOptimizer(torch.optim.SGD(apart.parameters(), 0.1, momentum=0.9), both[1])
     with pytest.raises(ValueError, match="momentum or beta1"):  # SGD's momentum is not Adam's beta
         OneCycleLR(mixed, max_lr=0.1, total_steps=9)
@@ -217,6 +218,13 @@ def test_accelerate(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> No
     accelerate.state.GradientState._reset_state()
     assert torch.equal(rows_of(with_accelerate.main(gradient_accumulation_steps=2)[1]), accumulated)
 
+    accelerate.state.GradientState._reset_state()
+    accelerator, own = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2), Model()
+    rows = make_row_optimizer("adagrad", own.table, lr=0.1)
+    with accelerator.accumulate(own):
+        own(IDS).backward()
+        with pytest.raises(ValueError, match="accelerate accumulates gradients.*prepare"):
+            rows.step()
     accelerate.state.GradientState._reset_state()
     accelerator, own = accelerate.Accelerator(cpu=True), Model()
     rows = accelerator.prepare(make_row_optimizer("adagrad", own.table, lr=0.1))  # by itself, too
