@@ -42,6 +42,8 @@ _FAULTS = {
 }
 _SAME = "the same bits, metrics and checkpoints after --resume"
 _PREFIX = ".selftest-"
+QUIET_S = 20.0
+"""After so long, a line tells how far it is."""
 
 
 @dataclass
@@ -78,12 +80,22 @@ def run(
             root, list(SCENARIOS) if full else list(SCENARIOS)[:2], random.Random(seed), tell
         )
         waiting = list(promises)
+        told = time.monotonic()
         while waiting and time.monotonic() < end:
+            if time.monotonic() - told > QUIET_S:
+                told = time.monotonic()
+                tried, broken = (sum(numbers) for numbers in zip(*map(_counts, promises), strict=True))
+                left_min = (end - told) / 60
+                tell(f"{tried} tried, {broken or 'none'} broken; up to {left_min:.0f} min more")
             # The one that has had least of its share comes next: each is tried, whatever the others take.
             promise = min(waiting, key=lambda promise: promise.seconds / promise.share)
             if not _once(promise, tell):
                 waiting.remove(promise)
         return promises
+
+
+def _counts(promise: Promise) -> tuple[int, int]:
+    return promise.tried, len(promise.broken)
 
 
 def _once(promise: Promise, tell: Callable[[str], None]) -> bool:

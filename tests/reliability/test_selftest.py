@@ -40,9 +40,11 @@ def test_a_broken_promise_is_told_and_ends_with_1(
 ) -> None:
     given = [promise("fire", "", "", ""), promise("flood", "", "the cellar is full"), promise("frogs")]
     monkeypatch.setattr(promises, "promises_of", lambda *_: given)
+    monkeypatch.setattr(promises, "QUIET_S", -1.0)
     assert main(["selftest"]) == 1
     out = capsys.readouterr().out
     assert "BROKEN flood: the cellar is full" in out
+    assert "5 tried, 1 broken; up to 1 min more" in out
     cells = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if line.startswith("|")]
     assert [(row[1], row[4], row[5]) for row in cells[2:]] == [
         ("fire", "3", "kept"),
