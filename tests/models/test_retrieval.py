@@ -3,6 +3,7 @@ same on any devices, and learning."""
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from dphybrid.api.run import TrainedRun
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.data import Prepared, batches
-from dphybrid.embedding import find_tables, make_row_optimizer
+from dphybrid.embedding import RowPipeline, find_tables, make_row_optimizer
 from dphybrid.jobs.pages import ResultPage
 from dphybrid.jobs.train import Report, run_job
 from dphybrid.parallel import find_data_parallel, resolve_devices
@@ -372,6 +373,20 @@ def test_recommendations_are_the_best_items_that_a_user_has_not_met(
     assert found.recommend([]).is_empty()
     with pytest.raises(UserError, match="k=0"):
         found.recommend(user, k=0)
+
+
+def test_rows_fetched_ahead_give_the_same_bits(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(data_dir.parent / "rows.csv", num_rows=300)
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    monkeypatch.setattr("dphybrid.training.loop.RowPipeline", partial(RowPipeline, on_cpu=True))
+    options = ["recipe=retrieval", "devices=cpu*2", "data.path=rows.csv", "data.negatives=20"]
+    options += ["data.item_features=genre", "train.epochs=2", "train.batch_size=50"]
+    found = []
+    for mode in ("off", "exact"):
+        run_job(load_config(None, [*options, f"train.pipeline={mode}"]), load_settings(), run_name=mode)
+        found.append(dphybrid.load_model(mode).state_dict())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> None:
