@@ -163,6 +163,36 @@ class World(TorchDispatchMode):
             self._tick(self.thread())
         self.access(self.thread(), tensor, writes=writes)
 
+    # Copies
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        pinned = self.adopt(_duplicate(tensor), None, "pinned")
+        self.host(pinned, writes=True)
+        return pinned
+
+    def to(self, tensor: Tensor, device: torch.device, *, non_blocking: bool, copy: bool) -> Tensor:
+        """Tensor.to a simulated device, and its way back for gradients."""
+        memory = self.memory_of(tensor)
+        if memory is not None and memory.device == device and not copy:
+            return tensor
+        copied: Tensor = _Copied.apply(self, tensor, device, non_blocking)
+        return copied
+
+    def copied(self, tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+        memory, target = self.memory_of(tensor), self.current(device)
+        source = target if memory is None or memory.device is None else self.current(memory.device)
+        # As torch does between devices: the copy runs on the source's stream, and both streams wait for the
+        # other one.
+        self.join(source.name, self.now(self.launch(target)))
+        actor = self.launch(source)
+        made = self.adopt(_duplicate(tensor), device, target.name)
+        self.access(actor, tensor, writes=False)
+        self.access(actor, made, writes=True)
+        self.join(target.name, self.now(actor))
+        if memory is None or not non_blocking:
+            self.join(self.thread(), self.now(actor))
+        return made
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -194,6 +224,24 @@ class World(TorchDispatchMode):
         if blocking:
             self.join(self.thread(), self.now(actor))
         return out
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, world: World, tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+        memory = world.memory_of(tensor)
+        ctx.world, ctx.back = world, memory and memory.device
+        return world.copied(tensor, device, non_blocking)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        came = None if ctx.back is None else ctx.world.copied(grad, ctx.back, True)
+        return None, came, None, None
+
+
+def _duplicate(tensor: Tensor) -> Tensor:
+    """A copy of which the world learns nothing."""
+    return torch.from_numpy(tensor.detach().numpy().copy())
 
 
 def _mutates(argument: Any) -> bool:

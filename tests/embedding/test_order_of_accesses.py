@@ -4,7 +4,8 @@ pipeline and threads on a simulated CUDA that has clocks. Nothing of this needs 
 import queue
 import threading
 from collections.abc import Iterator
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,11 @@ from dphybrid.embedding import (
     replicas,
 )
 from dphybrid.embedding.counters import Counters
-from dphybrid.parallel import Devices, applying, parallel_apply, split_sizes
-from tests.embedding.simulated_cuda import Carried, Pool, Torch, World
+from dphybrid.parallel import Devices, applying, gather, parallel_apply, parts, split_sizes
+from dphybrid.parallel.applying import Mode
+from dphybrid.parallel.replication import replicate_modules
+from dphybrid.parallel.scattering import split
+from tests.embedding.simulated_cuda import Carried, Pool, Stream, Torch, World
 
 ROWS, DIM, COLUMNS = 600, 8, 4
 DEVICES = {
@@ -78,7 +82,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: False)
-        monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: world.pin(tensor))
+        monkeypatch.setattr(torch.Tensor, "to", partialmethod(_to, world, torch.Tensor.to))
         monkeypatch.setattr(torch.cuda, "device", lambda _: world.on(None))
         monkeypatch.setattr(torch.cuda, "stream", world.on)
         monkeypatch.setattr(torch.cuda, "current_stream", world.current)
@@ -101,6 +106,14 @@ def _reads(world: World, kernel: Any, *args: Any) -> Any:
     for held in arranged.held:
         world.host(held.rows_XD if isinstance(held, kernels.Segment) else held[1], writes=False)
     return kernel(*args)
+
+
+def _to(tensor: Tensor, world: World, plain: Any, *args: Any, **options: Any) -> Tensor:
+    device = options.get("device", args[0] if args else None)
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return plain(tensor, *args, **options)
+    blocks, copies = not options.get("non_blocking", False), options.get("copy", False)
+    return world.to(tensor, device, non_blocking=not blocks, copy=copies)
 
 
 class Scores(nn.Module):
@@ -136,6 +149,71 @@ def train(world: World, devices: str, lookahead: int = 1, steps: int = 12) -> Te
                 with torch.no_grad():
                     table.replica_rows(ids)
     return table.weight
+
+
+class Losses(nn.Module):
+    """A region with parameters and a buffer, whose labels come from the batch."""
+
+    shift_H: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(COLUMNS * DIM, 3)
+        self.register_buffer("shift_H", torch.ones(3))
+
+    def forward(self, rows_BFD: Tensor, labels_B: Tensor) -> Tensor:
+        hidden_BH = (self.layer(rows_BFD.flatten(1)) + self.shift_H).tanh()
+        return (hidden_BH.sum(1) - labels_B).square()
+
+
+def train_region(world: World, mode: Mode, steps: int = 8) -> float:
+    """What a DataParallel on cuda:0*4 does in a step, on a stream of the caller's own: scatter, replicate,
+    apply, gather, and all ways back."""
+    place = torch.device("cuda:0")
+    devices = Devices("cuda:0*4", (place,) * 4, virtual=True)
+    table, region = HostEmbedding(ROWS, DIM, seed=1), Losses()
+    table.place_on(devices.replicas, lambda rows: split_sizes(rows, 4))
+    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.1)
+    dense = torch.optim.SGD(region.parameters(), lr=0.1, foreach=False)
+    mine = world.on(Stream(world, place))
+    given = ({"ids": ids, "labels": ids.sum(1).float()} for ids in batches(steps))
+    with world, mine, RowPipeline({"t": table}, on_cpu=True) as ahead:
+        for tensor in region.state_dict().values():
+            world.adopt(tensor, place, world.current(place).name)
+        for batch in ahead.prefetch(given, lambda batch: {"t": batch["ids"]}):
+            rows.zero_grad()
+            dense.zero_grad()
+            sizes = split_sizes(len(batch["ids"]), 4)
+            inputs = split(
+                (parts(table.replica_rows(batch["ids"])), batch["labels"]), devices.replicas, sizes, 0
+            )
+            replicas = replicate_modules(list(region.modules()), devices.replicas, detach=False)
+            losses = parallel_apply(replicas, inputs, None, devices, mode)
+            loss_B = gather(losses, place, sizes=sizes)
+            loss_B.mean().backward()
+            clip_grad_norm_([], {"t": table}, 0.1)
+            dense.step()
+            rows.step()
+            last = float(loss_B.detach().mean())
+            del inputs, replicas, losses, loss_B
+    return last
+
+
+@pytest.mark.parametrize("mode", ["inline", "threads"])
+def test_a_region_s_own_copies_are_ordered(mode: Mode, simulated: Any) -> None:
+    world = simulated()
+    train_region(world, mode)
+    assert world.accesses > 1000
+    assert world.races == []
+
+
+def test_replicas_that_leave_the_caller_s_stream_are_noticed(
+    simulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = simulated()
+    monkeypatch.setattr(applying, "_on", lambda place, stream: nullcontext())
+    train_region(world, "threads")
+    assert world.races
 
 
 @pytest.mark.parametrize("devices", DEVICES)
