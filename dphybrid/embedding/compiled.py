@@ -283,7 +283,8 @@ def draw_kernel(stored: int) -> Any:
 
 def sum_kernel(dim: int, stored: int) -> Any:
     """Sum rows that lie anywhere, in order. PAGE: 1 sums to make, 2 of a block, 3 bounds (int32 pairs), 4
-    addresses of rows, 5 target (0: not wanted), 6 squares of each sum's 2-norm (float64; 0: not wanted).
+    places of rows, 5 target (0: not wanted), 6 squares of each sum's 2-norm (float64; 0: not wanted), 7
+    number of places, 8 and 9 the address of place 0 and the bytes from a place to the next.
     """
     item, out_item = ITEM_BYTES[stored], ITEM_BYTES[stored] if stored != vectors.BFLOAT16 else 4
     kind = vectors.FLOAT64 if stored == vectors.FLOAT64 else vectors.FLOAT32
@@ -292,7 +293,8 @@ def sum_kernel(dim: int, stored: int) -> Any:
 
     def sums(page: int) -> None:
         count, size, bounds = read_int(page + 8), read_int(page + 16), read_int(page + 24)
-        rows, target, squares = read_int(page + 32), read_int(page + 40), read_int(page + 48)
+        places, target, squares = read_int(page + 32), read_int(page + 40), read_int(page + 48)
+        last_place, base, step = read_int(page + 56) - 1, read_int(page + 64), read_int(page + 72)
         while True:
             begin = take_next(page) * size
             if begin >= count:
@@ -300,16 +302,18 @@ def sum_kernel(dim: int, stored: int) -> Any:
             for u in range(begin, min(begin + size, count)):
                 first, last = read_int32(bounds + 8 * u), read_int32(bounds + 8 * u + 4)
                 for n in range(first, last):
-                    ahead = read_int(rows + 8 * (n + AHEAD))
+                    ahead = base + step * read_int(places + 8 * min(n + AHEAD, last_place))
                     for line in range(0, row_bytes, LINE):
                         prefetch(ahead + line, 0)
                 square = fill(0.0, kind, lanes)
                 for d in range(0, dim, lanes):
                     summed = fill(0.0, kind, lanes)
                     if first < last:
-                        summed = load(read_int(rows + 8 * first) + d * item, stored, lanes)
+                        row = base + step * read_int(places + 8 * first)
+                        summed = load(row + d * item, stored, lanes)
                     for n in range(first + 1, last):
-                        summed = summed + load(read_int(rows + 8 * n) + d * item, stored, lanes)
+                        row = base + step * read_int(places + 8 * n)
+                        summed = summed + load(row + d * item, stored, lanes)
                     if target:
                         store(target + (u * dim + d) * out_item, summed)
                     square = square + summed * summed

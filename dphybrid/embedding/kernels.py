@@ -248,28 +248,33 @@ def sum_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> tuple[Tensor, 
     count = len(arranged.keys_U)
     sums_UD = torch.empty((count, dim), dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     squares_U = torch.empty(count, dtype=torch.float64)
-    _sum(arranged.bounds_U2, arranged.places_N, sums_UD, dtype, squares_U)
+    _sum(arranged.bounds_U2, arranged.places_N, dim, dtype, sums_UD, squares_U)
     return sums_UD, squares_U
 
 
 def square_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> Tensor:
     """Return squares_U of `sum_rows` alone."""
-    count = len(arranged.keys_U)
-    squares_U = torch.empty(count, dtype=torch.float64)
-    if count:
-        size, threads = _share(count, dim * (4 if dtype == torch.bfloat16 else dtype.itemsize), None)
-        page = (count, size, arranged.bounds_U2, arranged.places_N, 0, squares_U)
-        _call(_kernel("sum", dim, KINDS[dtype]), page, threads)
+    squares_U = torch.empty(len(arranged.keys_U), dtype=torch.float64)
+    _sum(arranged.bounds_U2, arranged.places_N, dim, dtype, None, squares_U)
     return squares_U
 
 
 def _sum(
-    bounds_U2: Tensor, places_N: Tensor, out_UD: Tensor, dtype: torch.dtype, squares: Tensor | None = None
+    bounds_U2: Tensor,
+    places_N: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    out_UD: Tensor | None,
+    squares_U: Tensor | None = None,
+    rows_VD: Tensor | None = None,
 ) -> None:
-    count, dim = out_UD.shape
+    """rows_VD: whose rows the places are; None: they are addresses."""
+    count = len(bounds_U2)
     if count:
-        size, threads = _share(count, dim * out_UD.element_size(), None)
-        _call(_kernel("sum", dim, KINDS[dtype]), (count, size, bounds_U2, places_N, out_UD, squares), threads)
+        size, threads = _share(count, dim * (4 if dtype == torch.bfloat16 else dtype.itemsize), None)
+        step = 1 if rows_VD is None else dim * dtype.itemsize
+        page = (count, size, bounds_U2, places_N, out_UD, squares_U, len(places_N), rows_VD, step)
+        _call(_kernel("sum", dim, KINDS[dtype]), page, threads)
 
 
 def pool(weight_VD: Tensor, ids_N: Tensor, ends_B: Tensor) -> Tensor:
@@ -279,14 +284,12 @@ def pool(weight_VD: Tensor, ids_N: Tensor, ends_B: Tensor) -> Tensor:
     pooled_BD = torch.empty(
         (len(ends_B), dim), dtype=torch.float32 if weight_VD.dtype == torch.bfloat16 else weight_VD.dtype
     )
-    places_N = torch.full((len(ids_N) + _compiled().AHEAD,), weight_VD.data_ptr())
-    places_N[: len(ids_N)] += ids_N * (dim * weight_VD.element_size())
     bounds_B2 = (
         torch.stack([torch.nn.functional.pad(ends_B[:-1], (1, 0)), ends_B], 1).int()
         if len(ends_B)
         else ends_B
     )
-    _sum(bounds_B2, places_N, pooled_BD, weight_VD.dtype)
+    _sum(bounds_B2, ids_N.contiguous(), dim, weight_VD.dtype, pooled_BD, rows_VD=weight_VD)
     return pooled_BD
 
 
