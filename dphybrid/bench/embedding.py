@@ -1,104 +1,49 @@
 """Side by side, in one run: the engine against torch's own embeddings and optimizers, and the pipeline
 against itself.
 
-`python -m dphybrid.bench.embedding [--json FILE]` prints the tables; `run` returns the numbers. Medians of
-rounds in which all contestants take turns, warm-up left out: a busy moment of the machine hits them alike.
+`run` returns the numbers, `text` shows them; `python -m dphybrid.bench.embedding` takes numbers of threads
+and other sizes.
 """
 
 import argparse
-import math
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from dphybrid.bench.pipelines import pipelines
+from dphybrid.bench.racing import (
+    Step,
+    Timing,
+    copy_gib_per_s,
+    cycle,
+    medians_ms,
+    plain,
+    race,
+    table_text,
+    zipf_ids,
+)
 from dphybrid.embedding import kernels
 from dphybrid.embedding.collection import HostEmbeddingCollection, look_up_columns
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
-from dphybrid.embedding.pipeline import RowPipeline
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.files import write_json
-from dphybrid.util.memory import keep_freed_memory, page_faults
+from dphybrid.util.memory import keep_freed_memory
 
-Step = Callable[[], object]
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What a contestant took over all rounds: the median, from the lowest tenth to the highest, CPU time and
-    page faults of the process."""
-
-    ms: float
-    low_ms: float
-    high_ms: float
-    cpu_ms: float
-    faults: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.ms:10.3f}  ({self.low_ms:.3f} to {self.high_ms:.3f}; CPU {self.cpu_ms:.3f}; "
-            f"{self.faults} faults)"
-        )
-
-
-def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed: int = 0) -> Tensor:
-    """Return int64 ids whose frequencies fall like rank ** -exponent, neighbours in rank far apart in the
-    table."""
-    chance = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    power = 1 - exponent
-    ranks = ((num_rows**power * chance + 1 - chance) ** (1 / power)).long().clamp_(1, num_rows) - 1
-    stride = max(1, int(num_rows * 0.6180339887))
-    while math.gcd(stride, num_rows) > 1:
-        stride += 1
-    return ranks * stride % num_rows
-
-
-def race(
-    contestants: Mapping[str, Step], rounds: int, warm_up: int = 3, *, cold: bool = False
-) -> dict[str, Timing]:
-    """Time each contestant over `rounds` rounds in which they take turns. cold: with other memory in the
-    caches before each turn."""
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contestants}
-    other = torch.zeros(2**24 if cold else 0)
-    for turn in range(warm_up + rounds):
-        for name, step in contestants.items():
-            other.add_(1)
-            faults, cpu, start = page_faults(), time.process_time(), time.perf_counter()
-            step()
-            took, busy = time.perf_counter() - start, time.process_time() - cpu
-            if turn >= warm_up:
-                found[name].append((1e3 * took, 1e3 * busy, page_faults() - faults))
-    timings = {}
-    for name, rows in found.items():
-        walls, cpus, all_faults = (sorted(column) for column in zip(*rows, strict=True))
-        low, high = walls[rounds // 10], walls[-1 - rounds // 10]
-        timings[name] = Timing(
-            statistics.median(walls), low, high, statistics.median(cpus), int(statistics.median(all_faults))
-        )
-    return timings
-
-
-def medians_ms(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3) -> dict[str, float]:
-    """Return the medians of `race` alone."""
-    return {name: timing.ms for name, timing in race(contestants, rounds, warm_up).items()}
-
-
-def copy_gib_per_s() -> float:
-    """Return the machine's copy bandwidth (bytes read plus bytes written) on arrays of 128 MiB, with torch's
-    present number of threads."""
-    source, target = torch.ones(2**25), torch.empty(2**25)
-    return 0.25 / (medians_ms({"copy": lambda: target.copy_(source)}, 5)["copy"] / 1e3)
+LEGEND = """\
+Milliseconds of one step: lookup, backward and update of the rows alone, unless a heading says more.
+Medians of rounds in which all take turns; in brackets the lowest and the highest tenth, CPU time of
+all threads, and page faults. "dphybrid" is a table in host memory, "sparse=True" and "dense" are
+torch.nn.Embedding with the named optimizer of torch.optim; "host share" is a step without what a GPU
+does of it. A / B is how many times as long A takes as B: above 1, B is the faster one. The floor is
+what copying the same bytes takes.
+"""
 
 
 def step_costs(
@@ -117,7 +62,7 @@ def step_costs(
         table = HostEmbedding(num_rows, dim)
         rows = make_row_optimizer(name, {"t": table}, lr=0.01)
         buffer_ND = torch.empty_like(grads_ND)
-        for_whole, for_host = _cycle(batches), _cycle(batches)
+        for_whole, for_host = cycle(batches), cycle(batches)
 
         def whole(
             table: HostEmbedding = table, rows: Any = rows, turns: Iterator[Tensor] = for_whole
@@ -150,7 +95,7 @@ def step_costs(
         embedding = nn.Embedding(num_rows, dim, sparse=sparse)
         optimizer = kind(embedding.parameters(), lr=0.01)
 
-        for_stock = _cycle(batches)
+        for_stock = cycle(batches)
 
         def step(
             embedding: nn.Embedding = embedding,
@@ -194,7 +139,7 @@ def many_tables_costs(
         torch.optim.Adagrad(bags.parameters(), lr=0.01),
     )
 
-    turns = _cycle(batches)
+    turns = cycle(batches)
 
     def ours() -> None:
         rows.zero_grad()
@@ -211,8 +156,8 @@ def many_tables_costs(
 
     contestants: dict[str, Step] = {
         "dphybrid adagrad, one flat table": ours,
-        f"{num_tables} x EmbeddingBag(sparse) + SGD": partial(theirs, sgd, _cycle(batches)),
-        f"{num_tables} x EmbeddingBag(sparse) + Adagrad": partial(theirs, adagrad, _cycle(batches)),
+        f"{num_tables} x EmbeddingBag(sparse) + SGD": partial(theirs, sgd, cycle(batches)),
+        f"{num_tables} x EmbeddingBag(sparse) + Adagrad": partial(theirs, adagrad, cycle(batches)),
     }
     if find_spec("fbgemm_gpu"):
         contestants |= _fbgemm(
@@ -245,7 +190,7 @@ def separate_tables_costs(
 
     def step_of(tables: list[HostEmbedding], look_up: Callable[[Tensor], Tensor]) -> Step:
         rows = make_row_optimizer("adagrad", {str(n): table for n, table in enumerate(tables)}, lr=0.01)
-        turns = _cycle(batches)
+        turns = cycle(batches)
 
         def step() -> None:
             rows.zero_grad()
@@ -297,7 +242,7 @@ def click_costs(
 
     def step_of(loss_B: Callable[[dict[str, Tensor]], Tensor], blocks: nn.Module, rows: Any = None) -> Step:
         dense = torch.optim.Adam(blocks.parameters(), fused=True)
-        turns = _cycle(batches)
+        turns = cycle(batches)
 
         def step() -> None:
             dense.zero_grad()
@@ -355,7 +300,7 @@ def _fbgemm(rows_of_tables: list[int], dim: int, batches: list[Tensor], grads: T
     steps: dict[str, Step] = {}
     for rule in ("sgd", "row-wise adagrad"):
         tables = _fbgemm_tables(rows_of_tables, dim, rule)
-        steps[f"fbgemm {rule}"] = partial(_backward, tables, _cycle(batches), offsets, grads)
+        steps[f"fbgemm {rule}"] = partial(_backward, tables, cycle(batches), offsets, grads)
     return steps
 
 
@@ -375,7 +320,7 @@ def size_costs(
         grads_ND = torch.randn(num_ids, dim)
         table = HostEmbedding(num_rows, dim)
         rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
-        turns = _cycle(batches)
+        turns = cycle(batches)
 
         def step(
             table: HostEmbedding = table,
@@ -389,86 +334,6 @@ def size_costs(
 
         contestants[f"{num_rows:,} rows"] = step
     return medians_ms(contestants, rounds, warm_up=8)
-
-
-def _cycle(batches: list[T]) -> Iterator[T]:
-    while True:
-        yield from batches
-
-
-def pipeline_costs(
-    num_rows: int,
-    dim: int,
-    batch_size: int,
-    columns: int,
-    steps: int,
-    devices: str = "cpu",
-    repeats: int = 9,
-    hidden: int = 128,
-) -> dict[str, float]:
-    """Return ms of a training step of a small network on `devices` with the pipeline off and exact, their
-    ratio, and the counters of a step with the exact one.
-
-    On a GPU also: device ms, what a step takes there with its rows already in place; host ms, of sorting,
-    gathering, repairing and updating; copy ms; and overlap efficiency, the largest of the three by the step:
-    1 means that all else is hidden behind it.
-    """
-    from dphybrid.parallel import DataParallel, parts
-
-    batches = [zipf_ids(num_rows, (batch_size, columns), seed=step) for step in range(steps)]
-    table = HostEmbedding(num_rows, dim)
-    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
-    layers = (
-        nn.Flatten(1),
-        nn.Linear(columns * dim, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, 1),
-    )
-    region = DataParallel(nn.Sequential(*layers), devices)
-    dense = torch.optim.SGD(region.parameters(), lr=1e-4)
-    table.place_on(region.devices.replicas, region.sizes)
-    gpu = region.devices.home.type == "cuda"
-    counters: dict[str, float] = {}
-
-    def learn(rows_of_replicas: list[Tensor]) -> None:
-        dense.zero_grad()
-        F.softplus(region(parts(rows_of_replicas))).mean().backward()
-        dense.step()
-
-    def epoch(mode: str) -> None:
-        with RowPipeline({"t": table}, mode=mode) as pipeline:
-            for ids_BF in pipeline.prefetch(batches, lambda ids: {"t": ids}):
-                rows.zero_grad()
-                learn(table.replica_rows(ids_BF))
-                rows.step()
-            if gpu:
-                torch.cuda.synchronize()
-            if mode == "exact":
-                counters.update(pipeline.counters(steps))
-
-    contestants: dict[str, Step] = {"off": lambda: epoch("off"), "exact": lambda: epoch("exact")}
-    if gpu:
-        there = [rows_BFD.detach().requires_grad_() for rows_BFD in table.replica_rows(batches[0])]
-
-        def on_device() -> None:
-            for _ in range(steps):
-                learn(there)
-            torch.cuda.synchronize()
-
-        contestants["device"] = on_device
-    found = {
-        f"{name} ms": value / steps for name, value in medians_ms(contestants, repeats, warm_up=2).items()
-    }
-    found["exact / off"] = found["exact ms"] / found["off ms"]
-    if gpu:
-        found["host ms"] = sum(counters[f"{part}_ms"] for part in ("dedup", "gather", "repair", "update"))
-        found["copy ms"] = counters["h2d_ms"] + counters["d2h_ms"]
-        found["overlap efficiency"] = (
-            max(found["host ms"], found["copy ms"], found["device ms"]) / found["exact ms"]
-        )
-    return found | counters
 
 
 def run(threads: tuple[int, ...] = (1, 2), rounds: int = 15, scale: float = 1.0) -> dict[str, Any]:
@@ -526,28 +391,6 @@ def _with_threads(rounds: int, scale: float) -> dict[str, Any]:
     return results | pipelines(rows, 64, scale, min(9, rounds))
 
 
-def pipelines(num_rows: int, dim: int, scale: float, repeats: int) -> dict[str, dict[str, float]]:
-    """Return `pipeline_costs` by shape, on the CPU, on two virtual devices and on all GPUs."""
-    places = ["cpu", "cpu*2"]
-    if torch.cuda.is_available():
-        places.append(",".join(f"cuda:{index}" for index in range(torch.cuda.device_count())))
-    shapes = {"batch 256": (16, int(256 * scale), 40), "batch 2048": (dim, int(2048 * scale), 10)}
-    return {
-        f"pipeline on {place}, {name}": pipeline_costs(
-            num_rows,
-            width,
-            max(2, batch_size),
-            26,
-            steps,
-            place,
-            repeats,
-            hidden=2048 if place.startswith("cuda") else 128,
-        )
-        for place in places
-        for name, (width, batch_size, steps) in shapes.items()
-    }
-
-
 def ratios(timings: Mapping[str, Timing]) -> dict[str, float]:
     """Return how many times as long torch's sparse steps and, where it is installed, FBGEMM's take: against
     the whole step, and against the host's share of it."""
@@ -565,30 +408,9 @@ def ratios(timings: Mapping[str, Timing]) -> dict[str, float]:
     return found
 
 
-def plain(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results as what JSON holds."""
-    return {
-        name: plain(value)
-        if isinstance(value, Mapping)
-        else asdict(value)
-        if isinstance(value, Timing)
-        else value
-        for name, value in results.items()
-    }
-
-
-def table_text(results: Mapping[str, Any], indent: str = "") -> str:
-    """Return the results as aligned lines."""
-    width = max((len(name) for name, value in results.items() if not isinstance(value, Mapping)), default=0)
-    lines = []
-    for name, value in results.items():
-        if isinstance(value, Mapping):
-            lines += [f"{indent}{name}", table_text(value, indent + "  ")]
-        else:
-            lines.append(
-                f"{indent}{name:<{width}}  {f'{value:10.3f}' if isinstance(value, float) else value}"
-            )
-    return "\n".join(lines)
+def text(results: Mapping[str, Any]) -> str:
+    """Return the figures for people."""
+    return f"{LEGEND}\n{table_text(results)}"
 
 
 def main() -> None:
@@ -605,9 +427,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     results = run(tuple(options.threads), options.rounds, options.scale)
-    print(table_text(results))
+    print(text(results))
     if options.json:
-        write_json(options.json, results)
+        write_json(options.json, plain(results))
 
 
 if __name__ == "__main__":

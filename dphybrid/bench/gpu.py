@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dphybrid.bench.embedding import race, zipf_ids
+from dphybrid.bench.racing import race, zipf_ids
 from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, kernels, make_row_optimizer
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.replicas import DeviceRows
@@ -53,7 +53,7 @@ def run(
     }
     for text in wanted:
         where = resolve_devices(text)
-        by_part = _parts(batches, rows_each * columns, dim, where, rounds)
+        by_part = _parts(batches[0], rows_each * columns, dim, where, rounds)
         by_way = _ways(batches, rows_each * columns, dim, where, rounds)
         ratios = {
             "off / exact": by_way["off"] / by_way["exact"],
@@ -87,21 +87,38 @@ def _region(columns: int, dim: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(1), nn.Linear(columns * dim, 256), nn.ReLU(), nn.Linear(256, 1))
 
 
-def _parts(batches: list[Tensor], num_rows: int, dim: int, where: Devices, rounds: int) -> dict[str, float]:
-    """ms of each part of a step by itself, of all replicas."""
+def _parts(ids_BF: Tensor, num_rows: int, dim: int, where: Devices, rounds: int) -> dict[str, float]:
+    region = DataParallel(_region(ids_BF.shape[1], dim), where)
+
+    def learn(rows_of_replicas: list[Tensor]) -> None:
+        region(parts(rows_of_replicas)).square().mean().backward()
+
+    return parts_alone(ids_BF, num_rows, dim, region, learn, rounds)
+
+
+def parts_alone(
+    ids_BF: Tensor,
+    num_rows: int,
+    dim: int,
+    region: DataParallel,
+    learn: Callable[[list[Tensor]], object],
+    rounds: int,
+) -> dict[str, float]:
+    """Return ms of each part of a step by itself, of all replicas of a region together.
+
+    learn: what the devices do with each replica's rows_bFD. Its part holds expanding rows, and summing
+    gradients, of repeated ids; copies, of unique rows, wait for nothing else.
+    """
+    where = region.devices
     cuda = where.home.type == "cuda"
     table = HostEmbedding(num_rows, dim)
     rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
-    region = DataParallel(_region(batches[0].shape[1], dim), where)
-    each = batches[0].split(list(region.sizes(len(batches[0]))))
+    each = ids_BF.split(list(region.sizes(len(ids_BF))))
     shares = list(zip(each, where.replicas, strict=False))
-    found = [sort_ids(ids_BF.reshape(-1), num_rows) for ids_BF, _ in shares]
+    found = [sort_ids(ids.reshape(-1), num_rows) for ids, _ in shares]
     host = [torch.empty(len(one.unique_U), dim, pin_memory=cuda) for one in found]
     there = [torch.empty(mine.shape, device=place) for mine, (_, place) in zip(host, shares, strict=True)]
-    maps = [
-        [t.to(place) for t in (one.inverse_N, one.order_N, one.starts_U)]
-        for one, (_, place) in zip(found, shares, strict=True)
-    ]
+    maps = [[t.to(place) for t in one.indices()] for one, (_, place) in zip(found, shares, strict=True)]
 
     def device() -> None:
         leaves = [mine.detach().requires_grad_() for mine in there]
@@ -109,7 +126,7 @@ def _parts(batches: list[Tensor], num_rows: int, dim: int, where: Devices, round
             DeviceRows.apply(leaf, *one).view(*ids.shape, dim)
             for leaf, one, (ids, _) in zip(leaves, maps, shares, strict=True)
         ]
-        region(parts(rows_BFD)).square().mean().backward()
+        learn(rows_BFD)
 
     def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):

@@ -138,10 +138,11 @@ def bench(args: argparse.Namespace) -> int:
         print(data_bench.text(result))
     else:
         from dphybrid.bench import embedding as rows_bench
+        from dphybrid.bench.racing import plain
 
         timings = rows_bench.run(rounds=args.repeats or 15)
-        print(rows_bench.table_text(timings))
-        result = rows_bench.plain(timings)
+        print(rows_bench.text(timings))
+        result = plain(timings)
     if args.out:
         write_json(args.out, result)
     return 0

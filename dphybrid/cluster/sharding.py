@@ -101,7 +101,7 @@ def _square_of_sums(ids_N: Tensor, grads_ND: Tensor) -> float:
     ids = ids_N.cpu()
     where = sort_ids(ids, int(ids.max()) + 1)
     device = grads_ND.device
-    sums_UD = sum_by_row(grads_ND.contiguous(), where.order_N.to(device), where.starts_U.to(device))
+    sums_UD = sum_by_row(grads_ND.contiguous(), *(each.to(device) for each in where.indices()[1:]))
     return float(sums_UD.double().square().sum())
 
 

@@ -126,9 +126,7 @@ class SpreadTable(HostEmbedding):
         away = len(where.unique_U) - int(((where.unique_U >= first) & (where.unique_U < stop)).sum())
         # An id there, its row back, and in training its gradient there.
         self.bytes_sent += away * (8 + 4 * self.dim * (2 if trained else 1))
-        rows_ND = DeviceRows.apply(
-            leaf_UD, where.inverse_N.to(device), where.order_N.to(device), where.starts_U.to(device)
-        )
+        rows_ND = DeviceRows.apply(leaf_UD, *(each.to(device) for each in where.indices()))
         return rows_ND.view(*ids.shape, self.dim)
 
     def gradient_sum(self) -> Tensor:

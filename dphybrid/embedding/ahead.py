@@ -207,8 +207,7 @@ class LookupsAhead:
             return
         start = time.perf_counter()
         changes = [change for change in list(self._changes or ()) if lookup.version < change[1] <= now]
-        # Recorded changes must follow each other without a gap from at or before the lookup's version until
-        # now.
+        # Recorded changes must follow each other without a gap, from the lookup's version or before to now.
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
         known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
         uniques = [share.where.unique_U for share in lookup.shares]

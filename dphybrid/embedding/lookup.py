@@ -1,9 +1,11 @@
 """Where each id of a replica's share occurs, and the sum of gradients over its occurrences on the replica's
 device.
 
-Letters: N ids of a lookup, flattened, U unique ids among them, D width of a row.
+Letters: N ids of a lookup, flattened, U unique ids among them, P pieces of their occurrences, D width of a
+row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,19 +14,29 @@ from torch import Tensor
 from dphybrid.embedding import kernels
 from dphybrid.util.errors import UserError
 
+PIECE = 64
+"""Occurrences of an id whose gradients are summed in one go. On a GPU one thread sums a column of them, and a
+frequent id's would keep the others waiting: of 8,192 Zipf ids a column one occurs 14,490 times."""
+
 
 @dataclass(frozen=True)
 class Occurrences:
-    """Where each unique id occurs among N ids: unique id u is unique_U[u] (sorted, int64), at
-    order_N[starts_U[u] : starts_U[u + 1]].
+    """Where each unique id occurs among N ids: unique id u is unique_U[u] (sorted, int64).
 
-    inverse_N: the place of each id in unique_U. All but unique_U are int32.
+    order_N: the places of the ids' occurrences, by id. starts_P: where in order_N each piece of at most
+    `PIECE` occurrences begins. first_U: each id's first piece; empty where all ids have one. inverse_N: the
+    place of each id in unique_U. All but unique_U are int32.
     """
 
     unique_U: Tensor
-    order_N: Tensor
-    starts_U: Tensor
     inverse_N: Tensor
+    order_N: Tensor
+    starts_P: Tensor
+    first_U: Tensor
+
+    def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what expands unique rows, and sums their gradients; see `replicas.DeviceRows`."""
+        return self.inverse_N, self.order_N, self.starts_P, self.first_U
 
 
 def sort_ids(ids_N: Tensor, num_rows: int) -> Occurrences:
@@ -33,9 +45,26 @@ def sort_ids(ids_N: Tensor, num_rows: int) -> Occurrences:
     nowhere = torch.empty((0, 1), dtype=torch.uint8)
     found = kernels.arrange([(kernels.Segment(ids_N, nowhere), 0)], num_rows, inverse=True)
     assert found.inverse_N is not None
-    return Occurrences(
-        found.keys_U, found.places_N[: len(ids_N)].int(), found.bounds_U2[:, 0].contiguous(), found.inverse_N
-    )
+    order_N = found.places_N[: len(ids_N)].int()
+    return Occurrences(found.keys_U, found.inverse_N, order_N, *_pieces(found.bounds_U2))
+
+
+def _pieces(bounds_U2: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (starts_P, first_U) of `Occurrences` that lie in these bounds."""
+    starts_U = bounds_U2[:, 0]
+    counts_U = (bounds_U2[:, 1] - starts_U + (PIECE - 1)).div_(PIECE, rounding_mode="floor")
+    total = int(counts_U.sum())
+    if total == len(counts_U):
+        return starts_U.contiguous(), torch.empty(0, dtype=torch.int32)
+    first_U = counts_U.cumsum(0, dtype=torch.int32) - counts_U
+    # Piece p of all is piece p - first_U of its id.
+    shift_P = torch.repeat_interleave(starts_U - PIECE * first_U, counts_U, output_size=total)
+    return torch.arange(total, dtype=torch.int32).mul_(PIECE).add_(shift_P), first_U
+
+
+def each_lookup(wanted: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the ids of each lookup of a table, where those of one may stand alone."""
+    return [wanted] if isinstance(wanted, Tensor) else wanted
 
 
 def all_in_range(ids: Tensor, end: int) -> bool:
@@ -46,13 +75,17 @@ def all_in_range(ids: Tensor, end: int) -> bool:
     return int(low) >= 0 and int(high) < end
 
 
-def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_U: Tensor) -> Tensor:
-    """Return grads_UD: the sum of grads_ND over the occurrences of each unique id, on their device."""
+def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Tensor) -> Tensor:
+    """Return grads_UD: the sum of grads_ND over the occurrences of each unique id, on their device: of each
+    piece of them in order, then of the pieces."""
     if not order_N.numel():
         return grads_ND.new_zeros(0, grads_ND.shape[1])
-    # What nn.functional.embedding_bag(mode="sum") comes down to, without its checks, which a short step would
-    # notice.
-    summed_UD: Tensor = torch.embedding_bag(grads_ND, order_N, starts_U)[0]
+    # What nn.functional.embedding_bag(mode="sum") comes down to, without checks that a short step notices.
+    summed_PD: Tensor = torch.embedding_bag(grads_ND, order_N, starts_P)[0]
+    if not len(first_U):
+        return summed_PD
+    pieces_P = torch.arange(len(starts_P), dtype=first_U.dtype, device=first_U.device)
+    summed_UD: Tensor = torch.embedding_bag(summed_PD, pieces_P, first_U)[0]
     return summed_UD
 
 

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding.ahead import Lookup
+from dphybrid.embedding.lookup import each_lookup
 from dphybrid.embedding.plans import UpdatePlan
 from dphybrid.embedding.replicas import pinned
 from dphybrid.embedding.table import HostEmbedding
@@ -58,8 +59,9 @@ _JOIN_S = 5.0
 class DeclaresIds(Protocol):
     """A model that says which rows its `forward` will look up, so that they can be fetched ahead."""
 
-    def table_ids(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the ids by table, named as `dphybrid.embedding.find_tables` names them."""
+    def table_ids(self, batch: dict[str, Tensor]) -> Mapping[str, Tensor | Sequence[Tensor]]:
+        """Return the ids by table, named as `dphybrid.embedding.find_tables` names them: a tensor, or one for
+        each lookup."""
         ...
 
 
@@ -116,8 +118,7 @@ class RowPipeline:
             return
         run: _Run[Batch] = _Run(batches, ids_of, self.tables, self.lookahead)
         self._runs.append(run)
-        # Updates between a lookup's gathering and its use: at most one a batch ahead, and one more that was
-        # running.
+        # Updates between a lookup's gathering and its use: one a batch ahead, and one that was running.
         for table in self.tables.values():
             table.ahead.record_changes(self.lookahead + 2)
             table.ahead.later = run.update_later
@@ -144,9 +145,8 @@ class RowPipeline:
         """Return what happened since the last call, summed over tables, divided by `steps`.
 
         The entries of `counters.Counters`, and: prepare_ms: of the worker, all in all. wait_ms: of the loop
-        for the worker. Three
-        ratios: unique_ratio: unique / ids. prepared_ratio: unique rows that came prepared. conflict_ratio:
-        prepared rows read again.
+        for the worker. Three ratios: unique_ratio: unique / ids. prepared_ratio: unique rows that came
+        prepared. conflict_ratio: prepared rows read again.
         """
         totals, seen = self._totals(), self._seen
         self._seen = totals
@@ -224,9 +224,8 @@ class _Run(Generic[Batch]):
         lookups: dict[str, list[Lookup]] = {}
         try:
             for name, wanted in ids.items():
-                each = [wanted] if isinstance(wanted, Tensor) else wanted
                 table = self._tables[name]
-                made = [table.ahead.prepare(table, ids_of_lookup) for ids_of_lookup in each]
+                made = [table.ahead.prepare(table, each) for each in each_lookup(wanted)]
                 lookups[name] = [lookup for lookup in made if lookup is not None]
         except RuntimeError as error:
             if not is_out_of_memory(error):

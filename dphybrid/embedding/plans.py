@@ -73,6 +73,8 @@ class UpdatePlan:
         self._starts_S = (sizes.cumsum(0) - sizes) * row_bytes
         self._share_N = torch.bucketize(found.places_N, sizes.cumsum(0)[:-1], right=True)
         self._places_N = found.places_N.mul_(row_bytes)
+        self._addresses_S: list[int] = []
+        self._found_N = self._places_N
         self.halves = Halves(self.rows)
 
     def places(self, segments: Sequence[Segment]) -> Tensor | None:
@@ -85,8 +87,12 @@ class UpdatePlan:
         )
         if not fit:
             return None
-        shift_S = torch.tensor([segment.rows_XD.data_ptr() for segment in segments]) - self._starts_S
-        return shift_S.index_select(0, self._share_N).add_(self._places_N)
+        addresses_S = [segment.rows_XD.data_ptr() for segment in segments]
+        if addresses_S != self._addresses_S:  # clipping has asked before the update
+            shift_S = torch.tensor(addresses_S) - self._starts_S
+            self._found_N = shift_S.index_select(0, self._share_N).add_(self._places_N)
+            self._addresses_S = addresses_S
+        return self._found_N
 
     def link(self, following: Sequence["Lookup"], mark_V: Tensor) -> None:
         """Divide the rows by what the next batch's lookups read. mark_V: a byte a row of the table, zeros

@@ -41,35 +41,34 @@ SizesOf = Callable[[int], Sequence[int]]
 
 
 class DeviceRows(torch.autograd.Function):
-    """rows_UD -> rows_ND on a replica's device; gradients of repeated ids are summed there."""
+    """rows_UD and `Occurrences.indices` -> rows_ND on a replica's device; gradients of repeated ids are
+    summed there."""
 
     @staticmethod
-    def forward(ctx: Any, rows_UD: Tensor, inverse_N: Tensor, order_N: Tensor, starts_U: Tensor) -> Tensor:
-        ctx.save_for_backward(order_N, starts_U)
+    def forward(ctx: Any, rows_UD: Tensor, inverse_N: Tensor, *occurrences: Tensor) -> Tensor:
+        ctx.save_for_backward(*occurrences)
         return rows_UD.index_select(0, inverse_N)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads_ND: Tensor) -> tuple[Tensor | None, ...]:
         # A bag is summed by one thread in order: unlike index_add_, the same bits every time on a GPU too.
-        return sum_by_row(grads_ND.contiguous(), *ctx.saved_tensors), None, None, None
+        return sum_by_row(grads_ND.contiguous(), *ctx.saved_tensors), None, None, None, None
 
 
 @dataclass
 class Share:
     """One replica's part of a lookup, on its way to the device or there.
 
-    where: its unique ids, on the host. shape: of its ids. rows_UD, inverse_N, order_N, starts_U: on the
-    device. memory: what they are views of. ready: when they have arrived (None on the CPU).
+    where: its unique ids, on the host. shape: of its ids. rows_UD, indices (of `where`): on the device.
+    memory: what they are views of. ready: when they have arrived (None on the CPU).
     """
 
     where: Occurrences
     shape: torch.Size
     memory: Tensor
     rows_UD: Tensor
-    inverse_N: Tensor
-    order_N: Tensor
-    starts_U: Tensor
+    indices: Sequence[Tensor]
     ready: "torch.cuda.Event | None"
     gather_ms: float
 
@@ -91,24 +90,18 @@ class Channel:
     ) -> Share:
         """Have `read(ids_U, out_UD)` fill a buffer with the rows, and start sending it. like: an empty tensor
         (0, D) of the rows' type."""
-        unique, ids = len(where.unique_U), len(where.order_N)
-        parts = _layout(
-            [
-                ((unique, like.shape[1]), like.dtype),
-                *[((n,), where.order_N.dtype) for n in (ids, ids, unique)],
-            ]
-        )
+        shape_UD, on_host = (len(where.unique_U), like.shape[1]), where.indices()
+        parts = _layout([(shape_UD, like.dtype), *((tuple(each.shape), each.dtype) for each in on_host)])
         memory = self._host_memory(parts[-1][0].stop)
-        rows_UD, inverse_N, order_N, starts_U = _views(memory, parts)
+        rows_UD, *indices = _views(memory, parts)
         start = time.perf_counter()
         read(where.unique_U, rows_UD)
         gather_ms = 1e3 * (time.perf_counter() - start)
-        inverse_N.copy_(where.inverse_N)
-        order_N.copy_(where.order_N)
-        starts_U.copy_(where.starts_U)
+        for target, source in zip(indices, on_host, strict=True):
+            target.copy_(source)
         there, ready = self._start_copy(memory)
-        rows_UD, inverse_N, order_N, starts_U = _views(there, parts)
-        return Share(where, shape, there, rows_UD, inverse_N, order_N, starts_U, ready, gather_ms)
+        rows_UD, *indices = _views(there, parts)
+        return Share(where, shape, there, rows_UD, indices, ready, gather_ms)
 
     def mend(self, share: Share, places_C: Tensor, read: Callable[[Tensor], None]) -> None:
         """Have `read(out_CD)` fill a buffer with rows, and put them in the places of those that are on the

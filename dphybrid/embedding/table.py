@@ -357,7 +357,7 @@ class HostEmbedding(nn.Module):
             leaf_UD = share.rows_UD.detach()
             if trained:
                 self.gradients.watch(leaf_UD, Pending(share.where.unique_U, channel=channel))
-            rows_ND = DeviceRows.apply(leaf_UD, share.inverse_N, share.order_N, share.starts_U)
+            rows_ND = DeviceRows.apply(leaf_UD, *share.indices)
             rows.append(self.as_model(rows_ND.view(*share.shape, self.dim)))
         return rows
 

@@ -24,6 +24,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.data.batches import batches
 from dphybrid.embedding import DeclaresIds, dense_parameters, find_tables
+from dphybrid.embedding.lookup import each_lookup
 from dphybrid.embedding.storage import available_memory_bytes, deferred_rows
 from dphybrid.gpus.leasing import expected_devices
 from dphybrid.jobs.build import build_run, prepare_data
@@ -79,7 +80,7 @@ def ranks_plan(
         if not isinstance(model, DeclaresIds):
             raise UserError("the model declares no table_ids(batch); give --table-rows N")
         sample = next(batches(data.dataset("train"), batch_size, seed=0, epoch=0, shuffle=False))
-        ids = sum(ids.numel() for ids in model.table_ids(sample).values())
+        ids = sum(ids.numel() for wanted in model.table_ids(sample).values() for ids in each_lookup(wanted))
         dense = sum(parameter.numel() for parameter in dense_parameters(model))
         work = Workload(table.num_rows, table.dim, ids, dense, states)
     return ClusterPlan(work, ranks, nodes, link_gbit).text(available_memory_bytes())

@@ -2,6 +2,7 @@
 where devices share hardware."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def split(
             for part, place in zip(_rows(value, sizes, dim), places, strict=True)
         ]
     if isinstance(value, Whole):
-        return [map_tensors(lambda t, p=place: t.to(p, copy=True), value.value) for place in places]  # type: ignore[misc]
+        copies = [partial(Tensor.to, device=place, non_blocking=True, copy=True) for place in places]
+        return [map_tensors(copy, value.value) for copy in copies]
     if isinstance(value, Parts):
         found = [part.shape[dim] for part in value.tensors]
         if found != sizes:

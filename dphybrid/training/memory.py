@@ -4,12 +4,13 @@ Gradients of the parts are summed and divided once by the whole batch's terms, s
 not fit, up to rounding (and, with dropout, other masks). The batch itself never changes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import DeclaresIds, HostEmbedding
+from dphybrid.embedding.lookup import each_lookup
 from dphybrid.parallel import find_data_parallel
 from dphybrid.training.checkpoint import Progress
 
@@ -36,14 +37,14 @@ def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Te
 
 def ids_by_part(
     model: DeclaresIds, progress: Progress
-) -> Callable[[dict[str, Tensor]], Mapping[str, Tensor | list[Tensor]]]:
+) -> Callable[[dict[str, Tensor]], Mapping[str, Tensor | Sequence[Tensor]]]:
     """Return what says which ids a batch looks up: those of each part, once batches are computed in parts."""
 
-    def ids_of(batch: dict[str, Tensor]) -> Mapping[str, Tensor | list[Tensor]]:
+    def ids_of(batch: dict[str, Tensor]) -> Mapping[str, Tensor | Sequence[Tensor]]:
         if progress.micro_batches == 1:
             return model.table_ids(batch)
         each = [model.table_ids(part) for part in micro_batches(batch, progress.micro_batches)]
-        return {name: [ids[name] for ids in each] for name in each[0]}
+        return {name: [ids for by_name in each for ids in each_lookup(by_name[name])] for name in each[0]}
 
     return ids_of
 

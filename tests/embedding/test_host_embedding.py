@@ -2,10 +2,12 @@
 them."""
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import (
@@ -18,7 +20,7 @@ from dphybrid.embedding import (
     find_tables,
     make_row_optimizer,
 )
-from dphybrid.embedding.lookup import sort_ids
+from dphybrid.embedding.lookup import PIECE, sort_ids, sum_by_row
 from dphybrid.parallel import DataParallel
 
 ROWS, DIM = 50, 4
@@ -55,7 +57,35 @@ def test_occurrences_of_unique_ids(count: int, num_rows: int) -> None:
     assert torch.equal(where.unique_U, unique_U)
     assert torch.equal(where.inverse_N.long(), inverse_N)
     assert torch.equal(where.order_N.long(), torch.argsort(ids_N, stable=True))
-    assert torch.equal(where.starts_U.long(), counts_U.cumsum(0) - counts_U)
+    ends = list(itertools.accumulate(counts_U.tolist(), initial=0))
+    pieces = [list(range(start, end, PIECE)) for start, end in itertools.pairwise(ends)]
+    assert where.starts_P.tolist() == [start for own in pieces for start in own]
+    firsts = list(itertools.accumulate(map(len, pieces), initial=0))[:-1]
+    assert where.first_U.tolist() == (firsts if len(where.starts_P) > len(pieces) else [])
+
+
+def test_gradients_of_a_frequent_id_are_summed_in_short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids_N = torch.cat([torch.zeros(5000, dtype=torch.int64), torch.arange(40), torch.full((PIECE,), 7)])
+    ids_N = ids_N[torch.randperm(len(ids_N), generator=torch.Generator().manual_seed(0))]
+    grads_ND = torch.randn(len(ids_N), DIM, generator=torch.Generator().manual_seed(1))
+    longest: list[int] = []
+    embedding_bag = torch.embedding_bag
+
+    def watched(weight: Tensor, places: Tensor, starts: Tensor) -> Any:
+        longest.append(int(torch.diff(starts, append=torch.tensor([len(places)])).max()))
+        return embedding_bag(weight, places, starts)
+
+    monkeypatch.setattr(torch, "embedding_bag", watched)
+    before, sums = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        sums.append(sum_by_row(grads_ND, *sort_ids(ids_N, 40).indices()[1:]))
+    torch.set_num_threads(before)
+    assert max(longest) == -(-5001 // PIECE)
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+    expected = torch.zeros(40, DIM, dtype=torch.float64).index_add_(0, ids_N, grads_ND.double())
+    torch.testing.assert_close(sums[0].double(), expected, rtol=1e-5, atol=2e-5)
 
 
 def test_gradients_exist_for_touched_rows_only_and_add_up_over_lookups() -> None:

@@ -104,3 +104,35 @@ def test_start_values_are_drawn_where_they_are_used_only(
     whole = load_model(report.run_name)
     assert len(filled) == 1
     assert whole.table.flat.weight.abs().sum() > 0
+
+
+@pytest.fixture
+def small_runs(tmp_path: Path) -> dict[str, list[str]]:
+    (tmp_path / "ring").mkdir()
+    ring = "\n".join(f"e{i}\tr{i % 3}\te{(i * 7 + 1) % 60}" for i in range(60))
+    for part in ("train", "valid"):
+        (tmp_path / "ring" / f"{part}.txt").write_text(ring)
+    kge = [f"data.path={tmp_path / 'ring'}", "data.negatives=8", "model.dim=4", "train.batch_size=7"]
+    return {
+        "kge": ["recipe=kge", *kge, "train.epochs=2"],
+        "hybrid": ["recipe=hybrid", "train.batch_size=700", "train.epochs=1"],
+    }
+
+
+@pytest.mark.parametrize("recipe", ["kge", "hybrid"])
+def test_rows_of_all_lookups_are_prepared_and_train_to_the_same_bits(
+    recipe: str, small_runs: dict[str, list[str]], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratios: list[float] = []
+
+    class Watched(RowPipeline):
+        def close(self) -> None:
+            super().close()
+            ratios.append(self.counters()["prepared_ratio"])
+
+    monkeypatch.setattr("dphybrid.training.loop.RowPipeline", partial(Watched, on_cpu=True))
+    off, exact = (
+        train(*small_runs[recipe], "devices=cpu*3", f"train.pipeline={mode}") for mode in ("off", "exact")
+    )
+    assert (exact.digests, exact.metrics) == (off.digests, off.metrics)
+    assert ratios == [0, 1]

@@ -5,13 +5,17 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dphybrid.bench.embedding import plain, run, table_text, zipf_ids
+from dphybrid.bench.embedding import run, text
+from dphybrid.bench.pipelines import pipeline_costs
+from dphybrid.bench.racing import plain, zipf_ids
 from dphybrid.embedding import (
     HostEmbedding,
     HostEmbeddingCollection,
@@ -163,6 +167,32 @@ def test_a_bfloat16_table_learns_what_plain_rounding_would_lose() -> None:
     assert float(table.weight.float().mean()) == pytest.approx(0.99, abs=0.0005)
 
 
+def test_long_bags_take_no_memory_of_their_length_and_give_the_same_bits_with_more_threads() -> None:
+    table = HostEmbedding(1000, 8, seed=1)
+    ids = torch.randint(0, 1000, (200_000,), generator=torch.Generator().manual_seed(0))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), 100_000 + torch.arange(0, 99_990, 11)])
+
+    class Made(TorchDispatchMode):
+        most_bytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.data_ptr() != ids.data_ptr():
+                self.most_bytes = max(self.most_bytes, out.nbytes)
+            return out
+
+    before, pooled = torch.get_num_threads(), []
+    with torch.no_grad(), Made() as made:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            pooled.append(table.bags(ids, offsets))
+    torch.set_num_threads(before)
+    assert made.most_bytes <= pooled[0].nbytes
+    assert torch.equal(pooled[0], pooled[1])
+    exact = F.embedding_bag(ids, table.weight.double(), offsets, mode="sum")
+    torch.testing.assert_close(pooled[0].double(), exact, rtol=1e-4, atol=1e-3)
+
+
 def test_a_collection_is_its_tables_side_by_side() -> None:
     tables = HostEmbeddingCollection(
         {"user": 30, "item": 5}, 4, padding={"item": 0}, std={"user": 1.0, "item": 0.5}
@@ -222,10 +252,23 @@ def test_needs_torch_and_numpy_before_numba_is_used() -> None:
 @pytest.mark.slow
 def test_the_benchmark_runs() -> None:
     results = run((1,), rounds=1, scale=0.01)
-    assert "SparseAdam / dphybrid adam" in table_text(results)
-    assert "faults)" in table_text(results)
-    assert "modules, one look_up_columns / one flat table" in table_text(results)
+    shown = text(results)
+    assert shown.startswith("Milliseconds of one step")
+    assert "SparseAdam / dphybrid adam" in shown
+    assert "faults)" in shown
+    assert "modules, one look_up_columns / one flat table" in shown
     json.dumps(plain(results))
+
+
+def test_the_overlap_is_of_parts_that_were_measured_alone() -> None:
+    found = pipeline_costs(500, 4, 16, 3, steps=4, devices="cpu*2", repeats=2, hidden=8, on_cpu=True)
+    alone = {name: value for name, value in found.items() if name.endswith(", alone ms")}
+    assert len(alone) == 6
+    assert found["all parts / exact"] == pytest.approx(sum(alone.values()) / found["exact ms"])
+    assert found["longest part / exact"] == pytest.approx(max(alone.values()) / found["exact ms"])
+    assert found["prepared_ratio"] == 1
+    without = pipeline_costs(500, 4, 16, 3, steps=4, devices="cpu*2", repeats=1, hidden=8)
+    assert not [name for name in without if "alone" in name or "part" in name]
 
 
 def test_zipf_ids_lie_all_over_the_table() -> None:

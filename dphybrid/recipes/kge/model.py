@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel
+from dphybrid.parallel import DataParallel, Parts, gather, parts
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.kge.recipe import KgeModelConfig
 from dphybrid.util.errors import UserError
@@ -56,9 +56,10 @@ QUERIES = {"distmult": distmult, "complex": complex_product, "rotate": rotation}
 class TripleRegion(nn.Module):
     """Relations, scores and loss.
 
-    (heads_BD, relations_B, tails_BD, others_KD, excluded_B2K, num_entities) -> loss_B, scores_B2 of the
-    answers, and over the others that are not
-    excluded: logsumexp_B2, above_B2 and equal_B2, how many score more than the answer and how many the same.
+    (heads_BD, relations_B, tails_BD, excluded_B2K, others_KD, num_entities) -> loss_B, scores_B2 of the
+    answers, and over the others that are not excluded: logsumexp_B2, above_B2 and equal_B2, how many score
+    more than the answer and how many the same. With the others' ids_K, heads_B and tails_B stand in the place
+    of excluded_B2K: the answers themselves are excluded.
     """
 
     def __init__(self, kind: str, dim: int, num_relations: int, penalty: float) -> None:
@@ -77,11 +78,18 @@ class TripleRegion(nn.Module):
         heads_BD: Tensor,
         relations_B: Tensor,
         tails_BD: Tensor,
-        excluded_B2K: Tensor,
+        excluded: Tensor | tuple[Tensor, Tensor],
         *,
         others_KD: Tensor,
         num_entities: int,
+        ids_K: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        if isinstance(excluded, Tensor):
+            excluded_B2K = excluded
+        else:  # a number an answer travels to the device instead of one for each of the others
+            assert ids_K is not None
+            heads_B, tails_B = excluded
+            excluded_B2K = torch.stack([tails_B, heads_B], 1).unsqueeze(2) == ids_K
         relations_B2D = self.relations(torch.stack([relations_B, relations_B + self.num_relations], 1))
         query_B2D = QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
         answers_B2D = torch.stack([tails_BD, heads_BD], 1)
@@ -117,26 +125,34 @@ class TripleModel(nn.Module):
         self.entities = entities
         self.region = region
         self.kind = kind
+        entities.place_on(region.devices.replicas, region.sizes)
 
-    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
         """The ids that `forward` will look up in training, so that their rows can be fetched ahead."""
-        others = [batch["negatives_K"]] if "negatives_K" in batch else []
-        return {"entities": torch.cat([batch["heads_B"], batch["tails_B"], *others])}
+        return {"entities": [batch["heads_B"], batch["tails_B"], batch["negatives_K"]]}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        count = len(batch["heads_B"])
-        rows_ND = self.entities(self.table_ids(batch)["entities"])
-        triple = (rows_ND[:count], batch["relations_B"], rows_ND[count : 2 * count])
+        heads_BD, tails_BD = (
+            parts(self.entities.replica_rows(batch[name])) for name in ("heads_B", "tails_B")
+        )
+        triple = (heads_BD, batch["relations_B"], tails_BD)
         if "negatives_K" not in batch:
             return self._rank(batch, triple)
-        answers_B2 = torch.stack([batch["tails_B"], batch["heads_B"]], 1)
-        excluded_B2K = answers_B2.unsqueeze(2) == batch["negatives_K"]
+        ids_K = batch["negatives_K"]
+        # Each device fetches its share of the rows, and all get all of them from the first one.
+        others = self.entities.replica_rows(ids_K)
         loss_B = self.region(
-            *triple, excluded_B2K, others_KD=rows_ND[2 * count :], num_entities=self.num_competing
+            *triple,
+            (batch["heads_B"], batch["tails_B"]),
+            others_KD=others[0] if len(others) == 1 else gather(others, self.region.devices.home),
+            num_entities=self.num_competing,
+            ids_K=ids_K,
         )[0]
         return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0)}
 
-    def _rank(self, batch: dict[str, Tensor], triple: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    def _rank(
+        self, batch: dict[str, Tensor], triple: tuple[Tensor | Parts, Tensor, Tensor | Parts]
+    ) -> dict[str, Tensor]:
         """Return ranks_B2 from 1 on; equal scores share the mean of their ranks."""
         num_entities, known_B2M = self.entities.num_rows, batch["known_B2M"]
         per_entity = 2 * len(known_B2M) * (self.entities.dim if self.kind == "rotate" else 1)
@@ -163,5 +179,5 @@ def build_kge(context: ModelContext[KgeModelConfig]) -> TripleModel:
         raise UserError(f"model.dim={o.dim}: {o.kind} reads a row as complex numbers; give an even number")
     region = TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty)
     entities = context.table(int(info["num_entities"]), o.dim, name="entities")
-    blocks = DataParallel(region, context.devices, whole=("others_KD",))
+    blocks = DataParallel(region, context.devices, whole=("others_KD", "ids_K"))
     return TripleModel(entities, blocks, o.kind, one_vs_all=info.get("num_negatives") == 0)

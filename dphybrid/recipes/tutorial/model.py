@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dphybrid.config import ModelConfig
 from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel, Devices
+from dphybrid.parallel import DataParallel, Devices, parts
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.tutorial.recipe import BlocksModelConfig, ConvnetModelConfig, HybridModelConfig
 
@@ -43,7 +43,8 @@ class Supervised(nn.Module):
         if input_B.is_floating_point():
             input_B = input_B.to(self.dtype)
         output_BO = self.network(input_B)
-        loss_B = self.loss(output_BO, batch[self.target_key].to(output_BO.device))
+        target_B = batch[self.target_key].to(output_BO.device, non_blocking=True)
+        loss_B = self.loss(output_BO, target_B)
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), self.output_key: output_BO}
 
 
@@ -79,9 +80,18 @@ class Hybrid(nn.Module):
         super().__init__()
         self.table = table
         self.region = region
+        table.place_on(region.devices.replicas, region.sizes)
 
     def forward(self, ids_B: Tensor) -> Tensor:
-        return self.region(self.table(ids_B))
+        return self.region(parts(self.table.replica_rows(ids_B)))
+
+
+class SupervisedHybrid(Supervised):
+    """A `Hybrid` with its loss, which says which rows it will look up."""
+
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The ids that `forward` will look up, so that their rows can be fetched ahead."""
+        return {"network.table": batch[self.input_key]}
 
 
 def build_toy(context: ModelContext[ModelConfig]) -> Supervised:
@@ -105,7 +115,7 @@ def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
     o, info = context.options, context.info
     table = context.table(info["num_ids"], o.dim, name="table")
     network = Hybrid(table, DataParallel(nn.Linear(o.dim, info["num_outputs"]), context.devices))
-    return Supervised(network, "ids_B", "y_BO", squared_error, "prediction", context.dtype)
+    return SupervisedHybrid(network, "ids_B", "y_BO", squared_error, "prediction", context.dtype)
 
 
 def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:

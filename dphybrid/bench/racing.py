@@ -1,0 +1,115 @@
+"""Contestants that take turns, so that a busy moment of the machine hits them alike, and their figures for
+people and for JSON."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dphybrid.util.memory import page_faults
+
+Step = Callable[[], object]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a contestant took over all rounds: the median, from the lowest tenth to the highest, CPU time and
+    page faults of the process."""
+
+    ms: float
+    low_ms: float
+    high_ms: float
+    cpu_ms: float
+    faults: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ms:10.3f}  ({self.low_ms:.3f} to {self.high_ms:.3f}; CPU {self.cpu_ms:.3f}; "
+            f"{self.faults} faults)"
+        )
+
+
+def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed: int = 0) -> Tensor:
+    """Return int64 ids whose frequencies fall like rank ** -exponent, neighbours in rank far apart in the
+    table."""
+    chance = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    power = 1 - exponent
+    ranks = ((num_rows**power * chance + 1 - chance) ** (1 / power)).long().clamp_(1, num_rows) - 1
+    stride = max(1, int(num_rows * 0.6180339887))
+    while math.gcd(stride, num_rows) > 1:
+        stride += 1
+    return ranks * stride % num_rows
+
+
+def race(
+    contestants: Mapping[str, Step], rounds: int, warm_up: int = 3, *, cold: bool = False
+) -> dict[str, Timing]:
+    """Time each contestant over `rounds` rounds in which they take turns. cold: with other memory in the
+    caches before each turn."""
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contestants}
+    other = torch.zeros(2**24 if cold else 0)
+    for turn in range(warm_up + rounds):
+        for name, step in contestants.items():
+            other.add_(1)
+            faults, cpu, start = page_faults(), time.process_time(), time.perf_counter()
+            step()
+            took, busy = time.perf_counter() - start, time.process_time() - cpu
+            if turn >= warm_up:
+                found[name].append((1e3 * took, 1e3 * busy, page_faults() - faults))
+    timings = {}
+    for name, rows in found.items():
+        walls, cpus, all_faults = (sorted(column) for column in zip(*rows, strict=True))
+        low, high = walls[rounds // 10], walls[-1 - rounds // 10]
+        timings[name] = Timing(
+            statistics.median(walls), low, high, statistics.median(cpus), int(statistics.median(all_faults))
+        )
+    return timings
+
+
+def medians_ms(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3) -> dict[str, float]:
+    """Return the medians of `race` alone."""
+    return {name: timing.ms for name, timing in race(contestants, rounds, warm_up).items()}
+
+
+def copy_gib_per_s() -> float:
+    """Return the machine's copy bandwidth (bytes read plus bytes written) on arrays of 128 MiB, with torch's
+    present number of threads."""
+    source, target = torch.ones(2**25), torch.empty(2**25)
+    return 0.25 / (medians_ms({"copy": lambda: target.copy_(source)}, 5)["copy"] / 1e3)
+
+
+def cycle(batches: list[T]) -> Iterator[T]:
+    while True:
+        yield from batches
+
+
+def plain(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results as what JSON holds."""
+    return {
+        name: plain(value)
+        if isinstance(value, Mapping)
+        else asdict(value)
+        if isinstance(value, Timing)
+        else value
+        for name, value in results.items()
+    }
+
+
+def table_text(results: Mapping[str, Any], indent: str = "") -> str:
+    """Return the results as aligned lines."""
+    width = max((len(name) for name, value in results.items() if not isinstance(value, Mapping)), default=0)
+    lines = []
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            lines += [f"{indent}{name}", table_text(value, indent + "  ")]
+        else:
+            lines.append(
+                f"{indent}{name:<{width}}  {f'{value:10.3f}' if isinstance(value, float) else value}"
+            )
+    return "\n".join(lines)
