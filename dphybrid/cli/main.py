@@ -187,7 +187,11 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         "and what recording costs",
     )
     bench.add_argument(
-        "what", choices=["parallel", "embedding", "gpu", "tracking", "data"], help="what to measure"
+        "what",
+        choices=["parallel", "embedding", "gpu", "tracking", "data"],
+        help="parallel: a split beside a plain call; embedding: rows looked up and updated beside torch's "
+        "own tables, and steps with prefetching; gpu: each part of a step alone and whole steps, on GPUs; "
+        "tracking: what recording costs; data: preparing a table of clicks beside polars",
     )
     bench.add_argument(
         "--repeats",
