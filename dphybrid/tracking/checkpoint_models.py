@@ -211,11 +211,11 @@ def versions_of(client: MlflowClient, name: str) -> list[Any]:
 
 
 def _description(run_name: str, model: Any) -> str:
-    """What the registry's page says of a version: where it comes from, and its metrics on the validation
-    split."""
+    """What the registry's page says of a version: its metrics on the validation split, which its narrow
+    column shows first, and where it comes from."""
     values = {metric.key: metric.value for metric in model.metrics or []}
     shown = ", ".join(f"{name.removeprefix('valid/')} {value:.5g}" for name, value in sorted(values.items()))
-    return f"{run_name}, step {model.tags[STEP_TAG]}" + (f": {shown}" if shown else "")
+    return f"{shown or 'not evaluated'} ({run_name}, step {model.tags[STEP_TAG]})"
 
 
 def _linked(source: str, target: str) -> bool:

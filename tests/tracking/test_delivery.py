@@ -88,7 +88,7 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
         assert (newest.number, champion.number) == ("2", "1")
     client = MlflowClient(tracker.tracking_uri)
     assert client.get_registered_model("bob's").tags == {"dphybrid.recipe": "ctr"}
-    assert client.get_model_version("naïve größe", "2").description == "run, step 1: auc 0.5"
+    assert client.get_model_version("naïve größe", "2").description == "auc 0.5 (run, step 1)"
 
 
 def test_a_registration_that_fails_is_told_and_not_reported_as_done(
