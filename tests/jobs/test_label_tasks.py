@@ -13,6 +13,7 @@ import dphybrid
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.jobs.predict import Predictor
+from dphybrid.jobs.retrain import bootstrap_gains
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.context import ModelContext
@@ -206,6 +207,17 @@ def test_the_losses_are_those_of_torch_and_the_metrics_those_of_scikit_learn() -
     assert found["rmse"] == pytest.approx(
         metrics.root_mean_squared_error(*given, sample_weight=weights_B.double())
     )
+
+
+def test_a_challenger_with_smaller_errors_gains() -> None:
+    facts = {"label": {"task": "regression", "classes": [], "offset": 0.0, "scale": 1.0}}
+    random = torch.Generator().manual_seed(0)
+    labels_B, errors_B = torch.randn(200, generator=random), torch.randn(200, generator=random)
+    champion, challenger = (
+        {"labels_B": labels_B, "logits": labels_B + size * errors_B, "weight": torch.ones(200)}
+        for size in (1.0, 0.5)
+    )
+    assert bootstrap_gains(champion, challenger, label_task(facts), seed=0, resamples=20).min() > 0
 
 
 class OwnBinary(type(find_recipe("ctr"))):  # type: ignore[misc]

@@ -34,6 +34,8 @@ def test_a_frame_is_scored_and_the_model_kept(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", report.tracking_uri)
     model = mlflow.pyfunc.load_model(f"models:/{model_id}")
     assert sorted(model.metadata.signature.inputs.input_names()) == ["age", "site"]
+    assert model.metadata.signature.outputs.input_names() == ["probability"]
+    assert run.data.params["label.task"] == "binary"
     frame = pd.DataFrame({"site": ["s7", "new", None], "age": [3, 49, 12]})
     found = model.predict(frame)
     expected = dphybrid.load("clicks").predict({"site": ["s7", "new", None], "age": [3, 49, 12]})
