@@ -105,8 +105,9 @@ class Recipe:
         build: "Callable[[], nn.Module]",
         batch_size: int,
     ) -> Any:
-        """Return what `dphybrid predict` and `dphybrid.load` answer with; None: a tabular recipe's
-        `dphybrid.jobs.predict.Predictor`.
+        """Return what `dphybrid.load` gives and `dphybrid predict` asks: an object with `predict(rows)`,
+        `predict_file` and `told`, as `dphybrid.jobs.predict.Predictor` has them. None: that class, for a
+        tabular recipe.
 
         checkpoint: its folder, with the files of the prepared data's `encoder/`. build: makes its filled
         model.
