@@ -49,7 +49,7 @@ def test_the_script_compares_on_the_same_rows(
     found = quality.main([*asked, "--out", str(tmp_path / "found.json")])
     assert json.loads((tmp_path / "found.json").read_text()) == found
     part, told = found["adult"], capsys.readouterr().out
-    assert (part["train_rows"], part["valid_rows"], part["seeds"]) == (480, 120, 1)
+    assert (part["train_rows"], part["valid_rows"], part["seeds"]) == (480, 120, [0])
     assert part["runs"].keys() == {quality.TREES, *quality.CTR}
     assert part["runs"][quality.TREES][0]["auc"] > 0.85
     for name, (run,) in part["runs"].items():
@@ -64,7 +64,7 @@ def test_the_script_says_what_it_lacks(
         quality.main(["--only", "wn18rr", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")])
     monkeypatch.setattr(quality, "installed", lambda name: "")
     with pytest.raises(UserError, match=r"scikit-learn is not installed.*or --only text"):
-        quality.adult(tmp_path / "clicks.csv", "clicked", 1)
+        quality.adult(tmp_path / "clicks.csv", "clicked", range(1))
 
 
 def test_trees_get_frequent_values_as_numbers_and_none_as_nan() -> None:
