@@ -42,8 +42,9 @@ class _HybridEstimator(BaseEstimator):
         self.random_state = random_state
         self.verbose = verbose
 
-    def _target(self, frame: pl.DataFrame, y: Any) -> np.ndarray:
-        """y as an array (B,) beside the rows of a frame."""
+    def _weighed(self, frame: pl.DataFrame, y: Any, sample_weight: Any) -> tuple[pl.DataFrame, np.ndarray]:
+        """Return the table's rows, with their weights as a column where there are some, and y as an array
+        (B,); rows of weight 0 are left out."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         labels = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
@@ -52,7 +53,15 @@ class _HybridEstimator(BaseEstimator):
             raise ValueError(
                 f"X has {len(frame)} rows and y {len(labels)} labels; inconsistent numbers of samples"
             )
-        return labels
+        if sample_weight is None:
+            return frame, labels
+        weights_B = column_or_1d(np.asarray(sample_weight), dtype=np.float64)
+        if len(weights_B) != len(frame):
+            raise ValueError(f"X has {len(frame)} rows and sample_weight {len(weights_B)} numbers")
+        used_B = weights_B != 0
+        if not used_B.any():
+            raise ValueError("sample_weight: every weight is zero; give rows that count a weight above 0")
+        return frame.with_columns(pl.Series(WEIGHT, weights_B)).filter(used_B), labels[used_B]
 
     def _held(self, group_B: np.ndarray) -> np.ndarray:
         """Choose the validation rows (B,) bool: a share of each group, one row at least."""
@@ -64,18 +73,13 @@ class _HybridEstimator(BaseEstimator):
             held_B[random.permutation(rows)[: max(1, round(self.valid_fraction * len(rows)))]] = True
         return held_B
 
-    def _train(
-        self, frame: pl.DataFrame, target_B: np.ndarray, group_B: np.ndarray, weights: Any, task: str
-    ) -> None:
+    def _train(self, frame: pl.DataFrame, target_B: np.ndarray, group_B: np.ndarray, task: str) -> None:
         """Train a run on a table and its target. Of each group_B a share of rows validates; a row that is
-        alone trains, too. weights: of rows, or None."""
+        alone trains, too."""
         values: dict[str, Any] = {"seed": self.random_state, "task": task, **(self.values or {})}
         table = frame.with_columns(pl.Series(TARGET, target_B))
-        if weights is not None:
-            weights_B = column_or_1d(np.asarray(weights), dtype=np.float64)
-            if len(weights_B) != len(frame):
-                raise ValueError(f"X has {len(frame)} rows and sample_weight {len(weights_B)} numbers")
-            table, values = table.with_columns(pl.Series(WEIGHT, weights_B)), {**values, "weight": WEIGHT}
+        if WEIGHT in frame.columns:
+            values["weight"] = WEIGHT
         held_B, alone_B = self._held(group_B), np.bincount(group_B)[group_B] == 1
         self.run_ = train(
             table.filter(~held_B | alone_B),
@@ -143,7 +147,7 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         """Train on the rows of X (B) and the labels y (B,), of two classes or more. sample_weight: (B,) from
         0 on. Raises UserError, a ValueError."""
         frame = self._frame(X, reset=True)
-        labels = self._target(frame, y)
+        frame, labels = self._weighed(frame, y, sample_weight)
         check_classification_targets(labels)
         if type_of_target(labels) not in ("binary", "multiclass"):
             raise ValueError(f"Unknown label type: {type_of_target(labels)}; give classes")
@@ -152,7 +156,7 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
             raise ValueError("y has one class; give labels of two classes at least")
         task = "auto" if len(classes) == 2 else "multiclass"
         target_B = number_B.astype(np.int8 if len(classes) <= 128 else np.int32)
-        self._train(frame, target_B, number_B, sample_weight, task)
+        self._train(frame, target_B, number_B, task)
         self.classes_ = classes
         return self
 
@@ -184,9 +188,9 @@ class HybridRegressor(RegressorMixin, _HybridEstimator):
         """Train on the rows of X (B) and the numbers y (B,). sample_weight: (B,) from 0 on. Raises UserError,
         a ValueError."""
         frame = self._frame(X, reset=True)
-        labels = self._target(frame, y)
+        frame, labels = self._weighed(frame, y, sample_weight)
         target_B = check_array(labels, ensure_2d=False, dtype=np.float64, input_name="y")
-        self._train(frame, target_B, np.zeros(len(target_B), np.int64), sample_weight, "regression")
+        self._train(frame, target_B, np.zeros(len(target_B), np.int64), "regression")
         return self
 
     def predict(self, X: Any) -> np.ndarray:

@@ -39,6 +39,10 @@ SHORT = (
 )
 
 
+NOT_MET = ("check_sample_weight_equivalence_on_dense_data",)
+"""A weight of 2 is the row twice in the loss, not for the draw of the rows that validate."""
+
+
 def estimator(**more: Any) -> dphybrid.HybridClassifier:
     return dphybrid.HybridClassifier(devices="cpu", values=VALUES | more)
 
@@ -46,7 +50,9 @@ def estimator(**more: Any) -> dphybrid.HybridClassifier:
 def checks() -> list[Any]:
     found = [(made, check) for made, check in estimator_checks_generator(estimator())]
     return [
-        pytest.param(made, check, id=name) for made, check in found if ALL or (name := _name(check)) in SHORT
+        pytest.param(made, check, id=name)
+        for made, check in found
+        if (name := _name(check)) in SHORT or (ALL and name not in NOT_MET)
     ]
 
 
