@@ -76,8 +76,8 @@ def refuse_label_for_ranks(config: ExperimentConfig, data: Prepared) -> None:
 
 def check_installed(ranks: int) -> None:
     """Raise UserError when what the ranks run on is not there, or in versions that do not belong together."""
-    found = {name: _version(name) for name in NEEDED}
-    found["fbgemm-gpu"] = found["fbgemm-gpu"] or _version("fbgemm-gpu-cpu")
+    found = {name: installed_version(name) for name in NEEDED}
+    found["fbgemm-gpu"] = found["fbgemm-gpu"] or installed_version("fbgemm-gpu-cpu")
     wrong = [
         f"{name} {found[name] or 'is missing'}, needed {prefix}*"
         for name, prefix in NEEDED.items()
@@ -87,7 +87,8 @@ def check_installed(ranks: int) -> None:
         raise UserError(f"cluster.ranks={ranks}: {'; '.join(wrong)}; {INSTALL}")
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """Return a package's version, "" where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -110,6 +110,8 @@ def build_run(
     resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when
     there is none.
     """
+    if config.cluster.ranks:  # a resumed run may have had more machines
+        tags = {"dphybrid.nodes": "1", **(tags or {})}
     recipe = find_recipe(config.recipe)
     data = recipe.open(Path(prepared))
     refuse_label_for_ranks(config, data)

@@ -7,19 +7,28 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from dphybrid import __version__
-from dphybrid.cluster.launch import agent_environment, asked_from_outside, run_agent
+from dphybrid.cluster.launch import (
+    OUTCOME,
+    Meeting,
+    Outcome,
+    agent_environment,
+    asked_from_outside,
+    run_agent,
+)
 from dphybrid.cluster.plan import ClusterPlan, Workload
 from dphybrid.cluster.ranks import Ranks, joined
-from dphybrid.cluster.refusals import refuse_label_for_ranks, refuse_model_for_ranks
+from dphybrid.cluster.refusals import (
+    installed_version,
+    refuse_label_for_ranks,
+    refuse_model_for_ranks,
+)
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.data.batches import batches
@@ -37,11 +46,13 @@ from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
-from dphybrid.util.pages import Page
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 JOB = "dphybrid.cluster_job"
 """Tag of a run: torchrun's `--rdzv-id`."""
+
+RANK_PROGRAM = "dphybrid.jobs.cluster"
+"""What a rank runs: this module. Tests of what is around it put another one here."""
 
 PAPER_COLUMNS, PAPER_DENSE = 26, 5_000_000
 """Of a model whose data is not there yet: id columns, and parameters of its blocks."""
@@ -86,40 +97,40 @@ def ranks_plan(
     return ClusterPlan(work, ranks, nodes, link_gbit).text(available_memory_bytes())
 
 
-class Outcome(Page):
-    """`ranks.json`: how the ranks of a run ended, when they ended in good order. words: for people."""
-
-    state: Literal["trained", "stopped", "refused"]
-    words: str = ""
-
-
-def train_in_ranks(run: Run, settings: Settings, stop: StopRequest) -> ResultPage:
-    """Train a built run by `cluster.ranks` processes of this machine; see `jobs.train.train_run`.
+def train_in_ranks(
+    run: Run, settings: Settings, stop: StopRequest, meeting: Meeting | None = None
+) -> ResultPage:
+    """Train a built run by `cluster.ranks` processes; see `jobs.train.train_run`.
 
     A rank that dies is started again with all others, from the newest checkpoint, `cluster_restarts` times.
+    meeting: with other machines, each of which starts as many; None: all are here.
     """
-    page = run.folder / "ranks.json"
-    page.unlink(missing_ok=True)
-    values = settings.model_dump(mode="json")
-    ranks = run.config.cluster.ranks
-    print(f"Starting {ranks} ranks; what rank 1 and others print is in {run.folder / 'ranks'}", flush=True)
-    module = ("dphybrid.jobs.cluster", str(run.folder))
-    code = run_agent(ranks, module, run.folder, agent_environment(values), settings.cluster_restarts, stop)
-    if not page.is_file():
-        raise UserError(
-            f"the ranks of run {run.folder.name} ended with exit code {code}, after "
-            f"{settings.cluster_restarts} restarts at most; what they said is above and in "
-            f"{run.folder / 'ranks'}; go on from the newest checkpoint with --resume"
-        )
-    outcome = Outcome.read(page)
+    (run.folder / OUTCOME).unlink(missing_ok=True)
+    outcome = _run_ranks(run, settings, stop, meeting)
     if outcome.state == "refused":
         raise UserError(outcome.words)
     if outcome.state == "stopped":
-        if not stop.pending:  # a signal to the ranks themselves
-            stop.ask("a request to a rank")
+        if not stop.pending:  # a signal to the ranks themselves; or another machine is wanted for others
+            stop.ask("a request to a rank", requeue=meeting is not None)
         interruption = stop.interruption()
         raise Interrupted(outcome.words, interruption.signal_number, interruption.requeue)
     return ResultPage.read(run.folder / "result.json")
+
+
+def _run_ranks(run: Run, settings: Settings, stop: StopRequest, meeting: Meeting | None) -> Outcome:
+    logs, meeting = run.folder / "ranks", meeting or Meeting(run.folder.name)
+    ranks = run.config.cluster.ranks // meeting.nodes
+    print(f"Starting {ranks} ranks; what the others than the first print is in {logs}", flush=True)
+    module = (RANK_PROGRAM, str(run.folder))
+    environment = agent_environment(settings.model_dump(mode="json"), meeting.address)
+    code = run_agent(ranks, module, run.folder, environment, settings.cluster_restarts, stop, meeting)
+    if not (run.folder / OUTCOME).is_file():
+        raise UserError(
+            f"the ranks of run {run.folder.name} ended with exit code {code}, after "
+            f"{settings.cluster_restarts} restarts at most; what they said is above and in {logs}; go on "
+            "from the newest checkpoint with --resume"
+        )
+    return Outcome.read(run.folder / OUTCOME)
 
 
 def rank_device(devices: str, local_rank: int) -> torch.device:
@@ -130,7 +141,7 @@ def rank_device(devices: str, local_rank: int) -> torch.device:
 
 def be_a_rank(run: Run, settings: Settings) -> Outcome:
     """Train as the rank that torchrun's variables say, and tell how it ended."""
-    page, stop = run.folder / "ranks.json", StopRequest()
+    page, stop = run.folder / OUTCOME, StopRequest()
     device = rank_device(run.page.devices, int(os.environ["LOCAL_RANK"]))
     with (
         joined(settings.cluster_timeout_s, device) as ranks,
@@ -209,18 +220,30 @@ def join_job(
         return report_run(folder, settings)
 
 
+def versions() -> dict[str, str]:
+    """Return what must be the same on all machines of a job."""
+    return {"dphybrid": __version__} | {name: installed_version(name) for name in ("torch", "torchrec")}
+
+
+def difference(host: str, facts: Mapping[str, str], wanted_on: str, wanted: Mapping[str, str]) -> str | None:
+    """Return which of its facts a host has otherwise than another one, and what to do; None: none."""
+    for what, value in facts.items():
+        if value != wanted.get(what, ""):
+            return (
+                f"{host} has {what} {value[:16] or 'not at all'}, {wanted_on} has "
+                f"{wanted.get(what, '')[:16]}; give all machines the same files and versions"
+            )
+    return None
+
+
 def _refuse_differences(ranks: Ranks, digest: str) -> None:
     """Raise UserError that names the first rank whose versions or data are not rank 0's."""
-    own = {"prepared data": digest, "dphybrid": __version__}
-    own |= {name: version(name) for name in ("torch", "torchrec")}
-    everyone = ranks.all_told((platform.node(), own))
+    everyone = ranks.all_told((platform.node(), {"prepared data": digest, **versions()}))
     for rank, (host, facts) in enumerate(everyone):
-        for what, value in facts.items():
-            if value != (wanted := everyone[0][1][what]):
-                raise UserError(
-                    f"rank {rank} on {host} has {what} {value[:16]}, rank 0 on {everyone[0][0]} has "
-                    f"{wanted[:16]}; give all machines the same files and versions"
-                )
+        if found := difference(
+            f"rank {rank} on {host}", facts, f"rank 0 on {everyone[0][0]}", everyone[0][1]
+        ):
+            raise UserError(found)
 
 
 def _train(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks) -> Outcome:
@@ -236,7 +259,7 @@ def _train(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks) -> Out
 def main(argv: Sequence[str]) -> int:
     """Be a rank of the run of a folder. A failure ends this process alone; the agent sees to the others."""
     run = read_run(argv[0])
-    if (run.folder / "ranks.json").is_file():  # started again for the ranks that did not know the end
+    if (run.folder / OUTCOME).is_file():  # started again for the ranks that did not know the end
         return 0
     try:
         be_a_rank(run, load_settings())

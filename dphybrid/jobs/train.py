@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dphybrid.cluster.launch import Meeting
 from dphybrid.cluster.ranks import Ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -131,10 +132,14 @@ def _is_stop(error: BaseException) -> bool:
 
 
 def train_run(
-    run_folder: str, settings: Settings, stop: StopRequest, callbacks: Sequence[Callback] = ()
+    run_folder: str,
+    settings: Settings,
+    stop: StopRequest,
+    callbacks: Sequence[Callback] = (),
+    meeting: Meeting | None = None,
 ) -> ResultPage:
     """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json`
-    holds. callbacks: beside those that train.callbacks names.
+    holds. callbacks: beside those that train.callbacks names. meeting: of several ranks with other machines.
 
     Raises Interrupted when `stop` was asked: as soon as the model is built and its checkpoint loaded, or
     after a checkpoint. Raises UserError when the loss is no number any more.
@@ -144,7 +149,7 @@ def train_run(
     if run.config.cluster.ranks:
         from dphybrid.jobs.cluster import train_in_ranks
 
-        return train_in_ranks(run, settings, stop)
+        return train_in_ranks(run, settings, stop, meeting)
     return train_here(run, settings, stop, callbacks=callbacks)
 
 

@@ -16,7 +16,6 @@ from dphybrid.config.settings import Settings
 from dphybrid.jobs.pages import Report, ResultPage
 from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
-from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests.cluster.launching import (
@@ -53,36 +52,6 @@ def train(
 ) -> Report:
     config = load_config(None, values(tmp_path, "cluster.ranks=2", *more))
     return run_job(config, settings, run_name=name, stop=stop)
-
-
-def sums(checkpoint: str) -> dict[str, str]:
-    return read_state(Path(checkpoint)).sha256
-
-
-def test_a_killed_rank_goes_on_with_the_same_bits_and_all_is_one_record(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    import mlflow
-
-    recorded = settings.model_copy(update={"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"})
-    undisturbed = train(recorded, tmp_path, "undisturbed")
-    monkeypatch.setenv("MORTAL_STEP", "17")
-    killed = train(settings, tmp_path, "killed")
-    assert "Going on from" in capfd.readouterr().out
-    assert sums(killed.latest_checkpoint) == sums(undisturbed.latest_checkpoint)
-    assert killed.metrics == undisturbed.metrics
-    runs = [ResultPage.read(settings.runs_dir / name / "result.json") for name in ("killed", "undisturbed")]
-    assert runs[0].history == runs[1].history
-    client = mlflow.MlflowClient(recorded.tracking_uri)
-    (experiment,) = client.search_experiments(filter_string="name = 'dphybrid'")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.params["cluster.ranks"] == run.data.tags["dphybrid.ranks"] == "2"
-    assert run.data.metrics["cluster/all_to_all_mib"] > 0
-    rows = [run.data.metrics[f"cluster/rows_of_rank_{which}"] for which in ("max", "min")]
-    assert sum(rows) == int(run.data.params["size.table_rows"])
-    assert undisturbed.devices == run.data.params["devices.resolved"] == "1 x 2 ranks on cpu"
-    assert [row.device for row in undisturbed.splits][:2] == ["rank 0", "rank 1"]
 
 
 def test_a_request_to_stop_ends_all_ranks_with_a_checkpoint(settings: Settings, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Several ranks compute what one process with as many virtual devices does, and share its checkpoints."""
 
 import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +14,20 @@ from dphybrid.config.settings import Settings
 from dphybrid.jobs.load import model_from_checkpoint
 from dphybrid.jobs.pages import ResultPage
 from dphybrid.jobs.predict import Predictor
-from dphybrid.jobs.train import evaluate_run, train_run
+from dphybrid.jobs.train import evaluate_run, run_job, train_run
+from dphybrid.recipes.configs import load_config
+from dphybrid.training.checkpoint import read_state
 from dphybrid.util.stop import StopRequest
-from tests.cluster.launching import built, needs_torchrec, settings_in, tensors_of, train_on_ranks
+from tests.cluster.launching import (
+    BASE,
+    SMALL,
+    built,
+    needs_torchrec,
+    settings_in,
+    tensors_of,
+    train_on_ranks,
+)
+from tests.conftest import REPOSITORY
 
 pytestmark = [needs_torchrec, pytest.mark.slow]
 
@@ -26,6 +40,9 @@ CASES: dict[str, list[str]] = {
 # A rank that owns no row of a batch counts towards its norm all the same.
 CASES["half-used"] = ["model.factory=tests.cluster.mortal:half_used", "train.clip_norm=0.2"]
 SHORT = ["train.epochs=1"]
+FLAT = [*CASES["clipped"], "train.schedule=constant"]
+MORTAL = ["model.factory=tests.cluster.mortal:build", "checkpoint.every_steps=3", "train.log_every=5"]
+MORTAL += ["model.dropout=0.2", "cluster.ranks=2"]
 
 
 def train_alone(settings: Settings, folder: str) -> None:
@@ -46,70 +63,127 @@ def assert_same(one: str, other: str) -> None:
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def compare(settings: Settings, size: int) -> None:
-    """Train all cases on one process, on ranks, and from the one's checkpoint on the others."""
-    folders, resumed = {}, []
-    for name, values in CASES.items():
-        alone = built(settings, f"{name}-alone", [*values, f"devices=cpu*{size}"])
+@dataclass(frozen=True)
+class Launched:
+    """Runs of one launch of ranks. pairs: folders that must agree, of one process and of the ranks. spread:
+    a run to go on with."""
+
+    settings: Settings
+    pairs: list[tuple[str, str]]
+    spread: str
+    undisturbed: str = ""
+
+
+def launch(settings: Settings, size: int, cases: Sequence[str], more: Sequence[str]) -> list[tuple[str, str]]:
+    """Train cases on one process, and on ranks, with more runs there in the same launch; return the pairs."""
+    pairs = []
+    for name in cases:
+        alone = built(settings, f"{name}-alone-{size}", [*CASES[name], f"devices=cpu*{size}"])
         train_alone(settings, alone)
-        folders[alone] = built(settings, f"{name}-ranks", [*values, f"cluster.ranks={size}"])
+        pairs.append(
+            (alone, built(settings, f"{name}-ranks-{size}", [*CASES[name], f"cluster.ranks={size}"]))
+        )
+    train_on_ranks(settings, size, [*(ranks for _, ranks in pairs), *more])
+    return pairs
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """All cases on two ranks; a run that one process began; one to go on with; and one with dropout."""
+    settings = settings_in(tmp_path_factory.mktemp("data"))
     # An epoch in one process, then on from there on the ranks; the learning rates are those of the whole.
-    half = built(
-        settings, "half", [*CASES["clipped"], *SHORT, "train.schedule=constant", f"devices=cpu*{size}"]
+    half, whole = (
+        built(settings, name, [*FLAT, *values, "devices=cpu*2"])
+        for name, values in (("half", SHORT), ("whole", []))
     )
-    train_alone(settings, half)
-    whole = built(settings, "whole", [*CASES["clipped"], "train.schedule=constant", f"devices=cpu*{size}"])
-    train_alone(settings, whole)
-    on = [*CASES["clipped"], "train.schedule=constant", f"cluster.ranks={size}"]
-    resumed.append(built(settings, "half", on, resume="half"))
-    train_on_ranks(settings, size, [*folders.values(), *resumed])
-    for alone, ranks in folders.items():
+    for folder in (half, whole):
+        train_alone(settings, folder)
+    half = built(settings, "half", [*FLAT, "cluster.ranks=2"], resume="half")
+    spread = built(settings, "spread", [*FLAT, *SHORT, "cluster.ranks=2"])
+    undisturbed = built(settings, "undisturbed", MORTAL)
+    pairs = launch(settings, 2, list(CASES), [half, spread, undisturbed])
+    return Launched(settings, [*pairs, (whole, half)], spread, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def four(two: Launched) -> Launched:
+    """Two cases on four ranks, all in the long form, and the run of two ranks, which goes on."""
+    cases = list(CASES) if "DPHYBRID_CLUSTER_LONG" in os.environ else ["clipped", "half-used"]
+    on = built(two.settings, "spread", [*FLAT, "cluster.ranks=4", "train.epochs=2"], resume="spread")
+    return Launched(two.settings, launch(two.settings, 4, cases, [on]), on)
+
+
+def test_two_ranks_are_as_two_virtual_devices_and_their_checkpoints_are_everyones(
+    two: Launched, tmp_path: Path
+) -> None:
+    for alone, ranks in two.pairs:
         assert_same(alone, ranks)
-    assert_same(whole, resumed[0])
-
-
-def test_two_ranks_are_as_two_virtual_devices_and_their_checkpoints_are_everyones(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path)
-    compare(settings, 2)
-    clipped = str(tmp_path / "runs/clipped-ranks")
+    settings, clipped = two.settings, two.pairs[0][1]
     metrics = evaluate_run(clipped, settings)
     assert metrics["auc"] == pytest.approx(max(row["validation auc"] for row in history(clipped)), abs=1e-9)
     best = ResultPage.read(Path(clipped) / "result.json").best_checkpoint
     model = model_from_checkpoint(best, "cpu")
     assert model.table.flat.weight.shape[1] == 8  # type: ignore[union-attr]
-    done = Predictor(best).predict_file(tmp_path / "clicks.csv", tmp_path / "out.csv")
+    done = Predictor(best).predict_file(settings.data_dir / "clicks.csv", tmp_path / "out.csv")
     assert done.num_rows == 630
-    on = built(settings, "clipped-ranks", [*CASES["clipped"], "train.epochs=4"], resume="clipped-ranks")
+    name = Path(clipped).name
+    on = built(settings, name, [*CASES["clipped"], "train.epochs=4"], resume=name)
     train_alone(settings, on)
     losses = [row["train loss"] for row in history(on)]
     assert len(losses) == 4
     assert losses[3] < losses[2]
 
 
-def test_from_two_ranks_to_four_to_one(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path)
-    flat = [*CASES["clipped"], "train.schedule=constant"]
-    alone = built(settings, "alone", [*flat, "devices=cpu*4"])
+def test_a_killed_rank_goes_on_with_the_same_bits_and_all_is_one_record(
+    two: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import mlflow
+
+    recorded = settings_in(two.settings.data_dir).model_copy(
+        update={"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"}
+    )
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("MORTAL_STEP", "17")
+    config = load_config(None, [*BASE, *SMALL, f"data.path={two.settings.data_dir / 'clicks.csv'}", *MORTAL])
+    killed = run_job(config, recorded, run_name="killed")
+    assert "Going on from" in capfd.readouterr().out
+    folders = [two.settings.runs_dir / killed.run_name, Path(two.undisturbed)]
+    runs = [ResultPage.read(folder / "result.json") for folder in folders]
+    sums = [read_state(Path(run.checkpoint)).sha256 for run in runs]
+    assert sums[0] == sums[1]
+    assert runs[0].history == runs[1].history
+    assert killed.metrics == evaluate_run(two.undisturbed, two.settings)
+    client = mlflow.MlflowClient(recorded.tracking_uri)
+    (experiment,) = client.search_experiments(filter_string="name = 'dphybrid'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["cluster.ranks"] == run.data.tags["dphybrid.ranks"] == "2"
+    assert run.data.metrics["cluster/all_to_all_mib"] > 0
+    rows = [run.data.metrics[f"cluster/rows_of_rank_{which}"] for which in ("max", "min")]
+    assert sum(rows) == int(run.data.params["size.table_rows"])
+    assert killed.devices == run.data.params["devices.resolved"] == "1 x 2 ranks on cpu"
+    assert [row.device for row in killed.splits][:2] == ["rank 0", "rank 1"]
+
+
+def test_four_ranks_are_as_four_virtual_devices(four: Launched) -> None:
+    for alone, ranks in four.pairs:
+        assert_same(alone, ranks)
+
+
+def test_from_two_ranks_to_four_to_one(four: Launched) -> None:
+    settings = four.settings
+    alone = built(settings, "alone", [*FLAT, "devices=cpu*4"])
     train_alone(settings, alone)
-    values = [*flat, "cluster.ranks=2"]
-    spread = built(settings, "spread", [*values, "train.epochs=1"])
-    train_on_ranks(settings, 2, [spread])
-    spread = built(settings, "spread", [*flat, "cluster.ranks=4", "train.epochs=2"], resume="spread")
-    train_on_ranks(settings, 4, [spread])
-    built(settings, "spread", [*flat, "train.epochs=3"], resume="spread")
-    train_alone(settings, spread)
+    on = built(settings, "spread", FLAT, resume="spread")
+    train_alone(settings, on)
     # Other splits, other roundings: as far apart as cpu*2 and cpu*4 are.
-    found, expected = history(spread)[-1], history(alone)[-1]
+    found, expected = history(on)[-1], history(alone)[-1]
     assert found == pytest.approx(expected, rel=1e-4)
     np.testing.assert_allclose(
-        tensors_of(spread)["tables/table.safetensors:weight"],
+        tensors_of(on)["tables/table.safetensors:weight"],
         tensors_of(alone)["tables/table.safetensors:weight"],
         atol=1e-3,
     )
-
-
-def test_four_ranks_are_as_four_virtual_devices(tmp_path: Path) -> None:
-    compare(settings_in(tmp_path), 4)
 
 
 def test_a_page_of_ranks_names_them_and_one_of_a_process_does_not(tmp_path: Path) -> None:
