@@ -107,6 +107,8 @@ def adult(table: Path, label: str, seeds: range) -> Page:
                     patience=0,
                     **values,
                 )
+            if "auc" not in run.metrics:
+                raise UserError(f"--label {label}: has not two values, and the comparison is by AUC")
             found[name].append({"auc": run.history["validation auc"][-1], **times})
             tell(f"adult, seed {seed}: {name} {found[name][-1]['auc']:.4f}, {times['wall_s']:.1f} s")
         data = run.config.data
