@@ -7,9 +7,11 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from pydantic import Field
 
 from dphybrid.cli.flags import TRAIN_HELP, Parser, add_train_flags, config_from_args, recipe_of, run_cli
 from dphybrid.config.settings import load_settings
@@ -35,6 +37,8 @@ def train_hybrid(
     label: str | None = None,
     devices: str | None = None,
     epochs: int | None = None,
+    nodes: Annotated[int, Field(ge=1)] = 1,
+    machines: list[str] = [],  # noqa: B006 - never changed, and the form shows it
 ) -> Report | State:
     """Train a hybrid model and record its splits, timings and checkpoints in MLflow.
 
@@ -50,6 +54,9 @@ def train_hybrid(
         resume: "latest", or a run's name, to go on from its newest checkpoint.
         skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0:
             never.
+        nodes: Machines that train it together, with a rank for each device, or their part of
+            `cluster.ranks`; 1: the one whose worker takes the run.
+        machines: Names of their workers; empty: any that are online.
     """
     if late := too_late(skip_if_late_min):
         return late
@@ -59,6 +66,8 @@ def train_hybrid(
             stop,
             run_name=run_name,
             resume=resume,
+            nodes=nodes,
+            machines=machines,
         )
 
 

@@ -58,6 +58,13 @@ class Settings(BaseSettings):
     is gone is noticed at once."""
     cluster_restarts: int = Field(default=3, ge=0)
     """How often the ranks of a run are started again, from its newest checkpoint, after one of them died."""
+    cluster_wait_s: float = Field(default=600.0, gt=0)
+    """Seconds that a run over several machines waits for all of them to begin, with their GPUs free."""
+    cluster_address: str = ""
+    """Address under which the other machines of a run reach this one; empty: that from which it reaches
+    Prefect's server."""
+    cluster_port: int = Field(default=0, ge=0, le=65535)
+    """Port on which a run's first machine waits for the others; 0: any that is free."""
     profile: str | None = None
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default="dphybrid", min_length=1)

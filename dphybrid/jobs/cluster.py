@@ -103,7 +103,7 @@ def train_in_ranks(
     """Train a built run by `cluster.ranks` processes; see `jobs.train.train_run`.
 
     A rank that dies is started again with all others, from the newest checkpoint, `cluster_restarts` times.
-    meeting: with other machines, each of which starts as many; None: all are here.
+    meeting: with other machines, each of which starts as many (`follow_ranks`); None: all are here.
     """
     (run.folder / OUTCOME).unlink(missing_ok=True)
     outcome = _run_ranks(run, settings, stop, meeting)
@@ -115,6 +115,11 @@ def train_in_ranks(
         interruption = stop.interruption()
         raise Interrupted(outcome.words, interruption.signal_number, interruption.requeue)
     return ResultPage.read(run.folder / "result.json")
+
+
+def follow_ranks(run: Run, settings: Settings, stop: StopRequest, meeting: Meeting) -> Outcome:
+    """Be one of the other machines of a `train_in_ranks`; return how it ended. Raises UserError."""
+    return _run_ranks(run, settings, stop, meeting)
 
 
 def _run_ranks(run: Run, settings: Settings, stop: StopRequest, meeting: Meeting | None) -> Outcome:

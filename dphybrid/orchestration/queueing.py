@@ -19,6 +19,10 @@ STARTED_BY = "DPHYBRID_STARTED_BY"
 run's file and `HOME`."""
 HOME = "dphybrid.home"
 """Label of a flow run: who started it last."""
+WORKER = "DPHYBRID_WORKER"
+"""Environment variable in which a worker tells a run's process its own name, which is its queue's, too."""
+WORKER_LABEL = "dphybrid.worker"
+"""Label of a flow run: the name of the worker that started it last."""
 BEGUN = "dphybrid.begun"
 """Label of a flow run: how often it was started. Prefect's own count grows with each state that says that it
 waits, too."""
@@ -26,7 +30,7 @@ waits, too."""
 UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
 """What a call to Prefect's server raises when it is away."""
 
-ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted")
+ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted", "Left")
 """Names of the states, besides Prefect's own, that a flow run may end in. The automation for dead machines
 has to know them all."""
 
@@ -47,16 +51,20 @@ def shown_waiting(flow_run_id: str | None) -> Iterator[Callable[[str], None]]:
     def tell(reason: str) -> None:
         nonlocal waiting
         print(f"Waiting for GPUs: {reason}", flush=True)
-        waiting = _set_state(flow_run_id, Running(name="WaitingForGPU", message=reason)) or waiting
+        waiting = set_state(flow_run_id, Running(name="WaitingForGPU", message=reason)) or waiting
 
     try:
         yield tell
     finally:
         if waiting:
-            _set_state(flow_run_id, Running(), only_if="WaitingForGPU")
+            set_state(flow_run_id, Running(), only_if="WaitingForGPU")
 
 
-def _set_state(flow_run_id: str | None, state: State, only_if: str | None = None) -> bool:
+def set_state(flow_run_id: str | None, state: State, only_if: str | None = None) -> bool:
+    """Give a running flow run another state of the same kind, or end it; return whether that was done.
+
+    only_if: the name that its state must have. Not done to what does not run, nor while the server is away.
+    """
     if flow_run_id is None:
         return False
     try:
@@ -81,13 +89,14 @@ class ServerAwayError(RuntimeError):
     """Prefect's server does not answer."""
 
 
-def leave(flow_run_id: str, reason: str, after_s: float | None) -> None:
+def leave(flow_run_id: str, reason: str, after_s: float | None, ending: str | None = None) -> None:
     """Leave an interrupted run in the state that fits, and end this process without another one; return when
     Prefect should say what it is.
 
     Cancelled when somebody cancelled it. Queued again for `after_s` seconds from now (None: not wanted), if a
-    worker can take it up; one that sees its checkpoints goes on with it. Left as it is when it was thought
-    dead and is another process's now. Raises ServerAwayError.
+    worker can take it up; one that sees its checkpoints goes on with it. ending: one of the `ENDINGS`, for a
+    run that nobody goes on with. Left as it is when it was thought dead and is another process's now. Raises
+    ServerAwayError.
     """
     state: State[Any] | None = None
     try:
@@ -98,6 +107,8 @@ def leave(flow_run_id: str, reason: str, after_s: float | None) -> None:
                 raise Pause(state=run.state)
             if now in (StateType.CANCELLING, StateType.CANCELLED):
                 state = Cancelled(message=reason)
+            elif ending is not None:
+                state = Completed(name=ending, message=reason)
             elif after_s is not None and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
                 state = AwaitingRetry(
                     scheduled_time=datetime.now(UTC) + timedelta(seconds=after_s), message=reason

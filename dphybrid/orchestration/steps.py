@@ -3,7 +3,8 @@
 Tasks pass paths; the work is in `dphybrid.jobs.train`.
 """
 
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from dphybrid.gpus.politeness import giving_way
 from dphybrid.jobs import train as job
 from dphybrid.jobs.runs import find_tagged_run
 from dphybrid.orchestration.guard import watched_flow_run
+from dphybrid.orchestration.machines import gathered, other_workers, with_ranks
 from dphybrid.orchestration.queueing import shown_waiting
 from dphybrid.util.masking import masked
 from dphybrid.util.stop import StopRequest, stop_signals
@@ -27,9 +29,9 @@ FLOW_RUN_TAG = "prefect.flow_run_id"
 
 
 @task(name="prepare", cache_policy=NO_CACHE)
-def prepare(config: ExperimentConfig) -> str:
+def prepare(config: ExperimentConfig, local_ranks: int | None = None) -> str:
     """Make the prepared data; return its folder."""
-    return job.prepare_data(config, load_settings())
+    return job.prepare_data(config, load_settings(), local_ranks)
 
 
 @task(name="build", cache_policy=NO_CACHE)
@@ -49,9 +51,11 @@ def build(
 
 
 @task(name="train", cache_policy=NO_CACHE)
-def train(run_folder: str, stop: StopRequest) -> dict[str, Any]:
-    """Train to the end; return where the checkpoints are."""
-    return job.train_run(run_folder, load_settings(), stop).model_dump()
+def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, Any]:
+    """Train to the end, with the machines of the workers `others`; return where the checkpoints are."""
+    settings = load_settings()
+    with gathered(others, run_folder, settings) if others else nullcontext() as meeting:
+        return job.train_run(run_folder, settings, stop, meeting=meeting).model_dump()
 
 
 @task(name="evaluate", cache_policy=NO_CACHE)
@@ -94,6 +98,8 @@ def trained(
     run_name: str | None = None,
     resume: str | None = None,
     tags: dict[str, str] | None = None,
+    nodes: int = 1,
+    machines: Sequence[str] = (),
 ) -> job.Report:
     """Train in the flow run at hand, from where it stood if it began before: it gave way, or its worker died.
 
@@ -103,13 +109,17 @@ def trained(
         run_name: name of the run (default: the flow run's).
         resume: "latest", or a run's name.
         tags: more tags for the MLflow run.
+        nodes: machines that train it together, see `dphybrid.orchestration.machines`.
+        machines: their workers' names; empty: any.
 
     Raises Interrupted when it has to stop before the end.
     """
     settings, flow_run_id = load_settings(), runtime.flow_run.id
+    config = with_ranks(config, nodes, settings)
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     with watched_flow_run(flow_run_id, stop), ExitStack() as held:
-        prepared = prepare(config)
+        others = other_workers(nodes, machines, settings, stop) if nodes > 1 else []
+        prepared = prepare(config, config.cluster.ranks // nodes or None)
         stop.obey("before it was built")
         replicas = job.resumed_replicas(config, settings, prepared, resume)
         with shown_waiting(flow_run_id) as tell:
@@ -117,10 +127,12 @@ def trained(
             leased = leased_devices(config, settings, run=name, replicas=replicas, on_wait=tell, stop=stop)
             devices = held.enter_context(leased)
         all_tags = _tags() | devices.tags | (tags or {})
+        if others:
+            all_tags |= {"dphybrid.nodes": str(nodes), "dphybrid.other_machines": ", ".join(others)}
         with giving_way(devices, settings, stop), stop_signals(stop):
             folder = build(config, prepared, devices.text, run_name, resume, all_tags, _links())
             with job.closing_run(folder, settings):
-                train(folder, stop)
+                train(folder, stop, others)
         with job.closing_run(folder, settings):
             evaluate(folder)
             stop.obey("after its evaluation")

@@ -16,12 +16,12 @@ from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 
 @contextmanager
-def supervised() -> Iterator[StopRequest]:
+def supervised(ending: str | None = None) -> Iterator[StopRequest]:
     """Supervise the flow run at hand while the block runs; yields the request to stop it, which its signals
     and its worker's death make.
 
     A block that is interrupted - to give way, by SIGTERM, or because its worker died - and is not cancelled
-    is queued again.
+    is queued again; or, with an `ending` of `queueing.ENDINGS`, ends so.
     """
     flow_run_id = runtime.flow_run.id if runtime.deployment.id else None
     stop = StopRequest()
@@ -31,20 +31,20 @@ def supervised() -> Iterator[StopRequest]:
                 yield stop
         except Interrupted as interruption:
             asked_to_end = interruption.signal_number == signal.SIGTERM
-            _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end)
+            _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end, ending)
             if asked_to_end:
                 raise TerminationSignal(signal=signal.SIGTERM) from interruption
             raise
         except TerminationSignal as ended:  # before or after these handlers
-            _leave(flow_run_id, f"stopped by {ended!r}", True)
+            _leave(flow_run_id, f"stopped by {ended!r}", True, ending)
             raise
 
 
-def _leave(flow_run_id: str | None, reason: str, later: bool) -> None:
+def _leave(flow_run_id: str | None, reason: str, later: bool, ending: str | None) -> None:
     if flow_run_id is None:
         return
     try:
-        leave(flow_run_id, reason, load_settings().requeue_after_s if later else None)
+        leave(flow_run_id, reason, load_settings().requeue_after_s if later else None, ending)
     except ServerAwayError as error:
         # Without a word to Prefect, which would try for long, and then call it crashed: a worker here finds
         # the run dead, and queues it.

@@ -17,6 +17,7 @@ from prefect.client.schemas.schedules import CronSchedule
 from pydantic import BaseModel, ValidationError
 
 from dphybrid.orchestration.forms import FEW, experiment
+from dphybrid.orchestration.machines import check_nodes
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_small_text
@@ -55,6 +56,7 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
         config = experiment(parameters.get("config"), parameters.get("overrides") or [], **few)
         if entrypoint.endswith("retrain_hybrid:retrain_hybrid") and config.checkpoint.register_as is None:
             raise UserError("checkpoint.register_as is not set; name the registered model to retrain")
+        check_nodes(config, parameters.get("nodes") or 1)
         for name, field_values in (parameters.get("grid") or {}).items():
             for value in field_values:
                 text = ",".join(map(str, value)) if isinstance(value, list) else str(value)

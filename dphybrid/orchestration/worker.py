@@ -34,6 +34,7 @@ from dphybrid.orchestration.alive import (
     queue_lost_runs,
     start_labels,
 )
+from dphybrid.orchestration.queueing import WORKER, WORKER_LABEL
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import ONLY
 from dphybrid.util.watching import watching
@@ -90,7 +91,9 @@ with warnings.catch_warnings():
 
         async def run(self, flow_run: "FlowRun", configuration: Any, task_status: Any = None) -> Any:
             configuration.env[STARTED_BY] = started_by = mark_start(str(flow_run.id))
-            await self.client.update_flow_run_labels(flow_run.id, start_labels(flow_run, started_by))
+            configuration.env[WORKER] = self.name
+            labels = start_labels(flow_run, started_by) | {WORKER_LABEL: self.name}
+            await self.client.update_flow_run_labels(flow_run.id, labels)
             return await super().run(flow_run, configuration, task_status)
 
         @property

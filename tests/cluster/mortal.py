@@ -1,8 +1,9 @@
 """A click model whose rank 1 dies, once, at the step that a variable says; alone, with its agent, or standing
-still."""
+still. Another variable makes its steps slower."""
 
 import os
 import signal
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +23,12 @@ def half_used(context: ModelContext[Any]) -> nn.Module:
 def build(context: ModelContext[Any]) -> nn.Module:
     model = build_ctr(context)
     last, steps = int(os.environ.get("MORTAL_STEP", "0")), 0
+    slow_s = float(os.environ.get("MORTAL_SLOW_S", "0"))
 
     def count(module: nn.Module, _: Any) -> None:
         nonlocal steps
         steps += module.training
+        time.sleep(slow_s if module.training else 0)
         first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         if last and steps == last and os.environ["RANK"] == "1" and first_life:
             if os.environ.get("MORTAL_AGENT"):

@@ -91,7 +91,7 @@ class Team:
             "PREFECT_PLUGINS_ENABLED": "true",
             "PREFECT_CLIENT_MAX_RETRIES": "9",
         }
-        return environment(self.folder, **gpus, **server, **more)
+        return environment(self.folder, **(gpus | server | more))
 
     def start(self, argv: list[str], log: str, **more: str) -> "subprocess.Popen[bytes]":
         """Start a process of its own session, elsewhere than in the repository."""
@@ -136,13 +136,14 @@ class Team:
         )
 
     def run_many(self, wanted: list[tuple[str, dict[str, Any]]]) -> list[UUID]:
-        """Queue runs, (deployment, parameters) each, with Prefect's Python interface; return their ids."""
+        """Queue runs, (deployment or FLOW/DEPLOYMENT, parameters) each, with Prefect's Python interface;
+        return their ids."""
         code = (
             "import json, sys; from prefect.deployments import run_deployment\n"
             "for name, parameters in json.load(sys.stdin):\n"
             "    print('id', run_deployment(name, parameters=parameters, timeout=0).id)"
         )
-        page = json.dumps([(f"{name}/{name}", parameters) for name, parameters in wanted])
+        page = json.dumps([(name if "/" in name else f"{name}/{name}", given) for name, given in wanted])
         done = subprocess.run(
             [sys.executable, "-c", code],
             input=page,

@@ -222,8 +222,10 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
     queues = {queue["name"]: queue["priority"] for queue in team.post("/work_pools/gpu/queues/filter", {})}
     assert queues["one"] < queues["two"] < queues["urgent"] < queues["any"] < queues["night"]
     deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
-    trainings = {f"train-{name}" for name in ("hybrid", "ctr", "kge", "retrieval")}
-    assert set(deployments) == trainings | {"retrain-hybrid", "sweep-hybrid"}
+    trainings = {f"train-{name}" for name in ("hybrid", "ctr", "kge", "retrieval", "cluster")}
+    assert set(deployments) == trainings | {"join-hybrid", "retrain-hybrid", "sweep-hybrid"}
+    assert deployments.pop("join-hybrid")["parameters"] == {}
+    assert deployments["train-cluster"]["global_concurrency_limit"]["limit"] == 1
     for page in deployments.values():
         assert page["pull_steps"] == []
         recipe = page["parameters"]["config"]["recipe"]

@@ -1,0 +1,403 @@
+"""One run on several machines. Its flow run, on the first of them, asks the workers of the others for a flow
+run each (`join-hybrid`), and names the place where torchrun's agents meet, one a machine.
+
+All that goes through Prefect is that place and the flow runs' states, by which they watch each other: all end
+when one does, and the first one's goes on later, with whichever machines are there. The ranks meet and talk
+by torch alone. All machines see the same data folder.
+"""
+
+import os
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+from uuid import UUID
+
+from prefect import runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType, Worker, WorkerStatus
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelled, Cancelling, Completed, Running
+from pydantic import BaseModel, ConfigDict
+
+from dphybrid.cluster.launch import Meeting, address_towards
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.gpus.leasing import expected_devices, leased_devices
+from dphybrid.gpus.politeness import giving_way
+from dphybrid.jobs.cluster import difference, follow_ranks, versions
+from dphybrid.jobs.runs import Run, read_run
+from dphybrid.orchestration.alive import MAX_RUNS, num_starts
+from dphybrid.orchestration.queueing import (
+    HOME,
+    UNREACHABLE,
+    WORKER,
+    WORKER_LABEL,
+    ended,
+    set_state,
+    shown_waiting,
+)
+from dphybrid.recipes.configs import apply_overrides
+from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.util.errors import UserError
+from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from dphybrid.util.watching import watching
+
+JOIN = "join-hybrid/join-hybrid"
+JOINED = "Joined"
+"""Name of the state of a machine's flow run whose agent was started."""
+LEFT = "Left"
+SEAT = ".machines"
+"""File of a run's folder that holds the seat: a machine that sees it sees the folder, and nobody else names a
+place to meet."""
+LOOK_EVERY_S = 2.0
+LEAVE_S = 10.0
+"""How long a machine's ranks may go on after another machine has left."""
+_ACTIVE = [StateType.RUNNING, StateType.PENDING]
+
+
+class Seat(BaseModel):
+    """What the first machine's flow run tells another one's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    head: UUID
+    """The first machine's flow run."""
+    home: str
+    """Which start of it: a later one has other seats."""
+    host: str
+    """Name of the first machine."""
+    run: str
+    """The run, a folder of the data folder's runs."""
+    job: str
+    """torchrun's `--rdzv-id`."""
+    nodes: int
+    endpoint: str
+    """HOST:PORT where the agents meet."""
+    wait_s: float
+    versions: dict[str, str]
+
+
+def check_nodes(config: ExperimentConfig, nodes: int) -> None:
+    """Raise UserError when the ranks that a config names cannot be spread evenly over so many machines."""
+    if nodes > 1 and (ranks := config.cluster.ranks) % nodes:
+        raise UserError(
+            f"nodes={nodes} with cluster.ranks={ranks}: each machine has as many ranks; give "
+            f"{max(ranks // nodes, 1) * nodes}, or none, which is one a device"
+        )
+
+
+def with_ranks(config: ExperimentConfig, nodes: int, settings: Settings) -> ExperimentConfig:
+    """Return the config for so many machines: where it names no ranks, with one for each device of each
+    machine, as many as this one has. Raises UserError."""
+    check_nodes(config, nodes)
+    if nodes == 1 or config.cluster.ranks:
+        return config
+    here = len(parse_device_spec(expected_devices(config, settings)).names)
+    return apply_overrides(config, [f"cluster.ranks={nodes * here}"])
+
+
+def other_workers(nodes: int, machines: Sequence[str], settings: Settings, stop: StopRequest) -> list[str]:
+    """Return the workers that take part beside this flow run's own: the named ones, or of those online the
+    ones with the least to do. Waits for those that are known and not online.
+
+    Raises UserError that names what is missing: at once when the pool does not know as many, or after
+    `cluster_wait_s`. Raises Interrupted.
+    """
+    own = os.environ.get(WORKER)
+    if own is None or runtime.flow_run.id is None:
+        raise UserError(
+            f"nodes={nodes}: machines are known by their workers; queue this run with `prefect deployment "
+            "run`, and start `dphybrid worker` on each machine"
+        )
+    wanted = [name for name in dict.fromkeys(machines) if name != own]
+    if machines and len(wanted) != nodes - 1:
+        raise UserError(
+            f"nodes={nodes} and machines {', '.join(machines)}: besides {own}, whose worker took this run, "
+            f"these are {len(wanted)} others; name {nodes - 1}"
+        )
+    deadline, told = time.monotonic() + settings.cluster_wait_s, False
+    while True:
+        stop.obey("while it waited for machines")
+        pool, workers, busy = _pool()
+        others = {worker.name: worker for worker in workers if worker.name != own}
+        unknown = [name for name in wanted if name not in others]
+        if unknown or len(others) < nodes - 1:
+            raise UserError(
+                f"nodes={nodes}: pool {pool} has {f'no worker {unknown[0]}; it has ' if unknown else 'only '}"
+                f"{', '.join(sorted({own, *others}))}; start `dphybrid worker` on each machine"
+            )
+        online = [name for name in wanted or others if others[name].status == WorkerStatus.ONLINE]
+        if len(online) >= nodes - 1:
+            return sorted(online, key=lambda name: (busy[name], name))[: nodes - 1]
+        away = ", ".join(_last_heard(others[name]) for name in wanted or others if name not in online)
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"nodes={nodes}: after {settings.cluster_wait_s:g} s these workers are still away: {away}; "
+                "start them, or wait longer with DPHYBRID_CLUSTER_WAIT_S"
+            )
+        if not told:
+            print(f"Waiting for machines: {away}", flush=True)
+        told = True
+        time.sleep(LOOK_EVERY_S)
+
+
+def _pool() -> tuple[str, list[Worker], Counter[str]]:
+    """Return the pool of this flow run, its workers, and how many runs each of them has."""
+    with get_client(sync_client=True) as client:
+        pool = client.read_flow_run(UUID(runtime.flow_run.id)).work_pool_name or ""
+        workers = client.read_workers_for_work_pool(pool)
+        active = client.read_flow_runs(
+            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+            flow_run_filter=FlowRunFilter(
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ACTIVE))
+            ),
+        )
+    return pool, workers, Counter(str(run.labels.get(WORKER_LABEL)) for run in active)
+
+
+def _last_heard(worker: Worker) -> str:
+    heard = worker.last_heartbeat_time
+    return f"{worker.name} (last heard of {f'{heard:%Y-%m-%d %H:%M} UTC' if heard else 'never'})"
+
+
+@contextmanager
+def gathered(
+    others: Sequence[str], run_folder: str, settings: Settings, join: str = JOIN
+) -> Iterator[Meeting]:
+    """In the first machine's flow run: have the workers `others` join, and let them go when the block ends.
+
+    Yields the place to meet, whose `look` raises UserError when a machine does not come within
+    `cluster_wait_s`, or fails, with its name and reason; and Interrupted, for the run to go on later, when
+    one crashed or left. join: the deployment of the others' flow runs.
+    """
+    folder = Path(run_folder)
+    host = urlsplit(PREFECT_API_URL.value() or "").hostname or "127.0.0.1"
+    address = settings.cluster_address or address_towards(host)
+    with get_client(sync_client=True) as client:
+        head = client.read_flow_run(UUID(runtime.flow_run.id))
+    starts = num_starts(head)
+    seat = Seat(
+        head=head.id,
+        home=str(head.labels.get(HOME, "")),
+        host=platform.node(),
+        run=folder.name,
+        job=f"{head.id}-{starts}",
+        nodes=1 + len(others),
+        endpoint=f"{address}:{settings.cluster_port or _free_port(address)}",
+        wait_s=settings.cluster_wait_s,
+        versions=versions(),
+    )
+    (folder / SEAT).write_text(seat.model_dump_json(), encoding="utf-8")
+    followers = _Followers(seat, starts)
+    try:
+        for name in others:
+            followers.call(name, join)
+        print(f"Machines: {', '.join(others)} beside this one; they meet at {seat.endpoint}", flush=True)
+        with watching(followers.look, LOOK_EVERY_S, "dphybrid-machines"):
+            yield _meeting(seat, address, first=True, look=followers.obey)
+    finally:
+        followers.let_go()
+        (folder / SEAT).unlink(missing_ok=True)
+
+
+class _Followers:
+    """The other machines' flow runs, as the first one sees them. starts: how often this one was begun."""
+
+    def __init__(self, seat: Seat, starts: int) -> None:
+        self._seat, self._starts = seat, starts
+        self._runs: dict[str, UUID] = {}
+        self._called = time.monotonic()
+        self._left: dict[str, float] = {}
+        self._verdict: UserError | Interrupted | None = None
+
+    def call(self, name: str, join: str) -> None:
+        run = run_deployment(
+            join,
+            parameters={"seat": self._seat.model_dump(mode="json")},
+            timeout=0,
+            flow_run_name=f"{self._seat.run} on {name}",
+            tags=["dphybrid", "machine"],
+            idempotency_key=f"{self._seat.job}-{name}",
+            work_queue_name=name,
+        )
+        assert isinstance(run, FlowRun)  # this is no async flow
+        self._runs[name] = run.id
+
+    def look(self) -> bool:
+        """Look once; has something ended the work together?"""
+        try:
+            states = self._states()
+        except UNREACHABLE:
+            return False
+        self._verdict = self._judged(states)
+        return self._verdict is not None
+
+    def obey(self) -> None:
+        if self._verdict is not None:
+            raise self._verdict
+
+    def let_go(self) -> None:
+        """End those that do not end by themselves, as they do when their ranks have ended."""
+        deadline, why = time.monotonic() + LEAVE_S / 2, "the run's first machine has ended its part"
+        try:
+            while any(not state.is_final() for state in self._states().values()):
+                if time.monotonic() > deadline or self._verdict is not None:
+                    break
+                time.sleep(0.5)
+            with get_client(sync_client=True) as client:
+                for run_id in self._runs.values():
+                    now = client.read_flow_run(run_id).state
+                    if now is None or now.is_final() or now.type == StateType.CANCELLING:
+                        continue
+                    begun = now.type == StateType.RUNNING
+                    ending: State = Cancelling(message=why) if begun else Cancelled(message=why)
+                    client.set_flow_run_state(run_id, ending, force=True)
+        except UNREACHABLE as error:  # they watch this run as well
+            print(f"The other machines could not be told the end ({error}); they see it themselves")
+
+    def _states(self) -> dict[str, State]:
+        with get_client(sync_client=True) as client:
+            states = {name: client.read_flow_run(run_id).state for name, run_id in self._runs.items()}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def _judged(self, states: dict[str, State]) -> UserError | Interrupted | None:
+        missing, now = [], time.monotonic()
+        for name, state in states.items():
+            told = f"{state.name}{': ' + state.message if state.message else ''}"
+            if state.type == StateType.FAILED or (
+                state.type == StateType.CRASHED and self._starts >= MAX_RUNS
+            ):
+                return UserError(f"machine {name}: its flow run is {told}")
+            if state.type == StateType.CRASHED:
+                return Interrupted(f"stopped by the end of machine {name} ({told})", requeue=True)
+            if state.is_final() or state.type == StateType.CANCELLING:
+                if now - self._left.setdefault(name, now) > LEAVE_S:
+                    return Interrupted(f"stopped by machine {name}, which left ({told})", requeue=True)
+            elif state.name != JOINED:
+                missing.append(f"{name} ({told})")
+        if missing and now - self._called > self._seat.wait_s:
+            return UserError(
+                f"{len(missing)} of {self._seat.nodes} machines did not come within {self._seat.wait_s:g} s: "
+                f"{'; '.join(missing)}; see whether their workers run and their GPUs are free, or wait "
+                "longer with DPHYBRID_CLUSTER_WAIT_S"
+            )
+        return None
+
+
+@contextmanager
+def seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
+    """In another machine's flow run: have the devices that the run wants, leased, and a place in its meeting.
+
+    stop: is asked when the first machine's flow run ends, or begins anew; a while later `look` of the meeting
+    raises Interrupted. Raises UserError when this machine does not see what the first one does.
+    """
+    settings, head = load_settings(), _Head(seat, stop)
+    head.look()
+    stop.obey("before it joined")
+    run = same_run(seat, settings)
+    ranks = run.config.cluster.ranks // seat.nodes
+    with watching(head.look, LOOK_EVERY_S, "dphybrid-first-machine"), ExitStack() as held:
+        with shown_waiting(runtime.flow_run.id) as tell:
+            leased = leased_devices(
+                run.config, settings, run=seat.run, replicas=ranks, on_wait=tell, stop=stop
+            )
+            devices = held.enter_context(leased)
+        if devices.text != run.page.devices:
+            raise UserError(f"devices: {devices.text} here, {run.page.devices} on {seat.host}; name as many")
+        with giving_way(devices, settings, stop), stop_signals(stop):
+            set_state(runtime.flow_run.id, Running(name=JOINED, message=f"meets at {seat.endpoint}"))
+            address = settings.cluster_address or address_towards(seat.endpoint.rpartition(":")[0])
+            yield run, _meeting(seat, address, first=False, look=head.obey)
+
+
+def follow(seat: Seat, stop: StopRequest) -> State:
+    """Be one of the other machines of a run: start its ranks here; return the state to end in."""
+    with seated(seat, stop) as (run, meeting):
+        outcome = follow_ranks(run, load_settings(), stop, meeting)
+    stop.obey()
+    if outcome.state == "trained":
+        return Completed(message=f"run {seat.run} is trained")
+    return ended(LEFT, outcome.words)
+
+
+class _Head:
+    """The first machine's flow run, as another machine sees it."""
+
+    def __init__(self, seat: Seat, stop: StopRequest) -> None:
+        self._seat, self._stop = seat, stop
+        self._over: float | None = None
+
+    def look(self) -> bool:
+        """Look once; is the work together over?"""
+        try:
+            with get_client(sync_client=True) as client:
+                run = client.read_flow_run(self._seat.head)
+        except ObjectNotFound:
+            name = "deleted"
+        except UNREACHABLE:
+            return False
+        else:
+            state = run.state
+            if state is not None and state.type == StateType.RUNNING:
+                if run.labels.get(HOME) == self._seat.home:
+                    return False
+                name = "begun anew"
+            else:
+                name = state.name if state is not None and state.name else "gone"
+        self._over = time.monotonic()
+        self._stop.ask(f"the run's first machine, {self._seat.host} (its flow run is {name})")
+        return True
+
+    def obey(self) -> None:
+        if self._over is not None and time.monotonic() - self._over > LEAVE_S:
+            self._stop.obey("which its ranks did not heed in time")
+
+
+def same_run(seat: Seat, settings: Settings) -> Run:
+    """Return the run of a seat as this machine sees it. Raises UserError when that is not what the first one
+    sees."""
+    here, folder = os.environ.get(WORKER) or platform.node(), settings.runs_dir / Path(seat.run).name
+    remedy = f"give it the data folder of {seat.host}, shared, under the same path (DPHYBRID_DATA_DIR)"
+    try:
+        told = (folder / SEAT).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"machine {here} does not see {folder / SEAT} ({error.strerror}); {remedy}"
+        ) from error
+    if told != seat.model_dump_json():
+        raise UserError(f"machine {here} reads in {folder / SEAT} something else than it was told; {remedy}")
+    run = read_run(folder)
+    if not Path(run.page.prepared).is_dir():
+        raise UserError(f"machine {here} does not see the prepared data {run.page.prepared}; {remedy}")
+    if found := difference(f"machine {here}", versions(), seat.host, seat.versions):
+        raise UserError(found)
+    if seat.endpoint.startswith("127.") and platform.node() != seat.host:
+        raise UserError(
+            f"the machines are to meet at {seat.endpoint}, which {here} cannot reach; set "
+            f"DPHYBRID_CLUSTER_ADDRESS on {seat.host} to its address in your network"
+        )
+    return run
+
+
+def _meeting(seat: Seat, address: str, first: bool, look: Callable[[], None]) -> Meeting:
+    return Meeting(seat.job, seat.nodes, seat.endpoint, address, first, seat.wait_s, look)
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as listening:
+        listening.bind((address, 0))
+        return int(listening.getsockname()[1])

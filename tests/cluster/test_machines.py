@@ -1,0 +1,93 @@
+"""A run on two machines through Prefect, each a worker of this one with a home of its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dphybrid.jobs.pages import Report
+from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import load_config
+from tests.cluster.launching import BASE, SMALL, needs_torchrec, settings_in, write_clicks
+from tests.conftest import REPOSITORY
+from tests.flows.conftest import team  # noqa: F401 - the servers, for this folder, too
+from tests.flows.servers import Team, kill_tree
+from tests.waiting import wait_until
+
+pytestmark = [needs_torchrec, pytest.mark.slow]
+OWN = ["model.factory=tests.cluster.mortal:build", "model.dropout=0.2", "checkpoint.every_steps=3"]
+CLUSTER = "train-hybrid/train-cluster"
+
+
+@pytest.fixture
+def two_workers(team: Team) -> Iterator[Team]:  # noqa: F811
+    slow = {"DPHYBRID_FACTORY_PACKAGES": "tests", "MORTAL_SLOW_S": "0.3"}
+    workers = []
+    for name, queues in (("one", ["any"]), ("two", [])):
+        given = [flag for queue in (name, *queues) for flag in ("--queue", queue)]
+        home = str(team.folder / f"home-{name}")
+        workers.append(team.start_worker(name, "--limit", "1", *given, PREFECT_HOME=home, **slow))
+    wait_until(lambda: len(team.post("/work_pools/gpu/workers/filter", {})) > 1, "both are known", 60)
+    yield team
+    for worker in workers:
+        kill_tree(worker)
+
+
+def other_run(team: Team) -> Any:  # noqa: F811
+    wanted = {"flows": {"name": {"any_": ["join-hybrid"]}}, "sort": "EXPECTED_START_TIME_DESC"}
+    return (team.post("/flow_runs/filter", wanted) or [None])[0]
+
+
+def engine_of(flow_run: Any) -> psutil.Process:
+    """Return the process of a flow run."""
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        environ, command = process.info["environ"] or {}, process.info["cmdline"] or []
+        if environ.get("PREFECT__FLOW_RUN_ID") == flow_run["id"] and "prefect" in " ".join(command):
+            return process
+    raise AssertionError(f"flow run {flow_run['name']} has no process")
+
+
+def lines_of(team: Team, flow_run_id: Any) -> str:  # noqa: F811
+    wanted = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}, "limit": 200}
+    return "\n".join(line["message"] for line in team.post("/logs/filter", wanted))
+
+
+def test_two_machines_train_one_run_though_one_dies_and_end_together(
+    two_workers: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clicks = write_clicks(tmp_path / "clicks.csv")
+    values = [*BASE, *SMALL, *OWN, f"data.path={clicks}"]
+    (head,) = two_workers.run_many([(CLUSTER, {"overrides": values})])
+    folder = two_workers.wait_for_checkpoint(head)
+    died = other_run(two_workers)
+    engine_of(died).kill()
+    two_workers.wait_for(head, "Completed", "Failed", "Crashed", timeout_s=150)
+    assert two_workers.state(head) == "Completed", lines_of(two_workers, head)
+    assert two_workers.flow_run(head)["run_count"] > 1
+    last = other_run(two_workers)
+    assert last["id"] != died["id"]
+    two_workers.wait_for(last["id"], "Completed", timeout_s=20)
+    report = Report.read(folder / "report.json")
+    assert report.devices == "2 x 1 ranks on cpu"
+    assert {row.device for row in report.splits} >= {"rank 0", "rank 1"}
+    for run in (head, last["id"]):
+        assert "Going on from" in (said := lines_of(two_workers, run)) or "epoch 3" in said, said
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{two_workers.folder}/data/mlflow/mlflow.db")
+    wanted = f"tags.`prefect.flow_run_id` = '{head}'"
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (recorded,) = client.search_runs(experiments, filter_string=wanted)
+    assert recorded.info.status == "FINISHED"
+    assert recorded.data.params["devices.resolved"] == report.devices
+
+    # The same by ranks of one machine, in one go.
+    monkeypatch.chdir(REPOSITORY)
+    local = run_job(
+        load_config(None, [*values, "cluster.ranks=2"]), settings_in(tmp_path / "data"), run_name="local"
+    )
+    assert local.metrics == report.metrics
+    assert local.digests == report.digests

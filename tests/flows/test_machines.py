@@ -1,0 +1,213 @@
+"""Runs over several machines: workers of a real server, each of which stands for one; their ranks learn
+nothing."""
+
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+import pytest
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import load_settings
+from dphybrid.jobs.cluster import versions
+from dphybrid.jobs.pages import RunPage
+from dphybrid.orchestration.machines import SEAT, Seat, check_nodes, same_run, with_ranks
+from dphybrid.recipes.configs import apply_overrides, load_config
+from dphybrid.util.errors import UserError
+from tests.fake_nvml import gpu, write_state
+from tests.flows.servers import Team, kill_tree
+from tests.waiting import patience, wait_until
+
+RUN = "together"
+OVER = ("Completed", "Failed", "Crashed", "Cancelled", "Left")
+
+
+def spread(ranks: int) -> ExperimentConfig:
+    values = ["recipe=ctr", "data.path=clicks.csv", "data.label=clicked", "devices=auto*1"]
+    return load_config(None, [*values, f"cluster.ranks={ranks}"])
+
+
+def make_run(data: Path) -> Path:
+    """Make what a machine looks at of a run: its page, and a folder of prepared data."""
+    prepared, folder = data / "prepared" / "clicks", data / "runs" / RUN
+    prepared.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    page = RunPage(
+        run_id="",
+        attempt=1,
+        config=spread(2).model_dump(mode="json"),
+        devices="cpu",
+        prepared=str(prepared),
+        data_digest="",
+        created="2026-01-01T00:00:00+00:00",
+    )
+    page.write(folder / "run.json")
+    return folder
+
+
+def test_each_machine_has_as_many_ranks(data_dir: Path) -> None:
+    check_nodes(spread(4), 2)
+    with pytest.raises(UserError, match="nodes=3 with cluster.ranks=4: .* give 3, or none"):
+        check_nodes(spread(4), 3)
+    three_of_each = apply_overrides(spread(0), ["devices=cpu*3"])
+    assert with_ranks(three_of_each, 2, load_settings()).cluster.ranks == 6
+    assert with_ranks(three_of_each, 1, load_settings()).cluster.ranks == 0
+
+
+def test_a_machine_that_sees_something_else_is_refused(data_dir: Path) -> None:
+    folder = data_dir / "runs" / RUN
+    make_run(data_dir)
+    seat = Seat(
+        head=UUID(int=1),
+        home="1 2 there",
+        host=platform.node(),
+        run=RUN,
+        job="1-1",
+        nodes=2,
+        endpoint="127.0.0.1:1",
+        wait_s=1,
+        versions=versions(),
+    )
+
+    def refused(given: Seat, words: str) -> None:
+        with pytest.raises(UserError, match=words):
+            same_run(given, load_settings())
+
+    refused(seat, r"does not see .*\.machines .*DPHYBRID_DATA_DIR")
+    (folder / SEAT).write_text(seat.model_dump_json())
+    assert same_run(seat, load_settings()).folder == folder
+    refused(seat.model_copy(update={"endpoint": "elsewhere:1"}), "something else than it was told")
+    for update, words in (
+        ({"host": "there"}, "meet at 127.0.0.1:1, .*DPHYBRID_CLUSTER_ADDRESS on there"),
+        ({"versions": versions() | {"torch": "2.0"}}, "has torch .*has 2.0; give all machines"),
+    ):
+        other = seat.model_copy(update=update)
+        (folder / SEAT).write_text(other.model_dump_json())
+        refused(other, words)
+    (folder / SEAT).write_text(seat.model_dump_json())
+    (data_dir / "prepared" / "clicks").rmdir()
+    refused(seat, "does not see the prepared data")
+
+
+@pytest.fixture
+def folder(team: Team) -> Iterator[Path]:
+    """A run, and the deployments of `together`; no worker is left after the test."""
+    folder = make_run(team.folder / "data")
+    like = team.post("/deployments/name/train-hybrid/train-hybrid")
+    for flow, function in ((RUN, "together"), ("join-hybrid", "join_hybrid")):
+        own = {"name": RUN, "flow_id": team.post("/flows/", {"name": flow})["id"], "parameters": {}}
+        own |= {"entrypoint": f"tests.flows.together:{function}", "enforce_parameter_schema": False}
+        kept = ("work_pool_name", "work_queue_name", "job_variables", "tags", "pull_steps")
+        team.post("/deployments/", {name: like[name] for name in kept} | own)
+    write_state(team.gpus, [gpu(number) for number in range(2)])
+    yield folder
+    for child in team.started:
+        if "dphybrid.orchestration.worker" in child.args:  # type: ignore[operator]
+            kill_tree(child)
+    shutil.rmtree(folder)
+    (team.folder / "data" / "prepared" / "clicks").rmdir()
+
+
+def machine(team: Team, name: str, *queues: str) -> "subprocess.Popen[bytes]":
+    """Start a worker with a home of its own."""
+    given = [flag for queue in (name, *queues) for flag in ("--queue", queue)]
+    return team.start_worker(name, "--limit", "2", *given, PREFECT_HOME=str(team.folder / f"home-{name}"))
+
+
+def joined_runs(team: Team) -> list[dict[str, Any]]:
+    """The other machines' flow runs, newest first."""
+    wanted = {"flows": {"name": {"any_": ["join-hybrid"]}}, "sort": "EXPECTED_START_TIME_DESC"}
+    found: list[dict[str, Any]] = team.post("/flow_runs/filter", wanted)
+    return found
+
+
+def lines_of(team: Team, flow_run_id: UUID | str) -> str:
+    wanted = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}}
+    return "\n".join(line["message"] for line in team.post("/logs/filter", wanted))
+
+
+def ranks_alive(folder: Path) -> int:
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return sum(
+        line[-2:] == ["tests.flows.standin", str(folder)] and "torch.distributed.run" not in line
+        for line in commands
+    )
+
+
+def both_work(team: Team, folder: Path) -> Any:
+    """Return the other machine's flow run when ranks and leases of both are there."""
+    newest = joined_runs(team)[:1]
+    begun = newest and newest[0]["state"]["name"] == "Joined" and ranks_alive(folder) == 2
+    return newest[0] if begun and len(team.holders()) == 2 else None
+
+
+def both_started(team: Team) -> "tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]":
+    workers = machine(team, "one", "any"), machine(team, "two")
+    wait_until(lambda: team.post("/work_pools/gpu/workers/filter", {})[1:], "the server knows both", 60)
+    return workers
+
+
+@pytest.mark.slow
+def test_machines_gather_end_together_and_are_missed(team: Team, folder: Path) -> None:
+    _, two = both_started(team)
+    head, unknown = team.run_many(
+        [(RUN, {"run": RUN, "wait_again_s": 1}), (RUN, {"run": RUN, "machines": ["three"]})]
+    )
+    other = wait_until(lambda: both_work(team, folder), "both machines work", 60)
+    assert other["name"] == f"{RUN} on two"
+
+    def said() -> list[str]:
+        told = [re.findall(r"rank (\d) of 2", lines_of(team, run)) for run in (head, other["id"])]
+        return sorted(number for numbers in told for number in numbers)
+
+    wait_until(lambda: said() == ["0", "1"], "each one's lines are in its flow run's log", 20)
+    team.wait_for(unknown, "Failed")
+    assert "has no worker three; it has one, two" in team.flow_run(unknown)["state"]["message"]
+
+    # The other machine's part dies: all end, and give their GPUs back. Its worker hangs then, and is missed.
+    (process,) = {psutil.Process(pid) for pid in team.holders().values()} & set(
+        psutil.Process(two.pid).children(recursive=True)
+    )
+    process.kill()
+    team.wait_for(other["id"], "Crashed", timeout_s=20)
+    os.kill(two.pid, signal.SIGSTOP)
+    try:
+        team.wait_for(head, *OVER, timeout_s=60)
+        assert team.flow_run(head)["run_count"] > 1
+        assert team.state(head) == "Failed"
+        missed = "1 of 2 machines did not come within 1 s: two (Scheduled"
+        assert missed in team.flow_run(head)["state"]["message"]
+        assert joined_runs(team)[0]["state"]["name"] == "Cancelled"
+        assert not team.holders()
+        assert not ranks_alive(folder)
+    finally:
+        os.kill(two.pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("DPHYBRID_CLUSTER_LONG" not in os.environ, reason="a minute: DPHYBRID_CLUSTER_LONG=1")
+def test_cancelling_the_first_machine_ends_all_and_stopping_a_worker_begins_anew(
+    team: Team, folder: Path
+) -> None:
+    _, two = both_started(team)
+    (head,) = team.run_many([(RUN, {"run": RUN})])
+    other = wait_until(lambda: both_work(team, folder), "both machines work", 60)
+    two.send_signal(signal.SIGTERM)  # its machine is wanted for something else
+    assert two.wait(patience(40)) == 0
+    assert team.state(other["id"]) == "Left"
+    machine(team, "two")
+    again = wait_until(
+        lambda: (run := both_work(team, folder)) and run["id"] != other["id"] and run, "both again", 90
+    )
+    team.post(f"/flow_runs/{head}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    team.wait_for(head, "Cancelled", timeout_s=40)
+    team.wait_for(again["id"], "Cancelled", "Left", timeout_s=20)
+    wait_until(lambda: not team.holders() and not ranks_alive(folder), "nothing is held", 20)

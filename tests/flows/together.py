@@ -1,0 +1,40 @@
+"""Flows that gather machines as a training does, with ranks that learn nothing (`standin`)."""
+
+from contextlib import ExitStack
+
+from dphybrid.flows.join_hybrid import join_hybrid
+from prefect import flow, runtime
+
+import dphybrid.jobs.cluster
+from dphybrid.cluster.launch import OUTCOME
+from dphybrid.config.settings import load_settings
+from dphybrid.gpus.leasing import leased_devices
+from dphybrid.jobs.cluster import follow_ranks
+from dphybrid.jobs.runs import read_run
+from dphybrid.orchestration.guard import watched_flow_run
+from dphybrid.orchestration.machines import gathered, other_workers
+from dphybrid.orchestration.supervised import supervised
+from dphybrid.util.stop import stop_signals
+
+__all__ = ["join_hybrid", "together"]
+dphybrid.jobs.cluster.RANK_PROGRAM = "tests.flows.standin"
+
+
+@flow(name="together", log_prints=True)
+def together(run: str, machines: list[str] = [], wait_again_s: float = 100) -> str:  # noqa: B006
+    """Hold a run's devices together with another machine, for which it waits so long when begun again."""
+    settings = load_settings()
+    if runtime.flow_run.run_count > 1:
+        settings = settings.model_copy(update={"cluster_wait_s": wait_again_s})
+    with supervised() as stop, watched_flow_run(runtime.flow_run.id, stop), ExitStack() as held:
+        others = other_workers(2, machines, settings, stop)
+        page = read_run(settings.runs_dir / run)
+        held.enter_context(leased_devices(page.config, settings, run=run, stop=stop))
+        held.enter_context(stop_signals(stop))
+        (page.folder / OUTCOME).unlink(missing_ok=True)
+        meeting = held.enter_context(gathered(others, str(page.folder), settings, "join-hybrid/together"))
+        outcome = follow_ranks(page, settings, stop, meeting)
+        if outcome.state == "stopped" and not stop.pending:
+            stop.ask("another machine", requeue=True)
+        stop.obey()
+        return outcome.state
