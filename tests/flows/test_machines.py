@@ -83,7 +83,8 @@ def test_a_machine_that_sees_something_else_is_refused(data_dir: Path) -> None:
 
     refused(seat, r"does not see .*\.machines .*DPHYBRID_DATA_DIR")
     (folder / SEAT).write_text(seat.model_dump_json())
-    assert same_run(seat, load_settings()).folder == folder
+    by_server = seat.model_copy(update={"versions": dict(reversed(seat.versions.items()))})
+    assert same_run(by_server, load_settings()).folder == folder
     refused(seat.model_copy(update={"endpoint": "elsewhere:1"}), "something else than it was told")
     for update, words in (
         ({"host": "there"}, "meet at 127.0.0.1:1, .*DPHYBRID_CLUSTER_ADDRESS on there"),
