@@ -65,7 +65,7 @@ SEAT = ".machines"
 place to meet."""
 LOOK_EVERY_S = 2.0
 LEAVE_S = 10.0
-"""How long a machine's ranks may go on after another machine has left."""
+"""How long a machine may go on after another one has left."""
 _ACTIVE = [StateType.RUNNING, StateType.PENDING]
 
 
@@ -252,7 +252,7 @@ class _Followers:
 
     def let_go(self) -> None:
         """End those that do not end by themselves, as they do when their ranks have ended."""
-        deadline, why = time.monotonic() + LEAVE_S / 2, "the run's first machine has ended its part"
+        deadline, why = time.monotonic() + LEAVE_S, "the run's first machine has ended its part"
         try:
             while any(not state.is_final() for state in self._states().values()):
                 if time.monotonic() > deadline or self._verdict is not None:

@@ -1,5 +1,6 @@
 """A run on two machines through Prefect, each a worker of this one with a home of its own."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from tests.flows.conftest import team  # noqa: F401 - the servers, for this fold
 from tests.flows.servers import Team, kill_tree
 from tests.waiting import wait_until
 
-pytestmark = [needs_torchrec, pytest.mark.slow]
+pytestmark = [
+    needs_torchrec,
+    pytest.mark.slow,
+    pytest.mark.skipif("DPHYBRID_CLUSTER_LONG" not in os.environ, reason="minutes: DPHYBRID_CLUSTER_LONG=1"),
+]
 OWN = ["model.factory=tests.cluster.mortal:build", "model.dropout=0.2", "checkpoint.every_steps=3"]
 CLUSTER = "train-hybrid/train-cluster"
 
@@ -35,11 +40,6 @@ def two_workers(team: Team) -> Iterator[Team]:  # noqa: F811
         kill_tree(worker)
 
 
-def other_run(team: Team) -> Any:  # noqa: F811
-    wanted = {"flows": {"name": {"any_": ["join-hybrid"]}}, "sort": "EXPECTED_START_TIME_DESC"}
-    return (team.post("/flow_runs/filter", wanted) or [None])[0]
-
-
 def engine_of(flow_run: Any) -> psutil.Process:
     """Return the process of a flow run."""
     for process in psutil.process_iter(["environ", "cmdline"]):
@@ -49,11 +49,6 @@ def engine_of(flow_run: Any) -> psutil.Process:
     raise AssertionError(f"flow run {flow_run['name']} has no process")
 
 
-def lines_of(team: Team, flow_run_id: Any) -> str:  # noqa: F811
-    wanted = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}, "limit": 200}
-    return "\n".join(line["message"] for line in team.post("/logs/filter", wanted))
-
-
 def test_two_machines_train_one_run_though_one_dies_and_end_together(
     two_workers: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,19 +56,19 @@ def test_two_machines_train_one_run_though_one_dies_and_end_together(
     values = [*BASE, *SMALL, *OWN, f"data.path={clicks}"]
     (head,) = two_workers.run_many([(CLUSTER, {"overrides": values})])
     folder = two_workers.wait_for_checkpoint(head)
-    died = other_run(two_workers)
+    died = two_workers.runs_of("join-hybrid")[0]
     engine_of(died).kill()
     two_workers.wait_for(head, "Completed", "Failed", "Crashed", timeout_s=150)
-    assert two_workers.state(head) == "Completed", lines_of(two_workers, head)
+    assert two_workers.state(head) == "Completed", two_workers.lines_of(head)
     assert two_workers.flow_run(head)["run_count"] > 1
-    last = other_run(two_workers)
+    last = two_workers.runs_of("join-hybrid")[0]
     assert last["id"] != died["id"]
     two_workers.wait_for(last["id"], "Completed", timeout_s=20)
     report = Report.read(folder / "report.json")
     assert report.devices == "2 x 1 ranks on cpu"
     assert {row.device for row in report.splits} >= {"rank 0", "rank 1"}
     for run in (head, last["id"]):
-        assert "Going on from" in (said := lines_of(two_workers, run)) or "epoch 3" in said, said
+        assert "Going on from" in (said := two_workers.lines_of(run)) or "epoch 3" in said, said
 
     from mlflow.tracking import MlflowClient
 

@@ -156,10 +156,12 @@ class Team:
         assert done.returncode == 0, done.stderr
         return [UUID(text) for text in re.findall(r"id (\S+)", done.stdout)]
 
-    def post(self, path: str, page: dict[str, Any] | None = None) -> Any:
-        """Ask the server."""
+    def post(self, path: str, page: dict[str, Any] | None = None, method: str | None = None) -> Any:
+        """Ask the server; method: GET without a page, POST with one, or another."""
         data = None if page is None else json.dumps(page).encode()
-        request = urllib.request.Request(f"{self.api}{path}", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{self.api}{path}", data, {"Content-Type": "application/json"}, method=method
+        )
         with urllib.request.urlopen(request, timeout=20) as answer:
             return json.loads(answer.read() or b"null")
 
@@ -169,6 +171,17 @@ class Team:
 
     def state(self, flow_run_id: UUID) -> str:
         return str(self.flow_run(flow_run_id)["state"]["name"])
+
+    def runs_of(self, flow: str) -> list[dict[str, Any]]:
+        """A flow's runs, newest first."""
+        wanted = {"flows": {"name": {"any_": [flow]}}, "sort": "EXPECTED_START_TIME_DESC"}
+        found: list[dict[str, Any]] = self.post("/flow_runs/filter", wanted)
+        return found
+
+    def lines_of(self, flow_run_id: UUID | str) -> str:
+        """What a flow run has logged."""
+        wanted = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}}
+        return "\n".join(line["message"] for line in self.post("/logs/filter", wanted))
 
     def wait_for(self, flow_run_id: UUID, *names: str, timeout_s: float = 120) -> None:
         wait_until(lambda: self.state(flow_run_id) in names, f"flow run is {' or '.join(names)}", timeout_s)

@@ -27,6 +27,9 @@ from tests.flows.servers import Team, kill_tree
 from tests.waiting import patience, wait_until
 
 RUN = "together"
+long_form = pytest.mark.skipif(
+    "DPHYBRID_CLUSTER_LONG" not in os.environ, reason="minutes: DPHYBRID_CLUSTER_LONG=1"
+)
 OVER = ("Completed", "Failed", "Crashed", "Cancelled", "Left")
 
 
@@ -103,16 +106,22 @@ def folder(team: Team) -> Iterator[Path]:
     """A run, and the deployments of `together`; no worker is left after the test."""
     folder = make_run(team.folder / "data")
     like = team.post("/deployments/name/train-hybrid/train-hybrid")
+    own: list[str] = []
     for flow, function in ((RUN, "together"), ("join-hybrid", "join_hybrid")):
-        own = {"name": RUN, "flow_id": team.post("/flows/", {"name": flow})["id"], "parameters": {}}
-        own |= {"entrypoint": f"tests.flows.together:{function}", "enforce_parameter_schema": False}
+        page = {"name": RUN, "flow_id": team.post("/flows/", {"name": flow})["id"], "parameters": {}}
+        page |= {"entrypoint": f"tests.flows.together:{function}", "enforce_parameter_schema": False}
         kept = ("work_pool_name", "work_queue_name", "job_variables", "tags", "pull_steps")
-        team.post("/deployments/", {name: like[name] for name in kept} | own)
+        made = team.post("/deployments/", {name: like[name] for name in kept} | page)
+        own.append(f"deployments/{made['id']}")
     write_state(team.gpus, [gpu(number) for number in range(2)])
     yield folder
+    write_state(team.gpus, [gpu(number) for number in range(4)])
     for child in team.started:
         if "dphybrid.orchestration.worker" in child.args:  # type: ignore[operator]
             kill_tree(child)
+    ended = [f"flow_runs/{run['id']}" for flow in (RUN, "join-hybrid") for run in team.runs_of(flow)]
+    for path in [*ended, *own]:  # a killed run would be begun again
+        team.post(f"/{path}", method="DELETE")
     shutil.rmtree(folder)
     (team.folder / "data" / "prepared" / "clicks").rmdir()
 
@@ -121,18 +130,6 @@ def machine(team: Team, name: str, *queues: str) -> "subprocess.Popen[bytes]":
     """Start a worker with a home of its own."""
     given = [flag for queue in (name, *queues) for flag in ("--queue", queue)]
     return team.start_worker(name, "--limit", "2", *given, PREFECT_HOME=str(team.folder / f"home-{name}"))
-
-
-def joined_runs(team: Team) -> list[dict[str, Any]]:
-    """The other machines' flow runs, newest first."""
-    wanted = {"flows": {"name": {"any_": ["join-hybrid"]}}, "sort": "EXPECTED_START_TIME_DESC"}
-    found: list[dict[str, Any]] = team.post("/flow_runs/filter", wanted)
-    return found
-
-
-def lines_of(team: Team, flow_run_id: UUID | str) -> str:
-    wanted = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}}
-    return "\n".join(line["message"] for line in team.post("/logs/filter", wanted))
 
 
 def ranks_alive(folder: Path) -> int:
@@ -145,35 +142,49 @@ def ranks_alive(folder: Path) -> int:
 
 def both_work(team: Team, folder: Path) -> Any:
     """Return the other machine's flow run when ranks and leases of both are there."""
-    newest = joined_runs(team)[:1]
+    newest = team.runs_of("join-hybrid")[:1]
     begun = newest and newest[0]["state"]["name"] == "Joined" and ranks_alive(folder) == 2
     return newest[0] if begun and len(team.holders()) == 2 else None
 
 
 def both_started(team: Team) -> "tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]":
     workers = machine(team, "one", "any"), machine(team, "two")
-    wait_until(lambda: team.post("/work_pools/gpu/workers/filter", {})[1:], "the server knows both", 60)
+
+    def known() -> set[str]:
+        return {worker["name"] for worker in team.post("/work_pools/gpu/workers/filter", {})}
+
+    wait_until(lambda: known() >= {"one", "two"}, "the server knows both", 60)
     return workers
 
 
+def said(team: Team, *runs: UUID | str) -> list[str]:
+    """The ranks that told of themselves in the logs of flow runs."""
+    return sorted(number for run in runs for number in re.findall(r"rank (\d) of 2", team.lines_of(run)))
+
+
 @pytest.mark.slow
-def test_machines_gather_end_together_and_are_missed(team: Team, folder: Path) -> None:
-    _, two = both_started(team)
-    head, unknown = team.run_many(
-        [(RUN, {"run": RUN, "wait_again_s": 1}), (RUN, {"run": RUN, "machines": ["three"]})]
-    )
+def test_machines_gather_and_all_end_when_the_first_is_cancelled(team: Team, folder: Path) -> None:
+    both_started(team)
+    head, alone = team.run_many([(RUN, {"run": RUN, "machines": [name]}) for name in ("two", "nobody")])
     other = wait_until(lambda: both_work(team, folder), "both machines work", 60)
     assert other["name"] == f"{RUN} on two"
+    wait_until(lambda: said(team, head, other["id"]) == ["0", "1"], "each one's lines are in its log", 20)
+    team.wait_for(alone, "Failed")
+    missing = r"pool gpu has no worker nobody; it has .*\bone\b.*\btwo\b.*; start `dphybrid worker`"
+    assert re.search(missing, team.flow_run(alone)["state"]["message"])
 
-    def said() -> list[str]:
-        told = [re.findall(r"rank (\d) of 2", lines_of(team, run)) for run in (head, other["id"])]
-        return sorted(number for numbers in told for number in numbers)
+    team.post(f"/flow_runs/{head}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    team.wait_for(head, "Cancelled", timeout_s=40)
+    team.wait_for(other["id"], "Cancelled", "Left", timeout_s=20)
+    wait_until(lambda: not team.holders() and not ranks_alive(folder), "nothing is held", 20)
 
-    wait_until(lambda: said() == ["0", "1"], "each one's lines are in its flow run's log", 20)
-    team.wait_for(unknown, "Failed")
-    assert "has no worker three; it has one, two" in team.flow_run(unknown)["state"]["message"]
 
-    # The other machine's part dies: all end, and give their GPUs back. Its worker hangs then, and is missed.
+@pytest.mark.slow
+@long_form
+def test_a_machine_that_dies_ends_all_and_one_that_hangs_is_missed(team: Team, folder: Path) -> None:
+    _, two = both_started(team)
+    (head,) = team.run_many([(RUN, {"run": RUN, "machines": ["two"], "wait_again_s": 1})])
+    other = wait_until(lambda: both_work(team, folder), "both machines work", 60)
     (process,) = {psutil.Process(pid) for pid in team.holders().values()} & set(
         psutil.Process(two.pid).children(recursive=True)
     )
@@ -186,7 +197,7 @@ def test_machines_gather_end_together_and_are_missed(team: Team, folder: Path) -
         assert team.state(head) == "Failed"
         missed = "1 of 2 machines did not come within 1 s: two (Scheduled"
         assert missed in team.flow_run(head)["state"]["message"]
-        assert joined_runs(team)[0]["state"]["name"] == "Cancelled"
+        assert team.runs_of("join-hybrid")[0]["state"]["name"] == "Cancelled"
         assert not team.holders()
         assert not ranks_alive(folder)
     finally:
@@ -194,12 +205,10 @@ def test_machines_gather_end_together_and_are_missed(team: Team, folder: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("DPHYBRID_CLUSTER_LONG" not in os.environ, reason="a minute: DPHYBRID_CLUSTER_LONG=1")
-def test_cancelling_the_first_machine_ends_all_and_stopping_a_worker_begins_anew(
-    team: Team, folder: Path
-) -> None:
+@long_form
+def test_stopping_a_worker_ends_all_and_begins_anew(team: Team, folder: Path) -> None:
     _, two = both_started(team)
-    (head,) = team.run_many([(RUN, {"run": RUN})])
+    (head,) = team.run_many([(RUN, {"run": RUN, "machines": ["two"]})])
     other = wait_until(lambda: both_work(team, folder), "both machines work", 60)
     two.send_signal(signal.SIGTERM)  # its machine is wanted for something else
     assert two.wait(patience(40)) == 0
@@ -208,7 +217,7 @@ def test_cancelling_the_first_machine_ends_all_and_stopping_a_worker_begins_anew
     again = wait_until(
         lambda: (run := both_work(team, folder)) and run["id"] != other["id"] and run, "both again", 90
     )
-    team.post(f"/flow_runs/{head}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
-    team.wait_for(head, "Cancelled", timeout_s=40)
-    team.wait_for(again["id"], "Cancelled", "Left", timeout_s=20)
-    wait_until(lambda: not team.holders() and not ranks_alive(folder), "nothing is held", 20)
+    (folder / "enough").touch()
+    team.wait_for(head, "Completed", timeout_s=40)
+    team.wait_for(again["id"], "Completed", timeout_s=20)
+    assert not team.holders()
