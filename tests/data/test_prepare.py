@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -11,6 +12,7 @@ import pytest
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared, batches, num_batches, open_prepared
 from dphybrid.data import store as store_module
+from dphybrid.data.table import reading
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text.data import repeated_shares, tokenize
 from dphybrid.recipes.text.recipe import TextDataConfig
@@ -47,6 +49,21 @@ def test_the_second_call_reuses_the_first_ones_work(recipe: str, tmp_path: Path)
     assert first.manifest == second.manifest == open_prepared(first.path).manifest
     assert prepare(recipe, None, tmp_path, 1).path != first.path
     assert [path.name for path in tmp_path.glob(".*") if path.suffix != ".verified"] == []
+
+
+def test_columns_are_judged_once_for_the_digest_and_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[str] = []
+    asked = reading.inferred_role
+
+    def counted(name: str, *rest: Any) -> Any:
+        judged.append(name)
+        return asked(name, *rest)
+
+    monkeypatch.setattr(reading, "inferred_role", counted)
+    ctr(tmp_path, CLICKS)
+    assert judged == ["age", "city", "job"]
 
 
 def test_the_same_bytes_give_the_same_digest_wherever_they_lie(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ class _Encoded:
 
 class Reading:
     """Reads files of rows into a store; schema: what is known of the columns before. held_files: of files,
-    those whose rows are held out."""
+    those whose rows are held out. first: the first rows of the first file, by which columns are judged.
+    columns: what they were judged to be, where somebody has looked."""
 
     def __init__(
         self,
@@ -121,12 +122,14 @@ class Reading:
         held_files: tuple[Path, ...],
         store: ColumnStore,
         progress: Progress,
+        first: Rows,
+        columns: list[Column] | None = None,
     ) -> None:
         self.data, self.schema, self.seed = data, schema, seed
-        self.files, self.held_files = files, held_files
+        self.files, self.held_files, self.first = files, held_files, first
         self.store, self.progress = store, progress
         self.rejected: list[dict[str, Any]] = []
-        self.columns: list[Column] = []
+        self._judged, self.columns = columns, list[Column]()
         self.label = ""
         self.weight: str | None = None
         self.names: list[str] = []
@@ -146,30 +149,26 @@ class Reading:
     def look(self) -> list[Column]:
         """Return what the columns are used as, by the first rows alone. Raises UserError when these do not
         fit."""
-        first = next(read_jobs(self.files[0], self.data, self.wanted))
-        self._start(first())
+        self._start()
         return self.columns
 
     def run(self) -> None:
         """Read all files. Raises UserError when they cannot be read, do not fit together, or have too few
         rows."""
-        first: Rows | None = None
         total = sum(file.stat().st_size for file in self.files)
         before = 0
         for file in self.files:
             if self.num_read is None and file in self.held_files:
                 self.num_read = self.num_rows
             jobs = read_jobs(file, self.data, self.wanted)
-            if first is None:
+            if not self.names:
                 job = next(jobs)
-                first = job()
-                self._start(first)
-                jobs = itertools.chain([job if self.wanted.compiled else done(first)], jobs)
+                self._start()
+                jobs = itertools.chain([job if self.wanted.compiled else done(self.first)], jobs)
             for chunk in mapped(lambda job: self._encoded(job()), jobs, READERS):
                 self.progress("read rows", min(total, before + chunk.bytes_read), total)
                 self._add(chunk)
             before += file.stat().st_size
-        assert first is not None
         check_rejected(
             str(self.data.path), self.rejected, self.num_rows + len(self.rejected), self.data.max_rejected
         )
@@ -183,7 +182,7 @@ class Reading:
                     f"data.{field}={name!r}: none of the {count:,} rows of {self.data.path} has {value} in "
                     "this column; name another one"
                 )
-        check_enough(str(self.data.path), first, self.num_rows)
+        check_enough(str(self.data.path), self.first, self.num_rows)
 
     def table(self) -> Table:
         """Return what was read, once the store is written. Raises UserError when labels are not what
@@ -207,7 +206,8 @@ class Reading:
             self.weightless,
         )
 
-    def _start(self, rows: Rows) -> None:
+    def _start(self) -> None:
+        rows = self.first
         self.names = rows.names
         self.label = self._find(rows, self.data.label or self.schema.label or "", "data.label")
         self.weight = self._find(rows, self.data.weight, "data.weight") if self.data.weight else None
@@ -215,7 +215,7 @@ class Reading:
             raise UserError(
                 f"data.weight={self.data.weight!r}: this column is already named as label; name another one"
             )
-        self.columns = self._roles(rows)
+        self.columns = self._roles(rows) if self._judged is None else self._judged
         self.times = [column.name for column in self.columns if column.role == "time"]
         derived = {part for name in self.times for part in part_names(name)}
         self.numeric = [c.name for c in self.columns if c.role == "numeric" and c.name not in derived]

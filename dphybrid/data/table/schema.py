@@ -33,6 +33,7 @@ from dphybrid.util.text import toml_text
 
 FEW_OTHERS = 0.05
 """Share of values that are no numbers up to which a person is told which one made the column categorical."""
+_FEW_LOOKED_AT = 20
 ROW_NUMBERS = 20
 """Rows from which on a column that counts them is taken for a row number."""
 ROW_GAPS = 0.05
@@ -135,7 +136,9 @@ def inferred_role(name: str, present: pl.Series, num_rows: int, data: TableDataC
     if len(others):
         if len(others) <= FEW_OTHERS * len(present):
             return "categorical", f"{others[0]!r} is no number; data.missing can name it"
-        if seconds(others, data.dayfirst).is_not_null().all():
+        # Most texts are no dates, which the first character tells, or the first few values.
+        digit, few = str(others[0]).lstrip()[:1].isdigit(), others.head(_FEW_LOOKED_AT)
+        if digit and all(seconds(some, data.dayfirst).is_not_null().all() for some in (few, others)):
             if others.str.contains(YEAR_FIRST).all():
                 return "time", INFERRED_TIME
             order = "" if data.dayfirst else ", --data.dayfirst true where the day comes first"

@@ -21,11 +21,13 @@ from dphybrid.data.store import INFERRED, Content, Progress, Streamed, source_di
 from dphybrid.data.table import plain
 from dphybrid.data.table.bags import BagColumn, bag_ids, form_text, one_width
 from dphybrid.data.table.categories import CategoryColumn, fit_categories
+from dphybrid.data.table.chunks import read_jobs
 from dphybrid.data.table.columns import ColumnStore
 from dphybrid.data.table.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric, side_by_side
 from dphybrid.data.table.extend import Base, extended, extended_split, open_base, row_keys
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.reading import Column, Reading, Table, bag_form
+from dphybrid.data.table.rows import Rows
 from dphybrid.data.table.schema import INFERRED_TIME, SchemaFile, read_schema, schema_text
 from dphybrid.data.table.times import part_names
 from dphybrid.util.errors import UserError
@@ -61,14 +63,26 @@ class TableSource:
     @cached_property
     def inferred_times(self) -> list[str]:
         """Columns of dates or times that nobody named: the first rows tell them."""
-        reading = self._reading(ColumnStore(Path()), lambda *_: None)
-        return [column.name for column in reading.look() if column.reason == INFERRED_TIME]
+        return [column.name for column in self.looked if column.reason == INFERRED_TIME]
 
-    def _reading(self, store: ColumnStore, progress: Progress) -> Reading:
+    @cached_property
+    def looked(self) -> list[Column]:
+        """The columns as the first rows tell them: for the digest, and for the reading."""
+        return self._reading(ColumnStore(Path()), lambda *_: None).look()
+
+    @cached_property
+    def first(self) -> Rows:
+        """The rows that are looked at."""
+        return next(read_jobs(self.files[0], self.data, plain.Wanted()))()
+
+    def _reading(
+        self, store: ColumnStore, progress: Progress, columns: list[Column] | None = None
+    ) -> Reading:
         data = self.data
         if self.base and data.task == "auto":
             data = data.model_copy(update={"task": self.base.encoder.answer.task})
-        return Reading(data, self.schema, self.seed, self.files, self.held_files, store, progress)
+        files, held = self.files, self.held_files
+        return Reading(data, self.schema, self.seed, files, held, store, progress, self.first, columns)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -118,7 +132,7 @@ class TableSource:
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         with ColumnStore(scratch / "columns") as store:
-            reading = self._reading(store, progress)
+            reading = self._reading(store, progress, self.looked)
             reading.run()
         table = reading.table()
         parts: dict[str, Array] = {}
