@@ -7,6 +7,7 @@ and other sizes.
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -336,9 +337,14 @@ def size_costs(
     return medians_ms(contestants, rounds, warm_up=8)
 
 
-def run(threads: tuple[int, ...] = (1, 2), rounds: int = 15, scale: float = 1.0) -> dict[str, Any]:
+def run(
+    threads: tuple[int, ...] = (1, 2),
+    rounds: int = 15,
+    scale: float = 1.0,
+    tell: Callable[[str], object] = lambda line: None,
+) -> dict[str, Any]:
     """Measure everything for each number of threads; return nested dicts of timings and ratios. scale: of
-    table sizes and ids."""
+    table sizes and ids. tell: gets a line as each part begins."""
     before = torch.get_num_threads()
     results: dict[str, Any] = {
         "torch": torch.__version__,
@@ -351,13 +357,14 @@ def run(threads: tuple[int, ...] = (1, 2), rounds: int = 15, scale: float = 1.0)
             torch.set_num_threads(count)
             # torch's sparse Adagrad warns unless told whether to check; checks would slow it down.
             with torch.sparse.check_sparse_tensor_invariants(False):
-                results[f"threads={count}"] = _with_threads(rounds, scale)
+                tell(f"{count} {'thread' if count == 1 else 'threads'}")
+                results[f"threads={count}"] = _with_threads(rounds, scale, tell)
     finally:
         torch.set_num_threads(before)
     return results | {"load after": os.getloadavg()[0]}
 
 
-def _with_threads(rounds: int, scale: float) -> dict[str, Any]:
+def _with_threads(rounds: int, scale: float, tell: Callable[[str], object]) -> dict[str, Any]:
     rows, ids = int(1_000_000 * scale), int(53_248 * scale)
     bandwidth = copy_gib_per_s()
     results: dict[str, Any] = {"copy GiB/s": bandwidth}
@@ -367,6 +374,7 @@ def _with_threads(rounds: int, scale: float) -> dict[str, Any]:
         # gradients read, sums written.
         floor_ms = 4 * dim * (3 * num_unique + 2 * num_ids + num_unique) / 2**30 / bandwidth * 1e3
         shape = f"{num_rows:,} x {dim}, {num_ids:,} Zipf(1.05) ids"
+        tell(shape)
         for caches in ("warm", "cold"):
             timings = step_costs(num_rows, dim, num_ids, rounds, cold=caches == "cold")
             floor = {
@@ -375,6 +383,7 @@ def _with_threads(rounds: int, scale: float) -> dict[str, Any]:
             }
             results[f"{shape}, {caches} caches"] = {**timings, "ratios": {**ratios(timings), **floor}}
     for batch_size in (128, 2048):
+        tell(f"26 and 200 tables, batch {batch_size}")
         for caches in ("warm", "cold"):
             results[f"26 tables, batch {batch_size}, {caches} caches"] = many_tables_costs(
                 batch_size, rounds, rows_each=int(100_000 * scale), cold=caches == "cold"
@@ -385,6 +394,7 @@ def _with_threads(rounds: int, scale: float) -> dict[str, Any]:
         results[f"200 tables, batch {batch_size}"] = separate_tables_costs(
             max(1, int(batch_size * scale)), rounds, max(2, int(200 * scale)), max(2, int(10_000 * scale))
         )
+    tell("tables of several sizes, and steps with prefetching")
     results["by table size"] = size_costs(
         16, int(20_000 * scale), rounds, (int(100_000 * scale), int(10_000_000 * scale))
     )
@@ -426,7 +436,9 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="factor on table sizes and ids (default: 1)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
-    results = run(tuple(options.threads), options.rounds, options.scale)
+    results = run(
+        tuple(options.threads), options.rounds, options.scale, partial(print, file=sys.stderr, flush=True)
+    )
     print(text(results))
     if options.json:
         write_json(options.json, plain(results))

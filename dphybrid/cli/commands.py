@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,8 @@ def bench(args: argparse.Namespace) -> int:
         from dphybrid.bench import embedding as rows_bench
         from dphybrid.bench.racing import plain
 
-        timings = rows_bench.run(rounds=args.repeats or 15)
+        told = partial(print, file=sys.stderr, flush=True)
+        timings = rows_bench.run(rounds=args.repeats or 15, tell=told)
         print(rows_bench.text(timings))
         result = plain(timings)
     if args.out:

@@ -251,7 +251,9 @@ def test_needs_torch_and_numpy_before_numba_is_used() -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_runs() -> None:
-    results = run((1,), rounds=1, scale=0.01)
+    told: list[str] = []
+    results = run((1,), rounds=1, scale=0.01, tell=told.append)
+    assert [told[0], len(told)] == ["1 thread", 6]
     shown = text(results)
     assert shown.startswith("Milliseconds of one step")
     assert "SparseAdam / dphybrid adam" in shown
