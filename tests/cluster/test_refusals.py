@@ -78,7 +78,7 @@ def test_tables_in_files_are_refused_before_data_is_prepared(tmp_path: Path) -> 
 
 def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"torch": "2.13.0", "fbgemm-gpu-cpu": "1.7.0"}
-    monkeypatch.setattr(refusals, "_version", lambda name: there.get(name, ""))
+    monkeypatch.setattr(refusals, "installed_version", lambda name: there.get(name, ""))
     with pytest.raises(UserError) as caught:
         check_installed(2)
     assert "torchrec is missing, needed 1.8.*; fbgemm-gpu 1.7.0, needed 1.8.*" in str(caught.value)
