@@ -64,7 +64,25 @@ def test_the_script_says_what_it_lacks(
         quality.main(["--only", "wn18rr", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")])
     monkeypatch.setattr(quality, "installed", lambda name: "")
     with pytest.raises(UserError, match=r"scikit-learn is not installed.*or --only text"):
-        quality.adult(tmp_path / "clicks.csv", "clicked", range(1))
+        quality.adult(tmp_path / "clicks.csv", "clicked", range(1), dict)
+
+
+def test_an_interrupted_script_leaves_what_it_has_finished(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wn18rr").mkdir()
+    lines = [f"e{i}\tr{i % 3}\te{(i * 7 + 1) % 20}" for i in range(20)]
+    for part in ("train", "valid", "test"):
+        (tmp_path / "wn18rr" / f"{part}.txt").write_text("\n".join(lines))
+    small = {"dim": 4, "epochs": 1, "negatives": 0}
+    monkeypatch.setattr(quality, "KGE", {"first": small, "second": small | {"dim": 5}})
+    asked = ["--only", "wn18rr", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")]
+    with pytest.raises(UserError, match=r"model\.dim=5"):
+        quality.main(asked)
+    (run,) = json.loads((tmp_path / "found.json").read_text())["wn18rr"]["runs"].values()
+    assert 0 < run["mrr"]["test"] <= 1
+    monkeypatch.setattr(quality, "KGE", {"first": small})
+    assert "| first, 1 epochs | " in "\n".join(quality.lines(quality.main(asked)))
 
 
 def test_trees_get_frequent_values_as_numbers_and_none_as_nan() -> None:

@@ -16,6 +16,7 @@ from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel, Parts, gather, parts
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.kge.recipe import KgeModelConfig
+from dphybrid.recipes.softmax import linear_cross_entropy
 from dphybrid.util.errors import UserError
 
 DISTANCES = 2**24
@@ -54,12 +55,13 @@ QUERIES = {"distmult": distmult, "complex": complex_product, "rotate": rotation}
 
 
 class TripleRegion(nn.Module):
-    """Relations, scores and loss.
+    """Relations, scores and loss; the fourth argument says what is asked.
 
-    (heads_BD, relations_B, tails_BD, excluded_B2K, others_KD, num_entities) -> loss_B, scores_B2 of the
-    answers, and over the others that are not excluded: logsumexp_B2, above_B2 and equal_B2, how many score
-    more than the answer and how many the same. With the others' ids_K, heads_B and tails_B stand in the place
-    of excluded_B2K: the answers themselves are excluded.
+    (heads_BD, relations_B, tails_BD, (heads_B, tails_B), others_KD, num_entities, ids_K) -> loss_B: each
+    answer competes with the others, itself left out. Without ids_K the others are all entities, by number.
+    (heads_BD, relations_B, tails_BD, excluded_B2K, others_KD) -> scores_B2 of the answers, and over the
+    others that are not excluded: logsumexp_B2, above_B2 and equal_B2, how many score more than the answer and
+    how many the same.
     """
 
     def __init__(self, kind: str, dim: int, num_relations: int, penalty: float) -> None:
@@ -78,38 +80,49 @@ class TripleRegion(nn.Module):
         heads_BD: Tensor,
         relations_B: Tensor,
         tails_BD: Tensor,
-        excluded: Tensor | tuple[Tensor, Tensor],
+        asked: Tensor | tuple[Tensor, Tensor],
         *,
         others_KD: Tensor,
-        num_entities: int,
+        num_entities: int = 0,
         ids_K: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        if isinstance(excluded, Tensor):
-            excluded_B2K = excluded
-        else:  # a number an answer travels to the device instead of one for each of the others
-            assert ids_K is not None
-            heads_B, tails_B = excluded
-            excluded_B2K = torch.stack([tails_B, heads_B], 1).unsqueeze(2) == ids_K
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
         relations_B2D = self.relations(torch.stack([relations_B, relations_B + self.num_relations], 1))
         query_B2D = QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
+        if isinstance(asked, tuple):
+            answers_B2 = torch.stack([asked[1], asked[0]], 1)
+            if ids_K is None:
+                loss_X = linear_cross_entropy(query_B2D.flatten(0, 1), others_KD, answers_B2.flatten())
+                loss_B = loss_X.view(-1, 2).sum(1)
+            else:
+                # A number an answer travels to the device instead of one for each of the others.
+                excluded_B2K = answers_B2.unsqueeze(2) == ids_K
+                scores_B2, _, logsumexp_B2 = self._compete(
+                    heads_BD, tails_BD, query_B2D, excluded_B2K, others_KD
+                )
+                # K others stand for all entities but the answer.
+                weight = math.log(max(1, num_entities - 1) / len(others_KD))
+                loss_B = (torch.logaddexp(scores_B2, logsumexp_B2 + weight) - scores_B2).sum(1)
+            if self.penalty and self.training:
+                rows_BD = moduli(heads_BD) ** 3 + moduli(tails_BD) ** 3 + (moduli(relations_B2D) ** 3).sum(1)
+                loss_B = loss_B + self.penalty * rows_BD.sum(1)
+            return loss_B
+        scores_B2, others_B2K, logsumexp_B2 = self._compete(heads_BD, tails_BD, query_B2D, asked, others_KD)
+        lead_B2K = others_B2K - scores_B2.unsqueeze(2)
+        close_B21 = (TIE * (1 + scores_B2.abs())).unsqueeze(2)
+        above_B2, equal_B2 = (lead_B2K > close_B21).sum(2), (lead_B2K.abs() <= close_B21).sum(2)
+        return scores_B2, logsumexp_B2, above_B2, equal_B2
+
+    def _compete(
+        self, heads_BD: Tensor, tails_BD: Tensor, query_B2D: Tensor, excluded_B2K: Tensor, others_KD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the answers' scores_B2, the others' scores_B2K, -inf where excluded, and their
+        logsumexp_B2."""
         answers_B2D = torch.stack([tails_BD, heads_BD], 1)
         scores_B2 = self.scores(
             query_B2D.flatten(0, 1).unsqueeze(1), answers_B2D.flatten(0, 1).unsqueeze(1)
         ).view(-1, 2)
         others_B2K = self.scores(query_B2D, others_KD).masked_fill(excluded_B2K, -math.inf)
-        logsumexp_B2 = others_B2K.logsumexp(-1)
-        # K others stand for all entities but the answer.
-        weight = math.log(max(1, num_entities - 1) / len(others_KD))
-        loss_B = (torch.logaddexp(scores_B2, logsumexp_B2 + weight) - scores_B2).sum(1)
-        if self.penalty and self.training:
-            rows_BD = moduli(heads_BD) ** 3 + moduli(tails_BD) ** 3 + (moduli(relations_B2D) ** 3).sum(1)
-            loss_B = loss_B + self.penalty * rows_BD.sum(1)
-        above_B2, equal_B2 = torch.zeros_like(scores_B2), torch.zeros_like(scores_B2)
-        if not self.training:
-            lead_B2K = others_B2K - scores_B2.unsqueeze(2)
-            close_B21 = (TIE * (1 + scores_B2.abs())).unsqueeze(2)
-            above_B2, equal_B2 = (lead_B2K > close_B21).sum(2), (lead_B2K.abs() <= close_B21).sum(2)
-        return loss_B, scores_B2, logsumexp_B2, above_B2, equal_B2
+        return scores_B2, others_B2K, others_B2K.logsumexp(-1)
 
 
 class TripleModel(nn.Module):
@@ -120,11 +133,9 @@ class TripleModel(nn.Module):
         self, entities: HostEmbedding, region: DataParallel, kind: str, one_vs_all: bool = False
     ) -> None:
         super().__init__()
-        # Of all entities the answer itself is left out, so one more stands for as many others.
-        self.num_competing = entities.num_rows + one_vs_all
         self.entities = entities
         self.region = region
-        self.kind = kind
+        self.kind, self.one_vs_all = kind, one_vs_all
         entities.place_on(region.devices.replicas, region.sizes)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
@@ -141,13 +152,16 @@ class TripleModel(nn.Module):
         ids_K = batch["negatives_K"]
         # Each device fetches its share of the rows, and all get all of them from the first one.
         others = self.entities.replica_rows(ids_K)
+        # RotatE's scores are distances, no products: there the answers are left out of all entities, too.
+        in_order = self.one_vs_all and self.kind != "rotate"
         loss_B = self.region(
             *triple,
             (batch["heads_B"], batch["tails_B"]),
             others_KD=others[0] if len(others) == 1 else gather(others, self.region.devices.home),
-            num_entities=self.num_competing,
-            ids_K=ids_K,
-        )[0]
+            # Of all entities the answer itself is left out, so one more stands for as many others.
+            num_entities=self.entities.num_rows + self.one_vs_all,
+            ids_K=None if in_order else ids_K,
+        )
         return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0)}
 
     def _rank(
@@ -163,8 +177,8 @@ class TripleModel(nn.Module):
             place_B2M = (known_B2M - start).where((known_B2M >= start) & (known_B2M <= ids_K[-1]), len(ids_K))
             excluded_B2K = torch.zeros(*known_B2M.shape[:2], len(ids_K) + 1, dtype=torch.bool)
             excluded_B2K = excluded_B2K.scatter_(2, place_B2M, True)[:, :, : len(ids_K)]
-            _, scores_B2, part_B2, above_B2, equal_B2 = self.region(
-                *triple, excluded_B2K, others_KD=self.entities(ids_K), num_entities=num_entities
+            scores_B2, part_B2, above_B2, equal_B2 = self.region(
+                *triple, excluded_B2K, others_KD=self.entities(ids_K)
             )
             total_B2 = part_B2 if total_B2 is None else torch.logaddexp(total_B2, part_B2)
             ranks_B2 = ranks_B2.to(above_B2.device) + above_B2 + equal_B2 / 2

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.recipes.softmax import IGNORED
 from dphybrid.recipes.text.recipe import TextDataConfig
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
 UNKNOWN, END = "<unk>", "<end>"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
-IGNORED = -100
-"""Target where a sample has no next word; torch's loss functions leave it out."""
 
 PASSAGE = 12
 MAX_REPEATED = 0.2

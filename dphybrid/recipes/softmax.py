@@ -1,0 +1,135 @@
+"""Cross entropy of a linear layer whose scores are never held all at once.
+
+Known from "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger Kernel (Hsu
+et al. 2024): the scores of a few rows at a time become losses and, while they are at hand, gradients.
+Letters: X rows, H width of a row, V classes, C rows of a chunk.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+"""The target of a row that has none: its loss is 0."""
+HELD = 2**24
+"""Scores that are held at a time."""
+CACHED = {"cpu": 2**20}
+"""Those of them that pass through a core's cache together, by kind of device; elsewhere all."""
+
+
+def linear_cross_entropy(
+    rows_XH: Tensor, weights_VH: Tensor, targets_X: Tensor, bias_V: Tensor | None = None
+) -> Tensor:
+    """Return loss_X: what `cross_entropy(linear(rows, weights, bias), targets, reduction="none")` returns.
+
+    Under autocast the products are of its number format, sums and losses of float32. Gradients are computed
+    beside the losses; a backward that does not weight all losses alike, as their sum or mean does, computes
+    the scores once more. There is no second derivative: asking for it raises RuntimeError.
+    """
+    kind = rows_XH.device.type
+    lower = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows_XH.dtype
+    loss_X: Tensor = _LinearCrossEntropy.apply(
+        rows_XH, weights_VH, bias_V, targets_X, lower, torch.is_grad_enabled()
+    )
+    return loss_X
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_XH: Tensor,
+        weights_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_X: Tensor,
+        lower: torch.dtype,
+        grad_enabled: bool,
+    ) -> Tensor:
+        given = (rows_XH, weights_VH, bias_V, targets_X)
+        known_X = (targets_X != IGNORED).to(torch.promote_types(rows_XH.dtype, torch.float32))
+        trains = grad_enabled and any(ctx.needs_input_grad)
+        loss_X, grads = _chunk_by_chunk(*given, known_X, lower, trains)
+        ctx.lower = lower
+        ctx.save_for_backward(*given, known_X, *grads)
+        return loss_X
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weight_X: Tensor) -> tuple[Tensor | None, ...]:
+        *given, known_X, grad_rows_XH, grad_weights_VH, grad_bias_V = ctx.saved_tensors
+        grads = [grad_rows_XH, grad_weights_VH, grad_bias_V]
+        if bool((weight_X == weight_X[:1]).all()):
+            weight = weight_X[:1].sum()  # of one row, or of none
+            grads = [None if grad is None else grad * weight for grad in grads]
+        else:
+            _, grads = _chunk_by_chunk(*given, known_X * weight_X, ctx.lower, trains=True)
+        return (*grads, None, None, None)
+
+
+def _chunk_by_chunk(
+    rows_XH: Tensor,
+    weights_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_X: Tensor,
+    weight_X: Tensor,
+    lower: torch.dtype,
+    trains: bool,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the losses times weight_X, and the gradients of their sum by rows, weights and bias: None where
+    there is no bias, or it does not train.
+
+    Products are of the number format `lower`, sums of weight_X's.
+    """
+    num_rows, num_classes = len(rows_XH), len(weights_VH)
+    held = max(1, min(num_rows, HELD // num_classes))
+    cached = max(1, CACHED.get(rows_XH.device.type, HELD) // num_classes)
+    loss_X = torch.empty_like(weight_X)
+    grads: list[Tensor | None] = [None, None, None]
+    if trains:
+        grads = [
+            None if given is None else torch.zeros_like(given) for given in (rows_XH, weights_VH, bias_V)
+        ]
+    grad_rows_XH, grad_weights_VH, grad_bias_V = grads
+    # Memory is taken once: new pages for each chunk cost as much as the sums.
+    scores_HV = rows_XH.new_empty(held, num_classes, dtype=lower)
+    powers_CV = None if lower == loss_X.dtype else loss_X.new_empty(min(held, cached), num_classes)
+    lower_VH, lower_V = weights_VH.to(lower), None if bias_V is None else bias_V.to(lower)
+    # On CPUs, products in bfloat16 take several times as long with a transposed view.
+    lower_HV = lower_VH.T if powers_CV is None else lower_VH.T.contiguous()
+    with torch.autocast(rows_XH.device.type, enabled=False):
+        for start in range(0, num_rows, held):
+            block = slice(start, start + held)
+            rows, weights, targets, losses = rows_XH[block], weight_X[block], targets_X[block], loss_X[block]
+            scores, shares = scores_HV[: len(rows)], torch.empty_like(weights)
+            if lower_V is None:
+                torch.mm(rows.to(lower), lower_HV, out=scores)
+            else:
+                torch.addmm(lower_V, rows.to(lower), lower_HV, out=scores)
+            for first in range(0, len(rows), cached):
+                part = slice(first, first + cached)
+                powers = (
+                    scores[part] if powers_CV is None else powers_CV[: len(rows[part])].copy_(scores[part])
+                )
+                target_C1 = targets[part].clamp(min=0).unsqueeze(1)
+                best_C1 = powers.amax(1, keepdim=True)
+                own_C1 = powers.gather(1, target_C1) - best_C1
+                sum_C1 = powers.sub_(best_C1).exp_().sum(1, keepdim=True)
+                losses[part] = (sum_C1.log() - own_C1).squeeze(1) * weights[part]
+                shares[part] = weights[part] / sum_C1.squeeze(1)
+                # A row becomes sum_C1 times the softmax less one at the answer; its weight and the division
+                # by that sum go to the narrow factors of the products.
+                powers.scatter_(1, target_C1, own_C1.exp() - sum_C1)
+                if grad_bias_V is not None:
+                    grad_bias_V += shares[part] @ powers
+                if powers_CV is not None:
+                    scores[part] = powers
+            if grad_rows_XH is not None and grad_weights_VH is not None:
+                torch.mul(scores @ lower_VH, shares.unsqueeze(1), out=grad_rows_XH[block])
+                shared_rows = (rows * shares.unsqueeze(1)).to(lower)
+                if lower == grad_weights_VH.dtype:
+                    grad_weights_VH.addmm_(scores.T, shared_rows)
+                else:
+                    grad_weights_VH += scores.T @ shared_rows
+    return loss_X, grads
