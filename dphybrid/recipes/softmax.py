@@ -58,13 +58,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, weight_X: Tensor) -> tuple[Tensor | None, ...]:
-        *given, known_X, grad_rows_XH, grad_weights_VH, grad_bias_V = ctx.saved_tensors
-        grads = [grad_rows_XH, grad_weights_VH, grad_bias_V]
+        rows_XH, weights_VH, bias_V, targets_X, known_X, *grads = ctx.saved_tensors
         if bool((weight_X == weight_X[:1]).all()):
             weight = weight_X[:1].sum()  # of one row, or of none
             grads = [None if grad is None else grad * weight for grad in grads]
         else:
-            _, grads = _chunk_by_chunk(*given, known_X * weight_X, ctx.lower, trains=True)
+            weighted_X = known_X * weight_X
+            _, grads = _chunk_by_chunk(
+                rows_XH, weights_VH, bias_V, targets_X, weighted_X, ctx.lower, trains=True
+            )
         return (*grads, None, None, None)
 
 
