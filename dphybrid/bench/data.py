@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dphybrid.bench.clicks import write_clicks
+from dphybrid.util.system import need_posix
 
 NUM_ROWS = 2_000_000
 _PLAIN = """
@@ -41,12 +42,14 @@ def measured(work: Any) -> None:
     start, cpu = time.perf_counter(), time.process_time()
     work()
     found = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
-    print(json.dumps(found | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
+    print(json.dumps(found | {"peak_mib": peak / (2**20 if sys.platform == "darwin" else 2**10)}))
 
 
 def run(rounds: int = 5, num_rows: int = NUM_ROWS, file: Path | None = None) -> dict[str, Any]:
     """Write the file (into `file`, else for the while), then measure; return medians and the best AUC any
     model can reach on it."""
+    need_posix("dphybrid bench data")
     with tempfile.TemporaryDirectory(prefix="dphybrid-bench-") as name:
         folder = Path(name)
         planted = write_clicks(file or folder / "clicks.csv", num_rows)

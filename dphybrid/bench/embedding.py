@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -350,7 +351,7 @@ def run(
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "freed memory stays": keep_freed_memory(),
-        "load before": os.getloadavg()[0],
+        "load before": psutil.getloadavg()[0],
     }
     try:
         for count in threads:
@@ -361,7 +362,7 @@ def run(
                 results[f"threads={count}"] = _with_threads(rounds, scale, tell)
     finally:
         torch.set_num_threads(before)
-    return results | {"load after": os.getloadavg()[0]}
+    return results | {"load after": psutil.getloadavg()[0]}
 
 
 def _with_threads(rounds: int, scale: float, tell: Callable[[str], object]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from dphybrid.config.settings import Settings
 from dphybrid.gpus import Inventory, lease_folder, visible
 from dphybrid.util.device_spec import parse_device_spec
@@ -16,6 +18,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 from dphybrid.util.servers import ask, same_clock
 from dphybrid.util.shared_files import shared_folder_fault
+from dphybrid.util.system import POSIX, num_cores
 
 PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
 _NETWORK_DISKS = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "beegfs", "9p", "fuse.sshfs")
@@ -76,6 +79,8 @@ def _gpus(settings: Settings) -> tuple[bool, str]:
 
 
 def _leases(settings: Settings) -> tuple[bool, str]:
+    if not POSIX:
+        return True, "leases: none on Windows, where training is on the CPU"
     try:
         folder = lease_folder(settings.lease_dir)
     except UserError as error:
@@ -89,7 +94,7 @@ def _leases(settings: Settings) -> tuple[bool, str]:
 
 
 def _threads(settings: Settings) -> tuple[bool, str]:
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     spec = parse_device_spec(settings.devices)
     units = visible(Inventory(settings.nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     runs = max(1, len(units) // max(1, spec.count or 1)) if units else 1
@@ -147,10 +152,9 @@ def _shared(settings: Settings, with_server: bool) -> tuple[bool, str]:
     if not with_server:
         return True, "checkpoints: of this machine alone"
     place, kind, found = _existing(settings.data_dir), "unknown", ""
-    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
-        _, mount, fs, *_ = line.split()
-        if place.is_relative_to(mount) and len(mount) >= len(found):
-            kind, found = fs, mount
+    for disk in psutil.disk_partitions(all=True):
+        if place.is_relative_to(disk.mountpoint) and len(disk.mountpoint) >= len(found):
+            kind, found = disk.fstype, disk.mountpoint
     if kind.startswith(_NETWORK_DISKS):
         return True, f"checkpoints: on {kind}, which other workstations can see"
     return True, (

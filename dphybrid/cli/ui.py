@@ -13,8 +13,11 @@ import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import psutil
+
 from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
+from dphybrid.util.system import POSIX
 
 FIRST_PORT, LAST_PORT = 5000, 5049
 START_S = 120.0
@@ -62,11 +65,22 @@ def serving(uri: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
                 raise UserError(f"mlflow server on port {port}: {wrong}; it said: {said or 'nothing'}")
             yield server
         finally:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError):
-                    os.killpg(server.pid, number)  # its workers, too
+            for by_force in (False, True):
+                _end(server, by_force)
                 with suppress(subprocess.TimeoutExpired):
                     server.wait(END_S)
+
+
+def _end(server: "subprocess.Popen[bytes]", by_force: bool) -> None:
+    """Have the server and its workers end."""
+    if POSIX:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL if by_force else signal.SIGTERM)
+        return
+    with suppress(psutil.NoSuchProcess):
+        for worker in psutil.Process(server.pid).children(recursive=True):
+            worker.kill()
+    server.kill()
 
 
 def _start(server: subprocess.Popen[bytes], port: int) -> str | None:

@@ -19,6 +19,7 @@ import psutil
 
 from dphybrid.util.pages import Page
 from dphybrid.util.stop import StopRequest
+from dphybrid.util.system import need_posix
 
 POLL_S = 0.2
 END_S = 45.0
@@ -117,6 +118,7 @@ def run_agent(
     end with a checkpoint then. environment: of `agent_environment`. meeting: with the agents of other
     machines, which see the same folder.
     """
+    need_posix("cluster.ranks", "several devices of one process")
     meeting = meeting or Meeting(folder.name)
     logs, stop_file = folder / "ranks", _stop_file(folder, meeting.job)
     logs.mkdir(exist_ok=True)

@@ -2,7 +2,6 @@
 
 import math
 import mmap
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from torch import Tensor
 from dphybrid.embedding.kernels import fill_normal
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import sync, temporary
+from dphybrid.util.system import need_posix
 
 GIB = 2**30
 KEEP_FREE_SHARE = 0.02
@@ -29,15 +29,14 @@ _HUGE_PAGE_BYTES = 2**21
 def available_memory_bytes() -> int:
     """Return what this process can still get: free memory of the machine, or less where a control group sets
     a limit."""
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        values = {
-            name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)
-        }
-        pages = values.get("MemAvailable", pages)
-    except OSError:
-        pass  # not Linux: free pages are the best that is known
+    except OSError:  # not Linux
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    kib = next(line for line in lines if line.startswith("MemAvailable:")).split()[1]
+    pages = int(kib) * 1024
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
@@ -124,6 +123,7 @@ def open_rows(
         return zero_rows((num_rows, dim), dtype), fill
     if storage != "mmap":
         raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
+    need_posix(f"table {name!r}: storage mmap", "storage memory")
     if path is None:
         raise UserError(f"table {name!r}: storage mmap needs the path of a file or folder")
     if path.is_dir():

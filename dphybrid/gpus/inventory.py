@@ -7,7 +7,6 @@ PCI bus.
 
 import importlib
 import os
-import pwd
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -173,11 +172,13 @@ def _process(pid: int, memory_bytes: int | None) -> Process:
         ticks = int((place / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         boot = next(
             int(line.split()[1])
-            for line in Path("/proc/stat").read_text().splitlines()
+            for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines()
             if line.startswith("btime")
         )
     except (OSError, ValueError):  # ended meanwhile, or of another container
         return Process(pid, memory_bytes)
+    import pwd
+
     try:
         owner = pwd.getpwuid(owner_id).pw_name
     except KeyError:

@@ -1,5 +1,5 @@
-"""Leases: one lock file a GPU, held by `flock` in the process that computes, so that the kernel gives the GPU
-back however it ends.
+"""Leases: one lock file a GPU, held in the process that computes, so that the kernel gives the GPU back
+however it ends.
 
 The files stay where they are; whether one is locked is what counts. Their text says who holds them, for
 people. All users of the machine write into the folder, so nothing in it is trusted: no links, no waiting,
@@ -22,6 +22,7 @@ from dphybrid.gpus.inventory import Gpu, clock_time
 from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_locked, lock, stands_at
 from dphybrid.util.shared_files import OddFileError, open_regular, read_text, shared_folder_fault
+from dphybrid.util.system import POSIX, need_posix
 
 FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
 """For machines whose /var/lock only root may write to; the same for every user."""
@@ -100,15 +101,16 @@ def _forget_in_child() -> None:
         lease._close()
 
 
-# A forked child shares the lock, and would keep the GPU taken when its parent is killed.
-os.register_at_fork(after_in_child=_forget_in_child)
+if POSIX:  # A forked child shares the lock, and would keep the GPU taken when its parent is killed.
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def lease_folder(wanted: Path) -> Path:
     """Return the folder of the locks, made for all users of this machine.
 
-    Raises UserError when it cannot be written, and when any user could remove the others' locks.
+    Raises UserError when it cannot be written, when any user could remove the others' locks, and on Windows.
     """
+    need_posix("leases of GPUs, and workers", "devices=cpu without a worker")
     for folder in (wanted, FALLBACK):
         try:
             folder.mkdir(mode=0o1777, parents=True)

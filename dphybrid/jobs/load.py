@@ -20,6 +20,7 @@ from dphybrid.training.table_files import mapped_weight
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 from dphybrid.util.importing import is_allowed
+from dphybrid.util.system import POSIX
 
 
 def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: bool = False) -> nn.Module:
@@ -54,7 +55,7 @@ def _check_factory(factory: str | None, folder: Path, settings: Settings) -> Non
     if not is_allowed(factory, settings.factory_packages):
         package = factory.partition(":")[0].partition(".")[0]
         raise UserError(
-            f"{folder}: this checkpoint is none of the runs in {settings.runs_dir}, and its "
+            f"{folder}: this checkpoint is none of your own runs in {settings.runs_dir}, and its "
             f"model.factory={factory!r} would run code of package "
             f"{package!r}; if you trust it, set DPHYBRID_FACTORY_PACKAGES={package}"
         )
@@ -62,10 +63,10 @@ def _check_factory(factory: str | None, folder: Path, settings: Settings) -> Non
 
 def _is_own(folder: Path, settings: Settings) -> bool:
     """Tell whether a checkpoint was written by this user's own runs, or recorded by them in the embedded
-    store."""
+    store. Windows does not tell whose file one is: none is."""
     place = folder.resolve()
     own = any(place.is_relative_to(root.resolve()) for root in (settings.runs_dir, settings.mlflow_dir))
-    return own and (place / "state.json").stat().st_uid == os.getuid()
+    return own and POSIX and (place / "state.json").stat().st_uid == os.getuid()
 
 
 def find_checkpoint(which: str, settings: Settings) -> Path:

@@ -20,6 +20,7 @@ from prefect.settings import (
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted
+from dphybrid.util.system import POSIX
 
 
 @contextmanager
@@ -58,7 +59,8 @@ def start_embedded_server() -> Callable[[], None] | None:
     server = SubprocessASGIServer()
 
     def start() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+        if POSIX:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         server.start()
 
     with ThreadPoolExecutor(1) as pool:

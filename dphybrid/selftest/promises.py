@@ -74,6 +74,8 @@ def run(
     Raises UserError when the data folder cannot be written.
     """
     end = time.monotonic() + 60 * minutes
+    if not Path("/proc/self/fd").exists():
+        raise UserError("selftest: faults are placed with the help of /proc; run it on Linux")
     with own_folder(settings.data_dir) as root:
         write_files(root)
         promises = promises_of(

@@ -1,7 +1,6 @@
 """One run in a process of its own, under a layer of faults; forked from a process that has imported
 everything."""
 
-import json
 import os
 import re
 import sys
@@ -25,6 +24,7 @@ from dphybrid.selftest.faults import Faults
 from dphybrid.tracking import figures
 from dphybrid.training.checkpoint import complete_checkpoints, read_state
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import read_json
 
 torch.set_num_threads(1)
 IMPORTED = (_predict, _source, sklearn.metrics, torch._dynamo)
@@ -60,8 +60,8 @@ def run_trial(
     child.join(120)
     if child.is_alive():
         child.kill()
-        raise TimeoutError(log.read_text())
-    text = log.read_text() if log.is_file() else ""
+        raise TimeoutError(log.read_text(encoding="utf-8"))
+    text = log.read_text(encoding="utf-8") if log.is_file() else ""
     found = re.search(r"^operations (\d+)$", text, re.MULTILINE)
     return child.exitcode or 0, int(found[1]) if found else 0, text
 
@@ -69,7 +69,7 @@ def run_trial(
 def _work(
     data_dir: Path, overrides: list[str], target: int, mode: str, log: Path, recorded: bool, slow_s: float
 ) -> None:
-    stream = log.open("w", buffering=1)
+    stream = log.open("w", buffering=1, encoding="utf-8")
     sys.stdout = sys.stderr = stream
     os.environ.update(DPHYBRID_DATA_DIR=str(data_dir), DPHYBRID_TRACKING_URI="none", DPHYBRID_THREADS="1")
     if recorded:
@@ -114,5 +114,5 @@ def came_to(data_dir: Path) -> dict[str, Any]:
         "leftovers": sorted(
             path.name for path in folder.rglob(".*") if path.suffix != ".verified" and path.name != ".lock"
         ),
-        "prepared": json.loads(next(data_dir.glob("prepared/*/manifest.json")).read_text())["arrays"],
+        "prepared": read_json(next(data_dir.glob("prepared/*/manifest.json")))["arrays"],
     }

@@ -9,7 +9,6 @@ by the server), `RUN.files/` (contents that wait), `RUN.lock` (held by the one t
 """
 
 import contextlib
-import io
 import json
 import os
 import threading
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dphybrid.tracking.lines import (
+    PRIVATE,
     count_page,
     decode,
     encode,
@@ -33,7 +33,7 @@ from dphybrid.tracking.lines import (
     write_whole,
 )
 from dphybrid.util.files import sync
-from dphybrid.util.locks import lock
+from dphybrid.util.locks import FileLock
 
 Record = dict[str, Any]
 """op: what it is; n: its number; t: when it was written (ms); and the values of its kind."""
@@ -90,7 +90,7 @@ class Journal:
         self._number = 0
         self._torn = False
         self._unkept = 0
-        self._lock_file: io.TextIOWrapper | None = None
+        self._sending: FileLock | None = None
         self._fresh_steps: dict[str, int] = {}
 
     @cached_property
@@ -170,7 +170,7 @@ class Journal:
                 self._open()
                 self._write(line)
             self._number = number
-            os.pwrite(self._count_file, count_page(number), 0)
+            self._write_count()
             if sync:
                 self._sync()
             return number
@@ -205,10 +205,17 @@ class Journal:
         newest = max(self._count(), self._sent()[0], self._lost()[1], *there, 0)
         self._file = private(str(self.lines), os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._file).st_size
-        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        if size:
+            os.lseek(self._file, -1, os.SEEK_END)
+        self._torn = size > 0 and os.read(self._file, 1) != b"\n"
         self._number = newest
         if newest == 0:
-            os.pwrite(self._count_file, count_page(0), 0)
+            self._write_count()
+
+    def _write_count(self) -> None:
+        assert self._count_file is not None
+        os.lseek(self._count_file, 0, os.SEEK_SET)
+        os.write(self._count_file, count_page(self._number))
 
     def _shut(self) -> None:
         for handle in (self._file, self._count_file):
@@ -306,14 +313,13 @@ class Journal:
     def hold(self) -> bool:
         """Become the one that sends, unless somebody is; what is damaged is set aside then. The kernel ends
         this with the process."""
-        if self._lock_file is not None:
+        if self._sending is not None:
             return True
         self._make_folder()
-        file = open(self._path("lock"), "w", opener=private)  # noqa: SIM115 - held as long as this object
-        if not lock(file.fileno()):
-            file.close()
+        lock = FileLock(self._path("lock"), mode=PRIVATE)
+        if not lock.acquire():
             return False
-        self._lock_file = file
+        self._sending = lock
         self.account()
         return True
 
@@ -341,8 +347,8 @@ class Journal:
                 write_page(self._path("lost"), [lost, expected], sync=True)
             if cut_off or there != sorted(set(there)):
                 ordered = dict(sorted(records))
+                self._shut()  # before: Windows replaces no open file
                 write_whole(self.lines, b"".join(line + b"\n" for line in ordered.values()), sync=True)
-                self._shut()
             pages = [name for name in ("count", "steps.json", "json") if not read_page(self._path(name))[1]]
             if there and not self._path("count").exists():
                 pages.append("count")
@@ -356,9 +362,9 @@ class Journal:
                 os.fsync(self._file)
             self._shut()
         self._save_steps()
-        if self._lock_file is not None:
-            self._lock_file.close()
-            self._lock_file = None
+        if self._sending is not None:
+            self._sending.release()
+            self._sending = None
 
     def clear(self) -> None:
         """Remove the records, all of which have arrived or were told lost. What tells a later attempt where

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dphybrid.util import files
+from dphybrid.util.system import NOT_INHERITED
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a line is written at each step
 PRIVATE = 0o600
@@ -83,7 +84,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
 
 def private(path: str, flags: int) -> int:
     """Open a file that, where it is new, only its owner can read."""
-    return os.open(path, flags, PRIVATE)
+    return os.open(path, flags | NOT_INHERITED, PRIVATE)
 
 
 def _unsealed(sealed: bytes) -> bytes | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dphybrid.tracking.base import Detail, Tracker
 from dphybrid.util.errors import UserError
-from dphybrid.util.locks import lock
+from dphybrid.util.locks import locked
 from dphybrid.util.masking import without_credentials
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
@@ -83,8 +83,7 @@ def make_database(uri: str, store: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     store.mkdir(parents=True, exist_ok=True)
-    with (store / "mlflow.lock").open("w") as stream:
-        lock(stream.fileno(), wait=True)
+    with locked(store / "mlflow.lock"):
         MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")
 
 

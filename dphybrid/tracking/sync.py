@@ -1,7 +1,6 @@
 """Completes the record afterwards: sends what was left when a server was away, and ends runs whose process
 died."""
 
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
@@ -180,12 +180,4 @@ def _lives(spool: Path, run_id: str, tags: dict[str, str], silent_s: float) -> b
 
 
 def _process_lives(number: str) -> bool:
-    if not number.isdigit():
-        return False
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return number.isdigit() and psutil.pid_exists(int(number))

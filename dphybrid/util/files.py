@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dphybrid.util.errors import UserError
+from dphybrid.util.system import POSIX
 
 _REMEDIES = {
     errno.ENOSPC: "make room on its disk",
@@ -182,7 +183,9 @@ def clear_leftovers(folder: Path, name: str | None = None) -> None:
 
 def sync(path: Path) -> None:
     """Have the disk keep a file's bytes, or a folder's entries."""
-    handle = os.open(path, os.O_RDONLY)
+    if not POSIX and path.is_dir():
+        return  # Windows opens no folders
+    handle = os.open(path, os.O_RDONLY if POSIX else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:

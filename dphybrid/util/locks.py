@@ -1,40 +1,41 @@
-"""Locks of the kernel (flock): they end with their process, however that ends.
+"""Locks of the kernel: they end with their process, however that ends.
 
-The filelock package is not used: it empties the file that it locks, where a holder keeps its page here, and
-has no shared lock, with which one looks whether a lock is held without taking it.
+The library filelock takes them (flock; LockFileEx on Windows) on files that are opened here, for a holder may
+keep its page in the file, and some files go with their lock. What it has not is a look that takes nothing: a
+shared lock, so that two who look do not take each other for a holder. That alone is `fcntl`'s.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import lock_descriptor, unlock_descriptor
+
+from dphybrid.util.system import NO_LINK, POSIX
 
 
 class FileLock:
     """An exclusive lock on a file, which is made when it is not there and left as it is otherwise.
 
-    temporary: the file goes when the lock is released. handle: of the locked file, to write a page into; None
-    while not held.
+    temporary: the file goes when the lock is released. mode: of a new file.
     """
 
-    def __init__(self, path: Path, temporary: bool = False) -> None:
-        self.path, self._temporary = path, temporary
-        self.handle: int | None = None
+    def __init__(self, path: Path, temporary: bool = False, mode: int = 0o666) -> None:
+        self.path, self._temporary, self._mode = path, temporary, mode
+        self._handle: int | None = None
 
     def acquire(self, wait: bool = False) -> bool:
         """Take the lock; return False when another process or thread holds it and `wait` is not set. Never
         follows a symbolic link."""
-        while self.handle is None:
-            handle = os.open(
-                self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
-            )
+        while self._handle is None:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | NO_LINK, self._mode)
             try:
                 if not lock(handle, wait):
                     return False
                 # Else its last holder removed it: a newer one may be held by someone else.
                 if stands_at(self.path, handle):
-                    self.handle, handle = handle, -1
+                    self._handle, handle = handle, -1
             finally:
                 if handle >= 0:
                     os.close(handle)
@@ -42,11 +43,14 @@ class FileLock:
 
     def release(self) -> None:
         """Give the lock back."""
-        if self.handle is not None:
-            if self._temporary:
+        if self._handle is not None:
+            if self._temporary and POSIX:
                 self.path.unlink(missing_ok=True)
-            os.close(self.handle)
-            self.handle = None
+            os.close(self._handle)
+            self._handle = None
+            if self._temporary and not POSIX:
+                with suppress(PermissionError):  # another process has opened it meanwhile, and keeps it
+                    self.path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -63,7 +67,7 @@ def locked(path: Path) -> Iterator[None]:
 def is_held(path: Path) -> bool:
     """Return whether some process or thread holds the lock on `path` now."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        handle = os.open(path, os.O_RDONLY | NO_LINK)
     except FileNotFoundError:
         return False
     try:
@@ -75,16 +79,18 @@ def is_held(path: Path) -> bool:
 def lock(handle: int, wait: bool = False) -> bool:
     """Lock an open file for this handle alone; return False when another handle has it and `wait` is not
     set."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return lock_descriptor(handle, blocking=wait)
 
 
 def is_locked(handle: int) -> bool:
     """Return whether another handle than this one has the lock on its file. While one looks, which takes
-    microseconds, `lock` without waiting fails elsewhere."""
+    microseconds, `lock` without waiting fails elsewhere; on Windows another look finds it locked, too."""
+    try:
+        import fcntl
+    except ImportError:
+        if free := lock_descriptor(handle, blocking=False):
+            unlock_descriptor(handle)
+        return not free
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -96,6 +102,8 @@ def is_locked(handle: int) -> bool:
 def stands_at(path: Path, handle: int) -> bool:
     """Return whether the open file still has this name. One that was removed before it was locked has not:
     the next process would lock another."""
+    if not POSIX:  # an open file keeps its name there
+        return True
     try:
         return os.path.samestat(path.lstat(), os.fstat(handle))
     except FileNotFoundError:
