@@ -180,10 +180,8 @@ def test_wrong_calls_end_with_a_message(
     words: list[str],
 ) -> None:
     (tmp_path / "x.csv").write_text(str(change.get("text", "\n".join([HEADER, *rows(5, 2)]))))
-    name, out = (
-        str(change.get("model", trained[0].run_name)),
-        str(tmp_path / str(change.get("out", "out.csv"))),
-    )
+    name = str(change.get("model", trained[0].run_name))
+    out = str(tmp_path / str(change.get("out", "out.csv")))
     assert (
         main(
             ["predict", name, "--data.path", str(tmp_path / "x.csv"), "--out", out, *change.get("flags", [])]

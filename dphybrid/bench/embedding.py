@@ -136,10 +136,8 @@ def many_tables_costs(
     rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
     offsets_F = torch.arange(num_tables) * rows_each
     bags = nn.ModuleList(nn.EmbeddingBag(rows_each, dim, mode="sum", sparse=True) for _ in range(num_tables))
-    sgd, adagrad = (
-        torch.optim.SGD(bags.parameters(), lr=0.01),
-        torch.optim.Adagrad(bags.parameters(), lr=0.01),
-    )
+    sgd = torch.optim.SGD(bags.parameters(), lr=0.01)
+    adagrad = torch.optim.Adagrad(bags.parameters(), lr=0.01)
 
     turns = cycle(batches)
 

@@ -46,10 +46,8 @@ def _team() -> Callable[[Kernel, int, int], None]:
             library = ctypes.CDLL(line)
             if hasattr(library, "GOMP_parallel"):
                 start = library.GOMP_parallel
-                start.argtypes, start.restype = (
-                    [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint],
-                    None,
-                )
+                start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+                start.restype = None
                 return lambda kernel, page, threads: start(kernel.address, page, threads, 0)
     return _with_python_threads  # another OpenMP, or none
 

@@ -20,11 +20,9 @@ def gpu_table(units: Sequence[Gpu], names: str | None, folder: Path, policy: Pol
         table.add_column(title, justify="right" if title in ("free", "load") else "left")
     numbers = {unit.uuid: number for number, unit in enumerate(visible(units, names))}
     for unit in units:
-        number, holder, busy = (
-            numbers.get(unit.uuid),
-            find_holder(folder, unit.uuid),
-            busy_reason(unit, policy),
-        )
+        number = numbers.get(unit.uuid)
+        holder = find_holder(folder, unit.uuid)
+        busy = busy_reason(unit, policy)
         state = [holder.text()] if holder else []
         if unit.processes:
             state += [describe_process(process) for process in unit.processes]

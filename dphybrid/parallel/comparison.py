@@ -163,10 +163,8 @@ def _events(module: nn.Module, args: Any, kwargs: Any) -> list[_Event]:
     with ExitStack() as hooks:
         for part in module.modules():
             # A replica shares its hooks with the original: these belong to this copy alone.
-            part._forward_pre_hooks, part._forward_hooks = (
-                part._forward_pre_hooks.copy(),
-                part._forward_hooks.copy(),
-            )
+            part._forward_pre_hooks = part._forward_pre_hooks.copy()
+            part._forward_hooks = part._forward_hooks.copy()
             part._forward_pre_hooks_with_kwargs = part._forward_pre_hooks_with_kwargs.copy()
             part._forward_hooks_with_kwargs = part._forward_hooks_with_kwargs.copy()
             hooks.callback(part.register_forward_pre_hook(enter, with_kwargs=True).remove)

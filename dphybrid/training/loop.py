@@ -242,11 +242,9 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
     progress.metrics = metrics
     better = task.better(metrics[task.metric], progress.best_value)
     if better:
-        progress.best_value, progress.best_step, progress.stale_epochs = (
-            metrics[task.metric],
-            progress.step,
-            0,
-        )
+        progress.best_value = metrics[task.metric]
+        progress.best_step = progress.step
+        progress.stale_epochs = 0
     else:
         progress.stale_epochs += 1
     progress.history.append(
@@ -256,12 +254,10 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
             **{f"{VALIDATION}{name}": value for name, value in metrics.items()},
         }
     )
-    progress.epoch, progress.batch, progress.epoch_loss, progress.epoch_weight = (
-        progress.epoch + 1,
-        0,
-        0.0,
-        0.0,
-    )
+    progress.epoch += 1
+    progress.batch = 0
+    progress.epoch_loss = 0.0
+    progress.epoch_weight = 0.0
     with session.clock.stage("log"):
         logged = {f"valid/{name}": value for name, value in metrics.items()}
         session.tracker.log_metrics(logged | {"train/epoch_loss": train_loss}, progress.step)

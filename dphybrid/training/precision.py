@@ -16,10 +16,8 @@ def precisely(config: TrainConfig) -> Iterator[None]:
     refuses what has no deterministic form."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
-    strict, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     # torch lets cuDNN round to tf32 unless it is told not to.
     matmul.allow_tf32 = cudnn.allow_tf32 = config.precision == "tf32"
     if config.deterministic:

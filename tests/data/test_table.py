@@ -192,10 +192,8 @@ def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
         )  # type: ignore[arg-type]
         return prepared, TableEncoder.load(prepared.path / "encoder")
 
-    (one, its), (other, others) = (
-        encoder("one", ["1000000", "", "7", "8"]),
-        encoder("other", ["3", "4", "5", "6"]),
-    )
+    (one, its) = encoder("one", ["1000000", "", "7", "8"])
+    (other, others) = encoder("other", ["3", "4", "5", "6"])
     assert its.numeric == others.numeric
     assert (
         [c.vocabulary.to_list() for c in its.categories]

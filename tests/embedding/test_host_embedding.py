@@ -120,10 +120,8 @@ def test_equal_to_torch_where_every_step_touches_every_row(
 ) -> None:
     ours = table()
     dense = nn.Parameter(ours.weight.clone())
-    mine, theirs = (
-        ours_kind({"t": ours}, lr=0.05, weight_decay=weight_decay),
-        torch_kind([dense], lr=0.05, weight_decay=weight_decay),
-    )
+    mine = ours_kind({"t": ours}, lr=0.05, weight_decay=weight_decay)
+    theirs = torch_kind([dense], lr=0.05, weight_decay=weight_decay)
     for step in range(100):
         ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(step)).repeat(2)
         for weight, optimizer in ((None, mine), (dense, theirs)):

@@ -55,10 +55,8 @@ def test_steps_are_those_of_the_formulas(kind: str, dtype: torch.dtype, dim: int
     state = {name: value.double().clone() for name, value in optimizer.state[table.weight].items()}
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        ids, grads = (
-            torch.randint(0, 40, (50,), generator=generator),
-            torch.randn(50, dim, generator=generator, dtype=dtype),
-        )
+        ids = torch.randint(0, 40, (50,), generator=generator)
+        grads = torch.randn(50, dim, generator=generator, dtype=dtype)
         optimizer.zero_grad()
         table(ids).backward(grads)
         optimizer.step()

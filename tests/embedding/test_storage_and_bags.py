@@ -295,10 +295,8 @@ def test_row_adagrad_equals_fbgemm() -> None:
     optimizer = RowAdagrad({"t": ours}, lr=0.05, eps=1e-8)
     for step in range(100):
         generator = torch.Generator().manual_seed(step)
-        ids, grads = (
-            torch.randint(0, 500, (200,), generator=generator),
-            torch.randn(200, 16, generator=generator),
-        )
+        ids = torch.randint(0, 500, (200,), generator=generator)
+        grads = torch.randn(200, 16, generator=generator)
         theirs(ids, torch.arange(201)).backward(grads)
         optimizer.zero_grad()
         ours(ids).backward(grads)

@@ -88,10 +88,8 @@ def test_ranks_are_those_of_a_naive_reference(
     for head, relation, tail in arrays["valid_triples"].tolist():
         tails = [e for e in range(num_entities) if e != tail and (head, relation, e) not in known]
         heads = [e for e in range(num_entities) if e != head and (e, relation, tail) not in known]
-        one, two = (
-            rank_and_loss(head, relation, tail, tails),
-            rank_and_loss(tail, relation + num_relations, head, heads),
-        )
+        one = rank_and_loss(head, relation, tail, tails)
+        two = rank_and_loss(tail, relation + num_relations, head, heads)
         expected_ranks.append([one[0], two[0]])
         expected_losses.append(one[1] + two[1])
     with torch.no_grad():

@@ -39,10 +39,8 @@ def batch_of(recipe: str, size: int = 7) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(0)
     if recipe == "ctr":
         ids = [torch.randint(n, (size,), generator=draw) for n in (5, 7, 4)]
-        dense, labels = (
-            torch.randn(size, 2, generator=draw),
-            torch.randint(2, (size,), generator=draw).float(),
-        )
+        dense = torch.randn(size, 2, generator=draw)
+        labels = torch.randint(2, (size,), generator=draw).float()
         return {"ids_BF": torch.stack(ids, 1), "dense_BN": dense, "labels_B": labels}
     if recipe == "text":
         ids = torch.randint(60, (size, 9), generator=draw)

@@ -146,10 +146,8 @@ def test_bins_belong_to_the_checkpoint(
     edges_NE = model.state_dict()["region.network.numbers.edges_NE"]
     (prepared,) = (data_dir / "prepared").glob("ctr-*[0-9a-f]")
     dense_BN = np.load(prepared / "dense_BN.npy")
-    train_BN, valid_rows = (
-        dense_BN[np.load(prepared / "train_rows.npy")],
-        np.load(prepared / "valid_rows.npy"),
-    )
+    train_BN = dense_BN[np.load(prepared / "train_rows.npy")]
+    valid_rows = np.load(prepared / "valid_rows.npy")
     np.testing.assert_array_equal(edges_NE, quantile_bins(train_BN, 6))
     missing_B = np.arange(900) % 11 == 0
     assert (dense_BN[missing_B, 0] == 0).all()  # without a value: the mean's pieces, and the indicator

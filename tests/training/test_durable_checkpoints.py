@@ -111,11 +111,9 @@ def test_a_resumed_run_records_the_same_as_an_undisturbed_one(
         "train.epochs=3",
         "train.log_every=5",
     ]
-    after_step, stop, records = (
-        SplitLog.after_step,
-        StopRequest(),
-        {"whole": Recorded(), "broken": Recorded()},
-    )
+    after_step = SplitLog.after_step
+    stop = StopRequest()
+    records = {"whole": Recorded(), "broken": Recorded()}
 
     def run(name: str, resume: str | None = None) -> tuple[SplitsPage, ResultPage]:
         monkeypatch.setattr("dphybrid.jobs.train.attached", lambda *_: records[name])

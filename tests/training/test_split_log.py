@@ -34,11 +34,9 @@ def test_four_hundred_lengths_are_one_split_with_its_first_and_latest_shape() ->
 
 def test_a_restored_log_goes_on_as_if_nothing_had_been() -> None:
     block = DataParallel(Summed(), resolve_devices("cpu*2"))
-    whole, before, after = (
-        SplitLog(block, each=False),
-        SplitLog(block, each=False),
-        SplitLog(block, each=False),
-    )
+    whole = SplitLog(block, each=False)
+    before = SplitLog(block, each=False)
+    after = SplitLog(block, each=False)
     for step, rows in enumerate([8, 8, 5, 8, 3], start=1):
         block(torch.ones(rows, 2))
         whole.after_step(step)

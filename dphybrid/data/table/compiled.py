@@ -324,12 +324,10 @@ def grow_kernel() -> Any:
     """Copy slots into more of them. PAGE: 1 slots, 2 their number, 3 free slots, 4 their number less 1."""
 
     def grow(page: int) -> None:
-        slots, count, free, mask = (
-            read_int(page + 8),
-            read_int(page + 16),
-            read_int(page + 24),
-            read_int(page + 32),
-        )
+        slots = read_int(page + 8)
+        count = read_int(page + 16)
+        free = read_int(page + 24)
+        mask = read_int(page + 32)
         for s in range(count):
             key = read_int(slots + SLOT * s)
             if key != 0:
@@ -369,11 +367,9 @@ def ids_kernel() -> Any:
         for first in range(0, rows, TILE_ROWS):
             last = min(first + TILE_ROWS, rows)
             for c in range(width):
-                source, table, count = (
-                    read_int(columns + 24 * c),
-                    read_int(columns + 24 * c + 8),
-                    read_int(columns + 24 * c + 16),
-                )
+                source = read_int(columns + 24 * c)
+                table = read_int(columns + 24 * c + 8)
+                count = read_int(columns + 24 * c + 16)
                 at = target + 4 * (first * width + c)
                 if count < 0:
                     for r in range(first, last):

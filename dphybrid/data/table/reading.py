@@ -499,8 +499,6 @@ class Reading:
     def _split(self, num_read: int) -> RowSplit:
         codes_B, values = None, None
         if self.split_column:
-            codes_B, values = (
-                self.store.whole(self._key(self.split_column)),
-                self.dictionaries[self.split_column].values(),
-            )
+            codes_B = self.store.whole(self._key(self.split_column))
+            values = self.dictionaries[self.split_column].values()
         return split_rows(self.data, self.seed, self.num_rows, num_read, codes_B, values)
