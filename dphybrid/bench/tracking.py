@@ -108,9 +108,8 @@ def text(result: dict[str, Any]) -> str:
         low, high = case["ratio_quartiles"]
         lines.append(
             f"{'every step' if case['log_every'] == 1 else 'every {} steps'.format(case['log_every']):>16}  "
-            f"{case['step_ms_off']:>9.2f}  "
-            f"{case['step_ms_on']:>9.2f}  {case['ratio_median']:>9.4f}  {low:>7.4f} {high:>7.4f}  "
-            f"{case['thread_ratio_median']:>11.4f}"
+            f"{case['step_ms_off']:>9.2f}  {case['step_ms_on']:>9.2f}  {case['ratio_median']:>9.4f}  "
+            f"{low:>7.4f} {high:>7.4f}  {case['thread_ratio_median']:>11.4f}"
         )
     call = result["call_us"]
     lines.append(
@@ -118,8 +117,7 @@ def text(result: dict[str, Any]) -> str:
         "count in it"
     )
     lines.append(
-        f"one call with {result['metrics']} numbers: p50 {call['p50']:.0f} us, p95 {call['p95']:.0f} us, "
-        f"max {call['max']:.0f} us; "
-        f"torch {result['torch']}, {result['threads']} threads"
+        f"one call with {result['metrics']} numbers: p50 {call['p50']:.0f} us, p95 {call['p95']:.0f} us, max "
+        f"{call['max']:.0f} us; torch {result['torch']}, {result['threads']} threads"
     )
     return "\n".join(lines)

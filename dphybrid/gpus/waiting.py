@@ -91,8 +91,7 @@ def acquire(
         if time.monotonic() >= deadline:
             raise LeaseTimeoutError(
                 f"{_text(wanted)} did not come free within {timeout_s:.0f} s: "
-                f"{why or 'another run was faster'}; "
-                "try later, raise DPHYBRID_GPU_WAIT_S, or use devices=cpu"
+                f"{why or 'another run was faster'}; try later, raise DPHYBRID_GPU_WAIT_S, or use devices=cpu"
             )
         if why and why != told:
             told = why

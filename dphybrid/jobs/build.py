@@ -74,9 +74,8 @@ def check_devices(config: ExperimentConfig, devices: str) -> Devices:
     if used < len(resolved):
         print(
             f"Note: train.batch_size={config.train.batch_size} leaves {len(resolved) - used} of "
-            f"{len(resolved)} devices idle; "
-            f"`dphybrid plan --devices '{resolved.text}' --batch-size {config.train.batch_size}` shows the "
-            "split",
+            f"{len(resolved)} devices idle; `dphybrid plan --devices '{resolved.text}' --batch-size "
+            f"{config.train.batch_size}` shows the split",
             flush=True,
         )
     return resolved
@@ -129,10 +128,9 @@ def build_run(
     }
     blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"
     print(
-        f"Model: {sizes['size.block_parameters']:,} parameters in blocks, {sizes['size.table_rows']:,} "
-        "table rows "
-        f"({sizes['size.table_bytes'] / 2**20:.1f} MiB) in host memory; data-parallel: {blocks}; devices: "
-        f"{devices.text}",
+        f"Model: {sizes['size.block_parameters']:,} parameters in blocks, {sizes['size.table_rows']:,} table "
+        f"rows ({sizes['size.table_bytes'] / 2**20:.1f} MiB) in host memory; data-parallel: {blocks}; "
+        f"devices: {devices.text}",
         flush=True,
     )
     previous = find_run(settings, config, data, resume) if resume else None

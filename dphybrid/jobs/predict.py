@@ -87,8 +87,7 @@ class Predictor:
         if not (self.folder / "encoder").is_dir():
             raise UserError(
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
-                "of a recipe that reads tables "
-                f"({', '.join(tabular_names())})"
+                f"of a recipe that reads tables ({', '.join(tabular_names())})"
             )
         self.encoder = TableEncoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size

@@ -53,8 +53,7 @@ def find_recipe(name: str) -> Recipe:
         near = suggestion(name, recipe_names()).partition("; known")[0].rstrip("?")
         raise UserError(
             f"recipe = {name!r}: there is none of that name{near}; there are "
-            f"{', '.join(map(repr, recipe_names()))}, "
-            "and your own as package.module:NAME"
+            f"{', '.join(map(repr, recipe_names()))}, and your own as package.module:NAME"
         )
     if path == name:
         check_import(path, "recipe")

@@ -88,8 +88,7 @@ def _with_left_out(root: Path) -> Path:
         if not source.is_file():
             raise UserError(
                 f"{source}: is not here, and with {entry['bytes'] / 2**20:.0f} MiB it was too large to "
-                "upload; "
-                "load the model on a machine that sees this path, or copy the file there"
+                "upload; load the model on a machine that sees this path, or copy the file there"
             )
         if file_digest(source) != entry["sha256"]:
             raise UserError(

@@ -98,9 +98,8 @@ def _check(uri: str) -> None:
             return  # a server that answers with an error is there; MLflow's client tells what it wants
         except (OSError, ValueError) as error:
             raise UserError(
-                f"MLflow server {uri}: does not answer ({error}); "
-                "start it, correct MLFLOW_TRACKING_URI, unset it for the embedded store, or record nothing "
-                "with --tracking none"
+                f"MLflow server {uri}: does not answer ({error}); start it, correct MLFLOW_TRACKING_URI, "
+                "unset it for the embedded store, or record nothing with --tracking none"
             ) from error
     scheme = uri.partition("://")[0].partition("+")[0].lower()
     if "://" in uri and scheme not in (

@@ -195,8 +195,7 @@ def mapped_tensor(path: Path, name: str, like: Tensor) -> Tensor:
     if tuple(entry["shape"]) != tuple(like.shape) or entry["dtype"] != _NAMES[like.dtype]:
         raise UserError(
             f"{path}: {name} is {entry['dtype']} {tuple(entry['shape'])}, the model's table is "
-            f"{_NAMES[like.dtype]} {tuple(like.shape)}; "
-            "was it trained on other data?"
+            f"{_NAMES[like.dtype]} {tuple(like.shape)}; was it trained on other data?"
         )
     start = data + entry["data_offsets"][0]
     raw = np.memmap(path, np.uint8, "c", start, (entry["data_offsets"][1] - entry["data_offsets"][0],))

@@ -42,8 +42,7 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
         if not fits or before.shape[1] != table.settled().shape[1]:
             raise UserError(
                 f"train.warm_start={checkpoint}: table {name} is {tuple(before.shape)} there and "
-                f"{tuple(table.settled().shape)} here, "
-                f"and the columns have {len(sources_V)} ids; only a table over all columns can grow, with "
-                "the same width"
+                f"{tuple(table.settled().shape)} here, and the columns have {len(sources_V)} ids; only a "
+                "table over all columns can grow, with the same width"
             )
         torch.index_select(before.to(table.settled().dtype), 0, sources_V, out=table.settled())

@@ -34,8 +34,7 @@ def list_texts(column: pl.Series, where: str) -> pl.Series:
     if (odd := items.filter(items.str.contains(SEPARATOR, literal=True).fill_null(False))).len():
         raise UserError(
             f"{where}: column {column.name!r} holds the item {odd[0]!r} in a list; items are told apart by "
-            f"{SEPARATOR!r}, so write it "
-            "without, or the column as text and its separator in a schema file"
+            f"{SEPARATOR!r}, so write it without, or the column as text and its separator in a schema file"
         )
     return lists.list.join(SEPARATOR, ignore_nulls=True)
 

@@ -89,7 +89,6 @@ def _single(column: pl.Series, file: Path, data: TableDataConfig) -> pl.Series:
     if column.name in data.ignore:
         return pl.Series(column.name, [None] * len(column), dtype=pl.String)
     raise UserError(
-        f"data.path={file}: column {column.name!r} holds {column.dtype}, not single values or lists of "
-        "texts or whole numbers; "
-        "name it in data.ignore, or write it as text"
+        f"data.path={file}: column {column.name!r} holds {column.dtype}, not single values or lists of texts "
+        "or whole numbers; name it in data.ignore, or write it as text"
     )

@@ -254,8 +254,7 @@ class Reading:
             if missing:
                 raise UserError(
                     f"data.path={self.data.path}: {rows.file} has other columns than {self.files[0]}, "
-                    f"{missing[0]!r} for one; "
-                    "give files with the same columns"
+                    f"{missing[0]!r} for one; give files with the same columns"
                 )
         if rows.plain is not None:
             return self._encoded_plain(rows, rows.plain)
@@ -454,8 +453,7 @@ class Reading:
             if name in rows.lists and own.separator not in (None, SEPARATOR):
                 raise UserError(
                     f"data.schema_file: columns.{name}.separator = {own.separator!r}: {rows.file} has lists "
-                    "in this column, whose items need "
-                    "no separator; remove it"
+                    "in this column, whose items need no separator; remove it"
                 )
             if told is not None:
                 role, reason = told, "as given"

@@ -85,9 +85,8 @@ def check_rejected(
         where = "" if str(file) == first["file"] else f" of {first['file']}"
         raise UserError(
             f"data.path={file}: {len(rejected)} of {num_rows} rows cannot be read, more than "
-            f"data.max_rejected={max_rejected:g} allows; "
-            f"the first is line {first['line']}{where}: {first['reason']}; mend the file, set "
-            "data.delimiter, or raise data.max_rejected"
+            f"data.max_rejected={max_rejected:g} allows; the first is line {first['line']}{where}: "
+            f"{first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
         )
 
 

@@ -140,8 +140,7 @@ class TextSource:
             f"  text from {where}: {len(documents):,} documents, {len(vocabulary):,} words "
             f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {UNKNOWN})",
             f"  {len(train_tokens):,} tokens to train; validation split: {len(valid)} whole documents, "
-            f"{len(valid_tokens):,} tokens, "
-            f"{unknown:.1%} of them {UNKNOWN}",
+            f"{len(valid_tokens):,} tokens, {unknown:.1%} of them {UNKNOWN}",
         ]
         if doubtful:
             lines.append(
