@@ -5,7 +5,6 @@ Files are read, scored and written chunk by chunk; the table stays in the checkp
 looked-up rows are read.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -26,14 +25,13 @@ from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Rows, as_numbers, check_rejected, plain_notation
 from dphybrid.data.table.source import find_files
-from dphybrid.data.table.written import table_target, write_frames
+from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.label_tasks import label_task
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_text
 
 PLACE = {"file": pl.String, "line": pl.Int64}
 """What a file of predictions holds first: where a row came from. `Label.columns` follow."""
@@ -203,9 +201,7 @@ class Predictor:
                         on_progress("predict rows", min(total, before + chunk.bytes_read), total)
                 before += file.stat().st_size
             check_rejected(path, rejected, done.num_rows + len(rejected), data.max_rejected)
-            if rejected:
-                lines = "".join(json.dumps(row) + "\n" for row in rejected)
-                write_text(target.with_name(f"{target.name}.rejected.jsonl"), lines)
+            write_rejected(rejected, target)
 
         write_frames(frames(), asked.columns, target)
         done.num_rejected = len(rejected)
@@ -214,11 +210,7 @@ class Predictor:
     def told(self, done: Predicted) -> list[str]:
         """Return what became of a file's rows, in lines for people."""
         lines = [f"{done.num_rows:,} predictions of {self.predicts}: {done.out}"]
-        if done.num_rejected:
-            lines.append(
-                f"{done.num_rejected:,} rows cannot be read and are left out: {done.out}.rejected.jsonl "
-                "says which and why"
-            )
+        lines += told_of_rejected(done.num_rejected, done.out)
         if done.wrong_numbers:
             lines.append(
                 f"{done.wrong_numbers:,} values of numeric columns are no numbers and count as missing"

@@ -1,6 +1,7 @@
 """Two-tower retrieval: steps against plain PyTorch, ranks and recommendations against naive references, the
 same on any devices, and learning."""
 
+import json
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -408,13 +409,17 @@ def test_unknown_users_get_the_popular_items(
     frame = run.recommend(["u1", "nobody"], k=3)
     assert frame["item"].to_list()[3:] == items[:3].to_list()
     assert frame["score"].null_count() == 3
-    (tmp_path / "who.csv").write_text("user,age\nu1,3\nnobody,4\nu1,5\n")
+    (tmp_path / "who.csv").write_text("user,age\nu1,3\nnobody,4\nodd,4,4\nu1,5\n")
     predict = ["predict", "sample", "--data.path", str(tmp_path / "who.csv"), "--top", "3"]
+    predict += ["--data.max-rejected", "0.5"]
     for ending in ("csv", "parquet"):
         assert main([*predict, "--out", str(tmp_path / f"top.{ending}")]) == 0
         told = capsys.readouterr().out
         assert "The 3 best items for 2 users" in told
         assert "1 users have no training row" in told
+        (rejected,) = (tmp_path / f"top.{ending}.rejected.jsonl").read_text().splitlines()
+        assert json.loads(rejected)["line"] == 4
+        assert f"top.{ending}.rejected.jsonl says which and why" in told
     assert pl.read_csv(tmp_path / "top.csv", schema=frame.schema).drop("score").equals(frame.drop("score"))
     assert pl.read_parquet(tmp_path / "top.parquet").equals(frame)
     assert run.predict({"user": ["u1", "nobody"]}).head(3).equals(frame.head(3))

@@ -275,6 +275,15 @@ class Reading:
         weightless_B = self._unused(rows, {name: numbers[place[name]].to_numpy() for name in self.numeric})
         weightless_B &= ~unlabelled_B
         wrong_B = unlabelled_B | weightless_B
+
+        def set_apart(name: str, odd: pl.Series, field: str, what: str, remedy: str) -> None:
+            values = frame[place[name]]
+            for row in np.flatnonzero(odd.to_numpy() & ~wrong_B):
+                why = f"{field}: column {name!r} holds {values[int(row)]!r}, no {what}"
+                hint = f"mend it, list it in data.missing, or {remedy}"
+                rejected.append(self._rejected(rows, int(row), f"{why}; {hint}"))
+            wrong_B[odd.to_numpy()] = True
+
         for name in self.numeric:
             values, found = frame[place[name]], numbers[place[name]]
             if (
@@ -282,32 +291,14 @@ class Reading:
                 or int(found.is_finite().sum()) == len(values) - values.null_count()
             ):
                 continue
-            odd_B = (values.is_not_null() & ~found.is_finite()).to_numpy() & ~wrong_B
             field, other = "data.numeric", "name the column in data.categorical"
             if name == self.label:
                 field, other = "data.label", "give data.task=multiclass"
-            hint = f"mend it, list it in data.missing, or {other}"
-            rejected += [
-                self._rejected(
-                    rows, int(i), f"{field}: column {name!r} holds {values[int(i)]!r}, no number; {hint}"
-                )
-                for i in np.flatnonzero(odd_B)
-            ]
-            wrong_B |= odd_B
+            set_apart(name, values.is_not_null() & ~found.is_finite(), field, "number", other)
         second = {name: seconds(frame[place[name]], self.data.dayfirst) for name in self.times}
         for name, found in second.items():
-            values = frame[place[name]]
-            odd_B = (values.is_not_null() & found.is_null()).to_numpy() & ~wrong_B
-            hint = "mend it, list it in data.missing, or name the column in data.categorical"
-            rejected += [
-                self._rejected(
-                    rows,
-                    int(i),
-                    f"data.times: column {name!r} holds {values[int(i)]!r}, no date or time; {hint}",
-                )
-                for i in np.flatnonzero(odd_B)
-            ]
-            wrong_B |= odd_B
+            odd = frame[place[name]].is_not_null() & found.is_null()
+            set_apart(name, odd, "data.times", "date or time", "name the column in data.categorical")
         if wrong_B.any():
             keep = pl.Series(~wrong_B)
             second = {name: found.filter(keep) for name, found in second.items()}

@@ -1,13 +1,15 @@
 """Frames written to a .parquet or .csv file, piece by piece; the file is there when all of them are."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 from polars.io.plugins import register_io_source
 
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import check_target, sync, temporary
+from dphybrid.util.files import check_target, sync, temporary, write_text
 
 WRITTEN = (".parquet", ".csv")
 
@@ -40,10 +42,31 @@ def write_frames(
         lazy = register_io_source(noted, schema=dict(schema))
         lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
         sync(partial)
-        partial.rename(target)
+        partial.replace(target)
     except (pl.exceptions.PolarsError, OSError) as error:
         if failed:
             raise failed[0] from None
         raise UserError(f"--out {target}: cannot be written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_rejected(rejected: Sequence[Mapping[str, Any]], target: Path) -> None:
+    """Write which rows could not be read, and why, beside what was made of the others; an earlier page of
+    that kind goes."""
+    page = _rejected_page(target)
+    if rejected:
+        write_text(page, "".join(json.dumps(row) + "\n" for row in rejected))
+    else:
+        page.unlink(missing_ok=True)
+
+
+def told_of_rejected(count: int, target: Path) -> list[str]:
+    """Return the line that says so, or none."""
+    if not count:
+        return []
+    return [f"{count:,} rows cannot be read and are left out: {_rejected_page(target)} says which and why"]
+
+
+def _rejected_page(target: Path) -> Path:
+    return target.with_name(f"{target.name}.rejected.jsonl")

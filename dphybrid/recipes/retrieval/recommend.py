@@ -21,7 +21,7 @@ from dphybrid.data.table.chunks import read_chunks
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import check_rejected
 from dphybrid.data.table.source import find_files
-from dphybrid.data.table.written import table_target, write_frames
+from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval.dataset import lists_of
 from dphybrid.recipes.retrieval.model import Best, RetrievalModel, score_blocks
@@ -109,7 +109,8 @@ class Recommender:
 
         values: of the config's data section, where the new files are written otherwise (user, header,
         delimiter, ...). keep, threshold: for recipes that score rows, refused here. Raises UserError for
-        files without the users' column; nothing is left at `out` then.
+        files without the users' column; nothing is left at `out` then. OUT.rejected.jsonl says which rows
+        cannot be read, and why.
         """
         if keep or threshold is not None:
             raise UserError(
@@ -120,7 +121,8 @@ class Recommender:
             raise UserError(f"--top {top}: give 1 or more items a user")
         target = table_target(out)
         done = Recommended(target, top)
-        names = self._users_of(str(path), values, done)
+        names, rejected = self._users_of(str(path), values)
+        done.num_rejected = len(rejected)
         done.num_rows, done.unknown = len(names), sum(name not in self._numbers for name in names)
 
         def frames() -> Iterator[pl.DataFrame]:
@@ -130,6 +132,7 @@ class Recommender:
                 yield frame
 
         write_frames(frames(), COLUMNS, target)
+        write_rejected(rejected, target)
         return done
 
     def told(self, done: Recommended) -> list[str]:
@@ -139,16 +142,16 @@ class Recommender:
             lines.append(
                 f"{done.unknown:,} users have no training row and get the most popular items, without a score"
             )
-        if done.num_rejected:
-            lines.append(f"{done.num_rejected:,} rows cannot be read and are left out")
-        return lines
+        return lines + told_of_rejected(done.num_rejected, done.out)
 
-    def _users_of(self, path: str, values: dict[str, Any], done: Recommended) -> list[str]:
+    def _users_of(self, path: str, values: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+        """Return the users of files, each once, and the rows that cannot be read."""
         known = self._config.data.model_dump() | {"path": path}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
         found: dict[str, None] = {}
-        rejected, num_rows = [], 0
+        rejected: list[dict[str, Any]] = []
+        num_rows = 0
         for file in find_files(path, "data.path"):
             for rows in read_chunks(file, data.reading):
                 if data.user not in rows.names:
@@ -159,8 +162,7 @@ class Recommender:
                 num_rows += len(rows)
                 found |= dict.fromkeys(rows.column(data.user).drop_nulls().unique(maintain_order=True))
         check_rejected(path, rejected, num_rows + len(rejected), data.max_rejected)
-        done.num_rejected = len(rejected)
-        return list(found)
+        return list(found), rejected
 
     @torch.inference_mode()
     def _frames(self, names: Sequence[str], k: int) -> Iterator[pl.DataFrame]:
