@@ -157,6 +157,8 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(
     said = capsys.readouterr().out
     assert "1 rows cannot be read and are left out" in said
     assert "1 values of numeric columns are no numbers" in said
+    assert main([*command, "--data.max-rejected", "0.5", "--data.missing", "old,worn"]) == 0
+    assert "are no numbers" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dphybrid.cli.flags import config_from_args, overrides_from_args, tags_from_args
+from dphybrid.cli.flags import config_from_args, overrides_from_args, reading_from_args, tags_from_args
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
@@ -229,11 +229,7 @@ def predict(args: argparse.Namespace) -> int:
     from dphybrid.jobs.predict import Predictor, open_predictor
     from dphybrid.training.display import preparation_progress
 
-    given = {
-        name: getattr(args, name)
-        for name in ("header", "delimiter", "max_rejected", "decimal", "thousands")
-        if getattr(args, name) is not None
-    }
+    given: dict[str, Any] = reading_from_args(args)
     if args.batch_size < 1:
         raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
     predictor = open_predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)

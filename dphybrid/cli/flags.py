@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from dphybrid.config import ExperimentConfig, merge
 from dphybrid.config.settings import Settings, load_settings
+from dphybrid.config.tables import READING_FIELDS, TableDataConfig
 from dphybrid.recipes.configs import field_types, load_config, parse_overrides, read_config_file, recipes_with
 from dphybrid.recipes.registry import DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.util.errors import UserError, suggestion
@@ -140,6 +141,26 @@ def add_config_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> 
             metavar=_metavar(kind),
             help=f"{sentence}{choices}{note}".replace("%", "%%"),
         )
+
+
+def add_reading_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how new files are written, where not as those of training."""
+    for name in READING_FIELDS:
+        field = TableDataConfig.model_fields[name]
+        what = f"{field.description}{choices_text(field.annotation)} (as in training)"
+        parser.add_argument(
+            f"--data.{name.replace('_', '-')}",
+            dest=f"config.data.{name}",
+            default=argparse.SUPPRESS,
+            metavar=_metavar(field.annotation),
+            help=what.replace("%", "%%"),
+        )
+
+
+def reading_from_args(args: argparse.Namespace) -> dict[str, str]:
+    """Return what was given of `add_reading_flags`, by field of the data section."""
+    prefix = "config.data."
+    return {key.removeprefix(prefix): value for key, value in vars(args).items() if key.startswith(prefix)}
 
 
 def choices_text(kind: Any) -> str:

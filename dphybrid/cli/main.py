@@ -12,6 +12,7 @@ from dphybrid.cli.flags import (
     TRAIN_HELP,
     Parser,
     add_config_flags,
+    add_reading_flags,
     add_train_flags,
     recipe_of,
     recipes_text,
@@ -331,14 +332,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     predict.add_argument(
         "--top", type=int, metavar="K", help="items for each user, of a model that recommends (10)"
     )
-    for name, what in (
-        ("header", "does the first line name the columns: auto, yes, no"),
-        ("delimiter", "character between columns"),
-        ("max-rejected", "share of unreadable rows above which it stops"),
-        ("decimal", "sign before the decimals of numbers"),
-        ("thousands", "sign between groups of three digits"),
-    ):
-        predict.add_argument(f"--data.{name}", dest=name.replace("-", "_"), help=f"{what} (as in training)")
+    add_reading_flags(predict)
 
     verify = command(
         "verify", "read prepared folders and checkpoints whole, and name what is damaged", VERIFY_HELP

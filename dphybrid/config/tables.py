@@ -40,6 +40,8 @@ ROLE_FIELDS: dict[str, Role] = {
 """Fields that list columns, and the role that each gives them."""
 COLUMN_FIELDS = ("label", "weight", "split_column", *ROLE_FIELDS)
 """All fields that name columns."""
+READING_FIELDS = ("header", "delimiter", "missing", "decimal", "thousands", "dayfirst", "max_rejected")
+"""How files are written, and how many of their rows may be unreadable: new rows may come otherwise."""
 
 _ALONE = ("?", "NA", "NaN", "null")
 """What `data.missing` was by default when it named all of them. Configs on record mean these four alone."""
