@@ -8,6 +8,7 @@ import pytest
 
 from dphybrid.cli.flags import add_config_flags, overrides_from_args
 from dphybrid.config import flatten
+from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import (
     apply_overrides,
     build_config,
@@ -184,3 +185,10 @@ def test_a_given_value_that_the_new_recipe_does_not_have_is_told() -> None:
     config = build_config({"recipe": "ctr", "data": {"label": "y"}})
     with pytest.raises(UserError, match=r"data\.label.*recipe toy does not use it"):
         apply_overrides(config, ["recipe=toy"])
+
+
+def test_settings_changed_in_a_copy_name_the_copys_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
+    settings = Settings(tracking_uri=None)
+    assert settings.mlflow_uri == "http://elsewhere:5000"
+    assert settings.model_copy(update={"tracking_uri": "none"}).mlflow_uri == "none"

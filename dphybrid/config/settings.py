@@ -3,7 +3,6 @@ file; never part of a result."""
 
 import os
 import sys
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -145,7 +144,7 @@ class Settings(BaseSettings):
         """The names in `worker_allows`."""
         return frozenset(filter(None, self.worker_allows.split(",")))
 
-    @cached_property
+    @property
     def mlflow_uri(self) -> str | None:
         """The tracking URI in force, or None for the embedded store."""
         return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None

@@ -237,7 +237,7 @@ def train_here(
             session.clock.restore(record["clock"])
             meter.restore(record["meter"])
             saver.costs = SavingCosts.model_validate(record.get("saving", {}))
-        for line in filter(None, [announcement(devices)]):
+        if line := announcement(devices):
             if not record:
                 session.splits.note([line])
             display.line(line)

@@ -3,7 +3,6 @@ not read at all."""
 
 import json
 import os
-import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -71,15 +70,8 @@ def read_page(path: Path) -> tuple[Any, bool]:
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Put a file in the place of another at once. sync: it is on the disk, with its name, when this
     returns."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with open(partial, "wb", opener=private) as file:
+    with files.replacing(path, opener=private, synced=sync) as file:
         file.write(content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.replace(path)
-    if sync:
-        files.sync(path.parent)
 
 
 def private(path: str, flags: int) -> int:

@@ -23,7 +23,7 @@ from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.mlflow_writer import MlflowWriter
 from dphybrid.tracking.names import is_detail, safe_name
 from dphybrid.tracking.sender import Sender
-from dphybrid.tracking.views import RESULT, SPEED, view_path
+from dphybrid.tracking.views import RESULT, SPEED, run_path, view_path
 from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 
@@ -264,8 +264,7 @@ def ui_address(tracking_uri: str) -> str:
 
 def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
     """Return where a person finds a run."""
-    page = f"{ui_address(tracking_uri)}/#/experiments/{experiment_id}/runs/{run_id}"
-    return f"{page}?workflowType=machine_learning"
+    return f"{ui_address(tracking_uri)}/#{run_path(experiment_id, run_id)}"
 
 
 def _floats(metrics: Mapping[str, float]) -> dict[str, float]:

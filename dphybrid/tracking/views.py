@@ -67,7 +67,12 @@ def page_path(uri: str, experiment: str, run: str | None) -> str:
         return view_path(str(found.experiment_id), RESULT) if found else "/experiments"
     (run_id,) = find_runs(uri, experiment, [run])
     there = client.get_run(run_id).info.experiment_id
-    return f"/experiments/{there}/runs/{run_id}?workflowType=machine_learning"
+    return run_path(there, run_id)
+
+
+def run_path(experiment_id: str, run_id: str) -> str:
+    """Return what follows `#` in the address of a run."""
+    return f"/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def view_path(experiment_id: str, view: str) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,18 +72,22 @@ def temporary(path: Path, kind: str = "partial") -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(
+    path: Path, *, opener: Callable[[str, int], int] | None = None, synced: bool = True
+) -> Iterator[BinaryIO]:
     """Yield a stream whose content becomes the file `path` when the block ends; nothing changes when the
-    block fails."""
+    block fails. opener: as of `open`. synced: the disk has been asked to keep it by then."""
     partial = temporary(path)
     try:
         with naming(path):
-            with partial.open("wb") as stream:
+            with open(partial, "wb", opener=opener) as stream:
                 yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
+                if synced:
+                    stream.flush()
+                    os.fsync(stream.fileno())
             partial.replace(path)
-            sync(path.parent)
+            if synced:
+                sync(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

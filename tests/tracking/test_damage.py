@@ -13,6 +13,7 @@ import pytest
 
 from dphybrid.tracking.delivery import deliver
 from dphybrid.tracking.journal import Journal, Losses, journals
+from dphybrid.tracking.lines import read_page, write_page
 from dphybrid.tracking.sender import Refused, Sender
 
 SPOOL_FILES = ("r.jsonl", "r.count", "r.sent", "r.json", "r.steps.json", "r.lock")
@@ -266,3 +267,17 @@ def test_the_files_of_a_journal_are_its_owners_alone(tmp_path: Path) -> None:
     journal.refuse({"op": "tags", "n": 1}, "no")
     assert folder.stat().st_mode & 0o077 == 0
     assert [path.name for path in folder.iterdir() if path.is_file() and path.stat().st_mode & 0o077] == []
+
+
+def test_a_page_for_which_the_disk_has_no_room_leaves_the_one_before_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_page(tmp_path / "r.json", [1])
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*r\.json'"):
+        write_page(tmp_path / "r.json", [2], sync=True)
+    assert read_page(tmp_path / "r.json") == ([1], True)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
