@@ -3,7 +3,7 @@ run each (`join-hybrid`), and names the place where torchrun's agents meet, one 
 
 All that goes through Prefect is that place and the flow runs' states, by which they watch each other: all end
 when one does, and the first one's goes on later, with whichever machines are there. The ranks meet and talk
-by torch alone. All machines see the same data folder.
+by torch alone. All machines see the same data folder. The others' part is in `joining`.
 """
 
 import os
@@ -11,8 +11,8 @@ import platform
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -28,67 +28,31 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType, Worker, WorkerStatus
 from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelled, Cancelling, Completed, Running
-from pydantic import BaseModel, ConfigDict
+from prefect.states import Cancelled, Cancelling
 
 from dphybrid.cluster.launch import Meeting, address_towards
 from dphybrid.config import ExperimentConfig
-from dphybrid.config.settings import Settings, load_settings
-from dphybrid.gpus.leasing import expected_devices, leased_devices
-from dphybrid.gpus.politeness import giving_way
-from dphybrid.jobs.cluster import difference, follow_ranks, versions
-from dphybrid.jobs.runs import Run, read_run
+from dphybrid.config.settings import Settings
+from dphybrid.gpus.leasing import expected_devices
+from dphybrid.jobs.cluster import versions
 from dphybrid.orchestration.alive import MAX_RUNS, num_starts
+from dphybrid.orchestration.joining import JOINED, LEAVE_S, LOOK_EVERY_S, SEAT, Seat, meeting_at
 from dphybrid.orchestration.queueing import (
     HOME,
     UNREACHABLE,
     WORKER,
     WORKER_LABEL,
-    ended,
-    set_state,
-    shown_waiting,
 )
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from dphybrid.util.files import write_text
+from dphybrid.util.stop import Interrupted, StopRequest
 from dphybrid.util.watching import watching
 
 JOIN = "join-hybrid/join-hybrid"
-JOINED = "Joined"
-"""Name of the state of a machine's flow run whose agent was started."""
-LEFT = "Left"
-SEAT = ".machines"
-"""File of a run's folder that holds the seat: a machine that sees it sees the folder, and nobody else names a
-place to meet."""
-LOOK_EVERY_S = 2.0
-LEAVE_S = 10.0
-"""How long a machine may go on after another one has left."""
 _ACTIVE = [StateType.RUNNING, StateType.PENDING]
-
-
-class Seat(BaseModel):
-    """What the first machine's flow run tells another one's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    head: UUID
-    """The first machine's flow run."""
-    home: str
-    """Which start of it: a later one has other seats."""
-    host: str
-    """Name of the first machine."""
-    run: str
-    """The run, a folder of the data folder's runs."""
-    job: str
-    """torchrun's `--rdzv-id`."""
-    nodes: int
-    endpoint: str
-    """HOST:PORT where the agents meet."""
-    wait_s: float
-    versions: dict[str, str]
 
 
 def check_nodes(config: ExperimentConfig, nodes: int) -> None:
@@ -201,14 +165,14 @@ def gathered(
         wait_s=settings.cluster_wait_s,
         versions=versions(),
     )
-    (folder / SEAT).write_text(seat.model_dump_json(), encoding="utf-8")
+    write_text(folder / SEAT, seat.model_dump_json())
     followers = _Followers(seat, starts)
     try:
         for name in others:
             followers.call(name, join)
         print(f"Machines: {', '.join(others)} beside this one; they meet at {seat.endpoint}", flush=True)
         with watching(followers.look, LOOK_EVERY_S, "dphybrid-machines"):
-            yield _meeting(seat, address, first=True, look=followers.obey)
+            yield meeting_at(seat, address, first=True, look=followers.obey)
     finally:
         followers.let_go()
         (folder / SEAT).unlink(missing_ok=True)
@@ -296,105 +260,6 @@ class _Followers:
                 "longer with DPHYBRID_CLUSTER_WAIT_S"
             )
         return None
-
-
-@contextmanager
-def seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
-    """In another machine's flow run: have the devices that the run wants, leased, and a place in its meeting.
-
-    stop: is asked when the first machine's flow run ends, or begins anew; a while later `look` of the meeting
-    raises Interrupted. Raises UserError when this machine does not see what the first one does.
-    """
-    settings, head = load_settings(), _Head(seat, stop)
-    head.look()
-    stop.obey("before it joined")
-    run = same_run(seat, settings)
-    ranks = run.config.cluster.ranks // seat.nodes
-    with watching(head.look, LOOK_EVERY_S, "dphybrid-first-machine"), ExitStack() as held:
-        with shown_waiting(runtime.flow_run.id) as tell:
-            leased = leased_devices(
-                run.config, settings, run=seat.run, replicas=ranks, on_wait=tell, stop=stop
-            )
-            devices = held.enter_context(leased)
-        if devices.text != run.page.devices:
-            raise UserError(f"devices: {devices.text} here, {run.page.devices} on {seat.host}; name as many")
-        with giving_way(devices, settings, stop), stop_signals(stop):
-            set_state(runtime.flow_run.id, Running(name=JOINED, message=f"meets at {seat.endpoint}"))
-            address = settings.cluster_address or address_towards(seat.endpoint.rpartition(":")[0])
-            yield run, _meeting(seat, address, first=False, look=head.obey)
-
-
-def follow(seat: Seat, stop: StopRequest) -> State:
-    """Be one of the other machines of a run: start its ranks here; return the state to end in."""
-    with seated(seat, stop) as (run, meeting):
-        outcome = follow_ranks(run, load_settings(), stop, meeting)
-    stop.obey()
-    if outcome.state == "trained":
-        return Completed(message=f"run {seat.run} is trained")
-    return ended(LEFT, outcome.words)
-
-
-class _Head:
-    """The first machine's flow run, as another machine sees it."""
-
-    def __init__(self, seat: Seat, stop: StopRequest) -> None:
-        self._seat, self._stop = seat, stop
-        self._over: float | None = None
-
-    def look(self) -> bool:
-        """Look once; is the work together over?"""
-        try:
-            with get_client(sync_client=True) as client:
-                run = client.read_flow_run(self._seat.head)
-        except ObjectNotFound:
-            name = "deleted"
-        except UNREACHABLE:
-            return False
-        else:
-            state = run.state
-            if state is not None and state.type == StateType.RUNNING:
-                if run.labels.get(HOME) == self._seat.home:
-                    return False
-                name = "begun anew"
-            else:
-                name = state.name if state is not None and state.name else "gone"
-        self._over = time.monotonic()
-        self._stop.ask(f"the run's first machine, {self._seat.host} (its flow run is {name})")
-        return True
-
-    def obey(self) -> None:
-        if self._over is not None and time.monotonic() - self._over > LEAVE_S:
-            self._stop.obey("which its ranks did not heed in time")
-
-
-def same_run(seat: Seat, settings: Settings) -> Run:
-    """Return the run of a seat as this machine sees it. Raises UserError when that is not what the first one
-    sees."""
-    here, folder = os.environ.get(WORKER) or platform.node(), settings.runs_dir / Path(seat.run).name
-    remedy = f"give it the data folder of {seat.host}, shared, under the same path (DPHYBRID_DATA_DIR)"
-    try:
-        told = (folder / SEAT).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"machine {here} does not see {folder / SEAT} ({error.strerror}); {remedy}"
-        ) from error
-    if Seat.model_validate_json(told) != seat:  # not by their texts: the server orders names anew
-        raise UserError(f"machine {here} reads in {folder / SEAT} something else than it was told; {remedy}")
-    run = read_run(folder)
-    if not Path(run.page.prepared).is_dir():
-        raise UserError(f"machine {here} does not see the prepared data {run.page.prepared}; {remedy}")
-    if found := difference(f"machine {here}", versions(), seat.host, seat.versions):
-        raise UserError(found)
-    if seat.endpoint.startswith("127.") and platform.node() != seat.host:
-        raise UserError(
-            f"the machines are to meet at {seat.endpoint}, which {here} cannot reach; set "
-            f"DPHYBRID_CLUSTER_ADDRESS on {seat.host} to its address in your network"
-        )
-    return run
-
-
-def _meeting(seat: Seat, address: str, first: bool, look: Callable[[], None]) -> Meeting:
-    return Meeting(seat.job, seat.nodes, seat.endpoint, address, first, seat.wait_s, look)
 
 
 def _free_port(address: str) -> int:
