@@ -17,8 +17,6 @@ INSTALL = "pip install 'dphybrid[cluster]' (docs/cluster.md says how on a machin
 NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
 """Packages and the versions that belong together."""
 
-_UNTRIED = ("kge", "retrieval", "text", "digits")
-
 
 def refuse_ranks(
     config: ExperimentConfig, settings: Settings, devices: str, local_ranks: int | None = None
@@ -98,7 +96,7 @@ def installed_version(package: str) -> str:
 def _reason(config: ExperimentConfig, settings: Settings, devices: str, local_ranks: int) -> str:
     table, train, ranks = config.table, config.train, config.cluster.ranks
     names = parse_device_spec(devices).names
-    if config.recipe in _UNTRIED:
+    if find_recipe(config.recipe).one_process:
         return (
             f"recipe {config.recipe} was not tried with several ranks; use ctr, or a recipe of your own with "
             "one table"

@@ -8,7 +8,7 @@ alone.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -57,6 +57,9 @@ class DataConfig(Section):
 
 class ModelConfig(Section):
     """Which network, and how large. A recipe's own class adds the fields."""
+
+    of_training: ClassVar[frozenset[str]] = frozenset()
+    """Fields that change training alone: weights can be carried across them, as retraining does."""
 
     factory: str | None = None
     """Your own model, `package.module:function`; it is called with a dphybrid.recipes.ModelContext. Empty:

@@ -38,8 +38,6 @@ from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
 CHAMPION_TAG = "dphybrid.champion"
-_NETWORK = ("factory", "kind", "dim", "hidden", "layers", "dtype", "numbers", "bins")
-"""Values of the model section that weights cannot be carried across."""
 NUM_RESAMPLES = 300
 TOP_VALUES = 20
 """Most frequent values of a column whose shares count for drift; the others count together."""
@@ -163,9 +161,9 @@ def _from_champion(
         )
     before, now = (c.model.model_dump(mode="json") for c in (stored_config(state.config), config))
     changed = [
-        f"{name}: {before.get(name)} -> {now.get(name)}"
-        for name in _NETWORK
-        if before.get(name) != now.get(name)
+        f"{name}: {before.get(name)} -> {value}"
+        for name, value in now.items()
+        if before.get(name) != value and name not in config.model.of_training
     ]
     if changed:
         raise UserError(

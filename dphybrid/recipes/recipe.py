@@ -42,6 +42,7 @@ class Recipe:
     table, train, checkpoint: what differs from the defaults of these common sections.
     tabular: its samples are rows of a table read by `dphybrid.data.table`: they have a schema file, grow when
     files arrive (retraining), and rows of new files can be scored (predict).
+    one_process: it was not tried with several ranks, and `cluster.ranks` is refused.
     prints_shapes: say of a split what PyTorch's data-parallel tutorial says, a line a replica, not one line.
     """
 
@@ -53,6 +54,7 @@ class Recipe:
     train: Mapping[str, Any] = {}
     checkpoint: Mapping[str, Any] = {}
     tabular: bool = False
+    one_process: bool = False
     prints_shapes: bool = False
 
     key: str = ""

@@ -2,7 +2,7 @@
 how many."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,8 @@ ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
 
 class CtrModelConfig(ModelConfig):
     """Which network, and how large."""
+
+    of_training: ClassVar[frozenset[str]] = frozenset({"dropout"})
 
     kind: Literal["wide-deep", "deepfm", "dlrm"] = "wide-deep"
     """Network: Wide & Deep, DeepFM or DLRM."""

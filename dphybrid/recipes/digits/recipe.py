@@ -36,6 +36,7 @@ class Digits(Recipe):
         "without a table."
     )
     model = DigitsModelConfig
+    one_process = True
     train = {"epochs": 15, "batch_size": 64, "log_every": 10}
 
     def source(self, data: DataConfig, seed: int) -> "Source":

@@ -62,6 +62,7 @@ class Kge(Recipe):
     summary = "Triples of a knowledge graph: ComplEx, DistMult or RotatE over a table of entities."
     data = KgeDataConfig
     model = KgeModelConfig
+    one_process = True
     table = {"optimizer": "adagrad", "lr": 0.1}
     train = {"epochs": 20, "batch_size": 1024, "lr": 0.01, "clip_norm": 0.0, "patience": 0}
 

@@ -115,6 +115,7 @@ class Retrieval(Recipe):
     summary = "Interactions of users with items: two towers, a table each, and recommendations."
     data = RetrievalDataConfig
     model = RetrievalModelConfig
+    one_process = True
     table = {"optimizer": "adagrad", "lr": 0.1}
     train = {"epochs": 10, "batch_size": 512, "lr": 0.003}
 

@@ -69,6 +69,7 @@ class Text(Recipe):
     summary = "A word-level language model: LSTM, GRU or transformer over a table of words."
     data = TextDataConfig
     model = TextModelConfig
+    one_process = True
 
     def source(self, data: TextDataConfig, seed: int) -> "Source":
         from dphybrid.recipes.text.data import open_source
