@@ -39,7 +39,7 @@ LIBRARIES = (
 MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty")
 CALLS = {
     os: "getuid geteuid getgid fork forkpty register_at_fork killpg getpgid getpgrp setsid sched_getaffinity "
-    "sched_setaffinity sysconf getloadavg statvfs fchmod fchown chown pread pwrite mkfifo fdatasync uname "
+    "sched_setaffinity getloadavg statvfs fchmod fchown chown pread pwrite mkfifo fdatasync uname "
     "posix_fallocate posix_fadvise O_NOFOLLOW O_NONBLOCK O_CLOEXEC O_DIRECTORY wait nice getpriority",
     signal: "SIGHUP SIGKILL SIGUSR1 SIGUSR2 SIGALRM SIGCHLD pthread_sigmask pthread_kill alarm setitimer",
     mmap: "MADV_HUGEPAGE MAP_PRIVATE MAP_ANONYMOUS MAP_SHARED",
@@ -53,10 +53,15 @@ def take_away(folder: Path) -> None:
     for module, names in CALLS.items():
         for name in names.split():
             delattr(module, name)
+    os.sysconf = _unknown  # psutil asks it, and goes on
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     os.environ["USERNAME"] = "ann"
     _close_proc()
     _keep_open_files(str(folder) + os.sep)
+
+
+def _unknown(name: str) -> int:
+    raise ValueError(f"{name}: is not known")
 
 
 def _close_proc() -> None:
@@ -144,7 +149,7 @@ def train_and_predict() -> dict[str, Any]:
     run = dphybrid.train(
         rows(1), label="clicked", devices="cpu*2", epochs=2, batch_size=64, tracking="none", quiet=True
     )
-    return {"metrics": run.metrics, "predicted": run.predict(rows(2)).to_numpy().tolist()}
+    return {"metrics": run.metrics, "predicted": run.predict(rows(2)).tolist()}
 
 
 def refusals(folder: Path) -> list[str]:

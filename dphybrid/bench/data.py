@@ -57,7 +57,7 @@ def run(rounds: int = 5, num_rows: int = NUM_ROWS, file: Path | None = None) -> 
         for number in range(rounds):
             for what, code in (("plain", _PLAIN), ("prepare", _PREPARE)):
                 command = [sys.executable, "-c", code, str(planted.file), str(folder / str(number))]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                done = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8")
                 times[what].append(json.loads(done.stdout))
         size = planted.file.stat().st_size
     found: dict[str, Any] = {

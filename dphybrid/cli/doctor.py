@@ -112,7 +112,7 @@ def _prefect() -> tuple[list[tuple[bool, str]], bool]:
     # By name and in another process: nothing here may need Prefect, and a broken set of versions fails at
     # import.
     command = [sys.executable, "-m", "dphybrid.orchestration.doctor"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     if found.returncode == 0:
         page = json.loads(found.stdout.strip().splitlines()[-1])
         return [(good, text) for good, text in page["checks"]], page["with_server"]

@@ -21,10 +21,10 @@ from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
 from dphybrid.data.table.bags import SEPARATOR, is_list_of_items, list_texts
 from dphybrid.data.table.chunks import read_chunks
 from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table.files import find_files
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Rows, as_numbers, check_rejected, plain_notation
-from dphybrid.data.table.source import find_files
 from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
 from dphybrid.recipes.configs import build_config, stored_config

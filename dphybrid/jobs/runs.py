@@ -176,7 +176,9 @@ def environment_tags() -> dict[str, str]:
 
 def _git(*words: str) -> str:
     command = ["git", "-C", str(Path(__file__).parent), *words]  # the user's own git
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", check=True, timeout=10
+    ).stdout.strip()
 
 
 def new_run_folder(settings: Settings, config: ExperimentConfig, devices: Devices, name: str | None) -> Path:

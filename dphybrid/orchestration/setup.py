@@ -181,7 +181,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         tool = Path(sys.executable).parent / "prefect"
         deploy = [str(tool), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
         done = subprocess.run(
-            deploy, check=False, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True
+            deploy,
+            check=False,
+            env={**os.environ, "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
         )
         if done.returncode:
             raise UserError(f"deployments could not be made: {done.stdout[-2000:]}{done.stderr[-2000:]}")

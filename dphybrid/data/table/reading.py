@@ -4,7 +4,6 @@ of a bag's items.
 Threads read and encode some chunks ahead of the one that is being written. Letters: B rows, L items of a bag.
 """
 
-import difflib
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,40 +12,27 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dphybrid.config.tables import ROLE_FIELDS, Role, TableDataConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import THREADS, mapped
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Progress
-from dphybrid.data.table.bags import MAX_ITEMS, SEPARATOR, padded, take_apart
+from dphybrid.data.table.bags import padded, take_apart
 from dphybrid.data.table.categories import Dictionary
 from dphybrid.data.table.chunks import read_jobs
 from dphybrid.data.table.columns import ColumnStore
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.labels import Label, are_numbers, decided, wrong_counts, wrong_weights
 from dphybrid.data.table.plain import KeyDictionary, PlainBlock, Wanted, uses_kernels
+from dphybrid.data.table.roles import ROLE_ROWS, Column, bag_form, find_column, roles_of
 from dphybrid.data.table.rows import Rows, as_numbers, check_enough, check_rejected, done
-from dphybrid.data.table.schema import ColumnOptions, SchemaFile, inferred_role
+from dphybrid.data.table.schema import SchemaFile
 from dphybrid.data.table.splits import RowSplit, split_rows
-from dphybrid.data.table.times import part_columns, part_names, parts, seconds
+from dphybrid.data.table.times import part_columns, part_names, seconds
 from dphybrid.util.errors import UserError
 
-ROLE_ROWS = 20_000
-"""Rows from which the columns' roles are told."""
 READERS = max(3, THREADS)
 """Chunks that are read and encoded at a time; one more than two cores, since threads of polars' own parse
 each of them."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column and what it is used as. reason: why, where it is not plain; samples: a few values for
-    people."""
-
-    name: str
-    role: Role
-    reason: str
-    samples: tuple[str, ...]
-    options: ColumnOptions
 
 
 @dataclass(frozen=True)
@@ -85,12 +71,6 @@ class Table:
             lambda c: c.ids_of_codes(self.values_of(c.name)).astype(np.int32), encoder.vocabularies
         )
         return dict(zip((c.name for c in encoder.vocabularies), found, strict=True))
-
-
-def bag_form(column: Column) -> tuple[str | None, int]:
-    """Return the separator (None: words) of a column of bags, and how many items of a cell are looked up."""
-    separator = None if column.role == "text" else column.options.separator or SEPARATOR
-    return separator, column.options.max_items or MAX_ITEMS
 
 
 @dataclass(frozen=True)
@@ -209,13 +189,17 @@ class Reading:
     def _start(self) -> None:
         rows = self.first
         self.names = rows.names
-        self.label = self._find(rows, self.data.label or self.schema.label or "", "data.label")
-        self.weight = self._find(rows, self.data.weight, "data.weight") if self.data.weight else None
+        self.label = find_column(rows, self.data.label or self.schema.label or "", "data.label")
+        self.weight = find_column(rows, self.data.weight, "data.weight") if self.data.weight else None
         if self.weight == self.label:
             raise UserError(
                 f"data.weight={self.data.weight!r}: this column is already named as label; name another one"
             )
-        self.columns = self._roles(rows) if self._judged is None else self._judged
+        self.columns = (
+            roles_of(rows, self.data, self.schema, self.label, self.weight)
+            if self._judged is None
+            else self._judged
+        )
         self.times = [column.name for column in self.columns if column.role == "time"]
         derived = {part for name in self.times for part in part_names(name)}
         self.numeric = [c.name for c in self.columns if c.role == "numeric" and c.name not in derived]
@@ -228,7 +212,7 @@ class Reading:
         if self.weight:
             self.numeric.append(self.weight)
         self.split_column = (
-            self._find(rows, self.data.split_column, "data.split_column") if self.data.split_column else None
+            find_column(rows, self.data.split_column, "data.split_column") if self.data.split_column else None
         )
         if self.split_column and self.split_column not in coded:
             coded.append(self.split_column)
@@ -402,76 +386,6 @@ class Reading:
 
     def _rejected(self, rows: Rows, row: int, reason: str) -> dict[str, Any]:
         return {"file": str(rows.file), "line": int(rows.lines[row]), "reason": reason}
-
-    def _find(self, rows: Rows, name: str, place: str) -> str:
-        """Return the column of a name or a position."""
-        columns = rows.names
-        if name in columns:
-            return name
-        if name.isascii() and name.isdigit() and int(name) < len(columns):
-            return columns[int(name)]
-        listed = ", ".join(columns)
-        if not name:
-            raise UserError(f"{place} is not set; name the column with the answer, one of: {listed}")
-        close = difflib.get_close_matches(name, columns, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        if not rows.header:
-            hint += "its first line was read as values (data.header=yes reads it as names), so "
-        raise UserError(f"{place}={name!r}: {rows.file} has no such column; {hint}columns: {listed}")
-
-    def _roles(self, rows: Rows) -> list[Column]:
-        given: dict[str, Role] = {}
-        others = {self.label: "label", self.weight: "weight"}
-        for field, name in self.data.named_columns:
-            if field not in ROLE_FIELDS:
-                continue
-            flag = f"data.{field}"
-            found = self._find(rows, name, flag)
-            if found in given or found in others:
-                other = others.get(found) or given[found]
-                raise UserError(f"{flag}={name!r}: this column is already named as {other}; name it once")
-            given[found] = ROLE_FIELDS[field]
-        options = {
-            self._find(rows, name, "data.schema_file: columns"): o for name, o in self.schema.columns.items()
-        }
-        columns = []
-        sample = rows.values.head(ROLE_ROWS)
-        for place, name in enumerate(rows.names):
-            if name in others:
-                continue
-            present, own = sample.to_series(place).drop_nulls(), options.get(name, ColumnOptions())
-            told = given.get(name) or own.role
-            if name in rows.lists and own.separator not in (None, SEPARATOR):
-                raise UserError(
-                    f"data.schema_file: columns.{name}.separator = {own.separator!r}: {rows.file} has lists "
-                    "in this column, whose items need no separator; remove it"
-                )
-            if told is not None:
-                role, reason = told, "as given"
-            elif name in rows.lists:
-                role, reason = "bag", "lists"
-            elif not len(present) and len(rows) > len(sample):
-                role, reason = "categorical", f"no values in the first {len(sample):,} rows"
-            else:
-                role, reason = inferred_role(name, present, len(sample), self.data)
-                if role == "time" and not {*part_names(name)}.isdisjoint(rows.names):
-                    role, reason = "categorical", "dates or times, whose parts there are columns of"
-            samples = tuple(present.unique(maintain_order=True)[:3].to_list())
-            columns.append(Column(name, role, reason, samples, own.model_copy(update={"role": role})))
-            if role == "time":
-                columns += self._parts(rows, name, sample.to_series(place), own)
-        return columns
-
-    def _parts(self, rows: Rows, name: str, texts: pl.Series, own: ColumnOptions) -> list[Column]:
-        """Return the numeric columns that a time becomes."""
-        columns = []
-        for part, values in zip(part_names(name), parts(seconds(texts, self.data.dayfirst)), strict=True):
-            if part in rows.names:
-                raise UserError(f"data.times={name!r}: {rows.file} has a column {part!r} already; rename it")
-            samples = tuple(f"{value:g}" for value in values.drop_nans().unique(maintain_order=True)[:3])
-            options = own.model_copy(update={"role": "numeric"})
-            columns.append(Column(part, "numeric", f"of {name}", samples, options))
-        return columns
 
     def _answers(self) -> tuple[Label, Array]:
         """Return what the label is, and its numbers (B,), or numbers of classes."""

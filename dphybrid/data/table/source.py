@@ -5,8 +5,6 @@ the training part, and encoded. Memory holds a chunk, the vocabularies and a few
 the input is. Letters: B rows, F id columns, N dense columns.
 """
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,31 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
 from dphybrid.data.store import INFERRED, Content, Progress, Streamed, source_digests
 from dphybrid.data.table import plain
-from dphybrid.data.table.bags import BagColumn, bag_ids, form_text, one_width
+from dphybrid.data.table.arrays import bags_blocks, dense_blocks, ids_blocks, keys_of
+from dphybrid.data.table.bags import BagColumn
 from dphybrid.data.table.categories import CategoryColumn, fit_categories
 from dphybrid.data.table.chunks import read_jobs
 from dphybrid.data.table.columns import ColumnStore
-from dphybrid.data.table.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric, side_by_side
-from dphybrid.data.table.extend import Base, extended, extended_split, open_base, row_keys
-from dphybrid.data.table.labels import Label
-from dphybrid.data.table.reading import Column, Reading, Table, bag_form
+from dphybrid.data.table.description import description
+from dphybrid.data.table.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric
+from dphybrid.data.table.extend import Base, extended, extended_split, open_base
+from dphybrid.data.table.files import find_files
+from dphybrid.data.table.reading import Reading, Table
+from dphybrid.data.table.roles import Column, bag_form
 from dphybrid.data.table.rows import Rows
 from dphybrid.data.table.schema import INFERRED_TIME, SchemaFile, read_schema, schema_text
 from dphybrid.data.table.times import part_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
-UNSEEN_TOLD = 0.0005
-"""Share of validation values without a training row from which on a person is told."""
 LIMITS = ("max_columns", "max_line_mib", "max_expansion")
 """Values that refuse files and change nothing else."""
-SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
-"""Files of a folder that are read."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class TableSource:
         parts: dict[str, Array] = {}
         if self.base:
             answer = self.base.encoder.answer
-            keys = _keys_of(table, store, self.base.encoder, answer.encoded(table.answers_B))
+            keys = keys_of(table, store, self.base.encoder, answer.encoded(table.answers_B))
             held, parts["new_rows"] = extended_split(table.split, self.base, keys)
             table = replace(table, split=held)
         else:
@@ -169,12 +166,12 @@ class TableSource:
             "ids_BF": Streamed(
                 (num_rows, len(id_columns) - len(encoder.bags)),
                 np.dtype(np.int32),
-                lambda: _ids(encoder, lookups, store, table.compiled),
+                lambda: ids_blocks(encoder, lookups, store, table.compiled),
             ),
             "dense_BN": Streamed(
                 (num_rows, encoder.num_dense),
                 np.dtype(np.float32),
-                lambda: _dense(encoder, store, table.compiled),
+                lambda: dense_blocks(encoder, store, table.compiled),
             ),
             "labels_B": labels_B,
             **({} if table.weights_B is None else {"weights_B": table.weights_B}),
@@ -189,7 +186,7 @@ class TableSource:
         if encoder.bags:
             shape = (num_rows, len(encoder.bags), table.longest_bag)
             arrays["bags_BFL"] = Streamed(
-                shape, np.dtype(np.int32), lambda: _bags(encoder, lookups, store, table.longest_bag)
+                shape, np.dtype(np.int32), lambda: bags_blocks(encoder, lookups, store, table.longest_bag)
             )
             info["num_bags"] = len(encoder.bags)
         extra = {
@@ -210,7 +207,7 @@ class TableSource:
             **({"weight": self.data.weight} if self.data.weight else {}),
             **({"weightless_rows": table.weightless} if table.weightless else {}),
         }
-        text = self._description(table, encoder, split, unseen)
+        text = description(self.data, table, encoder, split, unseen)
 
         def save(folder: Path) -> None:
             encoder.save(folder / "encoder")
@@ -280,164 +277,6 @@ class TableSource:
             encoder = extended(self.base.encoder, encoder)
         return encoder, {column.name: unseen[column.name] for column in encoder.vocabularies}
 
-    def _description(
-        self, table: Table, encoder: TableEncoder, split: dict[str, Any], unseen: dict[str, float]
-    ) -> list[str]:
-        num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
-        columns = table.columns
-        wide = max(len("column"), *(len(printable(column.name)) for column in columns))
-        lines = [
-            f"  {self.data.path}: {len(table.answers_B):,} rows, label {table.label!r}: "
-            f"{self._label_text(encoder.answer)}"
-        ]
-        lines += [f"  {'column':<{wide}}  role            ids  values such as"]
-        for column in columns:
-            samples = ", ".join(_shown(text) for text in column.samples)
-            reason = f"  ({column.reason})" if column.reason else ""
-            lines.append(
-                f"  {printable(column.name):<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  "
-                f"{samples}{reason}"
-            )
-        rates = {part: split.get(f"{part}_label_rate") for part in ("train", "valid")}
-        lines.append(
-            f"  {split['train_rows']:,} rows to train"
-            + ("" if rates["train"] is None else f" ({rates['train']:.1%} of them 1)")
-            + f", {split['valid_rows']:,} to validate"
-            + ("" if rates["valid"] is None else f" ({rates['valid']:.1%})")
-            + f", {sum(num_ids.values()):,} table rows"
-        )
-        lines.append(f"  {table.split.text}")
-        if new := {
-            name: share
-            for name, share in sorted(unseen.items(), key=lambda item: -item[1])[:5]
-            if share >= UNSEEN_TOLD
-        }:
-            shares = ", ".join(f"{name} {share:.1%}" for name, share in new.items())
-            lines.append(f"  validation values that no training row has: {shares}")
-        for name, (cells, items) in table.left_out.items():
-            lines.append(
-                f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left "
-                "out; max_items in schema.toml"
-            )
-        lines.append(
-            f"  Other roles: {', '.join(f'--data.{field}' for field in ROLE_FIELDS)} with column names, or "
-            "--data.schema-file with an edited schema.toml of this folder; without a header columns are "
-            "named 0, 1, ..."
-        )
-        if table.unlabelled:
-            lines.append(
-                f"  {table.unlabelled:,} rows without a value of {table.label!r} are left out: they have no "
-                "answer to learn"
-            )
-        if self.data.weight:
-            zero = f"; {table.weightless:,} rows with a weight of 0 are left out" if table.weightless else ""
-            lines.append(f"  weights of rows, in loss and metrics: {self.data.weight}{zero}")
-        if table.rejected:
-            lines.append(
-                f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which "
-                "and why"
-            )
-        return lines
-
-    def _label_text(self, answer: Label) -> str:
-        """Say what the label was taken for."""
-        if answer.task == "binary":
-            return f"{answer.classes[1]!r} is 1, {answer.classes[0]!r} is 0"
-        if answer.task == "multiclass":
-            shown = ", ".join(_shown(repr(name)) for name in answer.classes[:8])
-            text = f"{len(answer.classes)} classes, {shown}" + ", ..." * (len(answer.classes) > 8)
-        elif answer.task == "counts":
-            text = f"mean {answer.scale:.6g} in training"
-        else:
-            text = f"mean {answer.offset:.6g}, standard deviation {answer.scale:.6g} in training"
-        told = "as data.task says" if self.data.task != "auto" else "--data.task overrules"
-        return f"{answer.task} ({told}): {text}"
-
-
-def printable(text: str) -> str:
-    """Return a text with line ends and other signs that move a terminal's cursor written out."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
-
-
-def _shown(text: str) -> str:
-    return printable(text if len(text) <= 24 else text[:21] + "...")
-
-
-def _ids(
-    encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, compiled: bool
-) -> Iterator[Array]:
-    buckets = [(column, column.edges) for column in encoder.numeric if column.edges is not None]
-
-    def block(number: int) -> Array:
-        num_rows = store.lengths[number]
-        if compiled:
-            numbers = [(store.block(c.name, number), edges) for c, edges in buckets]
-            codes = [(store.block(c.name, number), lookups[c.name]) for c in encoder.categories]
-            return plain.ids(numbers, codes, num_rows)
-        parts = [column.ids(store.block(column.name, number)) for column, _ in buckets]
-        parts += [lookups[c.name].take(store.block(c.name, number)) for c in encoder.categories]
-        return side_by_side(parts, np.int32, num_rows)
-
-    return mapped(block, range(len(store.lengths)))
-
-
-def _bags(
-    encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, longest: int
-) -> Iterator[Array]:
-    def block(number: int) -> Array:
-        return one_width(
-            [bag_ids(store.block(c.name, number)[:, :longest], lookups[c.name]) for c in encoder.bags],
-            longest,
-        )
-
-    return mapped(block, range(len(store.lengths)))
-
-
-def _dense(encoder: TableEncoder, store: ColumnStore, compiled: bool) -> Iterator[Array]:
-    def block(number: int) -> Array:
-        raw = {column.name: store.block(column.name, number) for column in encoder.numeric}
-        if compiled:
-            return plain.dense(encoder.numeric, raw, store.lengths[number])
-        return encoder.dense(raw, store.lengths[number])
-
-    return mapped(block, range(len(store.lengths)))
-
-
-def _keys_of(table: Table, store: ColumnStore, encoder: TableEncoder, labels_B: Array) -> Array:
-    """The rows' keys in another table's encoding, with their labels in it."""
-    before = {c.name: "numeric" for c in encoder.numeric} | {
-        c.name: "categorical" for c in encoder.categories
-    }
-    before |= {c.name: form_text(c.separator, c.max_items) for c in encoder.bags}
-    now = {
-        c.name: form_text(*bag_form(c)) if c.role in ("bag", "text") else c.role
-        for c in table.columns
-        if c.role not in ("ignore", "time")
-    }
-    for name, form in before.items():
-        if name not in now:
-            raise UserError(
-                f"data.base: the earlier table has a column {name!r} that is used no more; train a new model"
-            )
-        if now[name] != form:
-            raise UserError(
-                f"data.base: column {name!r} was {form} and is {now[name]}; a model cannot be carried over, "
-                "train a new one"
-            )
-    lookups = table.lookups(encoder)
-    start = 0
-
-    def blocks() -> Iterator[tuple[Array, Array, Array, Array | None]]:
-        nonlocal start
-        bags = _bags(encoder, lookups, store, table.longest_bag) if encoder.bags else itertools.repeat(None)
-        for ids_BF, dense_BN in zip(
-            _ids(encoder, lookups, store, table.compiled), _dense(encoder, store, table.compiled), strict=True
-        ):
-            yield ids_BF, dense_BN, labels_B[start : start + len(ids_BF)], next(bags)
-            start += len(ids_BF)
-
-    return row_keys(blocks(), encoder)
-
 
 def open_source(data: TableDataConfig, seed: int) -> TableSource:
     """Find the files. Raises UserError for a missing path or an empty file."""
@@ -454,39 +293,3 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
             "cannot be in both parts"
         )
     return TableSource(data, seed, files, held)
-
-
-def find_files(path: str, place: str) -> tuple[Path, ...]:
-    """Return the files of a file, a folder (with what is below it) or a pattern such as `logs/day-*.csv.gz`,
-    sorted by name.
-
-    Raises UserError when there are none, and for an empty file.
-    """
-    root = given_path(path, place)
-    if root.is_file():
-        files = [root]
-    elif root.is_dir():
-        files = [
-            file
-            for file in root.rglob("*")
-            if file.name.lower().endswith(SUFFIXES) and file.is_file() and file.name[0] not in "._"
-        ]
-        if not files:
-            raise UserError(
-                f"{place}={path}: is a folder without files of rows ({', '.join(SUFFIXES)}); name a file, "
-                "or one that has some"
-            )
-    else:
-        anchor = Path(root.anchor) if root.anchor else Path()
-        pattern = str(root.relative_to(anchor))
-        try:
-            wild = any(sign in pattern for sign in "*?[")
-            files = [file for file in anchor.glob(pattern) if file.is_file()] if wild else []
-        except ValueError as error:
-            raise UserError(f"{place}={path}: {error}") from error
-        if not files:
-            raise UserError(f"{place}={path}: there is no such file")
-    for file in files:
-        if not file.stat().st_size:
-            raise UserError(f"{place}={file}: is empty; give a file with rows")
-    return tuple(sorted(files))

@@ -18,8 +18,8 @@ from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.categories import FIRST_ID, CategoryColumn, Dictionary, fit_categories
 from dphybrid.data.table.chunks import read_chunks
+from dphybrid.data.table.files import find_files
 from dphybrid.data.table.rows import Rows, check_rejected
-from dphybrid.data.table.source import find_files
 from dphybrid.data.table.times import seconds
 from dphybrid.recipes.retrieval.recipe import RetrievalDataConfig
 from dphybrid.util.errors import UserError, suggestion
