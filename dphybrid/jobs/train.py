@@ -8,7 +8,7 @@ compare.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,8 @@ from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way
 from dphybrid.jobs.build import build_run, prepare_data, resumed_replicas
-from dphybrid.jobs.load import fill_model
-from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, SplitsPage
+from dphybrid.jobs.evaluate import evaluate_run
+from dphybrid.jobs.pages import Report, ResultPage, SplitsPage
 from dphybrid.jobs.report import attached, report_run
 from dphybrid.jobs.runs import (
     Run,
@@ -53,11 +53,10 @@ from dphybrid.training.checkpoint import (
     load_checkpoint,
     newest_whole_checkpoint,
     step_of,
-    verify_checkpoint,
 )
 from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display
-from dphybrid.training.loop import evaluate, keep_checkpoints, train, validation_outputs
+from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Meter
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
 from dphybrid.training.retention import best_checkpoint
@@ -66,7 +65,6 @@ from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.training.together import ALONE
 from dphybrid.training.warm_start import warm_start
-from dphybrid.util.errors import UserError
 from dphybrid.util.files import clear_leftovers, disk_errors_told, make_folder, write_text
 from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
@@ -203,7 +201,10 @@ def train_here(
     record: dict[str, Any] = together.read(trained, load) or {}
     if ranks is None:  # several agree on it, in their first step
         stop.obey(f"after step {trained.progress.step}; it goes on with --resume")
-    with _recording(run, settings) if leads else nullcontext(Tracker()) as tracker, Display() as display:
+    with (
+        closing(attached(run, settings)) if leads else nullcontext(Tracker()) as tracker,
+        Display() as display,
+    ):
         session = Session(
             config=config,
             trained=trained,
@@ -327,67 +328,9 @@ def _write_result(run: Run, session: Session, result: ResultPage) -> None:
     result.write(run.folder / "result.json")
 
 
-def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
-    """Evaluate the best checkpoint on the validation rows, and on test rows where the data has some
-    (`test_...`); log it all as `final/...`."""
-    run = read_run(run_folder)
-    config, data = run.config, run.open_data()
-    result = ResultPage.read(run.folder / "result.json")
-    best, mapped = Path(result.best_checkpoint), config.cluster.ranks > 0  # it may not fit into this machine
-    with deferred_rows() if mapped else unfilled_rows():
-        model = build_from_config(config, data.info, resolve_devices(run.page.devices), settings.table_folder)
-    _check_best(best, run)
-    fill_model(best, model, mapped)
-    task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
-    outputs = validation_outputs(model, data.dataset("valid"), batch_size, task)
-    metrics, chart = task.compute(outputs), task.chart(outputs) if task.chart else None
-    if "test" in data.parts:
-        metrics |= {
-            f"test_{name}": value
-            for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
-        }
-    MetricsPage(metrics=metrics, chart=chart).write(run.folder / "metrics.json")
-    with _recording(run, settings) as tracker:
-        tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
-    return metrics
-
-
-def _check_best(best: Path, run: Run) -> None:
-    """Raise UserError with what can take its place when the best checkpoint is damaged. Nothing takes it by
-    itself: it would be another model."""
-    try:
-        verify_checkpoint(best)
-    except UserError as damage:
-        others = [path for path in complete_checkpoints(run.checkpoints) if path != best]
-        whole = any(_is_whole(path) for path in others)
-        remedy = (
-            f"remove {best} and give --resume {run.folder.name}: the best of the others takes its place"
-            if whole
-            else "no other checkpoint of this run is whole: start a new run"
-        )
-        raise UserError(f"the run's best checkpoint is damaged: {damage}; {remedy}") from damage
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        verify_checkpoint(checkpoint)
-    except UserError:
-        return False
-    return True
-
-
 def fail_run(run_folder: str, settings: Settings, status: Status) -> None:
     """End the MLflow run of a run folder as FAILED or KILLED."""
     attached(read_run(run_folder), settings).finish(status)
-
-
-@contextmanager
-def _recording(run: Run, settings: Settings) -> Iterator[Tracker]:
-    tracker = attached(run, settings)
-    try:
-        yield tracker
-    finally:
-        tracker.close()
 
 
 __all__ = [

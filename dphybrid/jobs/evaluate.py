@@ -1,0 +1,66 @@
+"""What a trained run is judged by: its best checkpoint, on the validation rows and on those for a test."""
+
+from contextlib import closing
+from pathlib import Path
+
+from dphybrid.config.settings import Settings
+from dphybrid.embedding.storage import deferred_rows, unfilled_rows
+from dphybrid.jobs.load import fill_model
+from dphybrid.jobs.pages import MetricsPage, ResultPage
+from dphybrid.jobs.report import attached
+from dphybrid.jobs.runs import Run, read_run
+from dphybrid.parallel import resolve_devices
+from dphybrid.recipes.context import build_from_config
+from dphybrid.recipes.registry import find_recipe
+from dphybrid.training.checkpoint import complete_checkpoints, verify_checkpoint
+from dphybrid.training.loop import evaluate, validation_outputs
+from dphybrid.util.errors import UserError
+
+
+def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
+    """Evaluate the best checkpoint on the validation rows, and on test rows where the data has some
+    (`test_...`); log it all as `final/...`."""
+    run = read_run(run_folder)
+    config, data = run.config, run.open_data()
+    result = ResultPage.read(run.folder / "result.json")
+    best, mapped = Path(result.best_checkpoint), config.cluster.ranks > 0  # it may not fit into this machine
+    with deferred_rows() if mapped else unfilled_rows():
+        model = build_from_config(config, data.info, resolve_devices(run.page.devices), settings.table_folder)
+    _check_best(best, run)
+    fill_model(best, model, mapped)
+    task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
+    outputs = validation_outputs(model, data.dataset("valid"), batch_size, task)
+    metrics, chart = task.compute(outputs), task.chart(outputs) if task.chart else None
+    if "test" in data.parts:
+        metrics |= {
+            f"test_{name}": value
+            for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
+        }
+    MetricsPage(metrics=metrics, chart=chart).write(run.folder / "metrics.json")
+    with closing(attached(run, settings)) as tracker:
+        tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
+    return metrics
+
+
+def _check_best(best: Path, run: Run) -> None:
+    """Raise UserError with what can take its place when the best checkpoint is damaged. Nothing takes it by
+    itself: it would be another model."""
+    try:
+        verify_checkpoint(best)
+    except UserError as damage:
+        others = [path for path in complete_checkpoints(run.checkpoints) if path != best]
+        whole = any(_is_whole(path) for path in others)
+        remedy = (
+            f"remove {best} and give --resume {run.folder.name}: the best of the others takes its place"
+            if whole
+            else "no other checkpoint of this run is whole: start a new run"
+        )
+        raise UserError(f"the run's best checkpoint is damaged: {damage}; {remedy}") from damage
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        verify_checkpoint(checkpoint)
+    except UserError:
+        return False
+    return True
