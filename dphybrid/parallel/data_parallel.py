@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from dphybrid.parallel.applying import Mode, default_mode, parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import Join, Joining, Leaf, as_device, gather
-from dphybrid.parallel.nests import PLAIN, Whole, batch_rows, map_tensors, tensors_of
+from dphybrid.parallel.in_place import all_tensors, refuse_changes, refuse_late_change, versions
+from dphybrid.parallel.nests import Whole, batch_rows, map_tensors
 from dphybrid.parallel.probing import refuse_chance_rows
 from dphybrid.parallel.randomness import Randomness, random_streams
 from dphybrid.parallel.record import Key, Record, first_size
@@ -130,18 +131,18 @@ class DataParallel(nn.DataParallel):
                 else:
                     output = module(x)
                     if x._version != version:
-                        _refuse_late_change("input 0")
+                        refuse_late_change("input 0")
                 try:
                     key = ((x.shape,), (output.shape if type(output) is Tensor else first_size(output),))
                 except RuntimeError:  # a nested tensor, which has no shape
                     key = ((first_size(x),), (first_size(output),))
             else:
                 given: list[Tensor] = []
-                if record.in_place is False and _all_tensors((inputs, kwargs), given):
-                    before = _versions(given)
+                if record.in_place is False and all_tensors((inputs, kwargs), given):
+                    before = versions(given)
                     output = module(*inputs, **kwargs)
-                    if _versions(given) != before:
-                        _refuse_changes((inputs, kwargs), given, before)
+                    if versions(given) != before:
+                        refuse_changes((inputs, kwargs), given, before)
                     key = ((first_size(given),), (first_size(output),))
                 else:
                     output = self._watched(inputs, kwargs)
@@ -275,23 +276,23 @@ class DataParallel(nn.DataParallel):
 
                 inputs, kwargs = map_tensors(copied, (inputs, kwargs))
             given: list[Tensor] = []
-            _all_tensors((inputs, kwargs), given)
-            before = _versions(given)
+            all_tensors((inputs, kwargs), given)
+            before = versions(given)
             output = self.module(*inputs, **kwargs)
             # without versions, in inference mode, it cannot be seen
             if not record.in_place and None not in before:
-                record.in_place = _versions(given) != before
+                record.in_place = versions(given) != before
             return output
         given = []
-        plain = _all_tensors((inputs, kwargs), given)
-        before = _versions(given)
+        plain = all_tensors((inputs, kwargs), given)
+        before = versions(given)
         args, named = inputs, kwargs
         if not plain or home.type != "cpu":
             with nullcontext() if self.stage is None or not self.training else self.stage("host_to_device"):
                 args, named = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         output = self.module(*args, **named)
-        if _versions(given) != before:
-            _refuse_changes((inputs, kwargs), given, before)
+        if versions(given) != before:
+            refuse_changes((inputs, kwargs), given, before)
         return output
 
     def _note(self, input_sizes: tuple[Size, ...], output_sizes: tuple[Size, ...]) -> None:
@@ -372,47 +373,6 @@ def _in_step(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     inputs, kwargs = list(inputs or ()), list(kwargs or ())
     count = max(len(inputs), len(kwargs), 1)
     return inputs + [()] * (count - len(inputs)), kwargs + [{}] * (count - len(kwargs))
-
-
-def _all_tensors(value: Any, found: list[Tensor]) -> bool:
-    """Add all tensors of a nest to `found`: `tensors_of` without the paths, for every call. Return whether
-    they are all that there is: nothing to open, such as a `Whole`."""
-    kind = type(value)
-    if kind is tuple or kind is list or kind is dict:
-        plain = True
-        for item in value.values() if kind is dict else value:
-            if type(item) is Tensor:
-                found.append(item)
-            elif not _all_tensors(item, found):
-                plain = False
-        return plain
-    if kind in PLAIN:
-        return True
-    found += [tensor for _, tensor in tensors_of(value.value if kind is Whole else value)]
-    return False
-
-
-def _versions(tensors: list[Tensor]) -> list[int | None]:
-    """Return how often each tensor was changed in place; None for inference tensors, which do not count."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _refuse_changes(inputs: Any, given: list[Tensor], before: list[int | None]) -> None:
-    now = _versions(given)
-    changed = {id(tensor) for tensor, one, two in zip(given, before, now, strict=True) if one != two}
-    opened = map_tensors(lambda t: t, inputs)
-    _refuse_late_change(next(path for path, t in tensors_of(opened, "inputs") if id(t) in changed))
-
-
-def _refuse_late_change(path: str) -> None:
-    raise UserError(
-        f"DataParallel: the module has changed {path} in place, which it did not at its first call; on "
-        "several devices the caller's tensor stays as it is: clone it first in forward, or do not work in "
-        "place"
-    )
 
 
 def memory_weights(devices: Devices) -> list[float] | None:

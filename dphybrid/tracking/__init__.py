@@ -2,7 +2,7 @@
 imports mlflow."""
 
 from dphybrid.tracking.base import CheckpointCard, Status, Tracker
-from dphybrid.tracking.journal import waiting
 from dphybrid.tracking.opening import open_tracker
+from dphybrid.tracking.spool import waiting
 
 __all__ = ["CheckpointCard", "Status", "Tracker", "open_tracker", "waiting"]

@@ -14,9 +14,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from dphybrid.tracking.delivery import deliver
-from dphybrid.tracking.journal import Journal, Record, journals, set_aside
+from dphybrid.tracking.journal import Journal, Record
 from dphybrid.tracking.mlflow_tracker import HEARTBEAT_TAG, PID_TAG, writer_of
 from dphybrid.tracking.sender import Sender
+from dphybrid.tracking.spool import journals, set_aside
 from dphybrid.util.masking import masked
 
 SILENT_S = 600.0

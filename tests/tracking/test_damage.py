@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from dphybrid.tracking.delivery import deliver
-from dphybrid.tracking.journal import Journal, Losses, journals
+from dphybrid.tracking.journal import Journal, Losses
 from dphybrid.tracking.lines import read_page, write_page
 from dphybrid.tracking.sender import Refused, Sender
+from dphybrid.tracking.spool import journals
 
 SPOOL_FILES = ("r.jsonl", "r.count", "r.sent", "r.json", "r.steps.json", "r.lock")
 _WANTED = os.environ.get("DPHYBRID_DAMAGES", "300")

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from dphybrid.tracking.journal import Journal, journals, waiting
+from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.names import safe_name
 from dphybrid.tracking.sender import Refused, Sender
+from dphybrid.tracking.spool import journals, waiting
 
 
 def test_records_come_back_in_order_until_they_are_acknowledged(tmp_path: Path) -> None:
