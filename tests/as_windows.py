@@ -119,6 +119,16 @@ def _keep_open_files(root: str) -> None:
     os.symlink = forbidden  # type: ignore[assignment]
 
 
+def keeps_open_files(folder: Path) -> bool:
+    """Tell whether an open file keeps its name, as it should."""
+    with (folder / "open").open("w", encoding="utf-8"):
+        try:
+            (folder / "open").rename(folder / "renamed")
+        except PermissionError:
+            return True
+    return False
+
+
 def import_everything() -> int:
     """Import every module of dphybrid; return how many there are."""
     import dphybrid
@@ -179,5 +189,5 @@ if __name__ == "__main__":
     for library in LIBRARIES:
         importlib.import_module(library)
     take_away(here)
-    found = {"modules": import_everything(), "refused": refusals(here), **train_and_predict()}
-    print(json.dumps(found))
+    found = {"kept": keeps_open_files(here), "modules": import_everything(), "refused": refusals(here)}
+    print(json.dumps(found | train_and_predict()))
