@@ -4,7 +4,6 @@ validation rows -> promote or keep.
 `python -m flows.retrain_hybrid` runs it in this process. The work is in `dphybrid.jobs.retrain`.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 
-from dphybrid.cli.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, recipe_of, run_cli
+from dphybrid.cli.flags import add_experiment_flags, config_from_args, flow_parser, recipe_of, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.jobs.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
@@ -145,11 +144,8 @@ def _decided(planned: Plan, decision: Decision) -> State:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
-    parser = Parser(
-        prog="python -m flows.retrain_hybrid",
-        description="Train a registered model on when data has arrived; promote it if it is better.",
-        epilog=TRAIN_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = flow_parser(
+        "retrain_hybrid", "Train a registered model on when data has arrived; promote it if it is better."
     )
     given = sys.argv[1:] if argv is None else argv
     add_experiment_flags(parser, recipe_of(given))

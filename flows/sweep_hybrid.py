@@ -5,7 +5,6 @@ them.
 in `dphybrid.jobs.sweep`.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from dphybrid.cli.flags import TRAIN_HELP, Parser, add_experiment_flags, config_from_args, recipe_of, run_cli
+from dphybrid.cli.flags import add_experiment_flags, config_from_args, flow_parser, recipe_of, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.jobs.sweep import (
@@ -188,12 +187,7 @@ def _own_name() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
-    parser = Parser(
-        prog="python -m flows.sweep_hybrid",
-        description="Train every combination of some values and compare them.",
-        epilog=TRAIN_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = flow_parser("sweep_hybrid", "Train every combination of some values and compare them.")
     given = sys.argv[1:] if argv is None else argv
     add_experiment_flags(parser, recipe_of(given))
     parser.add_argument(

@@ -4,7 +4,6 @@
 `dphybrid.orchestration.steps`.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,7 +12,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from pydantic import Field
 
-from dphybrid.cli.flags import TRAIN_HELP, Parser, add_train_flags, config_from_args, recipe_of, run_cli
+from dphybrid.cli.flags import add_train_flags, config_from_args, flow_parser, recipe_of, run_cli
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.politeness import go_on_later
 from dphybrid.jobs.report import Report
@@ -73,12 +72,7 @@ def train_hybrid(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
-    parser = Parser(
-        prog="python -m flows.train_hybrid",
-        description="Train a hybrid model as a Prefect flow, in this process.",
-        epilog=TRAIN_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = flow_parser("train_hybrid", "Train a hybrid model as a Prefect flow, in this process.")
     given = sys.argv[1:] if argv is None else argv
     add_train_flags(parser, recipe_of(given))
     args = parser.parse_args(given)

@@ -73,6 +73,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 
 
+def flow_parser(name: str, description: str) -> Parser:
+    """Return the parser of `python -m flows.NAME`."""
+    return Parser(
+        prog=f"python -m flows.{name}",
+        description=description,
+        epilog=TRAIN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def _field_of(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
