@@ -1,4 +1,7 @@
-"""`DataParallel`: torch.nn.DataParallel's interface, right or refused, with every split on record."""
+"""`DataParallel`: torch.nn.DataParallel's interface, right or refused, with every split on record.
+
+One class, as in torch: what subclasses may override, and what a call needs, in the order of a call.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -6,6 +6,8 @@ checksum), `RUN.count` (number of the newest one, so that a missing end is notic
 place of the newest that arrived), `RUN.lost` (how many never will), `RUN.json` (where they go),
 `RUN.steps.json` (highest step of each metric), `RUN.refused.jsonl` (what was set aside: damaged, or refused
 by the server), `RUN.files/` (contents that wait), `RUN.lock` (held by the one that sends).
+
+One class writes them, in an order that loses nothing wherever it is cut off.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 A full checkpoint holds each table's file whole. One in between holds a hard link to the file of the last full
 one and the rows changed since (see `table_files`), so that a folder has all it needs, whatever is removed
 beside it. A full one is made from the file of the full one before and the rows changed since, in the thread
-that writes.
+that writes. One class: what was changed, linked and written last must agree whenever it is cut off.
 
 Letters: U changed rows of a table.
 """

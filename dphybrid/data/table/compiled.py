@@ -7,7 +7,10 @@ places (int32): -1, then the place of each separator and line end, `width` a lin
 between places[r * width + c] and the next one. Cells lose the blanks at their edges.
 
 A key (int64) stands for a text: 0 for none; up to 8 bytes it holds them, with the length in the highest byte
-where there is room, and is the only one of that text; that of a longer one is a negative hash."""
+where there is room, and is the only one of that text; that of a longer one is a negative hash.
+
+One file, as kernels are compiled together with the helpers beside them.
+"""
 
 from typing import Any
 

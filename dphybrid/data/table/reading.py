@@ -1,7 +1,8 @@
 """Rows of files, read once, chunk by chunk, into one file a column: numbers, codes of a dictionary, or codes
 of a bag's items.
 
-Threads read and encode some chunks ahead of the one that is being written. Letters: B rows, L items of a bag.
+Threads read and encode some chunks ahead of the one that is being written. One class: what a chunk's rows
+become and which of them are set apart is decided in one pass. Letters: B rows, L items of a bag.
 """
 
 import itertools
