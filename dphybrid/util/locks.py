@@ -2,7 +2,8 @@
 
 The library filelock takes them (flock; LockFileEx on Windows) on files that are opened here, for a holder may
 keep its page in the file, and some files go with their lock. What it has not is a look that takes nothing: a
-shared lock, so that two who look do not take each other for a holder. That alone is `fcntl`'s.
+shared lock, for which reading another user's file is enough, and two who look are no holder to each other.
+That alone is `fcntl`'s.
 """
 
 import os
