@@ -12,7 +12,7 @@ import pytest
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared, batches, num_batches, open_prepared
 from dphybrid.data import store as store_module
-from dphybrid.data.table import reading
+from dphybrid.data.table import roles
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text.data import repeated_shares, tokenize
 from dphybrid.recipes.text.recipe import TextDataConfig
@@ -55,13 +55,13 @@ def test_columns_are_judged_once_for_the_digest_and_the_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[str] = []
-    asked = reading.inferred_role
+    asked = roles.inferred_role
 
     def counted(name: str, *rest: Any) -> Any:
         judged.append(name)
         return asked(name, *rest)
 
-    monkeypatch.setattr(reading, "inferred_role", counted)
+    monkeypatch.setattr(roles, "inferred_role", counted)
     ctr(tmp_path, CLICKS)
     assert judged == ["age", "city", "job"]
 
