@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dphybrid.embedding.kernels import keep_compiled_in
+from dphybrid.embedding.machine_code import keep_compiled_in
 from dphybrid.parallel import DataParallel
 
 REPOSITORY = Path(__file__).parent.parent

@@ -378,7 +378,7 @@ def selftest(args: argparse.Namespace) -> int:
     minutes = args.minutes if args.minutes is not None else 60.0 if args.full else 1.0
     if not 0 < minutes < 10_000:
         raise UserError(f"--minutes {minutes}: give how many minutes it may take, such as 5")
-    from dphybrid.embedding.kernels import compiled_folder, keep_compiled_in
+    from dphybrid.embedding.machine_code import compiled_folder, keep_compiled_in
     from dphybrid.selftest import promises
 
     settings = load_settings()

@@ -5,19 +5,14 @@ A kernel has one argument, the address of a page of int64 numbers, most of them 
 blocks that were taken: whoever comes takes the next one until none is left. Blocks own their rows, so bits
 depend neither on the threads nor on who took what.
 
-Functions are made for constants (width, kinds of values, rule), which numba keeps in its cache by their
-values; what a function uses besides must be an intrinsic, or a function of its module's own top level: one
-that holds another compiled function in its closure is never kept.
+Functions are made for constants (width, kinds of values, rule); `machine_code` has numba compile them and
+keeps what comes of it.
 """
 
-import pickle
-from pathlib import Path
 from typing import Any
 
-import numba
-from numba import types
-
 from dphybrid.embedding import vectors
+from dphybrid.embedding.sizes import AHEAD, DIGIT_BITS, DRAWN
 from dphybrid.embedding.vectors import (
     any_less,
     exponent,
@@ -49,15 +44,9 @@ SGD, ADAGRAD, ADAM, LAZY_ADAM = range(4)
 
 LINE = 64
 """Bytes of a cache line, and of the longest vector."""
-AHEAD = 24
-"""Occurrences, or rows to gather, whose memory is asked for ahead."""
 ROWS_AHEAD = 8
 """Rows to update whose memory is asked for ahead."""
 TABLE_BYTES = 56
-DRAWN = 32
-"""Values drawn at once."""
-DIGIT_BITS = 11
-"""Of the radix sort: its counts stay in a core's first cache."""
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -82,18 +71,6 @@ def lanes_of(dim: int, item_bytes: int) -> int:
     """Return the largest power of two that divides `dim`, at most a cache line's: rows need no remainder
     then."""
     return min(dim & -dim, LINE // item_bytes)
-
-
-def compiled(function: Any) -> Any:
-    """Return the function as machine code with a C interface, from numba's cache where it is there, and
-    whole."""
-    make = numba.cfunc(types.void(types.int64), cache=True, error_model="numpy")
-    try:
-        return make(function)
-    except (EOFError, pickle.UnpicklingError):  # numba does not sync its files: cut off as the power failed
-        for index in Path(numba.config.CACHE_DIR).rglob("*.nbi"):
-            index.unlink(missing_ok=True)
-        return make(function)
 
 
 def arrange_kernel() -> Any:
@@ -182,7 +159,7 @@ def arrange_kernel() -> Any:
             write_int(sorted_places + 8 * n, 0)
         write_int(page + 96, unique + 1)
 
-    return compiled(arrange)
+    return arrange
 
 
 def gather_kernel(dim: int, stored: int) -> Any:
@@ -221,7 +198,7 @@ def gather_kernel(dim: int, stored: int) -> Any:
                 if others == tables_bytes:
                     others = 0
 
-    return compiled(gather)
+    return gather
 
 
 def draw_kernel(stored: int) -> Any:
@@ -278,7 +255,7 @@ def draw_kernel(stored: int) -> Any:
                     for k in range(max(0, -n), min(wide, count - n)):
                         store_as(values + item * (n + k), load(rest + 4 * k, real, 1), stored)
 
-    return compiled(draw)
+    return draw
 
 
 def sum_kernel(dim: int, stored: int) -> Any:
@@ -320,7 +297,7 @@ def sum_kernel(dim: int, stored: int) -> Any:
                 if squares:
                     write_float(squares + 8 * u, number(total(square)))
 
-    return compiled(sums)
+    return sums
 
 
 def update_kernel(rule: int, dim: int, stored: int) -> Any:
@@ -464,4 +441,4 @@ def update_kernel(rule: int, dim: int, stored: int) -> Any:
                     else:
                         store(row + d * item, row_L)
 
-    return compiled(update)
+    return update

@@ -6,7 +6,6 @@ Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a
 
 import ctypes
 import hashlib
-import importlib
 import importlib.util
 import operator
 import os
@@ -14,14 +13,15 @@ import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dphybrid.embedding.machine_code import folder_of, kernel_of
+from dphybrid.embedding.sizes import AHEAD, DIGIT_BITS, DRAWN
 from dphybrid.embedding.team import Kernel, run_kernel
 from dphybrid.util.errors import UserError
 
@@ -31,16 +31,6 @@ RULES = {"sgd": 0, "adagrad": 1, "adam": 2, "lazy-adam": 3}
 _ALONE_BYTES = 2**18
 """Below this many bytes of rows one thread is as fast as a team."""
 _BLOCK_BYTES = 2**16
-
-
-def keep_compiled_in(folder: Path) -> None:
-    """Have compiled kernels kept under `folder`, unless the user said where (NUMBA_CACHE_DIR) or numba is in
-    use already.
-
-    A folder for each state of the sources, as numba would not notice a change in what a kernel is made of.
-    """
-    if "numba" not in sys.modules:
-        os.environ.setdefault("NUMBA_CACHE_DIR", str(folder / _sources_digest()))
 
 
 def use_threads(count: int) -> None:
@@ -54,43 +44,17 @@ def use_threads(count: int) -> None:
         os.environ.setdefault("NUMBA_NUM_THREADS", str(count))
 
 
-def compiled_folder(data_dir: Path) -> Path:
-    """Return where compiled kernels are kept: in the user's cache folder, which all data folders share, or,
-    where that cannot be written, in `data_dir`."""
-    usual = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local")}
-    place = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
-    try:
-        folder = Path(place).expanduser()
-    except RuntimeError:  # a service without a home
-        return data_dir / "compiled"
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    writable = existing.is_dir() and os.access(existing, os.W_OK)
-    return (folder / "dphybrid" if writable else data_dir) / "compiled"
+_MODULE = "dphybrid.embedding.compiled"
 
 
-def _sources_digest() -> str:
-    here = Path(__file__).parent
-    return hashlib.sha256(
-        b"".join((here / name).read_bytes() for name in ("compiled.py", "vectors.py"))
-    ).hexdigest()[:12]
-
-
-def compiled_module(name: str) -> ModuleType:
-    """Return a module of functions that numba compiles; what it compiled is kept."""
-    if importlib.util.find_spec("numba") is None:
-        raise UserError("tables in host memory need numba, which is not installed; pip install numba")
-    keep_compiled_in(compiled_folder(Path(os.environ.get("DPHYBRID_DATA_DIR", "~/.dphybrid")).expanduser()))
-    return importlib.import_module(name)
-
-
-@cache
-def _compiled() -> ModuleType:
-    return compiled_module("dphybrid.embedding.compiled")
+def kept_in() -> Path:
+    """Return the folder of the kernels' machine code."""
+    return folder_of(_MODULE)
 
 
 @cache
 def _kernel(name: str, *constants: int) -> Kernel:
-    return Kernel(getattr(_compiled(), f"{name}_kernel")(*constants))
+    return kernel_of(_MODULE, name, *constants)
 
 
 def warm_up(rule: str, dim: int, dtype: torch.dtype) -> None:
@@ -173,7 +137,7 @@ def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
     count, item, place = drawn_VD.numel(), drawn_VD.element_size(), first * drawn_VD.shape[1]
     size, threads = _share(count, item, None)
     start = int.from_bytes(hashlib.sha256(b"%d" % seed).digest()[:8], "little", signed=True)
-    values = (count, -(-size // _compiled().DRAWN), drawn_VD, start, *_bits(std), place)
+    values: list[_Value] = [count, -(-size // DRAWN), drawn_VD, start, *_bits(std), place]
     _call(_kernel("draw", KINDS[drawn_VD.dtype]), values, threads)
     if not in_place:
         rows_VD.copy_(drawn_VD)

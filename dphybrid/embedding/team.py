@@ -22,10 +22,11 @@ _BORN_IN = os.getpid()
 
 
 class Kernel:
-    """A compiled function, which must live as long as its address is in use, and two ways to call it."""
+    """Machine code at an address, and a way to call it. owner: must live as long as that is in use."""
 
-    def __init__(self, function: Any) -> None:
-        self.function, self.address, self.call = function, int(function.address), function.ctypes
+    def __init__(self, owner: Any, address: int) -> None:
+        self.owner, self.address = owner, address
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
 
 
 def run_kernel(kernel: Kernel, page: int, threads: int) -> None:

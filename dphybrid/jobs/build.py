@@ -11,7 +11,8 @@ from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
 from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
-from dphybrid.embedding.kernels import compiled_folder, use_threads
+from dphybrid.embedding.kernels import use_threads
+from dphybrid.embedding.machine_code import compiled_folder
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.gpus.leasing import expected_devices
 from dphybrid.jobs.pages import RunPage

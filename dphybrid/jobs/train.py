@@ -23,7 +23,8 @@ from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, num_batches
 from dphybrid.data.reread import Rereading
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
-from dphybrid.embedding.kernels import compiled_folder, keep_compiled_in, use_threads
+from dphybrid.embedding.kernels import use_threads
+from dphybrid.embedding.machine_code import compiled_folder, keep_compiled_in
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way

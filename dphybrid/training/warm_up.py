@@ -1,6 +1,5 @@
 """Compiling the row kernels while data is prepared, so that the first step need not."""
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.embedding import kernels
+from dphybrid.embedding import kernels, machine_code
 
 
 @contextmanager
@@ -24,8 +23,8 @@ def compiling_kernels(config: ExperimentConfig, folder: Path) -> Iterator[None]:
     if not isinstance(dim, int):
         yield
         return
-    kernels.keep_compiled_in(folder)
-    place = Path(os.environ["NUMBA_CACHE_DIR"]) if "NUMBA_CACHE_DIR" in os.environ else folder
+    machine_code.keep_compiled_in(folder)
+    place = kernels.kept_in()
     if not place.exists():
         print(
             f"Compiling the kernels of table rows, which happens once; they are kept in {place}", flush=True

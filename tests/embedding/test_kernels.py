@@ -348,11 +348,11 @@ def test_machine_code_is_kept_for_all_data_folders_unless_the_user_says_where(tm
         return Path(found.stdout.strip())
 
     ours = cache_of()
-    assert ours.parent == tmp_path / "user" / "dphybrid" / "compiled"
-    kept = {file: file.stat().st_mtime_ns for file in ours.rglob("*.nbc")}
+    assert ours == tmp_path / "user" / "dphybrid" / "compiled"
+    kept = {file: file.stat().st_mtime_ns for file in ours.rglob("*.o")}
     assert kept
     assert cache_of("other data") == ours
-    assert {file: file.stat().st_mtime_ns for file in ours.rglob("*.nbc")} == kept  # found, not made again
+    assert {file: file.stat().st_mtime_ns for file in ours.rglob("*.o")} == kept  # found, not made again
     assert cache_of(NUMBA_CACHE_DIR=str(tmp_path / "mine")) == tmp_path / "mine"
     (tmp_path / "no folder").touch()
-    assert cache_of(XDG_CACHE_HOME=str(tmp_path / "no folder")).parent == tmp_path / "data" / "compiled"
+    assert cache_of(XDG_CACHE_HOME=str(tmp_path / "no folder")) == tmp_path / "data" / "compiled"

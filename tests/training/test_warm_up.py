@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dphybrid.embedding import kernels
 from dphybrid.recipes.configs import load_config
 from dphybrid.training.warm_up import compiling_kernels
 
@@ -12,11 +13,10 @@ from dphybrid.training.warm_up import compiling_kernels
 def test_the_first_run_says_that_it_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = tmp_path / "compiled"
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(place))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
     for exists in (False, True):
         if exists:
-            place.mkdir(exist_ok=True)
+            kernels.kept_in().mkdir(parents=True, exist_ok=True)
         with compiling_kernels(load_config(None, ["recipe=ctr"]), tmp_path):
             pass
         assert "dphybrid-compile" not in [thread.name for thread in threading.enumerate()]

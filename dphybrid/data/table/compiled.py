@@ -19,7 +19,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
-from dphybrid.embedding.compiled import compiled
 from dphybrid.embedding.vectors import (
     FLOAT32,
     fill,
@@ -169,7 +168,7 @@ def find_kernel() -> Any:
                 return
         write_int(page + 56, 1)
 
-    return compiled(find)
+    return find
 
 
 def read_kernel() -> Any:
@@ -256,7 +255,7 @@ def read_kernel() -> Any:
                         key = (key ^ (key >> 29)) | (-1 << 63)
                     write_int(target + 8 * r, key)
 
-    return compiled(read)
+    return read
 
 
 def look_up_kernel() -> Any:
@@ -320,7 +319,7 @@ def look_up_kernel() -> Any:
         write_int(page + 128, count)
         write_int(page + 136, rows)
 
-    return compiled(look_up)
+    return look_up
 
 
 def grow_kernel() -> Any:
@@ -340,7 +339,7 @@ def grow_kernel() -> Any:
                 write_int(free + SLOT * slot, key)
                 write_int(free + SLOT * slot + 8, read_int(slots + SLOT * s + 8))
 
-    return compiled(grow)
+    return grow
 
 
 def count_kernel() -> Any:
@@ -356,7 +355,7 @@ def count_kernel() -> Any:
                 at = place + 16 * read_int32(codes + 4 * n)
                 write_int(at, read_int(at) + 1)
 
-    return compiled(count)
+    return count
 
 
 def ids_kernel() -> Any:
@@ -392,7 +391,7 @@ def ids_kernel() -> Any:
                     write_int32(at, (below + 1) * (value == value))
                     at += 4 * width
 
-    return compiled(ids)
+    return ids
 
 
 def dense_kernel() -> Any:
@@ -419,4 +418,4 @@ def dense_kernel() -> Any:
                 store(target + 4, fill(1.0 if missing else 0.0, FLOAT32, 1))
             target += step
 
-    return compiled(dense)
+    return dense

@@ -21,7 +21,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.table.encode import MAX_DEVIATION, NumericColumn
 from dphybrid.data.table.rows import as_numbers, clean
 from dphybrid.data.table.times import part_columns, seconds
-from dphybrid.embedding.kernels import compiled_module
+from dphybrid.embedding.machine_code import kernel_of
 from dphybrid.embedding.team import Kernel
 
 KERNEL_BYTES = 2**26
@@ -38,7 +38,7 @@ _Page = ctypes.c_int64 * 20
 
 @cache
 def _kernel(name: str) -> Kernel:
-    return Kernel(getattr(compiled_module("dphybrid.data.table.compiled"), f"{name}_kernel")())
+    return kernel_of("dphybrid.data.table.compiled", name)
 
 
 def _call(name: str, *numbers: int) -> "ctypes.Array[ctypes.c_int64]":
