@@ -109,7 +109,7 @@ class LookupsAhead:
         version = table.rows_VD._version  # before any row is read
         shares = [
             channel.send(
-                where, ids_BX.shape, lambda ids_U, out_UD: _read(table, ids_U, out_UD, threads), like
+                where, ids_BX.shape, lambda ids_U, out_UD: _read(table, ids_U, threads, out_UD), like
             )
             for channel, where, ids_BX in zip(self._channels, wheres, each, strict=False)
         ]
@@ -218,7 +218,7 @@ class LookupsAhead:
             places = self._changed_places(changes, uniques, table.num_rows)
         for (channel, share), ids_U, places_C in zip(self.shares_of(lookup), uniques, places, strict=True):
             if len(places_C):
-                channel.mend(share, places_C, partial(_read, table, ids_U.index_select(0, places_C)))
+                channel.mend(share, places_C, partial(_read, table, ids_U.index_select(0, places_C), None))
         lookup.version, lookup.known = now, None
         self._counters.repaired += sum(len(places_C) for places_C in places)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
@@ -277,6 +277,8 @@ def update_in_halves(
         table.ahead.wait_for(future)
 
 
-def _read(table: "HostEmbedding", ids_U: Tensor, out_UD: Tensor, threads: int | None = None) -> None:
-    if not kernels.gather(table.rows_VD, ids_U, out_UD, threads):
+def _read(
+    table: "HostEmbedding", ids_U: Tensor, threads: int | None, out_XD: Tensor, places_U: Tensor | None = None
+) -> None:
+    if not kernels.gather(table.rows_VD, ids_U, out_XD, threads, places_N=places_U):
         raise UserError(f"table {table.name!r}: the table became smaller while its rows were read")

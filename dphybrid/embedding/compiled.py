@@ -166,7 +166,8 @@ def gather_kernel(dim: int, stored: int) -> Any:
     """Copy rows of several tables, whose ids take turns, bfloat16 as float32.
 
     PAGE: 1 ids (int64), 2 their number, 3 of a block, 4 tables (each: address of rows, their number), 5 their
-    number, 6 target. Out: 7 is 1 when an id is no row of its table.
+    number, 6 target, 8 the place in the target of each id's row (int64), or 0: in order. Out: 7 is 1 when an
+    id is no row of its table.
     """
     item, out_item = ITEM_BYTES[stored], ITEM_BYTES[stored] if stored != vectors.BFLOAT16 else 4
     lanes = lanes_of(dim, out_item)
@@ -175,6 +176,7 @@ def gather_kernel(dim: int, stored: int) -> Any:
     def gather(page: int) -> None:
         ids, count, size = read_int(page + 8), read_int(page + 16), read_int(page + 24)
         tables, tables_bytes, target = read_int(page + 32), 16 * read_int(page + 40), read_int(page + 48)
+        places = read_int(page + 64)
         while True:
             first = take_next(page) * size
             if first >= count:
@@ -189,7 +191,8 @@ def gather_kernel(dim: int, stored: int) -> Any:
                 if row < 0 or row >= read_int(tables + own + 8):
                     write_int(page + 56, 1)
                     return
-                source, to = read_int(tables + own) + row_bytes * row, target + dim * out_item * n
+                place = read_int(places + 8 * n) if places else n
+                source, to = read_int(tables + own) + row_bytes * row, target + dim * out_item * place
                 for d in range(0, dim, lanes):
                     store(to + d * out_item, load(source + d * item, stored, lanes))
                 own, others = own + 16, others + 16

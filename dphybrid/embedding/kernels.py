@@ -88,6 +88,12 @@ def _numbers(values: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
     return (ctypes.c_int64 * len(values))(*values)
 
 
+@lru_cache(maxsize=64)
+def _kept_numbers(*values: int) -> "ctypes.Array[ctypes.c_int64]":
+    """Numbers that are the same in every step, and that nobody changes."""
+    return _numbers(values)
+
+
 def _call(kernel: Kernel, values: Sequence[_Value], threads: int = 1) -> "ctypes.Array[ctypes.c_int64]":
     """Run a kernel on a page of numbers and, for tensors and arrays, of their addresses; return the page."""
     page = _Page(0, *map(_number, values))
@@ -102,17 +108,29 @@ def _share(count: int, row_bytes: int, threads: int | None) -> tuple[int, int]:
     return max(1, _BLOCK_BYTES // row_bytes), threads
 
 
-def gather(weight_VD: Tensor, ids_N: Tensor, out_ND: Tensor, threads: int | None = None) -> bool:
-    """Copy the rows ids_N (int64) to out_ND, bfloat16 as float32; return False, with out_ND in parts, when an
-    id is no row.
+def gather(
+    weight_VD: Tensor,
+    ids_N: Tensor,
+    out_XD: Tensor,
+    threads: int | None = None,
+    *,
+    places_N: Tensor | None = None,
+) -> bool:
+    """Copy the rows ids_N (int64) to out_XD, in order or to the rows places_N (int64), bfloat16 as float32;
+    return False, with out_XD in parts, when an id is no row.
 
     threads: at most; None: torch's number where that pays.
     """
-    return gather_columns([weight_VD], ids_N, out_ND, threads)
+    return gather_columns([weight_VD], ids_N, out_XD, threads, places_N=places_N)
 
 
 def gather_columns(
-    weights_F: Sequence[Tensor], ids_BF: Tensor, out_BFD: Tensor, threads: int | None = None
+    weights_F: Sequence[Tensor],
+    ids_BF: Tensor,
+    out: Tensor,
+    threads: int | None = None,
+    *,
+    places_N: Tensor | None = None,
 ) -> bool:
     """Like `gather`, of several tables of one width and type: the columns of ids_BF are of one table each."""
     count, weight = ids_BF.numel(), weights_F[0]
@@ -121,8 +139,8 @@ def gather_columns(
     dim = weight.shape[1]
     size, threads = _share(count, dim * weight.element_size(), threads)
     ids_BF = ids_BF.contiguous()
-    lines = [number for table in weights_F for number in (table.data_ptr(), table.size(0))]
-    values = (ids_BF, count, size, _numbers(lines), len(weights_F), out_BFD)
+    tables = _kept_numbers(*[number for table in weights_F for number in (table.data_ptr(), table.size(0))])
+    values: list[_Value] = [ids_BF, count, size, tables, len(weights_F), out, 0, places_N]
     return not _call(_kernel("gather", dim, KINDS[weight.dtype]), values, threads)[7]
 
 

@@ -89,9 +89,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "current_stream", world.current)
         gather = kernels.gather
 
-        def gathers(weight: Tensor, ids: Tensor, out: Tensor, threads: int | None = None) -> bool:
+        def gathers(weight: Tensor, ids: Tensor, out: Tensor, *args: Any, **options: Any) -> bool:
             world.host(out, writes=True)
-            return gather(weight, ids, out, threads)
+            return gather(weight, ids, out, *args, **options)
 
         monkeypatch.setattr(kernels, "gather", gathers)
         for name in ("update", "sum_rows", "square_rows"):
