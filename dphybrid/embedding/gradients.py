@@ -171,6 +171,7 @@ class RowGradients:
         self._lock = threading.Lock()
         self._applied = self._stale = self._lost = self._exposed = False
         self._mark: tuple[Tensor, int] | None = None
+        self._zero: Tensor | None = None
         self.anchor = anchor
         watch = weakref.WeakMethod(self._notice)
 
@@ -179,6 +180,10 @@ class RowGradients:
                 call()
 
         anchor.register_post_accumulate_grad_hook(notice)
+
+    def move_to(self, anchor: nn.Parameter) -> None:
+        """Take the anchor as it is after it was moved or cast."""
+        self.anchor, self._zero = anchor, None
 
     @property
     def trains(self) -> bool:
@@ -264,8 +269,9 @@ class RowGradients:
 
     def arrive(self) -> None:
         """Let go of what was cleared, and have the anchor say that there are gradients."""
-        self._settle()
-        self._stale |= self._applied
+        if self._mark is not None:  # else nothing has come since all was cleared
+            self._settle()
+            self._stale |= self._applied
         if self._lost:
             if self.owned:
                 self._tell(
@@ -275,18 +281,23 @@ class RowGradients:
                     "dphybrid.embedding.dense_parameters(model) alone"
                 )
             self._lost = False
+        if self._mark is None or self.anchor.grad is None:
+            self._say_so()
+
+    def _say_so(self) -> None:
+        """Have the anchor say that there are gradients, by a zero that is used again until somebody changes
+        it."""
         if self.anchor.grad is None:
-            self.anchor.grad = torch.zeros_like(self.anchor)
-        if self._mark is None:
-            self._notice()
+            if self._zero is None or self._zero._version:
+                self._zero = torch.zeros_like(self.anchor)
+            self.anchor.grad = self._zero
+        self._notice()
 
     def replace(self, ids_U: Tensor, grads_UD: Tensor) -> None:
         """Put other gradients in the place of all collected ones."""
         self._drop()
         self.merged(ids_U, grads_UD)
-        if self.anchor.grad is None:
-            self.anchor.grad = torch.zeros_like(self.anchor)
-        self._notice()
+        self._say_so()
 
     def merged(self, ids_U: Tensor, grads_UD: Tensor, *, fixed: bool = True) -> None:
         """Put their own sum in the place of all collected ones. fixed: nobody changes it from now on."""
@@ -315,6 +326,8 @@ class RowGradients:
     def start_update(self) -> None:
         """Refuse to apply gradients that an update has applied already, or that were cleared unseen. Raises
         UserError."""
+        if not self._applied and self._as_marked():
+            return
         has_some = bool(self)
         if self._lost and not has_some:
             self._lost = False
@@ -336,11 +349,11 @@ class RowGradients:
                 "find_tables(model), max_norm) instead of torch's; of a GradScaler, call unscale_ and "
                 "step for the row optimizer, too"
             )
+        self._notice()
 
     def updated(self) -> None:
         """Note that what is there has been applied."""
         self._applied = self._has_some()
-        self._notice()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, as has been done with those of the model's parameters."""
@@ -461,5 +474,7 @@ def merge_gradients(tables: Sequence[RowGradients], dim: int, dtype: torch.dtype
 
 def parts_of_tables(arranged: Arranged, first_keys: Sequence[int]) -> list[slice]:
     """Return which of the keys belong to each table."""
+    if len(first_keys) == 1:
+        return [slice(None)]
     cuts = torch.searchsorted(arranged.keys_U, torch.tensor([*first_keys, 2**62])).tolist()
     return [slice(start, stop) for start, stop in itertools.pairwise(cuts)]

@@ -197,7 +197,7 @@ def arrange(
 
     Raises UserError when keys and places do not fit into 64 bits.
     """
-    count = sum(len(segment.ids_N) for segment, _ in segments)
+    count = sum([len(segment.ids_N) for segment, _ in segments])
     place_bits, key_bits = max(1, count.bit_length()), max(1, (num_keys - 1).bit_length())
     if place_bits + key_bits > 63 or count > 2**31 - 1:
         raise UserError(
@@ -210,18 +210,19 @@ def arrange(
         ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
         held.append((ids_N, rows_XD, sources_N))
         row_bytes = rows_XD.stride(0) * rows_XD.element_size()
-        lines += map(_number, (ids_N, len(ids_N), first_key, rows_XD, row_bytes, sources_N))
+        lines += [ids_N.data_ptr(), len(ids_N), first_key, rows_XD.data_ptr(), row_bytes, _number(sources_N)]
     keys_U, bounds_U2 = torch.empty(count, dtype=torch.int64), torch.empty((count, 2), dtype=torch.int32)
-    places_N = torch.empty(count + _compiled().AHEAD, dtype=torch.int64)
+    places_N = torch.empty(count + AHEAD, dtype=torch.int64)
     inverse_N = torch.empty(count, dtype=torch.int32) if inverse else None
     if not count:
         return Arranged(keys_U, bounds_U2, places_N, inverse_N, held)
-    scratch = torch.empty(3 * count + (1 << _compiled().DIGIT_BITS), dtype=torch.int64)
-    first, second, third, counts = (scratch.data_ptr() + 8 * count * part for part in range(4))
+    scratch = torch.empty(3 * count + (1 << DIGIT_BITS), dtype=torch.int64)
+    first, part = scratch.data_ptr(), 8 * count
+    second, third, counts = first + part, first + 2 * part, first + 3 * part
     values = (_numbers(lines), len(segments), count, place_bits, key_bits, first, second, counts, third)
     out = (0, keys_U, bounds_U2, places_N, inverse_N)
     unique = int(_call(_kernel("arrange"), (*values, _numbers(frozen), len(frozen), *out))[12])
-    return Arranged(keys_U[:unique], bounds_U2[:unique], places_N, inverse_N, held)
+    return Arranged(keys_U.resize_(unique), bounds_U2.resize_(unique, 2), places_N, inverse_N, held)
 
 
 def sum_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -287,17 +288,22 @@ class Rule:
     corrections: tuple[Tensor, Tensor] | None = None
 
 
+_NO_FIXES = torch.ones(1, dtype=torch.float64)
+
+
 class Tables:
     """Tables of one width and type and their states, as the update kernel reads them. first_keys: each one's
     first key, those of all before it."""
 
     def __init__(
-        self, first_keys: Sequence[int], weights: Sequence[Tensor], states: Sequence[Sequence[Tensor]]
+        self, first_keys: Sequence[int], weights: Sequence[Tensor], states: Sequence[Tensor]
     ) -> None:
-        self.tensors = [*weights, *(state for states_of_one in states for state in states_of_one)]
+        """states: all of the first table's, then of the next one."""
+        self.tensors = [*weights, *states]
         self.dim, self.dtype, self._count = weights[0].shape[1], weights[0].dtype, len(weights)
-        self.page = (ctypes.c_int64 * (_TABLE * self._count))()
-        for number, (first_key, weight, own) in enumerate(zip(first_keys, weights, states, strict=True)):
+        self.page, each = (ctypes.c_int64 * (_TABLE * self._count))(), len(states) // self._count
+        for number, (first_key, weight) in enumerate(zip(first_keys, weights, strict=True)):
+            own = states[each * number : each * (number + 1)]
             addresses = [first_key, weight.data_ptr(), *(state.data_ptr() for state in own)]
             self.page[_TABLE * number : _TABLE * number + len(addresses)] = [*addresses]
         self.factors = [0.0] * self._count
@@ -319,14 +325,14 @@ class Tables:
         self.page[_TABLE - 2 :: _TABLE] = [*noises]
 
 
-def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:
-    """Change the rows and states of the arranged keys."""
-    count, dim = len(arranged.keys_U), tables.dim
+def update(rule: Rule, arranged: Arranged, tables: Tables, keys_U: Tensor, bounds_U2: Tensor) -> None:
+    """Change the rows and states of some of the arranged keys, with their bounds, or of all."""
+    count, dim = len(keys_U), tables.dim
     if not count:
         return
-    fixes = rule.corrections or (torch.ones(1, dtype=torch.float64),) * 2
+    fixes = rule.corrections or (_NO_FIXES, _NO_FIXES)
     size, threads = _share(count, dim * tables.dtype.itemsize, None)
-    values: list[_Value] = [count, size, arranged.keys_U, arranged.bounds_U2, arranged.places_N]
+    values: list[_Value] = [count, size, keys_U, bounds_U2, arranged.places_N]
     values += [tables.page, len(tables), *_bits(rule.decay, rule.lr, rule.eps, *rule.betas)]
     values += [*fixes, len(fixes[0]) - 1]
     _call(_kernel("update", RULES[rule.name], dim, KINDS[tables.dtype]), values, threads)

@@ -7,20 +7,19 @@ PARTIAL_ROWWISE_ADAM do.
 """
 
 import copy
-import itertools
 import math
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import optimizer as of_torch
 
 from dphybrid.embedding import kernels
 from dphybrid.embedding.ahead import update_in_halves
@@ -31,6 +30,7 @@ from dphybrid.embedding.plans import Planned, Rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.embedding.weight import TableWeight
 from dphybrid.util.errors import UserError
+from dphybrid.util.labels import profiler_looks_on
 
 Tables = (
     Mapping[str, HostEmbedding]
@@ -70,7 +70,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
                 tuple(names): [
                     (name, [self.tables[name].settled(), *self.row_states(name).values()]) for name in names
                 ]
-                for _, names in self._alike()
+                for _, names, _ in self._alike()
             },
             [table.ahead for table in self.tables.values()],
         )
@@ -129,7 +129,8 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         self._lines: dict[str, kernels.Tables] = {}
         self._places = {name: place for place, name in enumerate(self.tables)}
         self._states = {name: self.state[table.weight] for name, table in self.tables.items()}
-        self._together: dict[tuple[Any, ...], list[tuple[dict[str, Any], list[str]]]] = {}
+        self._numbers: list[Any] = []
+        self._together: list[tuple[Rule, list[str], list[HostEmbedding]]] = []
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients of all lookups since `zero_grad`: tables of one width, type and rule are sorted
@@ -139,6 +140,19 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         loss, which is returned. Raises UserError where gradients have been applied before, or were cleared
         unseen.
         """
+        if (
+            profiler_looks_on()
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or of_torch._global_optimizer_pre_hooks
+            or of_torch._global_optimizer_post_hooks
+        ):
+            return self._step_with_hooks(closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined] # torch would label every step for a profile: 15 us
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -147,13 +161,14 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         _refuse_between_steps()
         for table in self.tables.values():
             table.gradients.start_update()
-        for group, names in self._alike():
-            tables = [self.tables[name] for name in names]
+        for rule, names, tables in self._alike():
             if any(table.gradients for table in tables):
-                self._update(self.rule(group), names, tables)
+                self._update(rule, names, tables)
                 for table in tables:
                     table.gradients.updated()
         return loss
+
+    _step_with_hooks = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _refuse_copies(self) -> None:
         if not (dist.is_available() and dist.is_initialized()) or (count := dist.get_world_size()) == 1:
@@ -167,39 +182,41 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
                     "where your own loop makes all copies' gradients equal, say table.over_ranks = True"
                 )
 
-    def _alike(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Names of tables of one width, type and rule, with a group whose numbers are theirs."""
+    def _alike(self) -> list[tuple[Rule, list[str], list[HostEmbedding]]]:
+        """Tables of one width, type and rule, with their rule and names; found anew when a number changes."""
         keys = [key for key in self.defaults if key in _NUMBERS]
-        numbers = tuple([_number(group[key]) for group in self.param_groups for key in keys])
-        if numbers not in self._together:
-            found: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}
+        numbers = [group[key] for group in self.param_groups for key in keys]
+        if not self._together or numbers != self._numbers:
+            self._numbers = [*map(_number, numbers)]
+            found: dict[tuple[Any, ...], tuple[Rule, list[str], list[HostEmbedding]]] = {}
             for group in self.param_groups:
-                own = [_number(group[key]) for key in keys]
+                rule, own = self.rule(group), [_number(group[key]) for key in keys]
                 for name in group["param_names"]:
                     table = self.tables[name]
-                    kind = (table.dim, table.rows_VD.dtype, *own)
-                    found.setdefault(kind, (group, []))[1].append(name)
-            self._together = {numbers: [*found.values()]}  # a schedule changes the numbers in every step
-        return self._together[numbers]
+                    _, names, tables = found.setdefault(
+                        (table.dim, table.rows_VD.dtype, *own), (rule, [], [])
+                    )
+                    names.append(name)
+                    tables.append(table)
+            self._together = [*found.values()]
+        return self._together
 
     def _update(self, rule: Rule, names: list[str], tables: list[HostEmbedding]) -> None:
         start, waited_ms = time.perf_counter(), sum([table.counters.d2h_ms for table in tables])
         arranged, first_keys = arrange_gradients([table.gradients for table in tables], tables[0].row_dtype)
-        rounded = tables[0].rows_VD.dtype == torch.bfloat16
-        weights = [table.settled() for table in tables]
-        states = [[*self._states[name].values()][: -1 if rounded else None] for name in names]
-        changed = [*weights, *itertools.chain.from_iterable(states)]
+        weights, states = [table.settled() for table in tables], [self._states[name] for name in names]
+        changed = weights + [state for own in states for key, state in own.items() if key != _ROUNDINGS]
         lines = self._lines.get(names[0])
         if lines is None or not lines.are(changed):
-            lines = self._lines[names[0]] = kernels.Tables(first_keys, weights, states)
+            lines = self._lines[names[0]] = kernels.Tables(first_keys, weights, changed[len(weights) :])
         lines.set_factors([table.gradients.factor for table in tables])
-        if rounded:
+        if weights[0].dtype == torch.bfloat16:
             lines.set_noises([self._noise(name) for name in names])
         recording = any(table.ahead.is_recording for table in tables)
         versions = [weight._version for weight in weights] if recording else []
 
         def update(rows: Rows) -> None:
-            kernels.update(rule, replace(arranged, keys_U=rows.ids_U, bounds_U2=rows.bounds_U2), lines)
+            kernels.update(rule, arranged, lines, rows.ids_U, rows.bounds_U2)
             torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
             if self.changes is not None:
                 self.changes.add(tuple(names), rows.ids_U)
@@ -228,7 +245,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all tables. set_to_none: makes no difference."""
         for table in self.tables.values():
-            table.clear_row_gradients()
+            table.gradients.clear()
 
     def states(self) -> dict[str, Tensor]:
         """Return the states flat, `TABLE.STATE` -> tensor, as references."""

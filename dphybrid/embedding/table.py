@@ -213,7 +213,7 @@ class HostEmbedding(nn.Module):
             super()._apply(fn, recurse)
         finally:
             self._buffers = buffers
-        self.gradients.anchor = self.anchor
+        self.gradients.move_to(self.anchor)
         return self
 
     def _replicate_for_data_parallel(self) -> Self:

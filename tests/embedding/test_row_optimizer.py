@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dphybrid.embedding import (
     HostEmbedding,
@@ -147,6 +148,49 @@ def test_hooks_are_called() -> None:
     rows.step()
     rows.load_state_dict(rows.state_dict())
     assert seen == ["before", "after", "loads", "loaded"]
+
+
+def test_hooks_of_all_optimizers_are_called_and_a_profile_has_the_steps_label() -> None:
+    table, seen = HostEmbedding(10, 2), []
+    rows = RowSGD({"t": table}, lr=0.1)
+
+    def step() -> None:
+        rows.zero_grad()
+        table(torch.tensor([1])).sum().backward()
+        rows.step()
+
+    for register, word in (
+        (register_optimizer_step_pre_hook, "before"),
+        (register_optimizer_step_post_hook, "after"),
+    ):
+        handle = register(lambda *_, word=word: seen.append(word))  # type: ignore[misc]
+        step()
+        handle.remove()
+    step()
+    assert seen == ["before", "after"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    assert "Optimizer.step#RowSGD.step" in [event.key for event in profile.key_averages()]
+
+
+def test_a_zero_that_somebody_changed_is_not_used_again() -> None:
+    table = HostEmbedding(10, 2)
+    rows = RowSGD({"t": table}, lr=0.1)
+    for change in (1.0, None, 2.0):
+        before = table.weight.clone()
+        rows.zero_grad()
+        table(torch.tensor([1])).sum().backward()
+        assert table.anchor.grad is not None
+        assert float(table.anchor.grad) == 0.0
+        rows.step()
+        assert torch.allclose(before[1] - table.weight[1], torch.full((2,), 0.1))
+        if change:
+            table.anchor.grad += change
+    table.double()
+    rows.zero_grad()
+    table(torch.tensor([1])).sum().backward()
+    assert table.anchor.grad is not None
+    assert table.anchor.grad.dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "lazy-adam"])
