@@ -2,7 +2,7 @@
 
 Known from "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger Kernel (Hsu
 et al. 2024): the scores of a few rows at a time become losses and, while they are at hand, gradients.
-Letters: X rows, H width of a row, V classes, C rows of a chunk.
+Letters: X rows, H width of a row, V classes, N rows whose scores are held, C of them in the cache.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, linear
 
 IGNORED = -100
 """The target of a row that has none: its loss is 0."""
@@ -28,6 +29,9 @@ def linear_cross_entropy(
     beside the losses; a backward that does not weight all losses alike, as their sum or mean does, computes
     the scores once more. There is no second derivative: asking for it raises RuntimeError.
     """
+    if torch.compiler.is_compiling():  # which writes kernels of its own for it, and cannot follow the loop
+        scores_XV = linear(rows_XH, weights_VH, bias_V)
+        return cross_entropy(scores_XV, targets_X, ignore_index=IGNORED, reduction="none")
     kind = rows_XH.device.type
     lower = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows_XH.dtype
     loss_X: Tensor = _LinearCrossEntropy.apply(
@@ -94,44 +98,46 @@ def _chunk_by_chunk(
             None if given is None else torch.zeros_like(given) for given in (rows_XH, weights_VH, bias_V)
         ]
     grad_rows_XH, grad_weights_VH, grad_bias_V = grads
-    # Memory is taken once: new pages for each chunk cost as much as the sums.
-    scores_HV = rows_XH.new_empty(held, num_classes, dtype=lower)
-    powers_CV = None if lower == loss_X.dtype else loss_X.new_empty(min(held, cached), num_classes)
+    # Memory is taken once: new pages for each block cost as much as the sums.
+    scores_held_NV = rows_XH.new_empty(held, num_classes, dtype=lower)
+    powers_held_CV = None if lower == loss_X.dtype else loss_X.new_empty(min(held, cached), num_classes)
     lower_VH, lower_V = weights_VH.to(lower), None if bias_V is None else bias_V.to(lower)
     # On CPUs, products in bfloat16 take several times as long with a transposed view.
-    lower_HV = lower_VH.T if powers_CV is None else lower_VH.T.contiguous()
+    lower_HV = lower_VH.T if powers_held_CV is None else lower_VH.T.contiguous()
     with torch.autocast(rows_XH.device.type, enabled=False):
         for start in range(0, num_rows, held):
             block = slice(start, start + held)
-            rows, weights, targets, losses = rows_XH[block], weight_X[block], targets_X[block], loss_X[block]
-            scores, shares = scores_HV[: len(rows)], torch.empty_like(weights)
+            rows_NH, weight_N, targets_N, loss_N = (
+                given[block] for given in (rows_XH, weight_X, targets_X, loss_X)
+            )
+            scores_NV, share_N = scores_held_NV[: len(rows_NH)], torch.empty_like(weight_N)
             if lower_V is None:
-                torch.mm(rows.to(lower), lower_HV, out=scores)
+                torch.mm(rows_NH.to(lower), lower_HV, out=scores_NV)
             else:
-                torch.addmm(lower_V, rows.to(lower), lower_HV, out=scores)
-            for first in range(0, len(rows), cached):
+                torch.addmm(lower_V, rows_NH.to(lower), lower_HV, out=scores_NV)
+            for first in range(0, len(rows_NH), cached):
                 part = slice(first, first + cached)
-                powers = (
-                    scores[part] if powers_CV is None else powers_CV[: len(rows[part])].copy_(scores[part])
-                )
-                target_C1 = targets[part].clamp(min=0).unsqueeze(1)
-                best_C1 = powers.amax(1, keepdim=True)
-                own_C1 = powers.gather(1, target_C1) - best_C1
-                sum_C1 = powers.sub_(best_C1).exp_().sum(1, keepdim=True)
-                losses[part] = (sum_C1.log() - own_C1).squeeze(1) * weights[part]
-                shares[part] = weights[part] / sum_C1.squeeze(1)
+                powers_CV = scores_NV[part]
+                if powers_held_CV is not None:
+                    powers_CV = powers_held_CV[: len(powers_CV)].copy_(powers_CV)
+                target_C1 = targets_N[part].clamp(min=0).unsqueeze(1)
+                best_C1 = powers_CV.amax(1, keepdim=True)
+                own_C1 = powers_CV.gather(1, target_C1) - best_C1
+                sum_C1 = powers_CV.sub_(best_C1).exp_().sum(1, keepdim=True)
+                loss_N[part] = (sum_C1.log() - own_C1).squeeze(1) * weight_N[part]
+                share_N[part] = weight_N[part] / sum_C1.squeeze(1)
                 # A row becomes sum_C1 times the softmax less one at the answer; its weight and the division
                 # by that sum go to the narrow factors of the products.
-                powers.scatter_(1, target_C1, own_C1.exp() - sum_C1)
+                powers_CV.scatter_(1, target_C1, own_C1.exp() - sum_C1)
                 if grad_bias_V is not None:
-                    grad_bias_V += shares[part] @ powers
-                if powers_CV is not None:
-                    scores[part] = powers
+                    grad_bias_V += share_N[part] @ powers_CV
+                if powers_held_CV is not None:
+                    scores_NV[part] = powers_CV
             if grad_rows_XH is not None and grad_weights_VH is not None:
-                torch.mul(scores @ lower_VH, shares.unsqueeze(1), out=grad_rows_XH[block])
-                shared_rows = (rows * shares.unsqueeze(1)).to(lower)
+                torch.mul(scores_NV @ lower_VH, share_N.unsqueeze(1), out=grad_rows_XH[block])
+                shared_NH = (rows_NH * share_N.unsqueeze(1)).to(lower)
                 if lower == grad_weights_VH.dtype:
-                    grad_weights_VH.addmm_(scores.T, shared_rows)
+                    grad_weights_VH.addmm_(scores_NV.T, shared_NH)
                 else:
-                    grad_weights_VH += scores.T @ shared_rows
+                    grad_weights_VH += scores_NV.T @ shared_NH
     return loss_X, grads

@@ -129,6 +129,27 @@ def test_one_vs_all_is_the_cross_entropy_over_all_entities(devices: str, tmp_pat
     torch.testing.assert_close(model.entities.weight, (entities_VD - 0.5 * entities_VD.grad).detach())
 
 
+@pytest.mark.parametrize("kind", ["distmult", "rotate"])
+def test_one_vs_all_of_the_other_kinds_is_a_cross_entropy_too(kind: str, tmp_path: Path) -> None:
+    data = graph(tmp_path, negatives=0)
+    (batch, *_) = batches(data.dataset("train"), 10, seed=0, epoch=0, shuffle=True)
+    model = model_for(data, kind)
+    table, relations = model.entities.weight.tolist(), model.region.module.relations.weight.tolist()
+
+    def losses(asked_B: Tensor, relations_B: Tensor, answers_B: Tensor) -> Tensor:
+        questions = zip(asked_B.tolist(), relations_B.tolist(), strict=True)
+        scores = [
+            [naive_score(kind, table[asked], relations[relation], row) for row in table]
+            for asked, relation in questions
+        ]
+        return cross_entropy(torch.tensor(scores, dtype=torch.float64), answers_B, reduction="none")
+
+    heads_B, relations_B, tails_B = batch["heads_B"], batch["relations_B"], batch["tails_B"]
+    backwards_B = relations_B + data.info["num_relations"]
+    expected_B = losses(heads_B, relations_B, tails_B) + losses(tails_B, backwards_B, heads_B)
+    torch.testing.assert_close(model(batch)["loss"].detach(), expected_B)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_training_loss_is_a_softmax_over_answer_and_negatives_and_any_split_gives_it(
     kind: str, tmp_path: Path

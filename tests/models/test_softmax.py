@@ -114,3 +114,9 @@ def test_the_text_recipe_s_output_is_torch_s_on_any_split(devices: str) -> None:
     loss_BT = DataParallel(layer, resolve_devices(devices))(hidden_BTH, targets_BT)
     torch.testing.assert_close(loss_BT, expected_X.view(5, 4))
     torch.testing.assert_close(torch.autograd.grad(loss_BT.sum() / 18, list(layer.parameters())), expected)
+
+
+def test_torch_compile_follows_it_in_one_graph() -> None:
+    given, targets_X = case(torch.float64)
+    compiled = torch.compile(linear_cross_entropy, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(given[0], given[1], targets_X, given[2]), chunked(given, targets_X))
