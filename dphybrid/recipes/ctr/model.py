@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel, parts
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.ctr.numbers import OnPieces, bins_of
+from dphybrid.recipes.ctr.numbers import OnNumbers, Periodic, PiecewiseLinear, bins_of
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
@@ -213,14 +213,20 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     if o.kind != "dlrm" and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
-    pieces = 1 + o.bins if o.numbers == "piecewise" and num_dense else 1
+    beside = {"plain": 0, "piecewise": o.bins, "periodic": o.dim}  # inputs that a number has besides itself
+    pieces = 1 + beside[o.numbers] if num_dense else 1
     more = {"pieces": pieces} if o.kind == "deepfm" else {}
     task = label_task(context.info)
     network = NETWORKS[o.kind](
         len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, task.num_outputs, **more
     )
     if pieces > 1:
-        network = OnPieces(network, bins_of(context.rows, num_dense, o.bins))
+        numbers = (
+            PiecewiseLinear(bins_of(context.rows, num_dense, o.bins))
+            if o.numbers == "piecewise"
+            else Periodic(num_dense, o.frequencies, o.dim, o.frequency_scale)
+        )
+        network = OnNumbers(network, numbers)
     std = 0.1 if o.kind == "dlrm" else 0.01  # products of tiny rows would be next to nothing for long
     names = [str(column["name"]) for column in context.info.get("columns", [])] or map(
         str, range(len(num_ids))

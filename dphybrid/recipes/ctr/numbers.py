@@ -1,7 +1,11 @@
-"""Numbers as several inputs each, by bins of the training rows.
+"""Numbers as several inputs each: by bins of the training rows, or by sines and cosines whose frequencies are
+learnt.
 
-Letters: B samples, N numeric columns, K bins of a column.
+Letters: B samples, N numeric columns, K bins of a column, or frequencies of one, D outputs of a column's
+sines and cosines, S sines and cosines (2 K).
 """
+
+import math
 
 import numpy as np
 import torch
@@ -41,13 +45,36 @@ class PiecewiseLinear(nn.Module):
         return torch.cat([dense_BN[:, :, None], share_BNK], dim=2).flatten(1)
 
 
-class OnPieces(nn.Module):
-    """(rows_BFD, dense_BN) -> what a network makes of the rows and of the numbers' pieces."""
+class Periodic(nn.Module):
+    """dense_BN -> (B, N * (1 + D)): each number itself, then D values of its sines and cosines.
 
-    def __init__(self, network: nn.Module, edges_NE: Tensor) -> None:
+    The PLR of Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical Features in Tabular Deep
+    Learning", section 3.3 - v = 2 pi c x for K frequencies c that are learnt, sines and cosines of v, a
+    linear layer of the column's own, ReLU - with one difference: the number itself stays an input, as beside
+    pieces. c starts normal with standard deviation `scale`, the linear layers as torch's own.
+    """
+
+    def __init__(self, num_dense: int, frequencies: int, width: int, scale: float) -> None:
+        super().__init__()
+        self.frequency_NK = nn.Parameter(torch.randn(num_dense, frequencies) * scale)
+        bound = (2 * frequencies) ** -0.5
+        self.weight_NSD = nn.Parameter(torch.empty(num_dense, 2 * frequencies, width).uniform_(-bound, bound))
+        self.bias_ND = nn.Parameter(torch.empty(num_dense, width).uniform_(-bound, bound))
+
+    def forward(self, dense_BN: Tensor) -> Tensor:
+        phase_BNK = 2 * math.pi * self.frequency_NK * dense_BN[:, :, None]
+        waves_BNS = torch.cat([phase_BNK.sin(), phase_BNK.cos()], dim=2)
+        found_BND = torch.einsum("bns,nsd->bnd", waves_BNS, self.weight_NSD) + self.bias_ND
+        return torch.cat([dense_BN[:, :, None], found_BND.relu()], dim=2).flatten(1)
+
+
+class OnNumbers(nn.Module):
+    """(rows_BFD, dense_BN) -> what a network makes of the rows and of what `numbers` makes of dense_BN."""
+
+    def __init__(self, network: nn.Module, numbers: nn.Module) -> None:
         super().__init__()
         self.network = network
-        self.numbers = PiecewiseLinear(edges_NE)
+        self.numbers = numbers
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         return self.network(rows_BFD, self.numbers(dense_BN))

@@ -37,11 +37,16 @@ class CtrModelConfig(ModelConfig):
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
     """Share of activations dropped while training. With more than one device the masks differ from those of
     one device."""
-    numbers: Literal["plain", "piecewise"] = "plain"
+    numbers: Literal["plain", "piecewise", "periodic"] = "plain"
     """How a number enters the network: as itself, or also by how far it has come through each bin of the
-    training rows (Gorishniy et al. 2022)."""
+    training rows, or by sines and cosines of learnt frequencies (Gorishniy et al. 2022)."""
     bins: int = Field(default=16, ge=1, le=1024)
     """Bins of a number, between quantiles of the training rows; read where model.numbers is piecewise."""
+    frequencies: int = Field(default=16, ge=1, le=1024)
+    """Frequencies of a number, a sine and a cosine each; read where model.numbers is periodic."""
+    frequency_scale: float = Field(default=0.1, gt=0.0, le=1000.0)
+    """Spread of the frequencies before training, in periods a standard deviation of the number; read where
+    model.numbers is periodic."""
 
 
 class Ctr(Recipe):
