@@ -30,13 +30,13 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     fill_model(best, model, mapped)
     task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
     outputs = validation_outputs(model, data.dataset("valid"), batch_size, task)
-    metrics, chart = task.compute(outputs), task.chart(outputs) if task.chart else None
+    metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []
     if "test" in data.parts:
         metrics |= {
             f"test_{name}": value
             for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
         }
-    MetricsPage(metrics=metrics, chart=chart).write(run.folder / "metrics.json")
+    MetricsPage(metrics=metrics, charts=list(charts)).write(run.folder / "metrics.json")
     with closing(attached(run, settings)) as tracker:
         tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
     return metrics

@@ -3,9 +3,9 @@ report."""
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from dphybrid.training.metrics import Chart
+from dphybrid.training.metrics import Chart, Confusion
 from dphybrid.training.saving import SavingCosts
 from dphybrid.training.split_log import SplitRow
 from dphybrid.util.pages import Page
@@ -51,11 +51,20 @@ class ResultPage(Page):
 
 
 class MetricsPage(Page):
-    """`metrics.json`: the best checkpoint's metrics, and the figure of its predictions where its task has
-    one."""
+    """`metrics.json`: the best checkpoint's metrics, and the figures of its predictions where its task has
+    some."""
 
     metrics: dict[str, float]
-    chart: Chart | None = None
+    charts: list[Chart | Confusion] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_chart(cls, values: Any) -> Any:
+        """Take pages of when there was one figure."""
+        if isinstance(values, dict) and "chart" in values:
+            chart, values = values["chart"], {n: v for n, v in values.items() if n != "chart"}
+            return values | {"charts": [chart] if chart else []}
+        return values
 
     @classmethod
     def upgraded(cls, values: Any) -> Any:

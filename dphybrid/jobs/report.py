@@ -1,5 +1,6 @@
 """The last part of a run: what it came to, as numbers, pictures and a page, and the end of its record."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dphybrid.tracking.balance import balance_warnings
 from dphybrid.tracking.report import REPORT_PAGE, run_report_html, run_report_markdown
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.clock import NOT_A_STEP
-from dphybrid.training.metrics import Chart
+from dphybrid.training.metrics import Chart, Confusion
 from dphybrid.training.retention import checkpoint_uid
 
 Table = list[dict[str, Any]]
@@ -90,12 +91,13 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, splits, run.config))
-    pictures = _pictures(result, table, evaluated.chart)
+    pictures = _pictures(result, table, evaluated.charts)
     for name, picture in pictures.items():
         tracker.log_figure(name, picture)
     tracker.log_file(run.folder / "report.json", "")
     tracker.log_text("config.json", run.config.model_dump_json(indent=1))
-    facts, values = report.model_dump() | _facts(table, run, data), run.config.model_dump(mode="json")
+    facts = report.model_dump() | _facts(table, run, data, result, evaluated)
+    values = run.config.model_dump(mode="json")
     tracker.log_text(REPORT_PAGE, run_report_html(facts, values, pictures, run.page.links))
     tracker.set_description(run_report_markdown(facts, values, run.page.links))
     tracker.finish("FINISHED")
@@ -107,10 +109,10 @@ def report_page(run: Run) -> str:
     the run has not ended, or its data is gone."""
     report = Report.read(run.folder / "report.json")
     result, table = ResultPage.read(run.folder / "result.json"), [row.table_row() for row in report.splits]
-    facts = report.model_dump() | _facts(table, run, run.open_data())
+    evaluated = MetricsPage.read(run.folder / "metrics.json")
+    facts = report.model_dump() | _facts(table, run, run.open_data(), result, evaluated)
     values = run.config.model_dump(mode="json")
-    pictures = _pictures(result, table, MetricsPage.read(run.folder / "metrics.json").chart)
-    return run_report_html(facts, values, pictures, run.page.links)
+    return run_report_html(facts, values, _pictures(result, table, evaluated.charts), run.page.links)
 
 
 def _closing_words(report: Report) -> str:
@@ -166,9 +168,10 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
     return summary | {"summary/train_s": total}
 
 
-def _pictures(result: ResultPage, table: Table, chart: Chart | None) -> dict[str, bytes]:
+def _pictures(result: ResultPage, table: Table, charts: Sequence[Chart | Confusion]) -> dict[str, bytes]:
     from dphybrid.tracking.figures import (
         against_figure,
+        confusion_figure,
         curves_figure,
         rows_per_replica_figure,
         stage_figure,
@@ -182,17 +185,25 @@ def _pictures(result: ResultPage, table: Table, chart: Chart | None) -> dict[str
         names = [name for name in history[0] if name != "step"]
         curves = {name: [(row["step"], row[name]) for row in history] for name in names}
         pictures["figures/learning_curves.png"] = curves_figure(curves, "step")
-    if chart is not None:
-        pictures[f"figures/{chart.name}.png"] = against_figure(
-            chart.title, chart.xlabel, chart.ylabel, chart.points
+    for chart in charts:
+        pictures[f"figures/{chart.name}.png"] = (
+            confusion_figure(chart.title, chart.classes, chart.counts)
+            if isinstance(chart, Confusion)
+            else against_figure(
+                chart.title, chart.xlabel, chart.ylabel, chart.points, zero=chart.line == "zero"
+            )
         )
     return pictures
 
 
-def _facts(table: Table, run: Run, data: Prepared) -> dict[str, Any]:
+def _facts(
+    table: Table, run: Run, data: Prepared, result: ResultPage, evaluated: MetricsPage
+) -> dict[str, Any]:
     """Return what the run's page tells besides the report."""
     return {
         "splits": table,
+        "history": result.history,
+        "charts": [chart.model_dump() for chart in evaluated.charts],
         "tabular": find_recipe(run.config.recipe).tabular,
         "given": flatten(given_values(run.config)),
         "data_name": data.path.name,

@@ -1,8 +1,11 @@
 """Pictures of a run as PNG bytes, drawn by matplotlib without a screen."""
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from dphybrid.util.text import printable
 
 _COLOURS = (
     "#2f6f9f",
@@ -112,18 +115,47 @@ def curves_figure(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: s
     return _png(figure)
 
 
-def against_figure(title: str, xlabel: str, ylabel: str, points: Sequence[tuple[float, float]]) -> bytes:
-    """Draw points (x, y) and the line where both are equal."""
+def against_figure(
+    title: str, xlabel: str, ylabel: str, points: Sequence[tuple[float, float]], zero: bool = False
+) -> bytes:
+    """Draw points (x, y) and the line where both are equal; zero: where y is 0."""
     figure = _figure(5, 4.5)
     axes = figure.subplots()
     ends = [min(map(min, points)), max(map(max, points))]
-    axes.plot(ends, ends, linestyle="--", color="#999999")
+    if zero:
+        axes.axhline(0.0, linestyle="--", color="#999999")
+    else:
+        axes.plot(ends, ends, linestyle="--", color="#999999")
     axes.scatter([x for x, _ in points], [y for _, y in points], s=14, color=_COLOURS[0])
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(_plain("\n".join(textwrap.wrap(title, 60))), loc="left", fontsize=10)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
+    return _png(figure)
+
+
+def confusion_figure(title: str, classes: Sequence[str], counts: Sequence[Sequence[float]]) -> bytes:
+    """Draw each class's rows by the class they are taken for, as shares of the class: a line a class, its
+    recall on the diagonal."""
+    names = [textwrap.shorten(name, 16, placeholder="…") or "…" for name in map(printable, classes)]
+    side = max(5.0, 1.6 + 0.42 * len(names))
+    figure = _figure(side, side - 0.3)
+    axes = figure.subplots()
+    totals = [sum(line) for line in counts]
+    shares = [[n / (total or 1.0) for n in line] for line, total in zip(counts, totals, strict=True)]
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for y, line in enumerate(shares):
+        for x, share in enumerate(line):
+            if share >= 0.005:
+                colour = "white" if share > 0.6 else "#1d2733"
+                axes.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
+    axes.set_xticks(range(len(names)), list(map(_plain, names)), rotation=45, ha="right", fontsize=9)
+    rows = [f"{_plain(name)} ({total:,.6g})" for name, total in zip(names, totals, strict=True)]
+    axes.set_yticks(range(len(names)), rows, fontsize=9)
+    axes.set_title(_plain("\n".join(textwrap.wrap(title, 48))), loc="left", fontsize=10)
+    axes.set_xlabel("taken for")
+    axes.set_ylabel("class (rows)")
     return _png(figure)
 
 

@@ -4,6 +4,7 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from math import isfinite, nan
 from typing import Any
 
 from dphybrid.util.masking import masked
@@ -20,7 +21,8 @@ def run_report_markdown(
 ) -> str:
     """Return the report in Markdown: what came of the run first, then its data, splits and times.
 
-    report: the fields of `dphybrid.jobs.pages.Report`, and given (flags), data_name, data_source, data_lines.
+    report: the fields of `dphybrid.jobs.pages.Report`, and given (flags), data_name, data_source, data_lines;
+    for the page history and charts, too (of `ResultPage` and `MetricsPage`).
     links: name -> address, such as the flow run's.
     """
     results = ", ".join(f"{as_markdown(name)} **{value:.4f}**" for name, value in report["metrics"].items())
@@ -80,6 +82,7 @@ def run_report_html(
         },
         lines=[*before, *after],
         columns=columns,
+        curves=_curves(report["history"]),
         stages=[
             (name, seconds, seconds / total)
             for name, seconds in report["stages"].items()
@@ -91,6 +94,38 @@ def run_report_html(
         command=_command(report),
     )
     return printable(page)
+
+
+def _curves(history: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """Return a line of the page a metric, as points within the frame of `report.html`; of those that have two
+    values."""
+    names = [name for name in (history[0] if history else {}) if name != "step"]
+    curves = []
+    for name in names:
+        found = [(row["step"], row[name]) for row in history if isfinite(row.get(name, nan))]
+        if len(found) < 2:
+            continue
+        (first, _), (last, end) = found[0], found[-1]
+        low, high = min(value for _, value in found), max(value for _, value in found)
+        places = [
+            (
+                48 + 284 * (step - first) / ((last - first) or 1),
+                150 - 140 * (value - low) / ((high - low) or 1),
+            )
+            for step, value in found
+        ]
+        curves.append(
+            {
+                "name": name,
+                "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in places),
+                "first": f"{first:.0f}",
+                "last": f"{last:.0f}",
+                "low": low,
+                "high": high,
+                "end": end,
+            }
+        )
+    return curves
 
 
 def _data(lines: Sequence[str]) -> tuple[list[str], list[dict[str, str]], list[str]]:

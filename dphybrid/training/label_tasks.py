@@ -3,7 +3,7 @@ object a kind, of which recipes take the loss, the loop the metrics, and predict
 
 Letters: B samples, C classes. logits are (B,), or (B, C) where labels are classes by `num_outputs`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dphybrid.data.table.labels import Label
-from dphybrid.training.metrics import BINARY, Chart, Task, sample_weights
+from dphybrid.training.metrics import BINARY, Chart, Confusion, Task, sample_weights
 from dphybrid.util.errors import UserError
 
 Array = np.ndarray[Any, Any]
@@ -21,6 +21,8 @@ BINS = 10
 """Points of a calibration figure, each of as many rows."""
 SHOWN_ROWS = 400
 """Rows of a figure that shows single ones, evenly spaced."""
+SHOWN_CLASSES = 12
+"""Classes of a figure, the most frequent ones; the others stand together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +64,17 @@ def label_task(facts: Mapping[str, Any]) -> LabelTask:
 
 
 def _binary(label: Label) -> LabelTask:
-    def chart(outputs: dict[str, Tensor]) -> Chart:
-        return Chart(
-            name="calibration",
-            title="Calibration, a tenth of the validation rows a point",
-            xlabel="mean probability",
-            ylabel="share of rows that are 1",
-            points=_binned(torch.sigmoid(outputs["logits"].double()).numpy(), outputs),
-        )
+    def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
+        probabilities_B = torch.sigmoid(outputs["logits"].double()).numpy()
+        shares = _binned(probabilities_B, outputs["labels_B"].double().numpy(), outputs)
+        return [_calibration("mean probability", "share of rows that are 1", shares)]
 
     return LabelTask(
         BINARY.metric,
         BINARY.higher_is_better,
         BINARY.compute,
         BINARY.reads,
-        chart,
+        charts,
         label=label,
         loss=cross_entropy_of_two,
         link=lambda logits_B: torch.sigmoid(logits_B.float()),
@@ -103,11 +101,22 @@ def _multiclass(label: Label) -> LabelTask:
             "log_loss": float(np.average(losses_B, weights=weights_B)),
         }
 
+    def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
+        probabilities_BC, labels_B = torch.softmax(outputs["logits"].double(), 1), outputs["labels_B"].long()
+        highest_B, found_B = probabilities_BC.max(1)
+        right_B = (found_B == labels_B).double().numpy()
+        shares = _binned(highest_B.numpy(), right_B, outputs)
+        return [
+            _confusion(label.classes, labels_B.numpy(), found_B.numpy(), sample_weights(outputs)),
+            _calibration("mean probability of the class found", "share of rows it is right for", shares),
+        ]
+
     return LabelTask(
         "accuracy",
         True,
         compute,
         ("logits", "labels_B"),
+        charts,
         label=label,
         loss=_cross_entropy,
         link=lambda logits_BC: torch.softmax(logits_BC.float(), dim=1),
@@ -130,23 +139,37 @@ def _regression(label: Label) -> LabelTask:
             "r2": 1 - squared / spread if spread else 0.0,
         }
 
-    def chart(outputs: dict[str, Tensor]) -> Chart:
-        predicted_B, observed_B = link(outputs["logits"]).tolist(), link(outputs["labels_B"]).tolist()
-        every = -(-len(predicted_B) // SHOWN_ROWS)
-        return Chart(
-            name="predicted_against_observed",
-            title="Predicted against observed, validation rows",
-            xlabel="predicted",
-            ylabel="observed",
-            points=list(zip(predicted_B[::every], observed_B[::every], strict=True)),
-        )
+    def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
+        predicted_B, observed_B = link(outputs["logits"]).numpy(), link(outputs["labels_B"]).numpy()
+        every = slice(None, None, -(-len(predicted_B) // SHOWN_ROWS))
+
+        def shown(values_B: Array) -> list[tuple[float, float]]:
+            return list(zip(predicted_B[every].tolist(), values_B[every].tolist(), strict=True))
+
+        return [
+            Chart(
+                name="predicted_against_observed",
+                title="Predicted against observed, validation rows",
+                xlabel="predicted",
+                ylabel="observed",
+                points=shown(observed_B),
+            ),
+            Chart(
+                name="residuals",
+                title="What the predictions leave, validation rows",
+                xlabel="predicted",
+                ylabel="observed - predicted",
+                points=shown(observed_B - predicted_B),
+                line="zero",
+            ),
+        ]
 
     return LabelTask(
         "rmse",
         False,
         compute,
         ("logits", "labels_B"),
-        chart,
+        charts,
         label=label,
         loss=_squared_error,
         link=link,
@@ -166,22 +189,32 @@ def _counts(label: Label) -> LabelTask:
             "mae": float(np.average(errors_B, weights=weights_B)),
         }
 
-    def chart(outputs: dict[str, Tensor]) -> Chart:
+    def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
         predicted_B = link(outputs["logits"]).numpy()
-        return Chart(
-            name="predicted_against_observed",
-            title="Predicted against observed, a tenth of the validation rows a point",
-            xlabel="mean prediction",
-            ylabel="mean count",
-            points=_binned(predicted_B, outputs, label.scale),
-        )
+        counts_B = label.scale * outputs["labels_B"].double().numpy()
+        return [
+            Chart(
+                name="predicted_against_observed",
+                title="Predicted against observed, a tenth of the validation rows a point",
+                xlabel="mean prediction",
+                ylabel="mean count",
+                points=_binned(predicted_B, counts_B, outputs),
+            ),
+            Chart(
+                name="spread",
+                title="Spread of the counts: on the line for Poisson's, above it for more",
+                xlabel="mean prediction",
+                ylabel="mean squared error",
+                points=_binned(predicted_B, (counts_B - predicted_B) ** 2, outputs),
+            ),
+        ]
 
     return LabelTask(
         "poisson_deviance",
         False,
         compute,
         ("logits", "labels_B"),
-        chart,
+        charts,
         label=label,
         loss=_poisson,
         link=link,
@@ -215,9 +248,40 @@ def _poisson(logits_B: Tensor, labels_B: Tensor) -> Tensor:
     return torch.exp(logits_B) - labels_B * logits_B + torch.xlogy(labels_B, labels_B) - labels_B
 
 
-def _binned(predicted_B: Array, outputs: dict[str, Tensor], scale: float = 1.0) -> list[tuple[float, float]]:
-    """Return mean prediction and mean label of rows sorted by prediction, in `BINS` parts of as many."""
-    weights_B, observed_B = sample_weights(outputs), scale * outputs["labels_B"].double().numpy()
+def _calibration(xlabel: str, ylabel: str, points: list[tuple[float, float]]) -> Chart:
+    title = "Calibration, a tenth of the validation rows a point"
+    return Chart(name="calibration", title=title, xlabel=xlabel, ylabel=ylabel, points=points)
+
+
+def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_B: Array | None) -> Confusion:
+    """Return the rows by class and class found, of the classes with most rows and of the others together."""
+    counts_CC = np.zeros((len(classes), len(classes)))
+    np.add.at(counts_CC, (labels_B, found_B), 1.0 if weights_B is None else weights_B)
+    of_class_C, right_C = counts_CC.sum(1), counts_CC.diagonal()
+    names = list(classes)
+    recall_C = [right / rows if rows else None for right, rows in zip(right_C, of_class_C, strict=True)]
+    if len(classes) > SHOWN_CLASSES:
+        order = np.argsort(-of_class_C, kind="stable")
+        own, others = np.sort(order[:SHOWN_CLASSES]), order[SHOWN_CLASSES:]
+        group_C = np.full(len(classes), SHOWN_CLASSES)
+        group_C[own] = np.arange(SHOWN_CLASSES)
+        grouped = np.zeros((SHOWN_CLASSES + 1, SHOWN_CLASSES + 1))
+        np.add.at(grouped, (group_C[:, None], group_C[None, :]), counts_CC)
+        of_others = of_class_C[others].sum()
+        recall_C = [*(recall_C[c] for c in own), right_C[others].sum() / of_others if of_others else None]
+        counts_CC, names = grouped, [*(names[c] for c in own), f"{len(others)} others"]
+    return Confusion(
+        name="confusion",
+        title="Share of a class's validation rows by the class they are taken for",
+        classes=names,
+        counts=counts_CC.tolist(),
+        recall=recall_C,
+    )
+
+
+def _binned(predicted_B: Array, observed_B: Array, outputs: dict[str, Tensor]) -> list[tuple[float, float]]:
+    """Return means of both of rows sorted by prediction, in `BINS` parts of as many."""
+    weights_B = sample_weights(outputs)
     parts = np.array_split(np.argsort(predicted_B, kind="stable"), min(BINS, len(predicted_B)))
     return [
         (

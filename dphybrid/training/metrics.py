@@ -2,8 +2,9 @@
 best."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,19 +15,31 @@ from dphybrid.util.errors import UserError
 
 
 class Chart(BaseModel):
-    """Points (x, y) of a figure, beside the line where both are equal. name: of its file."""
+    """Points (x, y) of a figure, beside the line where both are equal, or where y is 0. name: of its file."""
 
     name: str
     title: str
     xlabel: str
     ylabel: str
     points: list[tuple[float, float]]
+    line: Literal["equal", "zero"] = "equal"
+
+
+class Confusion(BaseModel):
+    """A figure of the rows of each class by the class they are taken for. name: of its file. counts: a line a
+    class; of weighted rows, their weights. recall: of each class, None of one without rows."""
+
+    name: str
+    title: str
+    classes: list[str]
+    counts: list[list[float]]
+    recall: list[float | None]
 
 
 @dataclass(frozen=True)
 class Task:
     """metric: the deciding metric's name. higher_is_better: its direction. compute: from all validation
-    outputs to named numbers. chart: from the same to the report's figure of them.
+    outputs to named numbers. charts: from the same to the report's figures of them.
 
     reads: what compute needs of batches and outputs, samples on dim 0; losses and weights come along anyway.
     """
@@ -35,7 +48,7 @@ class Task:
     higher_is_better: bool
     compute: Callable[[dict[str, Tensor]], dict[str, float]]
     reads: tuple[str, ...] = ()
-    chart: Callable[[dict[str, Tensor]], Chart] | None = None
+    charts: Callable[[dict[str, Tensor]], Sequence[Chart | Confusion]] | None = None
 
     def better(self, value: float, than: float | None) -> bool:
         if math.isnan(value):

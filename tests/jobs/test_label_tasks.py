@@ -12,6 +12,7 @@ import torch
 import dphybrid
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
+from dphybrid.jobs.pages import MetricsPage
 from dphybrid.jobs.predict import Predictor
 from dphybrid.jobs.retrain import bootstrap_gains
 from dphybrid.parallel import resolve_devices
@@ -21,7 +22,10 @@ from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
 from dphybrid.tracking.checkpoint_models import _signature
 from dphybrid.training.label_tasks import label_task
+from dphybrid.training.metrics import Confusion
+from dphybrid.util.digests import value_digest
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import write_json
 
 KINDS = ["red", "green", "blue"]
 VALUES: dict[str, Any] = {
@@ -93,7 +97,15 @@ def test_classes(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         predictor.predict_file(tmp_path / "new.parquet", tmp_path / "no.csv", keep=["probability_red"])
     outputs = _signature(run.checkpoint).outputs  # type: ignore[union-attr]
     assert outputs.input_names() == names
-    assert "predicted_against_observed" not in run.report().page()
+    confusion, calibration = json.loads((run.folder / "metrics.json").read_text())["charts"]
+    assert (confusion["name"], confusion["classes"]) == ("confusion", sorted(KINDS))
+    counts_CC = np.array(confusion["counts"])
+    assert counts_CC.trace() / counts_CC.sum() == pytest.approx(run.metrics["accuracy"])
+    assert confusion["recall"] == pytest.approx(counts_CC.diagonal() / counts_CC.sum(1))
+    assert (calibration["name"], len(calibration["points"])) == ("calibration", 10)
+    page = run.report().page()
+    assert page.count("data:image/png") == 3  # the two, and how batches were split
+    assert f"<td>{confusion['recall'][0]:.1%}</td>" in page
 
 
 def test_a_number_and_the_run_goes_on(data_dir: Path, tmp_path: Path) -> None:
@@ -113,9 +125,11 @@ def test_a_number_and_the_run_goes_on(data_dir: Path, tmp_path: Path) -> None:
     assert found["prediction"].dtype == pl.Float64
     page = run.report().page()
     assert "What it predicts" in page
-    values = json.loads((run.folder / "metrics.json").read_text())["chart"]
-    assert values["name"] == "predicted_against_observed"
+    values, residuals = json.loads((run.folder / "metrics.json").read_text())["charts"]
+    assert (values["name"], residuals["name"]) == ("predicted_against_observed", "residuals")
     assert len(values["points"]) == 120
+    left = [observed - predicted for predicted, observed in values["points"]]
+    assert [y for _, y in residuals["points"]] == pytest.approx(left)
     assert np.corrcoef(np.array(values["points"]).T)[0, 1] > 0.9
     dtypes = [column.type.name for column in _signature(run.checkpoint).outputs]  # type: ignore[union-attr]
     assert dtypes == ["double"]
@@ -180,8 +194,10 @@ def test_a_weight_of_two_is_the_row_twice(kind: Any, label: dict[str, Any]) -> N
     }
     two = {n: values[[0, 0, 1, 2]] for n, values in one.items()} | {"weight": torch.ones(4)}
     assert task.compute(one) == pytest.approx(task.compute(two), rel=1e-6)
-    if task.chart is not None and label:
-        assert task.chart(one).points
+    if task.charts is not None and label:
+        for once, doubled in zip(task.charts(one), task.charts(two), strict=True):
+            if isinstance(once, Confusion):
+                assert once == doubled
 
 
 def test_the_losses_are_those_of_torch_and_the_metrics_those_of_scikit_learn() -> None:
@@ -220,6 +236,38 @@ def test_a_challenger_with_smaller_errors_gains() -> None:
     assert bootstrap_gains(champion, challenger, label_task(facts), seed=0, resamples=20).min() > 0
 
 
+def test_of_many_classes_the_frequent_ones_are_shown_and_the_others_together() -> None:
+    from sklearn.metrics import recall_score
+
+    names = [f"c{number}" for number in range(30)]
+    facts = {"label": {"task": "multiclass", "classes": names, "offset": 0.0, "scale": 1.0}}
+    random = np.random.default_rng(0)
+    labels_B = random.integers(0, 30, 500) * random.integers(0, 2, 500)  # half of them are c0
+    logits_BC = torch.from_numpy(random.normal(size=(500, 30)) + 3 * np.eye(30)[labels_B])
+    charts = label_task(facts).charts
+    assert charts is not None
+    confusion = charts({"logits": logits_BC, "labels_B": torch.from_numpy(labels_B).float()})[0]
+    assert isinstance(confusion, Confusion)
+    assert len(confusion.classes) == len(confusion.counts) == 13
+    assert confusion.classes[0] == "c0"
+    assert confusion.classes[-1] == "18 others"
+    assert np.sum(confusion.counts) == 500
+    shown = [int(name[1:]) for name in confusion.classes[:-1]]
+    others = sorted(set(range(30)) - set(shown))
+    found_B = logits_BC.argmax(1).numpy()
+    wanted = [*recall_score(labels_B, found_B, labels=shown, average=None)]
+    wanted.append(recall_score(labels_B, found_B, labels=others, average="micro"))
+    assert confusion.recall == pytest.approx(wanted)
+
+
+def test_a_page_of_one_figure_is_read(tmp_path: Path) -> None:
+    chart = {"name": "calibration", "title": "t", "xlabel": "x", "ylabel": "y", "points": [[0.1, 0.2]]}
+    values = {"version": 1, "metrics": {"auc": 0.5}, "chart": chart}
+    write_json(tmp_path / "metrics.json", values | {"page_sha256": value_digest(values)})
+    (found,) = MetricsPage.read(tmp_path / "metrics.json").charts
+    assert found.points == [(0.1, 0.2)]
+
+
 class OwnBinary(type(find_recipe("ctr"))):  # type: ignore[misc]
     """A recipe of before labels of other kinds."""
 
@@ -253,7 +301,7 @@ def test_binary_runs_have_a_calibration(data_dir: Path) -> None:
     table = rows().with_columns(dear=pl.col("size") > 6000)
     ignore = ["kind", "size", "visits"]
     run = dphybrid.train(table, label="dear", ignore=ignore, **VALUES | {"epochs": 1})
-    chart = json.loads((run.folder / "metrics.json").read_text())["chart"]
+    (chart,) = json.loads((run.folder / "metrics.json").read_text())["charts"]
     assert (chart["name"], len(chart["points"])) == ("calibration", 10)
     assert all(0 <= value <= 1 for point in chart["points"] for value in point)
     assert "What it predicts" in run.report().page()

@@ -152,6 +152,8 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
         "data_name": "ctr-1",
         "data_source": f"{odd}.csv",
         "data_lines": lines,
+        "history": [{"step": 1, odd: 2.0}, {"step": 5, odd: 1.0}],
+        "charts": [],
     }
     config = json.loads(Path(client.download_artifacts(report.run_id, "config.json")).read_text())
     text = run_report_markdown(facts, config, {"a [link]": "http://127.0.0.1/x"})
@@ -172,6 +174,7 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
     assert "<script" not in page
     assert "javascript:" not in page
     assert "\x1b" not in page
+    assert 'points="48.0,10.0 332.0,150.0"' in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` ?[31m</td><td>categorical</td><td>12</td>" in page
 
 

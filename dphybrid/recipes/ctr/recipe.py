@@ -24,7 +24,7 @@ ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
 class CtrModelConfig(ModelConfig):
     """Which network, and how large."""
 
-    of_training: ClassVar[frozenset[str]] = frozenset({"dropout"})
+    of_training: ClassVar[frozenset[str]] = frozenset({"dropout", "frequency_scale"})
 
     kind: Literal["wide-deep", "deepfm", "dlrm"] = "wide-deep"
     """Network: Wide & Deep, DeepFM or DLRM."""
