@@ -1,0 +1,79 @@
+"""Retraining where the label is a class or a number: plan, train on from the champion, compare, promote or
+keep, with the metric's own direction."""
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from dphybrid.config.settings import load_settings
+from dphybrid.jobs.retrain import Decision, judge, open_registry, plan_retraining
+from dphybrid.jobs.train import run_job
+from dphybrid.recipes.configs import build_config
+from dphybrid.util.errors import UserError
+
+
+def day(number: int, shops: range) -> pl.DataFrame:
+    """Rows of a day: class and size follow from the shop."""
+    random = np.random.default_rng(number)
+    shop = random.integers(shops.start, shops.stop, 400)
+    return pl.DataFrame(
+        {
+            "shop": [f"s{n}" for n in shop],
+            "weather": random.normal(size=400),  # no two rows are the same
+            "kind": [("red", "green", "blue")[n % 3] for n in shop],
+            "size": 500.0 + 40 * shop + random.normal(0, 5, 400),
+        }
+    )
+
+
+@pytest.fixture
+def days(tmp_path: Path) -> Path:
+    (tmp_path / "days").mkdir()
+    return tmp_path / "days"
+
+
+def retrained(days: Path, label: str) -> Decision:
+    other = {"kind": "size", "size": "kind"}[label]
+    config = build_config(
+        {
+            "recipe": "ctr",
+            "devices": "cpu*2",
+            "data": {"path": str(days), "label": label, "ignore": [other], "buckets": 4},
+            "model": {"dim": 4, "hidden": 16, "layers": 1, "dropout": 0.0},
+            "table": {"lr": 0.2},
+            "train": {"epochs": 2, "batch_size": 50, "lr": 0.02},
+            "checkpoint": {"register_as": label},
+        }
+    )
+    planned = plan_retraining(config, load_settings())
+    assert not planned.stop
+    report = run_job(planned.config, load_settings())
+    return judge(str(load_settings().runs_dir / report.run_name), load_settings())
+
+
+@pytest.mark.parametrize(("label", "metric", "higher"), [("kind", "accuracy", True), ("size", "rmse", False)])
+def test_the_better_challenger_is_promoted(
+    label: str, metric: str, higher: bool, days: Path, data_dir: Path
+) -> None:
+    day(1, range(6)).write_parquet(days / "day-1.parquet")
+    assert retrained(days, label).promoted
+    day(2, range(3, 12)).write_parquet(days / "day-2.parquet")  # of six shops the champion knows nothing
+    better = retrained(days, label)
+    assert better.metric == metric
+    assert (better.challenger[metric] > better.champion[metric]) is higher
+    assert better.promoted
+    assert better.gain == pytest.approx(abs(better.challenger[metric] - better.champion[metric]))
+    assert 0 < better.low < better.gain < better.high
+    day(3, range(12)).write_parquet(days / "day-3.parquet")  # nothing that it does not know
+    kept = retrained(days, label)
+    assert not kept.promoted
+    champion = open_registry(load_settings()).champion(label)
+    assert champion is not None
+    assert champion.number == "2"
+    assert champion.decision.startswith(f"better: validation {metric} ")
+    if label == "kind":
+        day(4, range(6)).with_columns(kind=pl.lit("pink")).write_parquet(days / "day-4.parquet")
+        with pytest.raises(UserError, match=r"classes were \['blue', 'green', 'red'\] and are .*'pink'"):
+            retrained(days, label)
