@@ -27,8 +27,10 @@ from dphybrid.tracking.figures import overlay_figure, scaling_figure, side_by_si
 from dphybrid.tracking.mlflow_tracker import find_experiment, run_address
 from dphybrid.util.errors import UserError
 
-MAX_RUNS = 24
-"""More runs than this make no readable page."""
+MAX_RUNS = 256
+"""More runs than this make no readable page; a sweep has no more cells."""
+PICTURED_RUNS = 24
+"""More runs than this make no readable picture, which nobody can sort or filter."""
 
 SWEEP_TAG, KIND_TAG = "dphybrid.sweep", "dphybrid.kind"
 COMPARISONS = "{} comparisons"
@@ -74,6 +76,8 @@ def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
             series.setdefault(label, []).append((place, speed[run.run_id].ratio))
     if any(len({place for place, _ in points}) > 1 for points in series.values()):
         pictures["speed.png"] = scaling_figure(series, param)
+    if len(runs) > PICTURED_RUNS:
+        return pictures
     if stages := {run.name: run.stages_ms for run in runs if run.stages_ms}:
         pictures["stages.png"] = side_by_side_figure(stages)
     keys = sorted({key for run in runs for key in run.steps}, reverse=True)
@@ -157,8 +161,8 @@ def _stages_ms(client: MlflowClient, run_id: str, metrics: Mapping[str, float]) 
 def find_runs(
     store_uri: str, experiment: str, wanted: Sequence[str] = (), sweep: str | None = None
 ) -> list[str]:
-    """Return the ids of runs: those wanted (ids or names), those of a sweep, or else all finished ones of the
-    experiment, oldest first.
+    """Return the ids of runs: those wanted (ids or names), the finished ones of a sweep, or else the newest
+    finished ones of the experiment; oldest first.
 
     Raises UserError for a name that is not there, with those that are.
     """
@@ -186,14 +190,15 @@ def find_runs(
         return [by_name[name] for name in wanted]
     if sweep is not None:
         runs = [run for run in runs if run.data.tags.get(SWEEP_TAG) == sweep]
-    return [run.info.run_id for run in runs if run.info.status == "FINISHED"][-MAX_RUNS:]
+    newest = MAX_RUNS if sweep is not None else PICTURED_RUNS
+    return [run.info.run_id for run in runs if run.info.status == "FINISHED"][-newest:]
 
 
 def log_comparison(
     store_uri: str, experiment: str, store: Path, page: Path, run_ids: Sequence[str], sweep: str | None
 ) -> str:
     """Put a written comparison into a run of its own, in the experiment beside that of the runs compared;
-    return that run's id."""
+    return where that run's page is."""
     client = MlflowClient(tracking_uri=store_uri)
     experiment_id = find_experiment(client, store_uri, COMPARISONS.format(experiment), store)
     name = f"comparison of {sweep}" if sweep else f"comparison of {len(run_ids)} runs"
@@ -203,7 +208,7 @@ def log_comparison(
     run = client.create_run(experiment_id, run_name=name, tags=tags | {"mlflow.note.content": note})
     client.log_artifacts(run.info.run_id, str(page.parent), "compare")
     client.set_terminated(run.info.run_id, "FINISHED")
-    return str(run.info.run_id)
+    return run_address(store_uri, experiment_id, run.info.run_id)
 
 
 def page_link(page: Path) -> str:

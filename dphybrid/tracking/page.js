@@ -10,11 +10,52 @@ let sorting = null;
 // Plotly reads a little HTML in names; what people call their runs is text.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const short = (name) => (name === data.devices ? "devices" : name.startsWith("train.") || name.startsWith("model.") ? name.slice(6) : name);
-const shown = () => data.orders[group].map((id) => runOf[id]).filter((run) => !hidden.has(run.id));
+const together = () => group !== data.seed && data.differing.includes(data.seed) && at("bands").checked;
+const own = (run) => run.members ?? [run];
+const isHidden = (run) => own(run).every((member) => hidden.has(member.id));
+const shown = () => rows().filter((run) => !isHidden(run));
 const values = () => [...new Set(data.orders[group].map((id) => runOf[id].params[group]))];
 const colour = (run) => colours[values().indexOf(run.params[group]) % colours.length];
 const format = (value) =>
   value === null || value === undefined ? "" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+
+/* What the page has a line for: runs, or those that differ in their seed alone as one, with their means. */
+function rows() {
+  const runs = data.orders[group].map((id) => runOf[id]);
+  if (!together()) return runs;
+  const names = data.differing.filter((name) => name !== data.seed), alike = new Map();
+  for (const run of runs) {
+    const key = JSON.stringify(names.map((name) => run.params[name]));
+    if (!alike.has(key)) alike.set(key, []);
+    alike.get(key).push(run);
+  }
+  return [...alike.values()].map((members) => (members.length < 2 ? members[0] : merged(members, names)));
+}
+
+const labelOf = (run) => (run.members ? run.name : `${run.params[group]} · ${run.name}`);
+const mean = (numbers) => numbers.reduce((a, b) => a + b) / numbers.length;
+const deviation = (numbers) => Math.sqrt(numbers.reduce((sum, x) => sum + (x - mean(numbers)) ** 2, 0) / (numbers.length - 1));
+
+function merged(members, names) {
+  const run = { ...members[0], members, id: members.map((member) => member.id).join(), url: "", metrics: {}, spread: {}, stages: {} };
+  run.name = [...names.map((name) => members[0].params[name]), `${members.length} seeds`].join(" · ");
+  run.params = { ...run.params, [data.seed]: `${members.length} seeds` };
+  for (const name of new Set(members.flatMap((member) => Object.keys(member.metrics)))) {
+    const numbers = members.map((member) => member.metrics[name]).filter((value) => typeof value === "number");
+    if (!numbers.length) continue;
+    run.metrics[name] = mean(numbers);
+    if (numbers.length > 1) run.spread[name] = deviation(numbers);
+  }
+  for (const stage of new Set(members.flatMap((member) => Object.keys(member.stages))))
+    run.stages[stage] = mean(members.map((member) => member.stages[stage] ?? 0));
+  return run;
+}
+
+/* A run's speed against its baseline; of several seeds the mean, undefined where none is known. */
+function speedOf(run, what) {
+  const known = own(run).map((member) => data.speeds[group][member.id]?.[what]).filter((value) => typeof value === "number");
+  return known.length ? mean(known) : undefined;
+}
 
 function element(name, parent, text, style) {
   const made = document.createElement(name);
@@ -31,14 +72,13 @@ function draw(place, traces, layout) {
 
 /* The table: what differs comes first, then what came of it. best: which end of a column is the good one. */
 function columns() {
-  const speed = data.speeds[group];
   const made = data.differing.map((name) => ({ title: short(name), of: (run) => run.params[name], text: true }));
   for (const name of data.finals)
-    made.push({ title: name.slice(6), of: (run) => run.metrics[name], best: /loss|mse|mae|perplexity|rank|error|deviance/.test(name) ? "least" : "most" });
-  const summary = (title, name, best) => made.push({ title, of: (run) => run.metrics[`summary/${name}`], best });
+    made.push({ title: name.slice(6), of: (run) => run.metrics[name], spread: (run) => run.spread?.[name], best: /loss|mse|mae|perplexity|rank|error|deviance/.test(name) ? "least" : "most" });
+  const summary = (title, name, best) => made.push({ title, of: (run) => run.metrics[`summary/${name}`], spread: (run) => run.spread?.[`summary/${name}`], best });
   summary("samples/s", "samples_per_s_median", "most");
-  made.push({ title: "speed-up", of: (run) => speed[run.id]?.ratio, show: (value) => value.toFixed(2) });
-  made.push({ title: "efficiency", of: (run) => speed[run.id]?.efficiency, show: (value) => `${Math.round(100 * value)}%` });
+  made.push({ title: "speed-up", of: (run) => speedOf(run, "ratio"), show: (value) => value.toFixed(2) });
+  made.push({ title: "efficiency", of: (run) => speedOf(run, "efficiency"), show: (value) => `${Math.round(100 * value)}%` });
   summary("step p50, ms", "step_ms_p50", "least");
   summary("step p95, ms", "step_ms_p95");
   summary("training, s", "train_s");
@@ -70,38 +110,45 @@ function drawTable() {
       drawTable();
     };
   }
-  const body = element("tbody", table);
-  const runs = data.orders[group].map((id) => runOf[id]);
-  for (const run of sorted(runs, sorting && all.find((column) => column.title === sorting.title))) {
-    const row = element("tr", body, undefined, hidden.has(run.id) ? "hidden" : "");
+  const body = element("tbody", table), visible = shown();
+  for (const run of sorted(rows(), sorting && all.find((column) => column.title === sorting.title))) {
+    const row = element("tr", body, undefined, isHidden(run) ? "hidden" : "");
     const first = element("td", row);
     const box = element("input", first);
     box.type = "checkbox";
-    box.checked = !hidden.has(run.id);
+    box.checked = !isHidden(run);
     box.setAttribute("aria-label", `show ${run.name}`);
-    box.onchange = () => { box.checked ? hidden.delete(run.id) : hidden.add(run.id); drawAll(); };
+    box.onchange = () => {
+      for (const { id } of own(run)) box.checked ? hidden.delete(id) : hidden.add(id);
+      drawAll();
+    };
     element("span", first, "", "dot").style.background = colour(run);
     const link = element("a", first, run.name);
+    link.title = own(run).map((member) => member.name).join(", ");
     if (/^https?:/.test(run.url)) Object.assign(link, { href: run.url, target: "_blank", rel: "noopener" });
     for (const column of all) {
       const value = column.of(run), empty = [undefined, null].includes(value);
       const cell = element("td", row, empty ? "" : column.text ? value : (column.show ?? format)(value), column.text ? "" : "number");
-      const visible = shown().map(column.of).filter((other) => typeof other === "number");
-      const best = column.best === "most" ? Math.max(...visible) : column.best === "least" ? Math.min(...visible) : null;
-      if (!empty && value === best && visible.length > 1) cell.classList.add("best");
+      const spread = column.spread?.(run);
+      if (spread !== undefined) element("small", cell, ` ±${format(Number(spread.toPrecision(2)))}`);
+      const others = visible.map(column.of).filter((other) => typeof other === "number");
+      const best = column.best === "most" ? Math.max(...others) : column.best === "least" ? Math.min(...others) : null;
+      if (!empty && value === best && others.length > 1) cell.classList.add("best");
     }
   }
-  at("same").textContent = data.differing.length ? "" : "Nothing differs in the configs of these runs.";
+  const means = "Means over the seeds, ± their standard deviation; untick \u201cseeds as one\u201d for each run.";
+  at("same").textContent = !data.differing.length ? "Nothing differs in the configs of these runs." : rows().some((run) => run.members) ? means : "";
 }
 
 function drawSpeed() {
-  const speed = data.speeds[group], runs = shown().filter((run) => speed[run.id]);
+  const speed = data.speeds[group], runs = shown().filter((run) => speedOf(run, "ratio") !== undefined);
   const places = new Set(runs.map((run) => run.params[group]));
   at("speed-section").hidden = places.size < 2;
   if (places.size < 2) return;
   const scaling = group === data.devices, series = new Map();
+  const of = (run) => own(run).map((member) => speed[member.id]).find(Boolean);
   for (const run of runs) {
-    const among = speed[run.id].among || "all";
+    const among = of(run).among || "all";
     if (!series.has(among)) series.set(among, []);
     series.get(among).push(run);
   }
@@ -109,8 +156,8 @@ function drawSpeed() {
   const traces = [...series].map(([among, members], number) => ({
     name: plain(among),
     x: members.map(x),
-    y: members.map((run) => speed[run.id].ratio),
-    customdata: members.map((run) => [plain(run.name), format(run.metrics["summary/samples_per_s_median"]), plain(speed[run.id].against)]),
+    y: members.map((run) => speedOf(run, "ratio")),
+    customdata: members.map((run) => [plain(run.name), format(run.metrics["summary/samples_per_s_median"]), plain(of(run).against)]),
     hovertemplate: "%{customdata[0]}<br>%{y:.2f} times %{customdata[2]}<br>%{customdata[1]} samples/s<extra></extra>",
     mode: scaling ? "lines+markers" : "markers",
     marker: { size: 10 },
@@ -121,7 +168,7 @@ function drawSpeed() {
     traces.unshift({ name: "ideal", x: counts, y: counts.map((count) => count / counts[0]), mode: "lines", line: { dash: "dash", color: "#999" }, hoverinfo: "skip" });
   }
   const axis = scaling ? { title: { text: "devices" }, tickvals: [...new Set(runs.map((run) => run.replicas))] } : { title: { text: plain(short(group)) }, type: "category" };
-  draw("speed", traces, { yaxis: { title: { text: "speed-up" }, rangemode: "tozero" }, xaxis: axis, showlegend: true });
+  draw("speed", traces, { yaxis: { title: { text: "speed-up" }, rangemode: "tozero" }, xaxis: axis, showlegend: true, legend: { orientation: "h", y: -0.4 } });
   const virtual = data.virtual && scaling ? " Virtual devices share their hardware: they show what splitting costs, not what more GPUs bring." : "";
   at("speed-note").textContent = `Each run over the first value of ${short(group)} among runs that agree in all else but the seed.${virtual}`;
 }
@@ -133,7 +180,8 @@ function drawStages() {
   const totals = {};
   for (const run of runs) for (const [stage, ms] of Object.entries(run.stages)) totals[stage] = (totals[stage] ?? 0) + ms;
   const stages = Object.keys(totals).filter((stage) => totals[stage] > 0).sort((a, b) => totals[b] - totals[a]);
-  const label = (run) => `${plain(run.params[group])} · ${plain(run.name).slice(0, 28)}`;
+  const letters = window.innerWidth < 640 ? 16 : 36;
+  const label = (run) => plain(labelOf(run).slice(0, letters));
   const traces = stages.map((stage, number) => ({
     type: "bar", orientation: "h", name: plain(stage), marker: { color: colours[number % colours.length], opacity: number < colours.length ? 1 : 0.55 },
     y: runs.map((run) => run.id), x: runs.map((run) => run.stages[stage] ?? 0), customdata: runs.map(label),
@@ -146,40 +194,30 @@ function drawStages() {
   });
 }
 
-/* Runs that differ in their seed alone are one band: their mean, and from the least to the most. */
-function bands(runs, curves) {
-  const alike = new Map();
-  for (const run of runs) {
-    const key = JSON.stringify(data.differing.filter((name) => name !== data.seed).map((name) => run.params[name]));
-    if (!alike.has(key)) alike.set(key, []);
-    alike.get(key).push(run);
-  }
-  return [...alike.values()].flatMap((members) => {
-    if (members.length < 2) return members.map((run) => ({ run, name: run.name, points: curves(run) }));
-    const known = members.map((run) => new Map(curves(run)));
-    const steps = [...known[0].keys()].filter((step) => known.every((points) => points.has(step) && points.get(step) !== null));
-    const rows = steps.map((step) => known.map((points) => points.get(step)));
-    return [{
-      run: members[0], name: `${members.length} seeds of ${members[0].params[group]}`,
-      points: steps.map((step, place) => [step, rows[place].reduce((a, b) => a + b) / rows[place].length]),
-      low: rows.map((row) => Math.min(...row)), high: rows.map((row) => Math.max(...row)),
-    }];
-  });
+/* Several seeds are one band: their mean, and from the least to the most, at the places that all have. */
+function band(run, axis, key) {
+  const known = own(run).filter((member) => member[axis][key]).map((member) => new Map(member[axis][key]));
+  if (known.length < 2) return { run, points: own(run).map((member) => member[axis][key]).find(Boolean) };
+  const steps = [...known[0].keys()].filter((step) => known.every((points) => points.has(step) && points.get(step) !== null));
+  const found = steps.map((step) => known.map((points) => points.get(step)));
+  return {
+    run, points: steps.map((step, place) => [step, mean(found[place])]),
+    low: found.map((row) => Math.min(...row)), high: found.map((row) => Math.max(...row)),
+  };
 }
 
 function drawCurves() {
-  const axis = at("axis").value, runs = shown();
+  const axis = at("axis").value;
+  const runs = axis === "steps" ? shown() : shown().flatMap(own); // no two runs have equal times
   const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run[axis])))].sort().reverse();
   at("curves-section").hidden = !keys.length;
-  const together = axis === "steps" && at("bands").checked && data.differing.includes(data.seed);
   const places = keys.map((key) => at(`curve-${key}`) ?? Object.assign(element("div", at("curves"), undefined, "chart"), { id: `curve-${key}` }));
   for (const [number, key] of keys.entries()) {
-    const members = runs.filter((run) => run[axis][key]);
-    const lines = together ? bands(members, (run) => run[axis][key]) : members.map((run) => ({ run, name: run.name, points: run[axis][key] }));
-    const traces = lines.flatMap(({ run, name, points, low, high }) => {
+    const lines = runs.filter((run) => own(run).some((member) => member[axis][key])).map((run) => band(run, axis, key));
+    const traces = lines.flatMap(({ run, points, low, high }) => {
       const x = points.map((point) => point[0]), line = { color: colour(run), width: 2 };
       const around = low ? [{ x: [...x, ...x.toReversed()], y: [...high, ...low.toReversed()], mode: "lines", fill: "toself", fillcolor: `${colour(run)}33`, line: { width: 0 }, hoverinfo: "skip", showlegend: false }] : [];
-      const label = plain(run.params[group]) + (name === run.name ? ` · ${plain(name)}` : ` · ${plain(name)}`);
+      const label = plain(labelOf(run));
       return [...around, { x, y: points.map((point) => point[1]), name: label, line, marker: { color: colour(run) }, mode: points.length < 30 ? "lines+markers" : "lines", hovertemplate: `${label}<br>%{x}: %{y:.5g}<extra></extra>` }];
     });
     draw(places[number], traces, {
@@ -214,10 +252,18 @@ function drawSplits() {
   at("splits-section").hidden = !data.splits.length;
   if (!data.splits.length) return;
   const table = at("splits"), head = element("tr", element("thead", table)), body = element("tbody", table);
-  for (const name of Object.keys(data.splits[0])) element("th", head, name);
+  const [first, ...names] = Object.keys(data.splits[0]), alike = new Map(); // runs that were split alike are one column
+  for (const name of names) {
+    const key = JSON.stringify(data.splits.map((cells) => cells[name]));
+    if (!alike.has(key)) alike.set(key, []);
+    alike.get(key).push(name);
+  }
+  element("th", head, first);
+  for (const [name, ...others] of alike.values())
+    element("th", head, others.length ? `${name} and ${others.length} more` : name).title = [name, ...others].join(", ");
   for (const cells of data.splits) {
     const row = element("tr", body);
-    for (const cell of Object.values(cells)) element("td", row, cell);
+    for (const name of [first, ...[...alike.values()].map(([name]) => name)]) element("td", row, cells[name]);
   }
 }
 
@@ -232,7 +278,8 @@ function drawAll() {
 for (const name of data.params) element("option", at("group"), short(name)).value = name;
 at("group").value = group;
 at("group").onchange = () => { group = at("group").value; drawAll(); };
-for (const id of ["axis", "log", "bands"]) at(id).onchange = drawCurves;
+for (const id of ["axis", "log"]) at(id).onchange = drawCurves;
+at("bands").onchange = drawAll;
 at("seeds").hidden = !data.differing.includes(data.seed);
 drawAll();
 drawSplits();

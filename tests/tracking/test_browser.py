@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,7 +19,8 @@ from mlflow.tracking import MlflowClient
 from dphybrid.config.settings import load_settings
 from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
-from dphybrid.tracking.compare import compare_runs
+from dphybrid.tracking.compare import compare_runs, write_comparison
+from dphybrid.tracking.compare_facts import RunFacts
 from tests.tracking.conftest import MlflowServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -221,4 +223,46 @@ def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(
         "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))"
     )
     assert min(sizes) >= 9
+    assert errors == []
+
+
+def test_seeds_are_one_row_of_means_and_each_on_request(seen: Seen, tmp_path: Path) -> None:
+    """A sweep of 40 runs on a phone."""
+    rates = {"0.01": 0.80, "0.02": 0.82, "0.05": 0.85, "0.1": 0.81}
+    runs = [
+        RunFacts(
+            run_id=f"{rate}-{batch}-{seed}",
+            name=f"nightly-{rate}-b{batch}-seed{seed}",
+            status="FINISHED",
+            started=datetime(2026, 1, 1, minute=seed),
+            params={"table.lr": rate, "train.batch_size": batch, "train.seed": str(seed)},
+            metrics={"final/auc": auc + seed / 1000, "summary/samples_per_s_median": 1000.0 + seed},
+            splits={},
+            stages_ms={"forward": 1.0 + seed, "backward": 2.0},
+            steps={"valid/auc": [(step, auc + seed / 1000 - 0.1 / step) for step in (1.0, 2.0, 3.0)]},
+        )
+        for rate, auc in rates.items()
+        for batch in ("256", "512")
+        for seed in range(5)
+    ]
+    page_file = write_comparison(runs, tmp_path, "table.lr")
+    page = seen.browser.new_page(viewport={"width": 390, "height": 840})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("body[data-drawn]", timeout=WAIT_MS)
+    seen.keep(page, "seeds_390")
+    rows = page.locator("#runs tbody tr")
+    assert rows.count() == 8
+    best = page.locator("#runs td.best").first
+    assert best.inner_text() == "0.852 ±0.0016"  # 0.85 to 0.854, deviation by n - 1
+    assert page.evaluate("document.getElementById('stages').data[0].y.length") == 8
+    rows.first.get_by_role("checkbox").uncheck()
+    assert page.evaluate("document.getElementById('stages').data[0].y.length") == 7
+    page.get_by_label("seeds as one").uncheck()
+    assert rows.count() == 40
+    assert page.locator("#runs tr.hidden").count() == 5
+    page.locator("#group").select_option("train.seed")
+    assert rows.count() == 40
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
     assert errors == []

@@ -11,6 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import Settings, load_settings
+from dphybrid.jobs.sweep import MAX_CELLS
 from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
 from dphybrid.tracking.compare import find_runs, read_runs, write_comparison
@@ -273,8 +274,8 @@ def test_wrong_calls_say_what_is_there(
         read_runs(uri, [reports[0].run_id, reports[0].run_id])
     with pytest.raises(UserError, match="'0000': cannot be read"):
         read_runs(uri, ["0000", reports[0].run_id])
-    with pytest.raises(UserError, match="25 runs make no readable page"):
-        read_runs(uri, [str(i) for i in range(25)])
+    with pytest.raises(UserError, match="257 runs make no readable page"):
+        read_runs(uri, [str(i) for i in range(MAX_CELLS + 1)])
     assert find_runs(uri, "dphybrid", sweep="no such sweep") == []
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder))
     (folder / "a_file").touch()
