@@ -36,6 +36,10 @@ Data, checkpoints and the MLflow store lie under DPHYBRID_DATA_DIR (~/.dphybrid)
 """
 
 
+MANY_FLAGS = 30
+"""More flags than this are not repeated before the description: nobody reads forty lines of them."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, but wrong flags end in one message that says what was meant. recipe: whose values it offers
     as flags."""
@@ -52,6 +56,14 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             (self.commands or {}).get(vars(found).get("command", ""), self).refuse(unknown)
         return found
+
+    def format_help(self) -> str:
+        if self.usage is None and len(self._option_string_actions) > MANY_FLAGS:
+            places = "".join(
+                f" [{action.metavar or action.dest}]" for action in self._get_positional_actions()
+            )
+            self.usage = f"%(prog)s [--NAME VALUE ...]{places}"
+        return super().format_help()
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with what is wrong about arguments that this command does not have."""
