@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 
 import httpx
-from prefect import flow, runtime, task
+from prefect import flow, runtime
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 
@@ -22,20 +21,20 @@ from dphybrid.jobs.runs import find_tagged_run, read_run
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, too_late
-from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, trained
+from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.util.masking import masked
 from dphybrid.util.stop import StopRequest
 
 
-@task(name="plan", cache_policy=NO_CACHE)
+@step("plan")
 def plan(config: ExperimentConfig, event: str) -> Plan:
     """Look for new data and for the champion to go on from."""
     return plan_retraining(config, load_settings(), event)
 
 
-@task(name="compare", cache_policy=NO_CACHE)
+@step("compare")
 def compare(run_folder: str, min_gain: float) -> Decision:
     """Compare challenger and champion; promote or keep."""
     return judge(run_folder, load_settings(), min_gain)

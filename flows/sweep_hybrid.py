@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 from prefect import flow, runtime, task
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_link_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, TaskRunContext
@@ -42,6 +42,7 @@ from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.queueing import too_late
+from dphybrid.orchestration.shown import show_run
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
@@ -123,6 +124,7 @@ def _swept(
     cells = make_grid(config, grid, sweep, settings)
     folder = settings.data_dir / "sweeps" / sweep
     folder.mkdir(parents=True, exist_ok=True)
+    show_run(runtime.flow_run.id, sweep, [config.recipe], "")
     workers = at_once or cells_at_once(cells, settings)
     print(f"Sweep {sweep}: {len(cells.cells)} runs, {workers} at once; logs in {folder}", flush=True)
     tags = {"prefect.flow_run_id": str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
@@ -160,29 +162,33 @@ def _reported(
     rows = sweep_rows(cells, reports)
     print(f"Results: {write_sweep(folder, rows)}", flush=True)
     run_ids = [done.run_id for done in reports.values() if isinstance(done, Report) and done.run_id]
-    page = None
+    address = ""
     if len(run_ids) > 1:
         uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
         page = compare_runs(uri, run_ids, folder / "comparison", cells.group_by)
-        log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
-        print(f"Comparison: {page_link(page)}", flush=True)
+        _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
+        print(f"Comparison: {page_link(page)}, and in MLflow: {address}", flush=True)
     try:
-        create_table_artifact(
-            rows, key="sweep", description=f"Sweep {sweep}" + (f"; comparison: {page}" if page else "")
-        )
+        create_table_artifact(rows, key="sweep", description=f"Sweep {sweep}")
+        if address:
+            text = f"Comparison of {sweep}, among the artifacts of its MLflow run"
+            create_link_artifact(address, link_text=text, key="comparison", description=text)
     except (httpx.HTTPError, PrefectException) as error:
         print(masked(f"Prefect's artifact could not be written ({error}); the results are in {folder}"))
     if failed := {name: text for name, text in reports.items() if isinstance(text, str)}:
         told = "\n".join(failed.values())
         print(told, flush=True)
         return Failed(message=f"{len(failed)} of {len(reports)} cells failed: {told}")
-    return Completed(message=f"{len(reports)} cells trained; {page or folder}")
+    return Completed(message=f"{len(reports)} cells trained; {address or folder}")
 
 
 def _own_name() -> str:
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    return f"{run.name}-{str(run.id)[:4]}" if run else f"sweep-{os.getpid()}"
+    if run is None:
+        return f"sweep-{os.getpid()}"
+    own = f"-{str(run.id)[:4]}"
+    return run.name if run.name.endswith(own) else run.name + own  # one that goes on was given that name
 
 
 def main(argv: Sequence[str] | None = None) -> int:

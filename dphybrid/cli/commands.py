@@ -336,8 +336,8 @@ def compare(args: argparse.Namespace) -> int:
     page = compare.write_comparison(runs, args.out, args.group_by)
     print(f"{len(run_ids)} runs: {compare.page_link(page)}")
     if args.log:
-        address = compare.log_comparison(uri, experiment, settings.mlflow_dir, page, run_ids, args.sweep)
-        print(f"Recorded: {address}")
+        run_id, _ = compare.log_comparison(uri, experiment, settings.mlflow_dir, page, run_ids, args.sweep)
+        print(f"Recorded as run {run_id}")
     return 0
 
 

@@ -46,6 +46,8 @@ SETTLE_S = 8.0
 """How long a run must have been in the state that says it lives, or has crashed."""
 SILENT = "no heartbeat: its machine died"
 """What the automation of `dphybrid.orchestration.setup` writes on a run."""
+SILENT_FOR = timedelta(seconds=200)
+"""Silence after which it does; at least three heartbeats, or living runs would be begun twice."""
 STUCK_S = 120.0
 """How long the start of a process may take."""
 _FILE = re.compile(r"flow-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.run")

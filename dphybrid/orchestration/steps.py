@@ -3,38 +3,75 @@
 Tasks pass paths; the work is in `dphybrid.jobs.train`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import httpx
 from prefect import runtime, task
-from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
+from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way
 from dphybrid.jobs import train as job
-from dphybrid.jobs.runs import find_tagged_run
+from dphybrid.jobs.report import attached
+from dphybrid.jobs.runs import find_tagged_run, read_run
 from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.machines import gathered, other_workers, with_ranks
 from dphybrid.orchestration.queueing import shown_waiting
+from dphybrid.orchestration.shown import show_run, shown_progress
 from dphybrid.util.masking import masked
-from dphybrid.util.stop import StopRequest, stop_signals
+from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 
 
-@task(name="prepare", cache_policy=NO_CACHE)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def step(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function a Prefect task, called as the function is. An interruption goes on from it, too, and
+    its state is Cancelled then, where Prefect would log a crash."""
+
+    def made(work: Callable[P, R]) -> Callable[P, R]:
+        @wraps(work)
+        def ending(*args: P.args, **named: P.kwargs) -> "R | State[Any]":
+            try:
+                return work(*args, **named)
+            except Interrupted as interruption:
+                return Cancelled(message=str(interruption), data=interruption)
+
+        as_task = task(name=name, cache_policy=NO_CACHE)(ending)
+
+        @wraps(work)
+        def call(*args: P.args, **named: P.kwargs) -> R:
+            done: Any = as_task(*args, **named)
+            if isinstance(done, State):
+                interruption: Any = done.data
+                raise interruption.result  # done.result() would raise another: its event loop's own
+            result: R = done
+            return result
+
+        return call
+
+    return made
+
+
+@step("prepare")
 def prepare(config: ExperimentConfig, local_ranks: int | None = None) -> str:
     """Make the prepared data; return its folder."""
     return job.prepare_data(config, load_settings(), local_ranks)
 
 
-@task(name="build", cache_policy=NO_CACHE)
+@step("build")
 def build(
     config: ExperimentConfig,
     prepared: str,
@@ -45,26 +82,35 @@ def build(
     links: dict[str, str],
 ) -> str:
     """Check the model and open its MLflow run; return the run folder."""
-    return job.build_run(
-        config, load_settings(), prepared, devices, run_name=run_name, resume=resume, tags=tags, links=links
+    settings = load_settings()
+    folder = job.build_run(
+        config, settings, prepared, devices, run_name=run_name, resume=resume, tags=tags, links=links
     )
+    run = read_run(folder)
+    address = attached(run, settings).run_url if run.page.run_id else ""
+    shown = [config.recipe, devices, *filter(None, [config.checkpoint.register_as])]
+    show_run(runtime.flow_run.id, run.folder.name, shown, address)
+    return folder
 
 
-@task(name="train", cache_policy=NO_CACHE)
+@step("train")
 def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, Any]:
     """Train to the end, with the machines of the workers `others`; return where the checkpoints are."""
     settings = load_settings()
-    with gathered(others, run_folder, settings) if others else nullcontext() as meeting:
-        return job.train_run(run_folder, settings, stop, meeting=meeting).model_dump()
+    with (
+        gathered(others, run_folder, settings) if others else nullcontext() as meeting,
+        shown_progress(runtime.flow_run.id) as tell,
+    ):
+        return job.train_run(run_folder, settings, stop, [tell], meeting=meeting).model_dump()
 
 
-@task(name="evaluate", cache_policy=NO_CACHE)
+@step("evaluate")
 def evaluate(run_folder: str) -> dict[str, float]:
     """Evaluate the best checkpoint on the validation rows."""
     return job.evaluate_run(run_folder, load_settings())
 
 
-@task(name="report", cache_policy=NO_CACHE)
+@step("report")
 def report(run_folder: str) -> job.Report:
     """Write the report and the flow run's artifacts."""
     done = job.report_run(run_folder, load_settings())
@@ -76,7 +122,6 @@ def report(run_folder: str) -> job.Report:
 
 
 def _publish(done: job.Report) -> None:
-    create_link_artifact(done.run_url, link_text=f"MLflow run {done.run_name}", key="mlflow-run")
     create_table_artifact(
         [{"metric": name, "value": value} for name, value in done.metrics.items()],
         key="metrics",
@@ -154,4 +199,4 @@ def _tags() -> dict[str, str]:
 def _links() -> dict[str, str]:
     # An embedded server is gone when the run has ended, so its address would lead nowhere.
     address = runtime.flow_run.ui_url if runtime.deployment.id else None
-    return {f"Prefect flow run {runtime.flow_run.name}": address} if address else {}
+    return {"Prefect flow run": address} if address else {}

@@ -21,12 +21,19 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    PREFECT_WORKER_QUERY_SECONDS,
+    temporary_settings,
+)
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from dphybrid.cli.flags import Parser, run_cli
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import Inventory, visible
 from dphybrid.orchestration.alive import (
+    SILENT_FOR,
     STARTED_BY,
     live_folder,
     mark_start,
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
 
 SHARED_QUEUES = ("urgent", "any", "night")
 """Queues that every workstation works off, the first ones first; its own, by its name, comes before them."""
+QUERY_S, HEARTBEAT_S = 2, 60
 LOOK_EVERY_S = 0.5
 LOOK_FOR_DEAD_EVERY_S = 2.0
 HARMLESS_STEP = "prefect.deployments.steps.set_working_directory"
@@ -128,9 +136,7 @@ async def make_queues(pool: str, names: Sequence[str]) -> None:
         try:
             there = {queue.name for queue in await client.read_work_queues(work_pool_name=pool)}
         except ObjectNotFound as error:
-            raise UserError(
-                f"work pool {pool!r} is not on the server; `python -m dphybrid.orchestration.setup` makes it"
-            ) from error
+            raise UserError(f"work pool {pool!r} is not on the server; `dphybrid deploy` makes it") from error
         for name in names:
             if name not in there:
                 await client.create_work_queue(
@@ -218,7 +224,7 @@ def default_limit() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker; return the exit code."""
     parser = Parser(
-        prog="python -m dphybrid.orchestration.worker",
+        prog="dphybrid worker",
         description="Take training runs from a Prefect work pool, politely.",
     )
     parser.add_argument("--pool", default="gpu", help="work pool (gpu)")
@@ -235,11 +241,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def run() -> int:
-        from prefect.settings import PREFECT_API_URL
-
         if not PREFECT_API_URL.value():
             raise UserError(
                 "PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api"
+            )
+        every_s = PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value()
+        if every_s is None or 3 * every_s > SILENT_FOR.total_seconds():
+            raise UserError(
+                f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set {HEARTBEAT_S}, or leave it out; runs that "
+                f"are silent for {SILENT_FOR.total_seconds():.0f} s count as dead"
             )
         live_folder()  # raises before any run is taken
         # so that a finished run can tell it after a long outage
@@ -255,7 +265,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return asyncio.run(work(worker, args.pool, args.wait))
 
-    return run_cli(run)
+    # What nobody has set otherwise; the runs' processes get it, too.
+    with temporary_settings(
+        set_defaults={PREFECT_WORKER_QUERY_SECONDS: QUERY_S, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_S}
+    ):
+        return run_cli(run)
 
 
 if __name__ == "__main__":

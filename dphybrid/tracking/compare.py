@@ -196,9 +196,9 @@ def find_runs(
 
 def log_comparison(
     store_uri: str, experiment: str, store: Path, page: Path, run_ids: Sequence[str], sweep: str | None
-) -> str:
+) -> tuple[str, str]:
     """Put a written comparison into a run of its own, in the experiment beside that of the runs compared;
-    return where that run's page is."""
+    return that run's id and where its page is."""
     client = MlflowClient(tracking_uri=store_uri)
     experiment_id = find_experiment(client, store_uri, COMPARISONS.format(experiment), store)
     name = f"comparison of {sweep}" if sweep else f"comparison of {len(run_ids)} runs"
@@ -208,7 +208,8 @@ def log_comparison(
     run = client.create_run(experiment_id, run_name=name, tags=tags | {"mlflow.note.content": note})
     client.log_artifacts(run.info.run_id, str(page.parent), "compare")
     client.set_terminated(run.info.run_id, "FINISHED")
-    return run_address(store_uri, experiment_id, run.info.run_id)
+    run_id = str(run.info.run_id)
+    return run_id, run_address(store_uri, experiment_id, run_id)
 
 
 def page_link(page: Path) -> str:

@@ -4,6 +4,7 @@ given and taken back."""
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from mlflow.exceptions import MlflowException
@@ -21,7 +22,7 @@ _FORMER_TAG = "dphybrid.former_champions"
 @dataclass(frozen=True)
 class Version:
     """A version of a registered model. run_tags: of the run that made it; decision: why it was promoted or
-    not, "" before that."""
+    not, and what was decided later, "" before that."""
 
     name: str
     number: str
@@ -73,7 +74,7 @@ class Registry:
         """Write down why a version was promoted or not; if so, it is the champion from now on."""
         if promote:
             self._change(version, why)
-        self._client.set_model_version_tag(version.name, version.number, DECISION_TAG, why[:5000])
+        self._add_decision(version, why)
 
     def roll_back(self, name: str, to: str | None = None) -> tuple[Version, Version]:
         """Make the former champion, or version `to`, the champion again; return (the version it replaces, the
@@ -95,10 +96,15 @@ class Registry:
         target = self.version(name, to or former[-1])
         self._set_former(name, former[: former.index(target.number)] if target.number in former else former)
         self._client.set_registered_model_alias(name, CHAMPION, target.number)
-        self._client.set_model_version_tag(
-            name, now.number, DECISION_TAG, f"rolled back to version {target.number}"
-        )
+        today = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        self._add_decision(now, f"rolled back to version {target.number}, {today}")
+        self._add_decision(target, f"champion again after version {now.number}, {today}")
         return now, target
+
+    def _add_decision(self, version: Version, why: str) -> None:
+        """Write a decision behind those made about a version before; of very many the newest stay."""
+        decisions = f"{version.decision}; {why}" if version.decision else why
+        self._client.set_model_version_tag(version.name, version.number, DECISION_TAG, decisions[-5000:])
 
     def _change(self, version: Version, why: str) -> None:
         now = self.champion(version.name)

@@ -115,6 +115,11 @@ def test_three_days_of_data(
     back = registry.champion("clicks")
     assert back is not None
     assert back.number == "1"
+    assert back.decision.startswith(
+        "the first model of its name has nobody to be compared with; champion again"
+    )
+    left = registry.version("clicks", "2").decision
+    assert left.startswith(f"{second.decision}; rolled back to version 1, 20")
     with pytest.raises(UserError, match="version 1 has been the only champion"):
         registry.roll_back("clicks")
 

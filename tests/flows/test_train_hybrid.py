@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 
@@ -163,9 +163,15 @@ def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> No
     assert "perf/step_ms" in run.data.metrics
     assert "split_shapes.json" in {item.path for item in client.list_artifacts(run.info.run_id)}
     assert len(client.search_logged_models([experiment.experiment_id])) >= 1
-    shown = team.command(PREFECT, "artifact", "ls").stdout
-    for key in ("mlflow-run", "metrics", "splits", "result"):
-        assert key in shown
+    flow_run = team.flow_run(UUID(run.data.tags["prefect.flow_run_id"]))
+    assert flow_run["name"] == run.info.run_name
+    assert set(flow_run["tags"]) == {"dphybrid", "hybrid", "cpu*2"}
+    wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run["id"]]}}}
+    artifacts = {page["key"]: page for page in team.post("/artifacts/filter", wanted)}
+    assert artifacts.keys() == {"mlflow-run", "progress", "metrics", "splits", "result"}
+    assert f"/runs/{run.info.run_id}?" in artifacts["mlflow-run"]["data"]
+    assert artifacts["progress"]["data"] == 100
+    assert artifacts["progress"]["description"].startswith("epoch 2 of 2, step ")
 
 
 @pytest.mark.slow

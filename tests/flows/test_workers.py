@@ -127,6 +127,10 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
             assert time.monotonic() - begun < patience(30)
             team.wait_for(cancelled, "Cancelled", timeout_s=30)
             assert mlflow_run(team, folders[3]).info.status == "KILLED"
+            lines = team.lines_of(cancelled)
+            assert "Finished in state Cancelled('stopped by " in lines
+            assert "Crash detected" not in lines
+            assert "Traceback" not in lines
 
             # One worker dies alone; its runs end in good order, and others take them up.
             os.kill(one.pid, signal.SIGKILL)
