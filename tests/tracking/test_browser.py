@@ -177,7 +177,8 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
     page = seen.open(f"{base}/artifacts/Report.html?workflowType=machine_learning", "report", "Report.html")
     frame = page.frame_locator("iframe").first
     frame.get_by_text("Where time went").first.wait_for(timeout=WAIT_MS)
-    assert frame.locator("img").count() == 3
+    assert frame.locator("img").count() == 1  # how batches were split
+    assert frame.locator("svg").count() == 2  # the loss, and the metric
 
 
 def test_the_compare_view_of_three_runs_shows_what_differs(seen: Seen) -> None:
