@@ -1,3 +1,7 @@
 """Prefect flows: thin combinations of the parts in `dphybrid`. Installed as `dphybrid.flows`."""
 
 import dphybrid.orchestration  # noqa: F401 - sets what Prefect reads when it is imported, which a flow's file does first
+from dphybrid.util.importing import importing_much
+
+with importing_much():
+    import prefect.main  # noqa: F401

@@ -6,7 +6,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -14,15 +14,16 @@ from pydantic import Field
 
 from dphybrid.cli.flags import add_train_flags, config_from_args, flow_parser, recipe_of, run_cli
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus.politeness import go_on_later
-from dphybrid.jobs.report import Report
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
-from dphybrid.orchestration.steps import trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
+from dphybrid.util.importing import importing_much
 from dphybrid.util.stop import Interrupted
+
+if TYPE_CHECKING:
+    from dphybrid.jobs.report import Report
 
 
 @flow(name="train-hybrid", log_prints=True)
@@ -38,7 +39,7 @@ def train_hybrid(
     epochs: int | None = None,
     nodes: Annotated[int, Field(ge=1)] = 1,
     machines: list[str] = [],  # noqa: B006 - never changed, and the form shows it
-) -> Report | State:
+) -> "Report | State":
     """Train a hybrid model and record its splits, timings and checkpoints in MLflow.
 
     Args:
@@ -59,7 +60,9 @@ def train_hybrid(
     """
     if late := too_late(skip_if_late_min):
         return late
-    with supervised() as stop:
+    with supervised() as stop:  # which first says that the run lives: imports take long on a busy machine
+        with importing_much():
+            from dphybrid.orchestration.steps import trained
         return trained(
             experiment(config, overrides, data_path=data_path, label=label, devices=devices, epochs=epochs),
             stop,
@@ -86,9 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             except Interrupted as interruption:
                 if interruption.requeue:
+                    from dphybrid.gpus.politeness import go_on_later
+
                     go_on_later(interruption, load_settings(), stop_server)
                 raise
-        assert isinstance(done, Report)  # only a scheduled run can be skipped
+        assert not isinstance(done, State)  # only a scheduled run can be skipped
         print(done.text)
         if report_path:
             done.write(report_path)

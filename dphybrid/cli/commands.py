@@ -18,6 +18,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, write_json, write_text
+from dphybrid.util.importing import importing_much
 from dphybrid.util.masking import masked
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
 def train(args: argparse.Namespace) -> int:
     """Train without Prefect."""
     config, settings, resume, report_path = config_from_args(args)
-    from dphybrid.gpus.politeness import go_on_later
-    from dphybrid.jobs.train import run_job
-    from dphybrid.util.stop import Interrupted
+    with importing_much():
+        from dphybrid.gpus.politeness import go_on_later
+        from dphybrid.jobs.train import run_job
+        from dphybrid.util.stop import Interrupted
 
     if config.cluster.ranks:
         from dphybrid.jobs.cluster import is_joined, join_job

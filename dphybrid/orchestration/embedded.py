@@ -1,11 +1,9 @@
-"""Running a flow in this process: with Prefect's temporary server where no other is set, and its lines
-straight on the terminal."""
+"""Running a flow in this process: with a temporary server where no other is set, and its lines straight on
+the terminal."""
 
 import importlib
 import logging
-import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +11,15 @@ from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_CLIENT_MAX_RETRIES,
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
-    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    PREFECT_UI_URL,
+    get_current_settings,
     temporary_settings,
 )
 
 from dphybrid.config.settings import load_settings
+from dphybrid.orchestration.temporary_server import TemporaryServer, is_up_to_date
 from dphybrid.util.errors import UserError
+from dphybrid.util.importing import importing_much
 from dphybrid.util.stop import Interrupted
 from dphybrid.util.system import POSIX
 
@@ -29,15 +30,23 @@ def in_this_process() -> Iterator[Callable[[], None]]:
     server."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_not_told_already)
-    stop_server = start_embedded_server()
+    server = start_server()
+    with importing_much():
+        for name in needed():  # imported while the server starts
+            importlib.import_module(name)
     # only a standing server reads it, at a second's cost
     updates: dict[Any, Any] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
-    if stop_server:
-        # a standing server comes back, this one does not: what is to be told it is soon given up
-        updates[PREFECT_CLIENT_MAX_RETRIES] = 2
+    if server:
+        server.wait(get_current_settings().server.ephemeral.startup_timeout_seconds)
+        updates |= {
+            PREFECT_API_URL: server.api_url,
+            PREFECT_UI_URL: "",  # it has no pages
+            # a standing server comes back, this one does not: what is to be told it is soon given up
+            PREFECT_CLIENT_MAX_RETRIES: 2,
+        }
     with temporary_settings(updates):
         try:
-            yield stop_server or (lambda: None)
+            yield server.stop if server else lambda: None
         except Exception as error:
             if interruption := _interruption_behind(error):
                 # the server ended at the same signal, so the flow could not tell it
@@ -45,30 +54,28 @@ def in_this_process() -> Iterator[Callable[[], None]]:
             raise
 
 
-def start_embedded_server() -> Callable[[], None] | None:
-    """Start Prefect's temporary server, where one is needed, so that Ctrl-C or closing the terminal ends the
-    training and not the server below it.
-
-    A terminal sends these signals to every process started from it. A process inherits the signals that its
-    starting thread has blocked. Returns what ends the server, None where another one is set.
-    """
-    if PREFECT_API_URL.value() or not PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
+def start_server() -> TemporaryServer | None:
+    """Start the temporary server where one is needed and allowed; None too where Prefect has to start its
+    own."""
+    settings = get_current_settings()
+    if settings.api.url or not settings.server.ephemeral.enabled or not POSIX:
         return None
-    from prefect.server.api.server import SubprocessASGIServer
+    chosen = settings.to_environment_variables(exclude_unset=True)
+    database = settings.server.database.connection_url
+    if database and is_up_to_date(database.get_secret_value()):
+        chosen["PREFECT_SERVER_DATABASE_MIGRATE_ON_START"] = "false"
+    return TemporaryServer(chosen)
 
-    server = SubprocessASGIServer()
 
-    def start() -> None:
-        if POSIX:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-        server.start()
-
-    with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(start)
-        if load_settings().mlflow_uri != "none":  # what the run needs anyway, while the server starts
-            importlib.import_module("dphybrid.tracking.mlflow_tracker")
-        started.result()
-    return server.stop
+def needed() -> list[str]:
+    """Return the modules that a flow needs in any case, and which take long to import."""
+    uri = load_settings().mlflow_uri
+    return [
+        "dphybrid.orchestration.steps",
+        "torch._dynamo",  # which torch's optimizers import in their first step
+        *([] if uri == "none" else ["dphybrid.tracking.mlflow_tracker"]),
+        *([] if uri else ["mlflow.store.tracking.sqlalchemy_store"]),
+    ]
 
 
 def _interruption_behind(error: BaseException) -> Interrupted | None:

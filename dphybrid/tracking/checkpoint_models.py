@@ -18,7 +18,6 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 
-from dphybrid.data.table.labels import Label
 from dphybrid.tracking.journal import Record
 from dphybrid.tracking.names import safe_name
 
@@ -234,5 +233,7 @@ def _signature(folder: Path) -> ModelSignature | None:
         return None
     columns = Schema([ColSpec(AnyType(), name, required=False) for name in info["inputs"]])
     kinds = {"float32": DataType.float, "float64": DataType.double}
+    from dphybrid.data.table.labels import Label  # imports torch, which who only reads runs need not
+
     given = Label.of(info).columns.items()
     return ModelSignature(columns, Schema([ColSpec(kinds[kind], n) for n, kind in given if kind in kinds]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dphybrid.tracking.base import Detail, Tracker
 from dphybrid.util.errors import UserError
+from dphybrid.util.importing import importing_much
 from dphybrid.util.locks import locked
 from dphybrid.util.masking import without_credentials
 
@@ -44,7 +45,8 @@ def open_tracker(
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     if must_answer and tracking_uri is not None:
         _check(tracking_uri)
-    from dphybrid.tracking.mlflow_tracker import MlflowTracker
+    with importing_much():
+        from dphybrid.tracking.mlflow_tracker import MlflowTracker
 
     logging.getLogger("alembic").setLevel(logging.WARNING)  # forty lines of schema news at the first start
     logging.getLogger("mlflow").setLevel(logging.WARNING)

@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -45,6 +47,19 @@ def test_the_flow_runs_in_this_process_and_a_second_run_reuses_the_data(tmp_path
     assert Path(report["best_checkpoint"], "state.json").is_file()
     second = flow(tmp_path, "--recipe", "toy", "--devices", "cpu*8")
     assert "Reusing prepared data" in second.stdout
+    with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as tables:
+
+        def counts(query: str) -> dict[str, int]:
+            return dict(tables.execute(query).fetchall())
+
+        assert counts("SELECT state_name, count(*) FROM flow_run GROUP BY 1") == {"Completed": 2}
+        assert counts("SELECT state_name, count(*) FROM task_run GROUP BY 1") == {"Completed": 10}
+        assert counts("SELECT 'log', count(DISTINCT flow_run_id) FROM log") == {"log": 2}
+        assert set(counts("SELECT key, count(*) FROM artifact GROUP BY 1").items()) == {
+            (key, 2) for key in ("mlflow-run", "metrics", "splits", "result")
+        }
+        told = counts("SELECT event, count(*) FROM events GROUP BY 1")
+        assert (told["prefect.flow-run.Completed"], told["prefect.task-run.Completed"]) == (2, 10)
 
 
 @pytest.mark.parametrize(

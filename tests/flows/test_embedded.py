@@ -1,0 +1,88 @@
+"""The temporary server of a flow in its own process."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+from alembic.script import ScriptDirectory
+from prefect.server.database.alembic_commands import alembic_config
+from prefect.server.database.orm_models import AioSqliteORMConfiguration
+
+from dphybrid.orchestration.temporary_server import is_up_to_date
+from tests.conftest import REPOSITORY
+from tests.flows.servers import environment
+from tests.waiting import patience, wait_until
+
+START = """
+import sys
+from dphybrid.orchestration.embedded import start_server
+server = start_server()
+server.wait(120)
+print(server._process.pid, "prefect.server" in sys.modules, flush=True)
+sys.stdin.read()
+"""
+
+
+def revisions() -> tuple[str, str]:
+    """The newest revision of Prefect's database and the one before it, as alembic knows them."""
+    config = alembic_config()
+    config.set_main_option("version_locations", str(AioSqliteORMConfiguration().versions_dir))
+    scripts = ScriptDirectory.from_config(config)
+    newest = scripts.get_revision(scripts.get_current_head() or "")
+    return newest.revision, str(newest.down_revision)
+
+
+def test_only_a_database_of_this_very_prefect_is_left_as_it_is(tmp_path: Path) -> None:
+    newest, before = revisions()
+    for place, found, current in (
+        ("a b%20c.db", [newest], True),
+        ("before.db", [before], False),
+        ("after.db", ["0123456789ab"], False),
+        ("both.db", [newest, before], False),
+        ("empty.db", [], False),
+    ):
+        with closing(sqlite3.connect(tmp_path / place)) as tables:
+            tables.execute("CREATE TABLE alembic_version (version_num)")
+            tables.executemany("INSERT INTO alembic_version VALUES (?)", [(name,) for name in found])
+            tables.commit()
+        assert is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / place}") == current
+    (tmp_path / "no.db").write_bytes(b"this is no database")
+    assert not is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / 'no.db'}")
+    assert not is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / 'missing.db'}")
+    assert not is_up_to_date("sqlite+aiosqlite:///file::memory:?cache=shared&uri=true")
+    assert not is_up_to_date("postgresql+asyncpg://user@host/prefect")
+
+
+@pytest.mark.slow
+def test_the_server_ends_with_its_starter_and_one_that_cannot_start_is_told(tmp_path: Path) -> None:
+    def start() -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-c", START],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env=environment(tmp_path),
+        )
+
+    with start() as starter:
+        assert starter.stdout is not None
+        pid, imported = starter.stdout.readline().split()
+        assert imported == "False"  # it is not imported twice
+        server = psutil.Process(int(pid))
+        os.kill(starter.pid, signal.SIGKILL)
+        wait_until(lambda: not server.is_running() or server.status() == "zombie", "the server has ended", 30)
+    database = tmp_path / "prefect" / "prefect.db"
+    assert is_up_to_date(f"sqlite+aiosqlite:///{database}")
+    database.write_bytes(b"this is no database")
+    with start() as starter:
+        out, err = starter.communicate(timeout=patience(60))
+    assert "UserError: Prefect's temporary server does not start" in err
+    assert not out
