@@ -1,7 +1,6 @@
 """Running a flow in this process: with a temporary server where no other is set, and its lines straight on
 the terminal."""
 
-import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from prefect.settings import (
 
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.temporary_server import TemporaryServer, is_up_to_date
+from dphybrid.tracking.opening import import_mlflow
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import importing_much
 from dphybrid.util.stop import Interrupted
@@ -31,9 +31,7 @@ def in_this_process() -> Iterator[Callable[[], None]]:
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_not_told_already)
     server = start_server()
-    with importing_much():
-        for name in needed():  # imported while the server starts
-            importlib.import_module(name)
+    _import_what_is_needed()
     # only a standing server reads it, at a second's cost
     updates: dict[Any, Any] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
     if server:
@@ -67,15 +65,13 @@ def start_server() -> TemporaryServer | None:
     return TemporaryServer(chosen)
 
 
-def needed() -> list[str]:
-    """Return the modules that a flow needs in any case, and which take long to import."""
-    uri = load_settings().mlflow_uri
-    return [
-        "dphybrid.orchestration.steps",
-        "torch._dynamo",  # which torch's optimizers import in their first step
-        *([] if uri == "none" else ["dphybrid.tracking.mlflow_tracker"]),
-        *([] if uri else ["mlflow.store.tracking.sqlalchemy_store"]),
-    ]
+def _import_what_is_needed() -> None:
+    """Import while the server starts what takes long, and what a flow needs in any case."""
+    with importing_much():
+        import torch._dynamo  # noqa: F401 - which torch's optimizers import in their first step
+
+        import dphybrid.orchestration.steps  # noqa: F401
+    import_mlflow(load_settings().mlflow_uri)
 
 
 def _interruption_behind(error: BaseException) -> Interrupted | None:

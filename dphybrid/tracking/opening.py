@@ -45,8 +45,8 @@ def open_tracker(
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     if must_answer and tracking_uri is not None:
         _check(tracking_uri)
-    with importing_much():
-        from dphybrid.tracking.mlflow_tracker import MlflowTracker
+    import_mlflow(tracking_uri)
+    from dphybrid.tracking.mlflow_tracker import MlflowTracker
 
     logging.getLogger("alembic").setLevel(logging.WARNING)  # forty lines of schema news at the first start
     logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -54,6 +54,17 @@ def open_tracker(
     if uri.startswith("sqlite"):
         make_database(uri, store)
     return MlflowTracker(uri, experiment, store, upload_limit, detail)
+
+
+def import_mlflow(tracking_uri: str | None) -> None:
+    """Import what recording at a place needs (as in `open_tracker`), which takes a second or two."""
+    if tracking_uri == "none":
+        return
+    with importing_much():
+        import dphybrid.tracking.mlflow_tracker  # noqa: F401
+
+        if tracking_uri is None or tracking_uri.startswith("sqlite"):
+            import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
 
 def store_to_read(tracking_uri: str | None, store: Path) -> str:
