@@ -5,13 +5,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import copy_context
 
 
 @contextmanager
 def watching(look: Callable[[], bool], every_s: float, name: str, end_s: float = 10.0) -> Iterator[None]:
     """While the block runs, call `look` every `every_s` seconds in a thread of that name, until it returns
-    True: nothing is left to watch. The thread has the caller's context, as of now.
+    True: nothing is left to watch.
 
     A look that fails is told once, with its traceback, and tried again: what it watches for may still come.
     The block's end waits up to `end_s` seconds for a look that is under way.
@@ -33,7 +32,7 @@ def watching(look: Callable[[], bool], every_s: float, name: str, end_s: float =
                     )
                 told = True
 
-    thread = threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True)
+    thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     try:
         yield

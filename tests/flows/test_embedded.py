@@ -7,14 +7,18 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
 from alembic.script import ScriptDirectory
 from prefect.server.database.alembic_commands import alembic_config
 from prefect.server.database.orm_models import AioSqliteORMConfiguration
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from dphybrid.orchestration import guard
 from dphybrid.orchestration.temporary_server import is_up_to_date
+from dphybrid.util.stop import StopRequest
 from tests.conftest import REPOSITORY
 from tests.flows.servers import environment
 from tests.waiting import patience, wait_until
@@ -57,6 +61,22 @@ def test_only_a_database_of_this_very_prefect_is_left_as_it_is(tmp_path: Path) -
     assert not is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / 'missing.db'}")
     assert not is_up_to_date("sqlite+aiosqlite:///file::memory:?cache=shared&uri=true")
     assert not is_up_to_date("postgresql+asyncpg://user@host/prefect")
+
+
+def test_a_run_is_watched_at_the_server_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def away(**_: object) -> None:
+        asked.append(PREFECT_API_URL.value())
+        raise RuntimeError("no server here")
+
+    monkeypatch.setattr(guard, "get_client", away)
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        guard.watched_flow_run(str(uuid4()), StopRequest(), every_s=0.01),
+    ):
+        wait_until(lambda: len(asked) > 1, "the server was asked twice")
+    assert set(asked) == {"http://127.0.0.1:9/api"}
 
 
 @pytest.mark.slow
