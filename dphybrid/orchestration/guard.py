@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
-from prefect.context import SettingsContext, get_settings_context
 
+from dphybrid.orchestration.clients import client_for_threads
 from dphybrid.orchestration.queueing import UNREACHABLE, lives_elsewhere
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
@@ -27,17 +26,11 @@ def watched_flow_run(
         yield
         return
 
-    # A thread has none of its starter's settings, such as the address of a temporary server.
-    here = get_settings_context()
+    opened = client_for_threads()
 
     def look() -> bool:
         try:
-            # A new client each time: one that has been connected retries for a minute when the server is
-            # away.
-            with (
-                SettingsContext(profile=here.profile, settings=here.settings),
-                get_client(sync_client=True) as client,
-            ):
+            with opened() as client:
                 run = client.read_flow_run(UUID(flow_run_id))
         except UNREACHABLE:
             return False

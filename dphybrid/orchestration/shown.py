@@ -9,6 +9,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
+from dphybrid.orchestration.clients import client_for_threads
 from dphybrid.orchestration.queueing import UNREACHABLE
 from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.masking import masked
@@ -49,8 +50,7 @@ def shown_progress(flow_run_id: str | None) -> Iterator[Callable[[EpochEnd], Non
     latest: tuple[float, str] | None = None
     shown: tuple[float, str] | None = None
     artifact: UUID | None = None
-
-    showing = Lock()
+    showing, opened = Lock(), client_for_threads()
 
     def show() -> bool:
         nonlocal shown, artifact
@@ -60,7 +60,7 @@ def shown_progress(flow_run_id: str | None) -> Iterator[Callable[[EpochEnd], Non
                 return False
             (percent, text), run = now, UUID(flow_run_id)
             try:
-                with get_client(sync_client=True) as client:
+                with opened() as client:
                     if artifact is None:
                         page = ArtifactCreate(
                             key="progress", type="progress", data=percent, description=text, flow_run_id=run

@@ -5,19 +5,23 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+import httpx
 import psutil
 import pytest
 from alembic.script import ScriptDirectory
 from prefect.server.database.alembic_commands import alembic_config
 from prefect.server.database.orm_models import AioSqliteORMConfiguration
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from torch import nn
 
-from dphybrid.orchestration import guard
+from dphybrid.orchestration import clients, guard, shown
 from dphybrid.orchestration.temporary_server import is_up_to_date
+from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.stop import StopRequest
 from tests.conftest import REPOSITORY
 from tests.flows.servers import environment
@@ -63,18 +67,30 @@ def test_only_a_database_of_this_very_prefect_is_left_as_it_is(tmp_path: Path) -
     assert not is_up_to_date("postgresql+asyncpg://user@host/prefect")
 
 
-def test_a_run_is_watched_at_the_server_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def watch() -> AbstractContextManager[None]:
+    return guard.watched_flow_run(str(uuid4()), StopRequest(), every_s=0.01)
+
+
+@contextmanager
+def progress() -> Iterator[None]:
+    with shown.shown_progress(str(uuid4())) as tell:
+        tell(EpochEnd("one", 1, 2, 10, 0.5, {"loss": 0.5}, True, nn.Identity()))
+        yield
+
+
+@pytest.mark.parametrize("beside", [watch, progress])
+def test_threads_ask_the_server_of_their_flow(
+    beside: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def away(**_: object) -> None:
         asked.append(PREFECT_API_URL.value())
-        raise RuntimeError("no server here")
+        raise httpx.ConnectError("no server here")
 
-    monkeypatch.setattr(guard, "get_client", away)
-    with (
-        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        guard.watched_flow_run(str(uuid4()), StopRequest(), every_s=0.01),
-    ):
+    monkeypatch.setattr(clients, "get_client", away)
+    monkeypatch.setattr(shown, "TELL_EVERY_S", 0.01)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), beside():
         wait_until(lambda: len(asked) > 1, "the server was asked twice")
     assert set(asked) == {"http://127.0.0.1:9/api"}
 
