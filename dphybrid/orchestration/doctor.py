@@ -61,14 +61,17 @@ def _server(settings: PrefectSettings) -> Check:
 def _workers(settings: PrefectSettings) -> Check:
     if not settings.api.url:
         return True, "Prefect settings for workers: not looked at without a server"
-    heartbeat_s = settings.flows.heartbeat_frequency
+    # where nobody has set these two, the worker brings them
+    client, flows = settings.client, settings.flows
+    retries = client.max_retries if "max_retries" in client.model_fields_set else 9
+    heartbeat_s = flows.heartbeat_frequency if "heartbeat_frequency" in flows.model_fields_set else 60
     wanted = {
-        "PREFECT_CLIENT_MAX_RETRIES=9": settings.client.max_retries >= 9,
+        "PREFECT_CLIENT_MAX_RETRIES=9": retries >= 9,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY=60": heartbeat_s is not None and heartbeat_s <= 60,
         "PREFECT_PLUGINS_ENABLED=true": settings.plugins.enabled,
     }
     if missing := [name for name, good in wanted.items() if not good]:
-        where = "infra/make-env writes them, and prefect.toml has them in this folder"
+        where = "infra/make-env writes them, and a clone's prefect.toml has them"
         return False, f"Prefect settings: set {', '.join(missing)} ({where})"
     return True, "Prefect settings: outages are waited for, heartbeats are sent, bare deployment names work"
 
