@@ -1,5 +1,6 @@
 """Addresses without their secrets."""
 
+import inspect
 from types import SimpleNamespace
 
 import httpx
@@ -45,6 +46,6 @@ def test_an_error_of_prefects_client_shows_no_password(
 
     monkeypatch.setattr(steps.job, "report_run", lambda *_: SimpleNamespace())
     monkeypatch.setattr(steps, "_publish", refused)
-    steps.report.fn("folder")
+    inspect.unwrap(steps.report)("folder")
     said = capsys.readouterr().out
     assert "could not be written (Client error '401 Unauthorized' for url 'http://***@h:4200" in said

@@ -3,7 +3,7 @@ far it has come."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, Thread
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -79,9 +79,12 @@ def shown_progress(flow_run_id: str | None) -> Iterator[Callable[[EpochEnd], Non
 
     with watching(show, TELL_EVERY_S, "dphybrid-progress", end_s=1.0):
         yield tell
-    if latest is not None:  # and nobody has interrupted it: a server that is away would keep it from its end
+    if latest is not None:  # and nobody has interrupted it
         latest = 100.0, f"{latest[1]}; trained"  # early stopping ends before the last epoch
-        show()
+        # A thread, for this one's client is the flow's: it asks for minutes when the server is away.
+        last = Thread(target=show, daemon=True)
+        last.start()
+        last.join(TELL_EVERY_S)
 
 
 def epoch_text(seen: EpochEnd) -> str:

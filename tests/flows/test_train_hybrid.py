@@ -56,7 +56,7 @@ def test_the_flow_runs_in_this_process_and_a_second_run_reuses_the_data(tmp_path
         assert counts("SELECT state_name, count(*) FROM task_run GROUP BY 1") == {"Completed": 10}
         assert counts("SELECT 'log', count(DISTINCT flow_run_id) FROM log") == {"log": 2}
         assert set(counts("SELECT key, count(*) FROM artifact GROUP BY 1").items()) == {
-            (key, 2) for key in ("mlflow-run", "metrics", "splits", "result")
+            (key, 2) for key in ("mlflow-run", "progress", "metrics", "splits", "result")
         }
         told = counts("SELECT event, count(*) FROM events GROUP BY 1")
         assert (told["prefect.flow-run.Completed"], told["prefect.task-run.Completed"]) == (2, 10)
