@@ -95,7 +95,9 @@ def _loaded(code: bytes) -> Kernel:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return Kernel(engine, engine.get_function_address("kernel"))
+    address = engine.get_function_address("kernel")
+    engine.detach()  # the code stays: a thread may run what another one has just loaded once more
+    return Kernel(address)
 
 
 def _machine() -> Any:

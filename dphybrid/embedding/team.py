@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,10 +21,10 @@ _BORN_IN = os.getpid()
 
 
 class Kernel:
-    """Machine code at an address, and a way to call it. owner: must live as long as that is in use."""
+    """Machine code at an address, where it stays, and a way to call it."""
 
-    def __init__(self, owner: Any, address: int) -> None:
-        self.owner, self.address = owner, address
+    def __init__(self, address: int) -> None:
+        self.address = address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
 
 

@@ -1,11 +1,14 @@
 """Machine code is kept, loaded without numba, and compiled again where it was cut off as the power failed."""
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from dphybrid.embedding.machine_code import kernel_of
 
 GATHERS = """
 import sys, torch
@@ -34,3 +37,12 @@ def test_code_is_loaded_without_numba_and_made_anew_where_it_was_cut_off(tmp_pat
         os.truncate(file, length)
         assert how() == "compiled"
     assert how() == "loaded"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/maps")
+def test_code_stays_when_a_second_thread_has_loaded_it_once_more() -> None:
+    address = kernel_of("dphybrid.embedding.compiled", "arrange").address  # nobody else has this one
+    gc.collect()
+    ranges = [line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()]
+    places = [[int(end, 16) for end in place.split("-")] for place, rights, *_ in ranges if "x" in rights]
+    assert any(start <= address < end for start, end in places)
