@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,17 @@ def kernel_of(module: str, name: str, *constants: int) -> Kernel:
     if code is None:
         function = getattr(importlib.import_module(module), f"{name}_kernel")(*constants)
         code = _compiled(function)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(file, hashlib.sha256(code).digest() + code)
+        with suppress(OSError):  # a full or a foreign disk: the next process compiles it again
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(file, hashlib.sha256(code).digest() + code)
     return _loaded(code)
 
 
 def _kept(file: Path) -> bytes | None:
-    """Return the code in a file, None where it is not there or not whole."""
+    """Return the code in a file, None where it cannot be read or is not whole."""
     try:
         content = file.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return None
     digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return code if hashlib.sha256(code).digest() == digest else None

@@ -37,6 +37,8 @@ def test_code_is_loaded_without_numba_and_made_anew_where_it_was_cut_off(tmp_pat
         os.truncate(file, length)
         assert how() == "compiled"
     assert how() == "loaded"
+    environment["NUMBA_CACHE_DIR"] = str(file / "no folder")
+    assert how() == "compiled"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/maps")
