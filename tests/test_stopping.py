@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import StateType
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder, leasing, politeness
 from dphybrid.jobs import train as job
-from dphybrid.orchestration import guard
+from dphybrid.orchestration import clients, guard
 from dphybrid.recipes.configs import build_config
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from tests.fake_nvml import gpu, write_state
@@ -62,7 +62,7 @@ def asker(who: str, stop: StopRequest, folder: Path, monkeypatch: pytest.MonkeyP
             patch.setattr(leasing, "datetime", SimpleNamespace(now=lambda: night))
             patch.setattr(politeness, "datetime", SimpleNamespace(now=lambda: noon if asked else night))
         else:
-            patch.setattr(guard, "get_client", lambda **_: nullcontext(Server(asked)))
+            patch.setattr(clients, "get_client", lambda **_: nullcontext(Server(asked)))
             around = guard.watched_flow_run(str(uuid4()), stop, every_s=0.01)
         with around:
             yield Asker(ask, stop)
