@@ -18,7 +18,7 @@ from dphybrid.data import Prepared
 from dphybrid.data.table import delimited
 from dphybrid.data.table.chunks import read_chunks, read_jobs
 from dphybrid.data.table.encode import TableEncoder
-from dphybrid.data.table.plain import Wanted
+from dphybrid.data.table.rows import Wanted
 from dphybrid.util.errors import UserError
 from tests.preparing import prepare
 

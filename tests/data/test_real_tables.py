@@ -12,7 +12,7 @@ from pandas._libs.parsers import STR_NA_VALUES
 
 from dphybrid.config.tables import NO_VALUE, TableDataConfig
 from dphybrid.data import Prepared
-from dphybrid.data.table import delimited, plain
+from dphybrid.data.table import delimited
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.rows import as_numbers
 from dphybrid.data.table.schema import ColumnOptions, read_schema
@@ -27,11 +27,9 @@ def table(folder: Path, text: str, **values: object) -> Prepared:
     return prepare("ctr", config, folder / "prepared", 0)
 
 
-@pytest.mark.parametrize("kernel_bytes", [0, 2**60])
 def test_rows_without_a_label_are_dropped_counted_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "KERNEL_BYTES", kernel_bytes)
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 500)
     body = [f"{i % 9},{'' if i % 10 == 0 else 'NULL' if i % 10 == 1 else i % 2}" for i in range(1000)]
     prepared = table(tmp_path, "\n".join(["a,y", *body]), max_rejected=0.0)
@@ -50,11 +48,7 @@ def test_what_pandas_takes_for_no_value_is_none_here() -> None:
     assert set(NO_VALUE) == STR_NA_VALUES - {""} | {"?"}
 
 
-@pytest.mark.parametrize("kernel_bytes", [0, 2**60])
-def test_given_texts_for_no_value_are_added(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_bytes: int
-) -> None:
-    monkeypatch.setattr(plain, "KERNEL_BYTES", kernel_bytes)
+def test_given_texts_for_no_value_are_added(tmp_path: Path) -> None:
     words = [*NO_VALUE, "none given", "-999", "real"]
     body = [
         f"{words[i % len(words)]},{i % 7 if i % 5 else words[i % (len(words) - 1)]},{i % 2}"
@@ -94,11 +88,9 @@ def test_numbers_in_other_notations(
     assert as_numbers(pl.Series(others), data).to_list() == [None] * len(others)
 
 
-@pytest.mark.parametrize("kernel_bytes", [0, 2**60])
 def test_a_table_in_another_notation_is_the_same_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "KERNEL_BYTES", kernel_bytes)
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 2000)
     values = np.random.default_rng(0).normal(0, 5000, 400).round(2).tolist()
     here = table(tmp_path, "\n".join(["n;y", *(f"{value};{i % 2}" for i, value in enumerate(values))]))
@@ -169,11 +161,9 @@ def test_dates_and_times(text: str, day_first: bool, wanted: str | None) -> None
     ]
 
 
-@pytest.mark.parametrize("kernel_bytes", [0, 2**60])
 def test_a_time_becomes_numbers_that_new_rows_get_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "KERNEL_BYTES", kernel_bytes)
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 2000)
     start = datetime(2024, 1, 1, tzinfo=UTC)
     moments = [start + timedelta(hours=7 * i) for i in range(600)]

@@ -10,7 +10,6 @@ import numpy as np
 
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
-from dphybrid.data.table import plain
 from dphybrid.data.table.bags import bag_ids, form_text, one_width
 from dphybrid.data.table.columns import ColumnStore
 from dphybrid.data.table.encode import TableEncoder, side_by_side
@@ -20,19 +19,13 @@ from dphybrid.data.table.roles import bag_form
 from dphybrid.util.errors import UserError
 
 
-def ids_blocks(
-    encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore, compiled: bool
-) -> Iterator[Array]:
-    """Yield the ids (B, F) of the store's blocks. lookups: of `Table.lookups`. compiled: by kernels."""
-    buckets = [(column, column.edges) for column in encoder.numeric if column.edges is not None]
+def ids_blocks(encoder: TableEncoder, lookups: dict[str, Array], store: ColumnStore) -> Iterator[Array]:
+    """Yield the ids (B, F) of the store's blocks. lookups: of `Table.lookups`."""
+    buckets = [column for column in encoder.numeric if column.edges is not None]
 
     def block(number: int) -> Array:
         num_rows = store.lengths[number]
-        if compiled:
-            numbers = [(store.block(c.name, number), edges) for c, edges in buckets]
-            codes = [(store.block(c.name, number), lookups[c.name]) for c in encoder.categories]
-            return plain.ids(numbers, codes, num_rows)
-        parts = [column.ids(store.block(column.name, number)) for column, _ in buckets]
+        parts = [column.ids(store.block(column.name, number)) for column in buckets]
         parts += [lookups[c.name].take(store.block(c.name, number)) for c in encoder.categories]
         return side_by_side(parts, np.int32, num_rows)
 
@@ -53,13 +46,11 @@ def bags_blocks(
     return mapped(block, range(len(store.lengths)))
 
 
-def dense_blocks(encoder: TableEncoder, store: ColumnStore, compiled: bool) -> Iterator[Array]:
-    """Yield the dense features (B, N). compiled: by kernels."""
+def dense_blocks(encoder: TableEncoder, store: ColumnStore) -> Iterator[Array]:
+    """Yield the dense features (B, N)."""
 
     def block(number: int) -> Array:
         raw = {column.name: store.block(column.name, number) for column in encoder.numeric}
-        if compiled:
-            return plain.dense(encoder.numeric, raw, store.lengths[number])
         return encoder.dense(raw, store.lengths[number])
 
     return mapped(block, range(len(store.lengths)))
@@ -98,8 +89,8 @@ def keys_of(table: Table, store: ColumnStore, encoder: TableEncoder, labels_B: A
             else itertools.repeat(None)
         )
         for ids_BF, dense_BN in zip(
-            ids_blocks(encoder, lookups, store, table.compiled),
-            dense_blocks(encoder, store, table.compiled),
+            ids_blocks(encoder, lookups, store),
+            dense_blocks(encoder, store),
             strict=True,
         ):
             yield ids_BF, dense_BN, labels_B[start : start + len(ids_BF)], next(bags)

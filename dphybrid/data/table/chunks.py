@@ -10,8 +10,16 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.table.bags import is_list_of_items, list_texts
 from dphybrid.data.table.delimited import csv_jobs
-from dphybrid.data.table.plain import Wanted
-from dphybrid.data.table.rows import Job, Rows, check_columns, check_enough, check_rejected, clean, done
+from dphybrid.data.table.rows import (
+    Job,
+    Rows,
+    Wanted,
+    check_columns,
+    check_enough,
+    check_rejected,
+    clean,
+    done,
+)
 from dphybrid.util.errors import UserError
 
 BLOCK_ROWS = 2**16

@@ -31,8 +31,7 @@ from dphybrid.data.table.fields import (
     first_rows,
     has_header,
 )
-from dphybrid.data.table.plain import Wanted, read_plain
-from dphybrid.data.table.rows import Job, Rows, check_columns, clean, done
+from dphybrid.data.table.rows import Job, Rows, Wanted, check_columns, clean, done
 from dphybrid.util.errors import UserError
 
 SHOWN = 500
@@ -177,14 +176,6 @@ def _block_rows(
     num_lines: int,
 ) -> Rows:
     """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
-    if wanted.compiled:
-        plain = read_plain(block, num_lines, layout.names, layout.separator, data, wanted)
-        if plain is not None:
-            lines = np.arange(line + 1, line + 1 + num_lines)
-            end = offset + len(block)
-            return Rows(
-                layout.names, pl.DataFrame(), lines, [], layout.header, "line", file, end, plain=plain
-            )
     numbers = wanted.numbers - wanted.coded if data.notation is None else set()
     values = _plain(block, num_lines, layout, data.no_value, numbers)
     if values is None:

@@ -23,9 +23,8 @@ from dphybrid.data.table.chunks import read_jobs
 from dphybrid.data.table.columns import ColumnStore
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.labels import Label, are_numbers, decided, wrong_counts, wrong_weights
-from dphybrid.data.table.plain import KeyDictionary, PlainBlock, Wanted, uses_kernels
 from dphybrid.data.table.roles import ROLE_ROWS, Column, bag_form, find_column, roles_of
-from dphybrid.data.table.rows import Rows, as_numbers, check_enough, check_rejected, done
+from dphybrid.data.table.rows import Rows, Wanted, as_numbers, check_enough, check_rejected, done
 from dphybrid.data.table.schema import SchemaFile
 from dphybrid.data.table.splits import RowSplit, split_rows
 from dphybrid.data.table.times import part_columns, part_names, seconds
@@ -42,7 +41,7 @@ class Table:
     dictionaries (0: no value, or no item).
 
     items: dictionaries of the bags' items. longest_bag: items of the fullest cell. left_out: by column, cells
-    with too many items and how many items. compiled: it is so large that compiled code pays.
+    with too many items and how many items.
     unlabelled, weightless: rows that were left out because they have no label, or a weight of 0. answer,
     answers_B: what the label is, and its numbers, or numbers of classes. weights_B: None without.
     """
@@ -52,13 +51,12 @@ class Table:
     answers_B: Array
     weights_B: Array | None
     columns: list[Column]
-    dictionaries: dict[str, Dictionary | KeyDictionary]
+    dictionaries: dict[str, Dictionary]
     split: RowSplit
     rejected: list[dict[str, Any]]
     items: dict[str, Dictionary]
     longest_bag: int
     left_out: dict[str, tuple[int, int]]
-    compiled: bool
     unlabelled: int
     weightless: int
 
@@ -114,7 +112,7 @@ class Reading:
         self.label = ""
         self.weight: str | None = None
         self.names: list[str] = []
-        self.dictionaries: dict[str, Dictionary | KeyDictionary] = {}
+        self.dictionaries: dict[str, Dictionary] = {}
         self.numeric: list[str] = []
         self.times: list[str] = []
         self.bags: dict[str, tuple[str | None, int]] = {}
@@ -122,7 +120,6 @@ class Reading:
         self.longest_bag = 1
         self.left_out: dict[str, tuple[int, int]] = {}
         self.wanted = Wanted()
-        self._turns = itertools.count()
         self.unlabelled = self.weightless = 0
         self.num_rows = 0
         self.num_read: int | None = None
@@ -143,9 +140,9 @@ class Reading:
                 self.num_read = self.num_rows
             jobs = read_jobs(file, self.data, self.wanted)
             if not self.names:
-                job = next(jobs)
+                next(jobs)
                 self._start()
-                jobs = itertools.chain([job if self.wanted.compiled else done(self.first)], jobs)
+                jobs = itertools.chain([done(self.first)], jobs)
             for chunk in mapped(lambda job: self._encoded(job()), jobs, READERS):
                 self.progress("read rows", min(total, before + chunk.bytes_read), total)
                 self._add(chunk)
@@ -182,7 +179,6 @@ class Reading:
             self.items,
             self.longest_bag,
             self.left_out,
-            self.wanted.compiled,
             self.unlabelled,
             self.weightless,
         )
@@ -217,18 +213,13 @@ class Reading:
         )
         if self.split_column and self.split_column not in coded:
             coded.append(self.split_column)
-        self.wanted.compiled = uses_kernels(self.files)
-        self.dictionaries = {
-            name: KeyDictionary(self.data.no_value) if self.wanted.compiled else Dictionary()
-            for name in coded
-        }
+        self.dictionaries = {name: Dictionary() for name in coded}
         self.bags = {
             column.name: bag_form(column) for column in self.columns if column.role in ("bag", "text")
         }
         self.items = {name: Dictionary() for name in self.bags}
         self.wanted.coded.update(coded)
         self.wanted.numbers.update(self.numeric)
-        self.wanted.times.update(self.times)
 
     def _encoded(self, rows: Rows) -> _Encoded:
         """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
@@ -241,8 +232,6 @@ class Reading:
                     f"data.path={self.data.path}: {rows.file} has other columns than {self.files[0]}, "
                     f"{missing[0]!r} for one; give files with the same columns"
                 )
-        if rows.plain is not None:
-            return self._encoded_plain(rows, rows.plain)
         place = {name: str(i) for i, name in enumerate(rows.names)}
         frame = rows.values
         nan = float("nan")
@@ -292,14 +281,9 @@ class Reading:
         for name, found in second.items():
             columns |= part_columns(name, found)
         # One after another: the other threads have chunks of their own.
-        by_polars = {n: d for n, d in self.dictionaries.items() if isinstance(d, Dictionary)}
-        codes = frame.select_seq(d.expression(place[name]) for name, d in by_polars.items())
+        codes = frame.select_seq(d.expression(place[name]) for name, d in self.dictionaries.items())
         for name, dictionary in self.dictionaries.items():
-            columns[self._key(name)] = (
-                dictionary.met(codes[place[name]])
-                if isinstance(dictionary, Dictionary)
-                else dictionary.codes(frame[place[name]])
-            )
+            columns[self._key(name)] = dictionary.met(codes[place[name]])
         longest, left_out = self._add_bags({name: frame[place[name]] for name in self.bags}, columns)
         rejected.sort(key=lambda row: row["line"])
         return _Encoded(
@@ -313,24 +297,6 @@ class Reading:
             int(weightless_B.sum()),
         )
 
-    def _encoded_plain(self, rows: Rows, block: PlainBlock) -> _Encoded:
-        """Do the same with a block of rows whose numbers and keys were read."""
-        columns = dict(block.numbers)
-        dictionaries = list(self.dictionaries.items())
-        first = next(self._turns) * len(dictionaries) // READERS % len(dictionaries)  # not the others' one
-        for name, dictionary in dictionaries[first:] + dictionaries[:first]:
-            assert isinstance(dictionary, KeyDictionary)
-            columns[self._key(name)] = block.codes(name, dictionary)
-        longest, left_out = self._add_bags(block.texts(list(self.bags)), columns)
-        answers_B = columns[self.label]
-        unlabelled_B = np.isnan(answers_B) if self.label in self.numeric else answers_B == 0
-        weightless_B = self._unused(rows, columns) & ~unlabelled_B
-        if (wrong_B := unlabelled_B | weightless_B).any():
-            columns = {name: values_B[~wrong_B] for name, values_B in columns.items()}
-        unlabelled, weightless = int(unlabelled_B.sum()), int(weightless_B.sum())
-        num_rows = len(rows) - unlabelled - weightless
-        return _Encoded(num_rows, [], columns, rows.bytes_read, longest, left_out, unlabelled, weightless)
-
     def _unused(self, rows: Rows, numbers: dict[str, Array]) -> Array:
         """Return the rows (B,) bool whose weight is 0. Raises UserError that names the first line with no
         weight, or no count as label."""
@@ -343,7 +309,7 @@ class Reading:
 
     def _refuse(self, rows: Rows, wrong_B: Array, numbers: dict[str, Array], name: str, field: str) -> None:
         for row in np.flatnonzero(wrong_B)[:1]:
-            held = rows.column(name)[int(row)] if len(rows.values) else float(numbers[name][row])
+            held = rows.column(name)[int(row)]
             what, other = "weights are numbers from 0 on", "mend it, or leave the row out"
             if field == "data.label":
                 what, other = "counts are whole numbers from 0 on", "mend it, or give data.task=regression"

@@ -1,18 +1,15 @@
 """Rows as they come from a file: their values as text, where they stood, and those that do not fit."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.util.errors import UserError
-
-if TYPE_CHECKING:
-    from dphybrid.data.table.plain import PlainBlock
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Rows:
     header: the first line named the columns; Parquet files always do. place: what `lines` counts, "line" or
     "row".
     lists: names of the columns whose values were lists; they come as text with `bags.SEPARATOR` between the
-    items. plain: the rows as numbers and keys, where they were read as such; `values` is empty then.
+    items.
     """
 
     names: list[str]
@@ -36,7 +33,6 @@ class Rows:
     file: Path
     bytes_read: int = 0
     lists: frozenset[str] = frozenset()
-    plain: "PlainBlock | None" = None
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -44,6 +40,14 @@ class Rows:
     def column(self, name: str) -> pl.Series:
         """Return a column by its name."""
         return self.values.to_series(self.names.index(name))
+
+
+@dataclass
+class Wanted:
+    """Names of columns to read as numbers, and of those whose texts are coded."""
+
+    numbers: set[str] = field(default_factory=set)
+    coded: set[str] = field(default_factory=set)
 
 
 Job = Callable[[], Rows]

@@ -16,7 +16,6 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
 from dphybrid.data.store import INFERRED, Content, Progress, Streamed, source_digests
-from dphybrid.data.table import plain
 from dphybrid.data.table.arrays import bags_blocks, dense_blocks, ids_blocks, keys_of
 from dphybrid.data.table.bags import BagColumn
 from dphybrid.data.table.categories import CategoryColumn, fit_categories
@@ -28,7 +27,7 @@ from dphybrid.data.table.extend import Base, extended, extended_split, open_base
 from dphybrid.data.table.files import find_files
 from dphybrid.data.table.reading import Reading, Table
 from dphybrid.data.table.roles import Column, bag_form
-from dphybrid.data.table.rows import Rows
+from dphybrid.data.table.rows import Rows, Wanted
 from dphybrid.data.table.schema import INFERRED_TIME, SchemaFile, read_schema, schema_text
 from dphybrid.data.table.times import part_names
 from dphybrid.util.errors import UserError
@@ -70,7 +69,7 @@ class TableSource:
     @cached_property
     def first(self) -> Rows:
         """The rows that are looked at."""
-        return next(read_jobs(self.files[0], self.data, plain.Wanted()))()
+        return next(read_jobs(self.files[0], self.data, Wanted()))()
 
     def _reading(
         self, store: ColumnStore, progress: Progress, columns: list[Column] | None = None
@@ -166,12 +165,12 @@ class TableSource:
             "ids_BF": Streamed(
                 (num_rows, len(id_columns) - len(encoder.bags)),
                 np.dtype(np.int32),
-                lambda: ids_blocks(encoder, lookups, store, table.compiled),
+                lambda: ids_blocks(encoder, lookups, store),
             ),
             "dense_BN": Streamed(
                 (num_rows, encoder.num_dense),
                 np.dtype(np.float32),
-                lambda: dense_blocks(encoder, store, table.compiled),
+                lambda: dense_blocks(encoder, store),
             ),
             "labels_B": labels_B,
             **({} if table.weights_B is None else {"weights_B": table.weights_B}),
@@ -242,9 +241,6 @@ class TableSource:
             values = table.values_of(column.name)
             counts = np.zeros((len(values) + 1, 2), np.int64)
             for codes_B, rows_B in store.with_rows(column.name, held_B):  # (B, L) of bags
-                if table.compiled:
-                    plain.count(codes_B, rows_B, counts)
-                    continue
                 for place, rows in enumerate((~rows_B, rows_B)):
                     counts[:, place] += np.bincount(codes_B[rows].ravel(), minlength=len(values) + 1)
             train, held = counts[1:].T
