@@ -96,7 +96,9 @@ def commands() -> list[str]:
         for text in (*lines, *inline)
         for part in " ".join(text.split()).split("&&")
     ]
-    return sorted({part for part in parts if re.match(r"dphybrid |python -m (?:flows|dphybrid)[ .]", part)})
+    return sorted(
+        {part for part in parts if re.match(r"dphybrid |python -m (?:flows|dphybrid|benchmarks)[ .]", part)}
+    )
 
 
 @pytest.mark.parametrize("command", commands())

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import check_target, write_json, write_text
+from dphybrid.util.files import check_target, write_text
 from dphybrid.util.importing import importing_much
 from dphybrid.util.masking import masked
 
@@ -114,62 +113,6 @@ def check(args: argparse.Namespace) -> int:
             print(f"  {finding.text()}")
         breaks += sum(finding.breaks for finding in findings)
     return 1 if breaks else 0
-
-
-def bench(args: argparse.Namespace) -> int:
-    """Measure, print and, when asked, write figures."""
-    if args.what == "parallel":
-        from dphybrid.bench import parallel as bench
-
-        result = bench.run(args.repeats or 200)
-        print(bench.text(result))
-    elif args.what == "gpu":
-        from dphybrid.bench import gpu as gpu_bench
-
-        result = gpu_bench.run(args.repeats or 15, args.devices)
-        print(gpu_bench.text(result))
-    elif args.what == "tracking":
-        from dphybrid.bench import tracking as tracking_bench
-
-        result = tracking_bench.run(args.repeats or 15)
-        print(tracking_bench.text(result))
-    elif args.what == "data":
-        from dphybrid.bench import data as data_bench
-
-        rounds, num_rows = args.repeats or 5, args.rows or data_bench.NUM_ROWS
-        result = _bench_clicks(rounds, num_rows) if args.train else data_bench.run(rounds, num_rows)
-        print(data_bench.text(result))
-    else:
-        from dphybrid.bench import embedding as rows_bench
-        from dphybrid.bench.racing import plain
-
-        told = partial(print, file=sys.stderr, flush=True)
-        timings = rows_bench.run(rounds=args.repeats or 15, tell=told)
-        print(rows_bench.text(timings))
-        result = plain(timings)
-    if args.out:
-        write_json(args.out, result)
-    return 0
-
-
-def _bench_clicks(rounds: int, num_rows: int) -> dict[str, Any]:
-    """Measure preparing, then train recipe ctr on the same file, for an epoch and without a row for each rare
-    value."""
-    from dphybrid.bench import data as data_bench
-    from dphybrid.jobs.train import run_job
-
-    settings = load_settings()
-    file = settings.data_dir / "bench" / f"clicks-{num_rows}.csv"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    result = data_bench.run(rounds, num_rows, file)
-    report = run_job(
-        load_config(
-            None,
-            ["recipe=ctr", f"data.path={file}", "data.label=label", "data.min_count=50", "train.epochs=1"],
-        ),
-        settings,
-    )
-    return result | {"auc": report.metrics["auc"]}
 
 
 def devices(args: argparse.Namespace) -> int:

@@ -182,39 +182,6 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     )
     add_config_flags(check, recipe)
 
-    bench = command(
-        "bench",
-        "measure splitting, row updates and preparing beside torch's and polars' own, "
-        "and what recording costs",
-    )
-    bench.add_argument(
-        "what",
-        choices=["parallel", "embedding", "gpu", "tracking", "data"],
-        help="parallel: a split beside a plain call; embedding: rows looked up and updated beside torch's "
-        "own tables, and steps with prefetching; gpu: each part of a step alone and whole steps, on GPUs; "
-        "tracking: what recording costs; data: preparing a table of clicks beside polars",
-    )
-    bench.add_argument(
-        "--repeats",
-        type=_at_least_one,
-        metavar="N",
-        help="calls a figure is the median of (200; embedding, gpu, tracking: 15; data: 5)",
-    )
-    bench.add_argument(
-        "--rows", type=_at_least_one, metavar="N", help="rows of the made-up file of clicks (data: 2,000,000)"
-    )
-    bench.add_argument(
-        "--train",
-        action="store_true",
-        help="also train ctr on that file, an epoch, and compare with the best AUC (data)",
-    )
-    bench.add_argument(
-        "--devices",
-        metavar="TEXT",
-        help="where to measure (gpu: cuda:0 and cuda:0*4; without a GPU a rehearsal on cpu*2)",
-    )
-    bench.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
-
     compare = command(
         "compare", "put runs side by side on a page: speed, stages, curves, differences", COMPARE_HELP
     )

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dphybrid.bench.embedding import run, text
-from dphybrid.bench.pipelines import pipeline_costs
-from dphybrid.bench.racing import plain, zipf_ids
+from benchmarks.embedding import run, text
+from benchmarks.pipelines import pipeline_costs
+from benchmarks.racing import plain, zipf_ids
 from dphybrid.embedding import (
     HostEmbedding,
     HostEmbeddingCollection,

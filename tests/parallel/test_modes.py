@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dphybrid.bench.parallel import run, text
+from benchmarks.parallel import run, text
 from dphybrid.parallel import DataParallel, Devices, LossInside, resolve_devices, split_sizes
 from dphybrid.parallel.check import check_module
 from dphybrid.parallel.memory import activation_bytes, block_memory, memory_text

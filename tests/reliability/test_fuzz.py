@@ -301,7 +301,7 @@ FLAGS += [f"--{name.replace('_', '-')}" for name in FIELDS]
 def test_command_lines(folder: Path, command: str, flags: list[tuple[str, str]], more: list[str]) -> None:
     """Up to where training would begin, which the report's place and a run to resume are checked before."""
     argv = [command, *more, *(part for flag in flags for part in flag)]
-    if command in ("devices", "doctor", "sync", "bench", "selftest", "worker", "deploy"):
+    if command in ("devices", "doctor", "sync", "selftest", "worker", "deploy"):
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commands, "train", lambda args: config_from_args(args) and 0)

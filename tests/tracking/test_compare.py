@@ -302,7 +302,7 @@ def test_wrong_calls_say_what_is_there(
 
 
 def test_the_benchmark_of_recording_reports_both_cases() -> None:
-    from dphybrid.bench import tracking as bench
+    from benchmarks import tracking as bench
 
     result = bench.run(rounds=3, steps=5, step_ms=0.5)
     assert [case["log_every"] for case in result["cases"]] == [1, 20]

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.bench import gpu
-from dphybrid.cli.main import main
+from benchmarks import gpu
 
 
 def test_a_rehearsal_measures_every_part_and_way_and_says_that_it_is_one(
@@ -16,7 +15,7 @@ def test_a_rehearsal_measures_every_part_and_way_and_says_that_it_is_one(
     run = gpu.run
     monkeypatch.setattr(gpu, "run", lambda rounds, devices: run(rounds, devices, **small))
     out = tmp_path / "gpu.json"
-    assert main(["bench", "gpu", "--repeats", "2", "--devices", "cpu*2", "--out", str(out)]) == 0
+    gpu.main(["--repeats", "2", "--devices", "cpu*2", "--out", str(out)])
     shown, found = capsys.readouterr().out, json.loads(out.read_text())
     assert "nothing about GPUs" in shown
     assert found["rehearsal"] is True

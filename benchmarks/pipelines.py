@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.bench.gpu import parts_alone
-from dphybrid.bench.racing import Step, medians_ms, zipf_ids
+from benchmarks.gpu import parts_alone
+from benchmarks.racing import Step, medians_ms, zipf_ids
 from dphybrid.embedding import HostEmbedding, RowPipeline, make_row_optimizer
 from dphybrid.parallel import DataParallel, parts
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dphybrid.bench.racing import race, zipf_ids
+from benchmarks.command import flags, show
+from benchmarks.racing import race, zipf_ids
 from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, kernels, make_row_optimizer
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.replicas import DeviceRows
@@ -215,3 +216,18 @@ def _ways(batches: list[Tensor], num_rows: int, dim: int, where: Devices, rounds
 
         timings = race({name: turn(loop) for name, loop in loops.items()}, rounds, warm_up=1)
     return {name: timing.ms / STEPS_A_TURN for name, timing in timings.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = flags(__doc__, repeats=15)
+    parser.add_argument(
+        "--devices",
+        metavar="TEXT",
+        help="where to measure (cuda:0 and cuda:0*4; without a GPU a rehearsal on cpu*2)",
+    )
+    options = parser.parse_args(argv)
+    show(run(options.repeats, options.devices), text, options.out)
+
+
+if __name__ == "__main__":
+    main()

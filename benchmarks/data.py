@@ -12,13 +12,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dphybrid.bench.clicks import write_clicks
-from dphybrid.util.system import need_posix
+from benchmarks.clicks import write_clicks
+from benchmarks.command import at_least_one, flags, show
+from dphybrid.config.settings import load_settings
+from dphybrid.recipes.configs import load_config
 
 NUM_ROWS = 2_000_000
 _PLAIN = """
 import polars, sys
-from dphybrid.bench.data import measured
+from benchmarks.data import measured
 measured(lambda: polars.read_csv(sys.argv[1]))
 """
 _PREPARE = """
@@ -27,7 +29,7 @@ from pathlib import Path
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes import find_recipe
 from dphybrid.data.table import source as table
-from dphybrid.bench.data import measured
+from benchmarks.data import measured
 config = TableDataConfig(path=sys.argv[1], label="label")
 measured(lambda: find_recipe("ctr").prepare(config, Path(sys.argv[2]), 0))
 """
@@ -49,7 +51,6 @@ def measured(work: Any) -> None:
 def run(rounds: int = 5, num_rows: int = NUM_ROWS, file: Path | None = None) -> dict[str, Any]:
     """Write the file (into `file`, else for the while), then measure; return medians and the best AUC any
     model can reach on it."""
-    need_posix("dphybrid bench data")
     with tempfile.TemporaryDirectory(prefix="dphybrid-bench-") as name:
         folder = Path(name)
         planted = write_clicks(file or folder / "clicks.csv", num_rows)
@@ -102,3 +103,33 @@ def text(result: dict[str, Any]) -> str:
             "below"
         )
     return "\n".join(rows)
+
+
+def train_on(file: Path) -> float:
+    """Train recipe ctr on a file of clicks for one epoch, rare values sharing a row; return its AUC."""
+    from dphybrid.jobs.train import run_job
+
+    values = [f"data.path={file}", "data.label=label", "data.min_count=50", "train.epochs=1"]
+    return run_job(load_config(None, ["recipe=ctr", *values]), load_settings()).metrics["auc"]
+
+
+def main() -> None:
+    parser = flags(__doc__, repeats=5)
+    parser.add_argument(
+        "--rows", type=at_least_one, default=NUM_ROWS, metavar="N", help=f"rows of the file ({NUM_ROWS:,})"
+    )
+    parser.add_argument(
+        "--train", action="store_true", help="also train recipe ctr for an epoch, beside the best AUC"
+    )
+    options = parser.parse_args()
+    if not options.train:
+        show(run(options.repeats, options.rows), text, options.out)
+        return
+    with tempfile.TemporaryDirectory(prefix="dphybrid-bench-") as folder:
+        file = Path(folder, "clicks.csv")
+        result = run(options.repeats, options.rows, file)
+        show(result | {"auc": train_on(file)}, text, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.command import flags, show
 from dphybrid.parallel.data_parallel import DataParallel
 
 WARM_UP = 30
@@ -84,3 +85,12 @@ def text(result: dict[str, Any]) -> str:
         identity = f"{row['identity_us']:.1f}" if row["identity_us"] is not None else "-"
         lines.append(f"  {row['what']:<26}{identity:>10}{row['mlp_us']:>10.0f}{row['step_us']:>16.0f}")
     return "\n".join(lines)
+
+
+def main() -> None:
+    options = flags(__doc__, repeats=200).parse_args()
+    show(run(options.repeats), text, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import flags, show
 from dphybrid.tracking.base import Tracker
 from dphybrid.tracking.opening import open_tracker
 
@@ -121,3 +122,12 @@ def text(result: dict[str, Any]) -> str:
         f"{call['max']:.0f} us; torch {result['torch']}, {result['threads']} threads"
     )
     return "\n".join(lines)
+
+
+def main() -> None:
+    options = flags(__doc__, repeats=15).parse_args()
+    show(run(options.repeats), text, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,25 +1,24 @@
 """Side by side, in one run: the engine against torch's own embeddings and optimizers, and the pipeline
 against itself.
 
-`run` returns the numbers, `text` shows them; `python -m dphybrid.bench.embedding` takes numbers of threads
+`run` returns the numbers, `text` shows them; `python -m benchmarks.embedding` takes numbers of threads
 and other sizes.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from dphybrid.bench.pipelines import pipelines
-from dphybrid.bench.racing import (
+from benchmarks.command import at_least_one, flags, show
+from benchmarks.pipelines import pipelines
+from benchmarks.racing import (
     Step,
     Timing,
     copy_gib_per_s,
@@ -35,7 +34,6 @@ from dphybrid.embedding.collection import HostEmbeddingCollection, look_up_colum
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
 from dphybrid.embedding.table import HostEmbedding
-from dphybrid.util.files import write_json
 from dphybrid.util.memory import keep_freed_memory
 
 LEGEND = """\
@@ -423,24 +421,20 @@ def text(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the host embedding engine beside torch's own.")
+    parser = flags(__doc__, repeats=15)
     parser.add_argument(
         "--threads",
-        type=int,
+        type=at_least_one,
         nargs="+",
-        default=[n for n in (1, 2, 4, 8, 16) if n <= (os.cpu_count() or 1)],
-        help="numbers of threads (default: 1, 2, 4, 8 and 16 as far as there are cores)",
+        default=[1, 2],
+        metavar="N",
+        help="numbers of threads (1 2)",
     )
-    parser.add_argument("--rounds", type=int, default=15, help="rounds behind each median (default: 15)")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on table sizes and ids (default: 1)")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on table sizes and ids (1)")
     options = parser.parse_args()
-    results = run(
-        tuple(options.threads), options.rounds, options.scale, partial(print, file=sys.stderr, flush=True)
-    )
-    print(text(results))
-    if options.json:
-        write_json(options.json, plain(results))
+    told = partial(print, file=sys.stderr, flush=True)
+    results = run(tuple(options.threads), options.repeats, options.scale, told)
+    show(plain(results), lambda _: text(results), options.out)
 
 
 if __name__ == "__main__":

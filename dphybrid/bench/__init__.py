@@ -1,1 +1,0 @@
-"""What `dphybrid bench` measures on the user's own machine."""
