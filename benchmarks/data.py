@@ -107,7 +107,7 @@ def text(result: dict[str, Any]) -> str:
 
 def train_on(file: Path) -> float:
     """Train recipe ctr on a file of clicks for one epoch, rare values sharing a row; return its AUC."""
-    from dphybrid.jobs.train import run_job
+    from dphybrid.run.train import run_job
 
     values = [f"data.path={file}", "data.label=label", "data.min_count=50", "train.epochs=1"]
     return run_job(load_config(None, ["recipe=ctr", *values]), load_settings()).metrics["auc"]

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from dphybrid.api.estimator import HybridClassifier, HybridRegressor
     from dphybrid.api.run import runs
     from dphybrid.api.training import train
-    from dphybrid.jobs.load import load_model
-    from dphybrid.jobs.predict import load
+    from dphybrid.serving.load import load_model
+    from dphybrid.serving.predict import load
 
 __version__ = "0.1.0"
 __all__ = ["HybridClassifier", "HybridRegressor", "__version__", "load", "load_model", "runs", "train"]
@@ -17,8 +17,8 @@ __all__ = ["HybridClassifier", "HybridRegressor", "__version__", "load", "load_m
 _PLACES = {
     "HybridClassifier": "dphybrid.api.estimator",
     "HybridRegressor": "dphybrid.api.estimator",
-    "load": "dphybrid.jobs.predict",
-    "load_model": "dphybrid.jobs.load",
+    "load": "dphybrid.serving.predict",
+    "load_model": "dphybrid.serving.load",
     "runs": "dphybrid.api.run",
     "train": "dphybrid.api.training",
 }

@@ -1,7 +1,7 @@
 """The flow `retrain-hybrid`: new data -> prepare -> train on from the champion -> compare on the same
 validation rows -> promote or keep.
 
-`python -m flows.retrain_hybrid` runs it in this process. The work is in `dphybrid.jobs.retrain`.
+`python -m flows.retrain_hybrid` runs it in this process. The work is in `dphybrid.lifecycle.retrain`.
 """
 
 import sys
@@ -16,14 +16,14 @@ from prefect.exceptions import PrefectException
 from dphybrid.cli.flags import add_experiment_flags, config_from_args, flow_parser, recipe_of, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
-from dphybrid.jobs.runs import find_tagged_run, read_run
+from dphybrid.lifecycle.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, too_late
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
+from dphybrid.run.folder import find_tagged_run, read_run
 from dphybrid.util.masking import masked
 from dphybrid.util.stop import StopRequest
 

@@ -2,7 +2,7 @@
 them.
 
 `python -m flows.sweep_hybrid --grid '{"train.batch_size": [256, 512]}'` runs it in this process. The work is
-in `dphybrid.jobs.sweep`.
+in `dphybrid.lifecycle.sweep`.
 """
 
 import json
@@ -27,7 +27,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from dphybrid.cli.flags import add_experiment_flags, config_from_args, flow_parser, recipe_of, run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.jobs.sweep import (
+from dphybrid.lifecycle.sweep import (
     Cell,
     CellFailed,
     Grid,
@@ -37,7 +37,6 @@ from dphybrid.jobs.sweep import (
     sweep_rows,
     write_sweep,
 )
-from dphybrid.jobs.train import Report
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.guard import watched_flow_run
@@ -45,6 +44,7 @@ from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.shown import show_run
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
+from dphybrid.run.train import Report
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError

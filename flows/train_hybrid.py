@@ -23,7 +23,7 @@ from dphybrid.util.importing import importing_much
 from dphybrid.util.stop import Interrupted
 
 if TYPE_CHECKING:
-    from dphybrid.jobs.report import Report
+    from dphybrid.run.report import Report
 
 
 @flow(name="train-hybrid", log_prints=True)

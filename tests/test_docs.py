@@ -12,9 +12,9 @@ import torch
 
 from dphybrid.cli.main import make_parser
 from dphybrid.config.settings import RENAMED, Settings, load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
+from dphybrid.run.train import run_job
 from tests.conftest import REPOSITORY
 
 PAGES = {

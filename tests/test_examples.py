@@ -12,9 +12,9 @@ import pytest
 
 import dphybrid
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.load import load_model
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
+from dphybrid.serving.load import load_model
 from examples import callbacks, own_loop
 from tests.conftest import REPOSITORY
 

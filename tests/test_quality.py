@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError
 from examples import quality
 from tests.conftest import SHARED

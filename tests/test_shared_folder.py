@@ -20,8 +20,8 @@ from dphybrid.gpus import (
     lease_folder,
     try_lease,
 )
-from dphybrid.jobs.train import prepare_data
 from dphybrid.recipes.configs import build_config
+from dphybrid.run.train import prepare_data
 from dphybrid.util.errors import UserError
 from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, shared_folder_fault
 from tests.fake_nvml import gpu, write_state

@@ -16,9 +16,9 @@ from prefect.client.schemas.objects import StateType
 
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder, leasing, politeness
-from dphybrid.jobs import train as job
 from dphybrid.orchestration import clients, guard
 from dphybrid.recipes.configs import build_config
+from dphybrid.run import train as job
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from tests.fake_nvml import gpu, write_state
 from tests.test_gpus import stranger  # noqa: F401 - a fixture

@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_array, check_is_fitted, column_or_1d,
 from dphybrid.api.run import TrainedRun
 from dphybrid.api.training import train
 from dphybrid.data.table.frames import as_frame
-from dphybrid.jobs.predict import Predictor
+from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
 
 TARGET, WEIGHT = "the label", "the weight"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a list of runs needs no torch
     import polars as pl
     from torch import nn
 
-    from dphybrid.jobs.runs import Run
+    from dphybrid.run.folder import Run
 
 REPORT_HEIGHT = 640
 """Pixels of a report in a notebook's cell; the page scrolls in it."""
@@ -28,7 +28,7 @@ class TrainedRun:
 
     def __init__(self, folder: str | Path, settings: Settings | None = None) -> None:
         """Raises UserError when the folder is none of a run."""
-        from dphybrid.jobs.runs import read_run
+        from dphybrid.run.folder import read_run
 
         self.folder = Path(folder)
         self._settings = settings or load_settings()
@@ -62,7 +62,7 @@ class TrainedRun:
     @property
     def status(self) -> str:
         """finished, running, or stopped: it goes on with `resume=run.name` then."""
-        from dphybrid.jobs.runs import LOCK
+        from dphybrid.run.folder import LOCK
         from dphybrid.util.locks import is_held
 
         if is_held(self.folder / LOCK):
@@ -72,7 +72,7 @@ class TrainedRun:
     @property
     def metrics(self) -> dict[str, float]:
         """The best checkpoint's metrics on the validation split; none before the run has ended."""
-        from dphybrid.jobs.pages import MetricsPage
+        from dphybrid.run.pages import MetricsPage
 
         page = self.folder / "metrics.json"
         return MetricsPage.read(page).metrics if page.is_file() else {}
@@ -83,7 +83,7 @@ class TrainedRun:
         trained."""
         import polars as pl
 
-        from dphybrid.jobs.pages import SplitsPage
+        from dphybrid.run.pages import SplitsPage
 
         page = SplitsPage.read(self._trained("splits.json"))
         return pl.DataFrame([row.table_row() for row in page.rows], infer_schema_length=None)
@@ -94,7 +94,7 @@ class TrainedRun:
         trained."""
         import polars as pl
 
-        from dphybrid.jobs.pages import ResultPage
+        from dphybrid.run.pages import ResultPage
 
         rows = ResultPage.read(self._trained("result.json")).history
         named = [{name.replace("held-out", "validation"): row[name] for name in row} for row in rows]
@@ -103,7 +103,7 @@ class TrainedRun:
     @property
     def checkpoint(self) -> Path:
         """Folder of the best checkpoint. Raises UserError when there is none yet."""
-        from dphybrid.jobs.load import find_checkpoint
+        from dphybrid.serving.load import find_checkpoint
 
         return find_checkpoint(str(self.folder), self._settings)
 
@@ -111,14 +111,14 @@ class TrainedRun:
     def model(self) -> "nn.Module":
         """The best checkpoint's module, on the CPU; `dphybrid.load_model(run.name, devices)` for other
         devices."""
-        from dphybrid.jobs.load import model_from_checkpoint
+        from dphybrid.serving.load import model_from_checkpoint
 
         return model_from_checkpoint(self.checkpoint)
 
     @cached_property
     def predictor(self) -> Any:
         """What `dphybrid.load(run.name)` gives. Raises UserError when the recipe does not predict."""
-        from dphybrid.jobs.predict import open_predictor
+        from dphybrid.serving.predict import open_predictor
 
         return open_predictor(self.checkpoint)
 
@@ -129,7 +129,7 @@ class TrainedRun:
     def recommend(self, users: Any = None, k: int = 10) -> "pl.DataFrame":
         """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.
         Raises UserError for recipes that recommend nothing."""
-        from dphybrid.jobs.predict import Predictor
+        from dphybrid.serving.predict import Predictor
 
         if isinstance(self.predictor, Predictor):
             raise UserError(
@@ -168,7 +168,7 @@ class RunReport:
     notebook shows it."""
 
     def __init__(self, run: "Run", file: Path) -> None:
-        from dphybrid.jobs.pages import Report
+        from dphybrid.run.pages import Report
 
         self._run = run
         self.values: Report = Report.read(file)
@@ -181,7 +181,7 @@ class RunReport:
     def page(self) -> str:
         """Return the report as a page of HTML that needs nothing else. Raises UserError when the prepared
         data is gone."""
-        from dphybrid.jobs.report import report_page
+        from dphybrid.run.report import report_page
 
         return report_page(self._run)
 
@@ -246,7 +246,7 @@ class Runs(Sequence[TrainedRun]):
 
 def runs(recipe: str | None = None) -> Runs:
     """Return the runs of the data folder, newest first. recipe: only those of one."""
-    from dphybrid.jobs.runs import all_runs
+    from dphybrid.run.folder import all_runs
 
     settings = load_settings()
     found = [run for run in all_runs(settings) if recipe is None or run.page.recipe == recipe]

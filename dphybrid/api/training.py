@@ -88,7 +88,7 @@ def train(
         )
     if framed:
         checked = _with_frames(checked, framed, settings)
-    from dphybrid.jobs.train import run_job  # after the checks: torch takes its time
+    from dphybrid.run.train import run_job  # after the checks: torch takes its time
 
     # Standard output is the process's, so only its main thread may take it away.
     silent = quiet and threading.current_thread() is threading.main_thread()

@@ -21,7 +21,7 @@ from dphybrid.util.importing import importing_much
 from dphybrid.util.masking import masked
 
 if TYPE_CHECKING:
-    from dphybrid.jobs.pages import Report
+    from dphybrid.run.pages import Report
 
 
 def train(args: argparse.Namespace) -> int:
@@ -29,11 +29,11 @@ def train(args: argparse.Namespace) -> int:
     config, settings, resume, report_path = config_from_args(args)
     with importing_much():
         from dphybrid.gpus.politeness import go_on_later
-        from dphybrid.jobs.train import run_job
+        from dphybrid.run.train import run_job
         from dphybrid.util.stop import Interrupted
 
     if config.cluster.ranks:
-        from dphybrid.jobs.cluster import is_joined, join_job
+        from dphybrid.run.cluster import is_joined, join_job
 
         if is_joined():
             try:
@@ -68,7 +68,7 @@ def plan(args: argparse.Namespace) -> int:
     config, settings = load_config(args.config, overrides_from_args(args)), load_settings()
     batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
     if config.cluster.ranks:
-        from dphybrid.jobs.cluster import ranks_plan
+        from dphybrid.run.cluster import ranks_plan
 
         print(ranks_plan(config, settings, batch_size, args.nodes, args.link_gbit, args.table_rows))
         return 0
@@ -78,7 +78,7 @@ def plan(args: argparse.Namespace) -> int:
     devices = resolve_devices(wanted_spec(config, settings).text)
     print(split_plan(rows, batch_size, devices.labels).text())
     if args.memory:
-        from dphybrid.jobs.check import memory_report
+        from dphybrid.run.check import memory_report
 
         print(f"\n{memory_report(config, settings, batch_size)}")
     return 0
@@ -102,7 +102,7 @@ def _rows_of_epoch(config: ExperimentConfig, settings: Settings) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Print what of a model differs or breaks under data parallelism; 1 when something breaks."""
-    from dphybrid.jobs.check import check_target
+    from dphybrid.run.check import check_target
 
     breaks = 0
     for block, findings in check_target(
@@ -152,7 +152,7 @@ def prepare(args: argparse.Namespace) -> int:
     """Read the data, show its columns and splits, and stop."""
     import shutil
 
-    from dphybrid.jobs.build import prepare_data
+    from dphybrid.run.build import prepare_data
 
     if args.schema is not None:
         check_target(args.schema, f"--schema {args.schema}")
@@ -170,8 +170,8 @@ def prepare(args: argparse.Namespace) -> int:
 
 def predict(args: argparse.Namespace) -> int:
     """Score the rows of new files."""
-    from dphybrid.jobs.load import find_checkpoint
-    from dphybrid.jobs.predict import Predictor, open_predictor
+    from dphybrid.serving.load import find_checkpoint
+    from dphybrid.serving.predict import Predictor, open_predictor
     from dphybrid.training.display import preparation_progress
 
     given: dict[str, Any] = reading_from_args(args)
@@ -288,7 +288,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def rollback(args: argparse.Namespace) -> int:
     """Make the former champion of a registered model the champion again."""
-    from dphybrid.jobs.retrain import open_registry
+    from dphybrid.lifecycle.retrain import open_registry
 
     before, now = open_registry(load_settings()).roll_back(args.model, args.to)
     print(f"{args.model}: champion is version {now.number} again, it was version {before.number}")
@@ -335,7 +335,7 @@ def selftest(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Read prepared folders and checkpoints whole; 1 when one is damaged."""
-    from dphybrid.jobs.verify import verify_places
+    from dphybrid.run.verify import verify_places
 
     damaged = 0
     for line, good in verify_places(args.places, load_settings()):

@@ -1,4 +1,4 @@
-"""Prefect around the jobs: worker, set-up, checks, the states of flow runs. With `flows/` the only code that
+"""Prefect around the runs: worker, set-up, checks, the states of flow runs. With `flows/` the only code that
 imports prefect."""
 
 import os

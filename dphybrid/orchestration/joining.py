@@ -21,9 +21,9 @@ from dphybrid.cluster.launch import Meeting, address_towards
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way
-from dphybrid.jobs.cluster import difference, follow_ranks, versions
-from dphybrid.jobs.runs import Run, read_run
 from dphybrid.orchestration.queueing import HOME, UNREACHABLE, WORKER, ended, set_state, shown_waiting
+from dphybrid.run.cluster import difference, follow_ranks, versions
+from dphybrid.run.folder import Run, read_run
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest, stop_signals
 from dphybrid.util.watching import watching

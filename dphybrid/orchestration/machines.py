@@ -35,7 +35,6 @@ from dphybrid.cluster.launch import Meeting, address_towards
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.leasing import expected_devices
-from dphybrid.jobs.cluster import versions
 from dphybrid.orchestration.alive import MAX_RUNS, num_starts
 from dphybrid.orchestration.joining import JOINED, LEAVE_S, LOOK_EVERY_S, SEAT, Seat, meeting_at
 from dphybrid.orchestration.queueing import (
@@ -45,6 +44,7 @@ from dphybrid.orchestration.queueing import (
     WORKER_LABEL,
 )
 from dphybrid.recipes.configs import apply_overrides
+from dphybrid.run.cluster import versions
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text

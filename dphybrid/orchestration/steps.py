@@ -1,6 +1,6 @@
 """What the flows share: the steps of the main job as Prefect tasks, and `trained`, which calls them in turn.
 
-Tasks pass paths; the work is in `dphybrid.jobs.train`.
+Tasks pass paths; the work is in `dphybrid.run.train`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way
-from dphybrid.jobs import train as job
-from dphybrid.jobs.report import attached
-from dphybrid.jobs.runs import find_tagged_run, read_run
 from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.machines import gathered, other_workers, with_ranks
 from dphybrid.orchestration.queueing import shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress
+from dphybrid.run import train as job
+from dphybrid.run.folder import find_tagged_run, read_run
+from dphybrid.run.report import attached
 from dphybrid.util.masking import masked
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 

@@ -108,7 +108,7 @@ class Recipe:
         batch_size: int,
     ) -> Any:
         """Return what `dphybrid.load` gives and `dphybrid predict` asks: an object with `predict(rows)`,
-        `predict_file` and `told`, as `dphybrid.jobs.predict.Predictor` has them. None: that class, for a
+        `predict_file` and `told`, as `dphybrid.serving.predict.Predictor` has them. None: that class, for a
         tabular recipe.
 
         checkpoint: its folder, with the files of the prepared data's `encoder/`. build: makes its filled

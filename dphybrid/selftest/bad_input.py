@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.build import prepare_data
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.build import prepare_data
 from dphybrid.selftest.child import DONE, TOLD, in_child, own_settings
 
 TIMEOUT_S = 20.0

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.load import find_checkpoint
-from dphybrid.jobs.predict import Predictor
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.selftest.child import DONE, TOLD, in_child, own_settings
 from dphybrid.selftest.trial import came_to
+from dphybrid.serving.load import find_checkpoint
+from dphybrid.serving.predict import Predictor
 
 ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
 CONSTANT = "train.schedule=constant"

@@ -15,12 +15,12 @@ import torch._dynamo
 
 from dphybrid.config.settings import load_settings
 from dphybrid.data.table import source as _source  # imported here, not in each trial
-from dphybrid.jobs import predict as _predict
-from dphybrid.jobs.pages import Report, ResultPage, SplitsPage
-from dphybrid.jobs.runs import all_runs
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.folder import all_runs
+from dphybrid.run.pages import Report, ResultPage, SplitsPage
+from dphybrid.run.train import run_job
 from dphybrid.selftest.faults import Faults
+from dphybrid.serving import predict as _predict
 from dphybrid.tracking import figures
 from dphybrid.training.checkpoint import complete_checkpoints, read_state
 from dphybrid.util.errors import UserError

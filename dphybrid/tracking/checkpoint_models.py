@@ -142,7 +142,7 @@ class CheckpointModels:
 
     def _put_files(self, model: Any, folder: Path) -> None:
         page = Model(model_id=model.model_id, signature=_signature(folder))
-        page.add_flavor("python_function", loader_module="dphybrid.jobs.pyfunc", data="checkpoint")
+        page.add_flavor("python_function", loader_module="dphybrid.serving.pyfunc", data="checkpoint")
         page.add_flavor("dphybrid", data="checkpoint")
         location = urlparse(model.artifact_location)
         if location.scheme in ("", "file"):

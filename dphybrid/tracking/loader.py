@@ -1,7 +1,6 @@
 """Loads checkpoints back from MLflow: by model, by registered name and alias, or as a plain folder."""
 
 import atexit
-import importlib
 import json
 import os
 import shutil
@@ -13,12 +12,6 @@ from dphybrid.tracking.checkpoint_models import LEFT_OUT
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.system import POSIX
-
-
-def _load_pyfunc(path: str) -> Any:
-    """Load a model that was recorded before `dphybrid.jobs.pyfunc` was its loader; MLflow finds this function
-    by its name."""
-    return importlib.import_module("dphybrid.jobs.pyfunc")._load_pyfunc(path)
 
 
 def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:

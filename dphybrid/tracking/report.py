@@ -21,7 +21,7 @@ def run_report_markdown(
 ) -> str:
     """Return the report in Markdown: what came of the run first, then its data, splits and times.
 
-    report: the fields of `dphybrid.jobs.pages.Report`, and given (flags), data_name, data_source, data_lines;
+    report: the fields of `dphybrid.run.pages.Report`, and given (flags), data_name, data_source, data_lines;
     for the page history and charts, too (of `ResultPage` and `MetricsPage`).
     links: name -> address, such as the flow run's.
     """

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
-from dphybrid.training.table_files import read_table, table_file
+from dphybrid.training.table_files import mapped_weight, read_table, table_file
 from dphybrid.training.tensor_file import read_tensors, tensor_shapes
 from dphybrid.util.digests import verify_files
 from dphybrid.util.errors import UserError
@@ -161,11 +161,12 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> None:
+def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Container[str] = ()) -> None:
     """Fill tables (but those named in `skip`) and blocks of `model` in place from a checkpoint, on whatever
     devices they are.
 
-    Raises UserError on mismatch.
+    mapped: the tables stay in the checkpoint's files, and memory holds only rows that were looked up. Raises
+    UserError on mismatch.
     """
     tables = find_tables(model)
     blocks = read_tensors(path / "blocks.safetensors")
@@ -187,8 +188,11 @@ def load_weights(path: Path, model: nn.Module, skip: Container[str] = ()) -> Non
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(blocks[name])
-        for name in (name for name in tables if name not in skip):
-            read_table(path, name, "weight", tables[name].settled())
+        for name, table in tables.items():
+            if mapped:
+                table.weight = mapped_weight(path, name, table.rows_VD)
+            elif name not in skip:
+                read_table(path, name, "weight", table.settled())
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:

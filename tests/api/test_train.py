@@ -17,8 +17,8 @@ from dphybrid.api.values import experiment
 from dphybrid.config.settings import load_settings
 from dphybrid.data.table import frames
 from dphybrid.data.table.frames import as_frame, save_frame
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError
 
 SMALL = {

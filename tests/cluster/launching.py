@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dphybrid.cluster.launch import agent_environment
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.jobs.train import build_run, prepare_data
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import build_run, prepare_data
 from dphybrid.util.errors import UserError
 
 needs_torchrec = pytest.mark.skipif(

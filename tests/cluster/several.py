@@ -11,8 +11,8 @@ import torch
 
 from dphybrid.cluster.ranks import joined
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.runs import read_run
-from dphybrid.jobs.train import train_here
+from dphybrid.run.folder import read_run
+from dphybrid.run.train import train_here
 from dphybrid.util.stop import StopRequest
 
 try:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import Settings
-from dphybrid.jobs.pages import Report, ResultPage
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.pages import Report, ResultPage
+from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests.cluster.launching import (

@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from dphybrid.jobs.pages import Report
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.pages import Report
+from dphybrid.run.train import run_job
 from tests.cluster.launching import BASE, SMALL, needs_torchrec, settings_in, write_clicks
 from tests.conftest import REPOSITORY
 from tests.flows.conftest import team  # noqa: F401 - the servers, for this folder, too

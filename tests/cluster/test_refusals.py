@@ -19,8 +19,8 @@ from dphybrid.cluster.refusals import (
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
-from dphybrid.jobs.train import prepare_data
 from dphybrid.recipes.configs import apply_overrides, given_values, load_config, stored_config
+from dphybrid.run.train import prepare_data
 from dphybrid.util.errors import UserError
 from tests.cluster.launching import settings_in
 from tests.conftest import REPOSITORY
@@ -127,7 +127,7 @@ def test_one_process_imports_nothing_of_the_ranks_engine(tmp_path: Path) -> None
     code = """
 import sys
 from tests.cluster.launching import built, settings_in
-from dphybrid.jobs.train import train_run
+from dphybrid.run.train import train_run
 from dphybrid.util.stop import StopRequest
 from pathlib import Path
 settings = settings_in(Path(sys.argv[1]))

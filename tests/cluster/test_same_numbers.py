@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dphybrid.config.settings import Settings
-from dphybrid.jobs.load import model_from_checkpoint
-from dphybrid.jobs.pages import ResultPage
-from dphybrid.jobs.predict import Predictor
-from dphybrid.jobs.train import evaluate_run, run_job, train_run
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.pages import ResultPage
+from dphybrid.run.train import evaluate_run, run_job, train_run
+from dphybrid.serving.load import model_from_checkpoint
+from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.stop import StopRequest
 from tests.cluster.launching import (

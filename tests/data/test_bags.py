@@ -15,13 +15,13 @@ from dphybrid.data import Prepared
 from dphybrid.data.table.bags import PADDING_ID, BagColumn, take_apart
 from dphybrid.data.table.encode import TableEncoder
 from dphybrid.data.table.extend import old_ids
-from dphybrid.jobs.load import model_from_checkpoint
-from dphybrid.jobs.predict import Predictor
-from dphybrid.jobs.retrain import largest_drift
-from dphybrid.jobs.train import Report, run_job
+from dphybrid.lifecycle.retrain import largest_drift
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import Report, run_job
+from dphybrid.serving.load import model_from_checkpoint
+from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError

@@ -10,9 +10,9 @@ import torch
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import RowPipeline
 from dphybrid.embedding.kernels import fill_normal
-from dphybrid.jobs.load import load_model
-from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import Report, run_job
+from dphybrid.serving.load import load_model
 from dphybrid.util.errors import UserError
 
 

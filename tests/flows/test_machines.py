@@ -17,11 +17,11 @@ import pytest
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.cluster import versions
-from dphybrid.jobs.pages import RunPage
 from dphybrid.orchestration.joining import SEAT, Seat, same_run
 from dphybrid.orchestration.machines import check_nodes, with_ranks
 from dphybrid.recipes.configs import apply_overrides, load_config
+from dphybrid.run.cluster import versions
+from dphybrid.run.pages import RunPage
 from dphybrid.util.errors import UserError
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team, kill_tree

@@ -14,10 +14,10 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.data import open_prepared
 from dphybrid.data.table.extend import open_base
-from dphybrid.jobs.load import model_from_checkpoint
-from dphybrid.jobs.retrain import bootstrap_gains, largest_drift, open_registry
-from dphybrid.jobs.runs import read_run
+from dphybrid.lifecycle.retrain import bootstrap_gains, largest_drift, open_registry
 from dphybrid.recipes.configs import build_config
+from dphybrid.run.folder import read_run
+from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.metrics import BINARY
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError

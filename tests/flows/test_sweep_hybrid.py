@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.sweep import cells_at_once, make_grid
+from dphybrid.lifecycle.sweep import cells_at_once, make_grid
 from dphybrid.recipes.configs import build_config
 from dphybrid.util.errors import UserError
 from tests.fake_nvml import gpu, write_state

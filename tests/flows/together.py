@@ -5,19 +5,19 @@ from contextlib import ExitStack
 from dphybrid.flows.join_hybrid import join_hybrid
 from prefect import flow, runtime
 
-import dphybrid.jobs.cluster
+import dphybrid.run.cluster
 from dphybrid.cluster.launch import OUTCOME
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.leasing import leased_devices
-from dphybrid.jobs.cluster import follow_ranks
-from dphybrid.jobs.runs import read_run
 from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.machines import gathered, other_workers
 from dphybrid.orchestration.supervised import supervised
+from dphybrid.run.cluster import follow_ranks
+from dphybrid.run.folder import read_run
 from dphybrid.util.stop import stop_signals
 
 __all__ = ["join_hybrid", "together"]
-dphybrid.jobs.cluster.RANK_PROGRAM = "tests.flows.standin"
+dphybrid.run.cluster.RANK_PROGRAM = "tests.flows.standin"
 
 
 @flow(name="together", log_prints=True)

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from dphybrid.config.settings import load_settings
 from dphybrid.data import batches
-from dphybrid.jobs.train import run_job
 from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, build_model, find_recipe
@@ -20,6 +19,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.model import DLRM, ClickModel, DeepFM, WideDeep
 from dphybrid.recipes.digits.model import DigitCapsules, squash
 from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
+from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError
 from tests.preparing import prepare
 

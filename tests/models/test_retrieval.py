@@ -20,8 +20,6 @@ from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.data import Prepared, batches
 from dphybrid.embedding import RowPipeline, find_tables, make_row_optimizer
-from dphybrid.jobs.pages import ResultPage
-from dphybrid.jobs.train import Report, run_job
 from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, build_model
@@ -29,6 +27,8 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.retrieval.metrics import recall_and_ndcg
 from dphybrid.recipes.retrieval.model import RetrievalModel, sampled_softmax
 from dphybrid.recipes.retrieval.recipe import RetrievalDataConfig, RetrievalModelConfig
+from dphybrid.run.pages import ResultPage
+from dphybrid.run.train import Report, run_job
 from dphybrid.training.memory import micro_batches
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError

@@ -11,9 +11,6 @@ import torch
 
 from dphybrid.config.settings import load_settings
 from dphybrid.data.batches import ArrayDataset
-from dphybrid.jobs.load import load_model
-from dphybrid.jobs.predict import Predictor
-from dphybrid.jobs.train import Report, run_job
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
@@ -27,6 +24,9 @@ from dphybrid.recipes.ctr.numbers import (
     sample_dense,
 )
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
+from dphybrid.run.train import Report, run_job
+from dphybrid.serving.load import load_model
+from dphybrid.serving.predict import Predictor
 
 
 def test_a_piece_is_the_share_of_its_bin() -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.load import find_checkpoint
-from dphybrid.jobs.predict import Predictor
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.selftest.damages import DAMAGES
 from dphybrid.selftest.trial import came_to
+from dphybrid.serving.load import find_checkpoint
+from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
 from tests.reliability.test_faults import OPTIONS
 

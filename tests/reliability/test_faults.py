@@ -17,8 +17,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 import dphybrid
-from dphybrid.jobs.pages import RunPage
 from dphybrid.recipes.registry import BUILT_IN
+from dphybrid.run.pages import RunPage
 from dphybrid.selftest.faults import KILLED, MODES
 from dphybrid.selftest.scenarios import SCENARIOS, options_of, write_files
 from dphybrid.selftest.trial import came_to, run_trial

@@ -22,11 +22,11 @@ from dphybrid.cli import commands
 from dphybrid.cli.flags import config_from_args
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
-from dphybrid.jobs.train import prepare_data
 from dphybrid.orchestration.validate import check_prefect_yaml
 from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
+from dphybrid.run.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
+from dphybrid.run.train import prepare_data
 from dphybrid.selftest.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, SCHEMA, edited
 from dphybrid.selftest.scenarios import write_files
 from dphybrid.tracking.delivery import deliver

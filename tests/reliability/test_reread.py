@@ -9,8 +9,8 @@ import pytest
 from dphybrid.config.settings import load_settings
 from dphybrid.data import verify_prepared
 from dphybrid.data.reread import Rereading
-from dphybrid.jobs.train import prepare_data, run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import prepare_data, run_job
 from dphybrid.training.checkpoint import complete_checkpoints
 from dphybrid.util.errors import UserError
 

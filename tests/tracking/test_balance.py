@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.parallel import split_sizes
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.tracking import Tracker
 from dphybrid.tracking.balance import balance_warnings
 from dphybrid.tracking.system import Averages, nvml_reader, system_metrics

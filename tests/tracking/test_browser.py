@@ -17,8 +17,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import Report, run_job
 from dphybrid.tracking.compare import compare_runs, write_comparison
 from dphybrid.tracking.compare_facts import RunFacts
 from tests.tracking.conftest import MlflowServer

@@ -11,9 +11,9 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.jobs.sweep import MAX_CELLS
-from dphybrid.jobs.train import Report, run_job
+from dphybrid.lifecycle.sweep import MAX_CELLS
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import Report, run_job
 from dphybrid.tracking.compare import find_runs, read_runs, write_comparison
 from dphybrid.tracking.compare_facts import (
     RunFacts,

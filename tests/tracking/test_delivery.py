@@ -13,8 +13,8 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.tracking import CheckpointCard, Tracker, open_tracker
 from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.opening import make_database

@@ -10,8 +10,8 @@ import torch
 
 import dphybrid
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.tracking.loader import _with_left_out
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError

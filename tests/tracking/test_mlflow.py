@@ -12,8 +12,8 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import Report, run_job
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
 from dphybrid.tracking.loader import checkpoint_folder
@@ -249,7 +249,7 @@ def test_checkpoints_are_models_that_load_back(
     loaded = mlflow.pyfunc.load_model(f"models:/{best.model_id}").unwrap_python_model
     assert loaded is not None
     folder = checkpoint_folder(f"models:/{best.model_id}", report.tracking_uri)
-    from dphybrid.jobs.load import model_from_checkpoint
+    from dphybrid.serving.load import model_from_checkpoint
 
     one, two = model_from_checkpoint(folder, "cpu*8"), model_from_checkpoint(report.best_checkpoint)
     for key, value in one.state_dict().items():

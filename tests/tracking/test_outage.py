@@ -16,8 +16,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.tracking import open_tracker
 from tests.tracking.conftest import MlflowServer
 
@@ -182,7 +182,7 @@ def test_a_long_history_and_many_names_arrive(tmp_path: Path) -> None:
 def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     new_server: NewServer, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dphybrid.jobs.load import model_from_checkpoint
+    from dphybrid.serving.load import model_from_checkpoint
     from dphybrid.tracking.loader import checkpoint_folder
     from dphybrid.util.errors import UserError
 

@@ -20,11 +20,11 @@ import dphybrid
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, make_row_optimizer
-from dphybrid.jobs.load import load_model, model_from_checkpoint
-from dphybrid.jobs.runs import read_run
-from dphybrid.jobs.train import build_run, evaluate_run, run_job
-from dphybrid.jobs.verify import verify_places
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.folder import read_run
+from dphybrid.run.train import build_run, evaluate_run, run_job
+from dphybrid.run.verify import verify_places
+from dphybrid.serving.load import load_model, model_from_checkpoint
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.training.checkpoint import (
     Progress,
@@ -279,7 +279,7 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
         *OPTIONS,
         f"train.warm_start={checkpoint_folder(f'models:/{best.model_id}', report.tracking_uri)}",
     ]
-    monkeypatch.setattr("dphybrid.jobs.train.train", lambda session, *_: started.append(session))
+    monkeypatch.setattr("dphybrid.run.train.train", lambda session, *_: started.append(session))
     started: list[Session] = []
     with pytest.raises(UserError):  # not trained: there is no checkpoint
         run_job(load_config(None, warm), load_settings(), run_name="warm")
@@ -333,7 +333,7 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     settings = load_settings()
     links, tags = {"flow run": "http://127.0.0.1/1"}, {"team": "a"}
-    monkeypatch.setattr("dphybrid.jobs.train.build_run", partial(build_run, links=links))
+    monkeypatch.setattr("dphybrid.run.train.build_run", partial(build_run, links=links))
     report = run_job(load_config(None, OPTIONS), settings, run_name="run", tags=tags)
     monkeypatch.undo()
     best, folder = Path(report.best_checkpoint), data_dir / "runs" / "run"

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes, percentile
 from dphybrid.training.timeline import draw, read_bars
 from dphybrid.util.errors import UserError

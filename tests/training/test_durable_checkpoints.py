@@ -9,9 +9,9 @@ from torch import nn
 
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, make_row_optimizer
-from dphybrid.jobs.pages import ResultPage, SplitsPage
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.pages import ResultPage, SplitsPage
+from dphybrid.run.train import run_job
 from dphybrid.tracking import Tracker
 from dphybrid.training.checkpoint import (
     Progress,
@@ -116,7 +116,7 @@ def test_a_resumed_run_records_the_same_as_an_undisturbed_one(
     records = {"whole": Recorded(), "broken": Recorded()}
 
     def run(name: str, resume: str | None = None) -> tuple[SplitsPage, ResultPage]:
-        monkeypatch.setattr("dphybrid.jobs.train.attached", lambda *_: records[name])
+        monkeypatch.setattr("dphybrid.run.train.attached", lambda *_: records[name])
         run_job(
             load_config(None, options),
             load_settings(),

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes import ModelContext
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.ctr.model import build_ctr
+from dphybrid.run.train import run_job
 from dphybrid.training.memory import micro_batches
 from dphybrid.training.tensor_file import read_tensors
 from dphybrid.util.errors import UserError

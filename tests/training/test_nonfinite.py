@@ -14,12 +14,12 @@ from torch import nn
 
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, clip_grad_norm_, find_tables, make_row_optimizer
-from dphybrid.jobs.load import model_from_checkpoint
-from dphybrid.jobs.pages import Report, ResultPage
-from dphybrid.jobs.train import run_job
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.pages import Report, ResultPage
+from dphybrid.run.train import run_job
+from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.checkpoint import complete_checkpoints
 from dphybrid.training.finite import gradient_sum, not_finite
 from dphybrid.training.metrics import REGRESSION

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.load import find_checkpoint, load_model
-from dphybrid.jobs.predict import Predictor
-from dphybrid.jobs.runs import read_run
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.folder import read_run
+from dphybrid.run.train import run_job
+from dphybrid.serving.load import find_checkpoint, load_model
+from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "run_without_version"

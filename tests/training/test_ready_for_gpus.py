@@ -18,10 +18,10 @@ from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.replicas import Channel
 from dphybrid.gpus.leasing import _show_to_torch
-from dphybrid.jobs.train import run_job
 from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import IGNORED, FullSoftmax, Recurrent
+from dphybrid.run.train import run_job
 from dphybrid.training.checkpoint import _restore_generators, generator_states
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
 from dphybrid.training.precision import lower_precision, precisely, summed

@@ -6,8 +6,8 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 from dphybrid.training.checkpoint import VALIDATION, Progress, complete_checkpoints, step_of
 from dphybrid.training.metrics import BINARY, LANGUAGE_MODEL
 from dphybrid.training.retention import best_checkpoint, best_steps, prune_checkpoints

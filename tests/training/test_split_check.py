@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import Report, run_job
 from dphybrid.util.errors import UserError
 
 QUIET = ["recipe=toy", "train.epochs=1", "train.print_splits=new"]

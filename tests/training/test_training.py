@@ -14,9 +14,9 @@ import torch
 
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import RowPipeline
-from dphybrid.jobs.load import model_from_checkpoint
-from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import Report, run_job
+from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
 from dphybrid.training.optimizers import learning_rate_factor
 from dphybrid.training.split_log import SplitLog

@@ -18,8 +18,8 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus import Inventory, visible
 from dphybrid.gpus.leasing import expected_devices, wanted_spec
-from dphybrid.jobs.train import Report
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides
+from dphybrid.run.train import Report
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json, write_text
 from dphybrid.util.stop import StopRequest

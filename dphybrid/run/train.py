@@ -28,15 +28,6 @@ from dphybrid.embedding.machine_code import compiled_folder, keep_compiled_in
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way
-from dphybrid.jobs.build import build_run, prepare_data, resumed_replicas
-from dphybrid.jobs.evaluate import evaluate_run
-from dphybrid.jobs.pages import Report, ResultPage, SplitsPage
-from dphybrid.jobs.report import attached, report_run
-from dphybrid.jobs.runs import (
-    Run,
-    read_run,
-    running,
-)
 from dphybrid.parallel import (
     compile_regions,
     resolve_devices,
@@ -44,6 +35,15 @@ from dphybrid.parallel import (
 )
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.build import build_run, prepare_data, resumed_replicas
+from dphybrid.run.evaluate import evaluate_run
+from dphybrid.run.folder import (
+    Run,
+    read_run,
+    running,
+)
+from dphybrid.run.pages import Report, ResultPage, SplitsPage
+from dphybrid.run.report import attached, report_run
 from dphybrid.tracking import Status, Tracker
 from dphybrid.tracking.system import Averages, system_metrics
 from dphybrid.training.callbacks import Callback, find_callbacks
@@ -146,7 +146,7 @@ def train_run(
     stop.obey("before it was trained; it goes on with --resume")
     run = read_run(run_folder)
     if run.config.cluster.ranks:
-        from dphybrid.jobs.cluster import train_in_ranks
+        from dphybrid.run.cluster import train_in_ranks
 
         return train_in_ranks(run, settings, stop, meeting)
     return train_here(run, settings, stop, callbacks=callbacks)

@@ -17,10 +17,10 @@ from dphybrid import __version__
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
-from dphybrid.jobs.pages import RunPage
 from dphybrid.parallel import Devices
 from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.pages import RunPage
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, sync
 from dphybrid.util.locks import FileLock, is_held

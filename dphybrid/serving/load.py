@@ -6,17 +6,15 @@ from pathlib import Path
 from torch import nn
 
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.embedding import find_tables
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
-from dphybrid.jobs.pages import ResultPage
-from dphybrid.jobs.runs import Run, all_runs, read_run
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.context import build_from_config
+from dphybrid.run.folder import Run, all_runs, read_run
+from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
-from dphybrid.training.table_files import mapped_weight
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 from dphybrid.util.importing import is_allowed
@@ -35,16 +33,8 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     _check_factory(config.model.factory, Path(folder), load_settings())
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, state.info, resolve_devices(devices))
-    fill_model(Path(folder), model, mapped)
+    load_weights(Path(folder), model, mapped)
     return model
-
-
-def fill_model(folder: Path, model: nn.Module, mapped: bool) -> None:
-    """Fill a model from a checkpoint; mapped: see `model_from_checkpoint`."""
-    tables = find_tables(model) if mapped else {}
-    load_weights(folder, model, skip=tables)
-    for name, table in tables.items():
-        table.weight = mapped_weight(folder, name, table.rows_VD)
 
 
 def _check_factory(factory: str | None, folder: Path, settings: Settings) -> None:

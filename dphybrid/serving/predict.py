@@ -26,9 +26,9 @@ from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Rows, as_numbers, check_rejected, plain_notation
 from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
-from dphybrid.jobs.load import find_checkpoint, model_from_checkpoint
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
+from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.label_tasks import label_task
 from dphybrid.util.errors import UserError

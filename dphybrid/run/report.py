@@ -7,11 +7,11 @@ from typing import Any
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
-from dphybrid.jobs.pages import MetricsPage, Report, ResultPage, SplitsPage
-from dphybrid.jobs.runs import Run, data_source, read_run, shown_devices
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import given_values
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.folder import Run, data_source, read_run, shown_devices
+from dphybrid.run.pages import MetricsPage, Report, ResultPage, SplitsPage
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.balance import balance_warnings
 from dphybrid.tracking.report import REPORT_PAGE, run_report_html, run_report_markdown

@@ -12,14 +12,14 @@ import torch
 import dphybrid
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.pages import MetricsPage
-from dphybrid.jobs.predict import Predictor
-from dphybrid.jobs.retrain import bootstrap_gains
+from dphybrid.lifecycle.retrain import bootstrap_gains
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
+from dphybrid.run.pages import MetricsPage
+from dphybrid.serving.predict import Predictor
 from dphybrid.tracking.checkpoint_models import _signature
 from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import Confusion

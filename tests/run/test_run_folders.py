@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.load import find_checkpoint
-from dphybrid.jobs.runs import find_tagged_run, running
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.folder import find_tagged_run, running
+from dphybrid.run.train import run_job
+from dphybrid.serving.load import find_checkpoint
 from dphybrid.util.errors import UserError
 
 TOY = ["recipe=toy", "devices=cpu", "train.print_splits=new"]

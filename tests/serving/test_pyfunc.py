@@ -10,8 +10,8 @@ from mlflow.tracking import MlflowClient
 
 import dphybrid
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.train import run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
 
 
 def test_a_frame_is_scored_and_the_model_kept(

@@ -18,12 +18,12 @@ from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, open_prepared, source_digest
 from dphybrid.data.table.extend import old_ids, open_base
 from dphybrid.embedding.storage import unfilled_rows
-from dphybrid.jobs.pages import ResultPage
-from dphybrid.jobs.runs import read_run
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
+from dphybrid.run.folder import read_run
+from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.tracking.registry import Registry, Version

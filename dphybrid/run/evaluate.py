@@ -5,14 +5,13 @@ from pathlib import Path
 
 from dphybrid.config.settings import Settings
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
-from dphybrid.jobs.load import fill_model
-from dphybrid.jobs.pages import MetricsPage, ResultPage
-from dphybrid.jobs.report import attached
-from dphybrid.jobs.runs import Run, read_run
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.training.checkpoint import complete_checkpoints, verify_checkpoint
+from dphybrid.run.folder import Run, read_run
+from dphybrid.run.pages import MetricsPage, ResultPage
+from dphybrid.run.report import attached
+from dphybrid.training.checkpoint import complete_checkpoints, load_weights, verify_checkpoint
 from dphybrid.training.loop import evaluate, validation_outputs
 from dphybrid.util.errors import UserError
 
@@ -27,7 +26,7 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, data.info, resolve_devices(run.page.devices), settings.table_folder)
     _check_best(best, run)
-    fill_model(best, model, mapped)
+    load_weights(best, model, mapped)
     task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
     outputs = validation_outputs(model, data.dataset("valid"), batch_size, task)
     metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []

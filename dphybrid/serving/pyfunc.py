@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dphybrid.jobs.load import model_from_checkpoint
-from dphybrid.jobs.predict import open_predictor
+from dphybrid.serving.load import model_from_checkpoint
+from dphybrid.serving.predict import open_predictor
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.tensor_file import read_tensors
 

@@ -17,10 +17,10 @@ import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.jobs.load import model_from_checkpoint
-from dphybrid.jobs.predict import Predictor
-from dphybrid.jobs.train import Report, run_job
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import Report, run_job
+from dphybrid.serving.load import model_from_checkpoint
+from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
 
 HEADER = "age,city,user_id,clicked"
@@ -269,7 +269,7 @@ import resource, sys, torch
 from pathlib import Path
 from dphybrid.recipes.configs import build_config
 from dphybrid.embedding import find_tables
-from dphybrid.jobs.load import model_from_checkpoint
+from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.parallel import resolve_devices
 from dphybrid.training.checkpoint import Progress, Trained

@@ -1,6 +1,6 @@
 """A run whose training is done by several ranks: starting them, and what each of them does.
 
-`python -m dphybrid.jobs.cluster RUN_FOLDER`, under torchrun, is a rank of a run that this machine keeps.
+`python -m dphybrid.run.cluster RUN_FOLDER`, under torchrun, is a rank of a run that this machine keeps.
 """
 
 import os
@@ -36,14 +36,14 @@ from dphybrid.embedding import DeclaresIds, dense_parameters, find_tables
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.embedding.storage import available_memory_bytes, deferred_rows
 from dphybrid.gpus.leasing import expected_devices
-from dphybrid.jobs.build import build_run, prepare_data
-from dphybrid.jobs.pages import Report, ResultPage, RunPage
-from dphybrid.jobs.report import report_run
-from dphybrid.jobs.runs import Run, find_tagged_run, read_run
-from dphybrid.jobs.train import closing_run, evaluate_run, train_here
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.build import build_run, prepare_data
+from dphybrid.run.folder import Run, find_tagged_run, read_run
+from dphybrid.run.pages import Report, ResultPage, RunPage
+from dphybrid.run.report import report_run
+from dphybrid.run.train import closing_run, evaluate_run, train_here
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
@@ -51,7 +51,7 @@ from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 JOB = "dphybrid.cluster_job"
 """Tag of a run: torchrun's `--rdzv-id`."""
 
-RANK_PROGRAM = "dphybrid.jobs.cluster"
+RANK_PROGRAM = "dphybrid.run.cluster"
 """What a rank runs: this module. Tests of what is around it put another one here."""
 
 PAPER_COLUMNS, PAPER_DENSE = 26, 5_000_000

@@ -15,15 +15,6 @@ from dphybrid.embedding.kernels import use_threads
 from dphybrid.embedding.machine_code import compiled_folder
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.gpus.leasing import expected_devices
-from dphybrid.jobs.pages import RunPage
-from dphybrid.jobs.report import open_run_tracker
-from dphybrid.jobs.runs import (
-    data_source,
-    environment_tags,
-    find_run,
-    new_run_folder,
-    shown_devices,
-)
 from dphybrid.parallel import (
     Devices,
     find_data_parallel,
@@ -33,6 +24,15 @@ from dphybrid.parallel import (
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.folder import (
+    data_source,
+    environment_tags,
+    find_run,
+    new_run_folder,
+    shown_devices,
+)
+from dphybrid.run.pages import RunPage
+from dphybrid.run.report import open_run_tracker
 from dphybrid.tracking import waiting
 from dphybrid.training.callbacks import find_callbacks
 from dphybrid.training.display import preparation_progress

@@ -1,1 +1,0 @@
-"""The jobs of the package: train, retrain, sweep, predict, load; and the pages of a run."""

@@ -1,0 +1,1 @@
+"""From one run to the next: retraining, sweeps."""

@@ -1,0 +1,1 @@
+"""One run: its folder, from building to its report."""
