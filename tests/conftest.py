@@ -1,5 +1,6 @@
 """Shared by all tests: one torch thread, and folders of their own."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from dphybrid.parallel import DataParallel
 
 REPOSITORY = Path(__file__).parent.parent
 SHARED = REPOSITORY.parent / "shared"
+LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
+"""Whether the nightly forms of tests are wanted, too."""
 
 torch.set_num_threads(1)
 DataParallel.check_synchrony = True

@@ -319,18 +319,19 @@ def hand_on(command: str, argv: Sequence[str]) -> int:
 
 
 def selftest(args: argparse.Namespace) -> int:
-    """Break small runs on the user's own disk; 1 when a promise was not kept."""
-    minutes = args.minutes if args.minutes is not None else 60.0 if args.full else 1.0
-    if not 0 < minutes < 10_000:
-        raise UserError(f"--minutes {minutes}: give how many minutes it may take, such as 5")
+    """Break small runs on the user's own disk; 1 when a trial failed."""
+    if not 0 <= args.minutes < 10_000:
+        raise UserError(f"--minutes {args.minutes}: give how many minutes it may take, such as 5")
+    if args.trials < 1:
+        raise UserError(f"--trials {args.trials}: give at least 1")
     from dphybrid.embedding.machine_code import compiled_folder, keep_compiled_in
-    from dphybrid.selftest import promises
+    from dphybrid.selftest import trials
 
     settings = load_settings()
     keep_compiled_in(compiled_folder(settings.data_dir))
-    kept = promises.run(settings, minutes, args.full, args.seed, lambda line: print(line, flush=True))
-    print(f"\n{promises.table(kept)}")
-    return 1 if any(promise.broken for promise in kept) else 0
+    kinds = trials.run(settings, args.trials, args.minutes, args.seed, lambda line: print(line, flush=True))
+    print(f"\n{trials.table(kinds)}")
+    return 1 if any(kind.broken for kind in kinds) else 0
 
 
 def verify(args: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""What `dphybrid selftest` breaks on the user's own disk; tests use it, too."""
+"""`dphybrid selftest`: small runs, killed and cut off from their disk, on the user's own data folder."""

@@ -1,10 +1,8 @@
-"""Faults at file operations: what a run writes, syncs, renames and removes below a folder is counted, and one
-of these operations is hit.
+"""A layer of faults under a process: counts what it writes, syncs, renames and removes below a folder, and
+breaks one of these operations.
 
-Works on what goes through Python, in any thread: `open` for writing, and os.fsync, rename, replace, unlink,
-rmdir, mkdir, link.
-What compiled libraries write (a Parquet file of the preparation, SQLite) is seen when it is synced or
-renamed.
+It sees what goes through Python, in any thread: `open` for writing, and os.fsync, rename, replace, unlink,
+rmdir, mkdir, link. What compiled libraries write (Parquet, SQLite) it sees when that is synced or renamed.
 """
 
 import builtins
@@ -40,8 +38,9 @@ class Faults:
         self._counting = threading.Lock()
         self._random = random.Random(seed)
         self._unsynced: set[int] = set()
-        # each with the inode of the folder that was not synced since
-        self._undo: list[tuple[int, Callable[[], None]]] = []
+        # name, the inode of its folder, which was not synced since, and what takes the name back
+        self._undo: list[tuple[str, int, Callable[[], None]]] = []
+        self._early: list[str] = []
         self._kept = root.parent / f"{root.name}-kept"  # what a removal that is undone brings back
 
     def install(self) -> None:
@@ -97,10 +96,20 @@ class Faults:
     def written(self, inode: int) -> None:
         self._unsynced.add(inode)
 
+    def unsafe(self) -> list[str]:
+        """Return what a power loss would have emptied or undone: names that files or folders got before their
+        bytes were synced, and names in folders that are not synced yet."""
+        late = [name for name, _, _ in self._undo if os.path.lexists(name)]
+        return sorted({os.path.relpath(name, self.root) for name in [*self._early, *late]})
+
+    def _is_unsynced(self, path: Path) -> bool:
+        files = path.rglob("*") if path.is_dir() else [path]
+        return any(file.is_file() and file.stat().st_ino in self._unsynced for file in files)
+
     def _lose(self) -> None:
         root = Path(self.root)
         self.root = "/no such folder/"  # what follows is no operation of the run
-        for _, step in reversed(self._undo if self.mode == "lost" else []):
+        for _, _, step in reversed(self._undo if self.mode == "lost" else []):
             with suppress(OSError):
                 step()
         for path in root.rglob("*"):
@@ -119,7 +128,7 @@ class Faults:
         if (name + os.sep).startswith(self.root):
             self.hit(f"fsync {name}")
             self._unsynced.discard(stat.st_ino)
-            self._undo = [(inode, step) for inode, step in self._undo if inode != stat.st_ino]
+            self._undo = [name for name in self._undo if name[1] != stat.st_ino]
             time.sleep(self.slow_s)
         self._real["fsync"](handle)
 
@@ -128,6 +137,8 @@ class Faults:
             return self._real["rename"](source, target, **kwargs)
         self.hit(f"rename {target}")
         source, target = self._full(source), self._full(target)
+        if self._is_unsynced(Path(source)):
+            self._early.append(target)
         before = self._keep(target) if os.path.isfile(target) else None
         self._real["rename"](source, target)
 
@@ -179,7 +190,7 @@ class Faults:
         return kept
 
     def _undone_with(self, path: str, undo: Callable[[], None]) -> None:
-        self._undo.append((os.stat(os.path.dirname(path)).st_ino, undo))
+        self._undo.append((path, os.stat(os.path.dirname(path)).st_ino, undo))
 
 
 class _Raw(io.FileIO):

@@ -1,41 +1,30 @@
 """A run is hit at its file operations, one after the other, and started again: it must come to the same bits,
 metrics and checkpoints.
 
-A seeded few of all operations and modes by default, of two runs and of one more, which every change to the
-project chooses anew among those of all recipes (DPHYBRID_FAULTS_SEED=N: as a run said that failed).
-DPHYBRID_FAULTS=N takes N of all recipes' runs, DPHYBRID_FAULTS=all every one (hours).
+A seeded few of all operations and modes by default, of two runs. With DPHYBRID_LONG_TESTS=1 the runs of all
+recipes are hit, at random: DPHYBRID_FAULTS_SEED=N repeats what a failure names. DPHYBRID_FAULTS=N tries N
+operations of each run, DPHYBRID_FAULTS=all every one (hours).
 """
 
 import os
 import random
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
 
-import dphybrid
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.pages import RunPage
-from dphybrid.selftest.faults import KILLED, MODES
-from dphybrid.selftest.scenarios import SCENARIOS, options_of, write_files
-from dphybrid.selftest.trial import came_to, run_trial
+from dphybrid.selftest.faults import ERRORS, KILLED, MODES
+from dphybrid.selftest.runs import came_to, run_trial
 from dphybrid.tracking.opening import embedded_uri, make_database
+from tests.conftest import LONG
+from tests.reliability.scenarios import SCENARIOS, options_of, write_files
 
 TRIALS = os.environ.get("DPHYBRID_FAULTS", "4")
-
-
-def of_the_source() -> int:
-    """Return a number that is another one when the project's code is."""
-    found = 0
-    for file in sorted(Path(dphybrid.__file__).parent.rglob("*.py")):
-        found = zlib.crc32(file.read_bytes(), found)
-    return found
-
-
-SEED = int(os.environ.get("DPHYBRID_FAULTS_SEED", of_the_source()))
+SEED = int(os.environ.get("DPHYBRID_FAULTS_SEED") or (random.randrange(2**32) if LONG else 0))
 CLICKS = Path(__file__).parent.parent / "fixtures" / "run_without_version" / "clicks.csv"
 OPTIONS = [
     "recipe=ctr",
@@ -64,8 +53,7 @@ CHANGED_ROWS = [
 """Of seven checkpoints, five hold changed rows alone."""
 
 RUNS = {"a table on two devices": OPTIONS, "changed rows alone": CHANGED_ROWS}
-OTHERS = [name for name in SCENARIOS if not name.startswith("ctr, cpu*2")]
-ROTATED = OTHERS if "DPHYBRID_FAULTS" in os.environ else [OTHERS[SEED % len(OTHERS)]]
+OTHERS = [name for name in SCENARIOS if name != "ctr, cpu*2"] if LONG else []
 
 
 def test_every_recipe_of_the_project_has_a_run_to_be_hit() -> None:
@@ -73,7 +61,7 @@ def test_every_recipe_of_the_project_has_a_run_to_be_hit() -> None:
     assert set(BUILT_IN) <= there
 
 
-@pytest.fixture(scope="module", params=[*RUNS, *ROTATED])
+@pytest.fixture(scope="module", params=[*RUNS, *OTHERS])
 def undisturbed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], int, list[str]]:
@@ -81,19 +69,18 @@ def undisturbed(
     folder = tmp_path_factory.mktemp("undisturbed")
     write_files(folder)
     options = RUNS.get(request.param) or options_of(request.param, folder)
-    code, count, output = run_trial(folder / "data", options)
-    assert code == 0, output
-    return came_to(folder / "data"), count, options
+    ended = run_trial(folder / "data", options)
+    assert ended.code == 0, ended.output
+    assert ended.unsafe == []
+    return came_to(folder / "data"), ended.operations, options
 
 
 def check(data_dir: Path, options: list[str], undisturbed: dict[str, Any], target: int, mode: str) -> None:
-    code, _, output = run_trial(data_dir, options, target, mode)
-    assert code in ((KILLED,) if mode in ("kill", "torn", "unsynced", "lost") else (0, 2)), (
-        f"{target} {mode}: {code}\n{output}"
-    )
-    code, _, output = run_trial(data_dir, options)
-    assert code == 0, f"after {target} {mode}\n{output}"
-    assert came_to(data_dir) == undisturbed, f"after {target} {mode}\n{output}"
+    hit = run_trial(data_dir, options, target, mode)
+    assert hit.code in ((0, 2) if mode in ERRORS else (KILLED,)), f"{target} {mode}: {hit.code}\n{hit.output}"
+    resumed = run_trial(data_dir, options)
+    assert resumed.code == 0, f"after {target} {mode}\n{resumed.output}"
+    assert came_to(data_dir) == undisturbed, f"after {target} {mode}\n{resumed.output}"
 
 
 @pytest.mark.slow
@@ -124,10 +111,10 @@ def test_a_run_that_is_hit_again_and_again_comes_to_the_same(
     expected, count, options = undisturbed
     chosen = random.Random(1)
     for _ in range(3):
-        code, _, output = run_trial(tmp_path / "data", options, chosen.randint(40, count // 2), "unsynced")
-        assert code in (0, KILLED), output
-    code, _, output = run_trial(tmp_path / "data", options)
-    assert code == 0, output
+        hit = run_trial(tmp_path / "data", options, chosen.randint(40, count // 2), "unsynced")
+        assert hit.code in (0, KILLED), hit.output
+    resumed = run_trial(tmp_path / "data", options)
+    assert resumed.code == 0, resumed.output
     assert came_to(tmp_path / "data") == expected
 
 
@@ -167,18 +154,22 @@ def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path)
     def begun(number: int) -> Path:  # each at a place of its own: clients keep a database open
         return Path(shutil.copytree(new, tmp_path / f"data-{number}"))
 
-    code, count, output = run_trial(begun(0), CHANGED_ROWS, recorded=True, slow_s=0.01)
-    assert code == 0, output
+    whole = run_trial(begun(0), CHANGED_ROWS, recorded=True, slow_s=0.01)
+    assert whole.code == 0, whole.output
     expected = came_to(tmp_path / "data-0"), recorded_of(tmp_path / "data-0")
     assert expected[1]["models"]
     assert not expected[1]["told"]
     chosen = random.Random(2)
     for number in range(1, 201 if TRIALS == "all" else 2 + int(TRIALS) // 4):
-        target, mode = chosen.randint(30, count), chosen.choice(["kill", "torn", "unsynced", "lost"])
+        target, mode = (
+            chosen.randint(30, whole.operations),
+            chosen.choice(MODES[:4]),
+        )
         data_dir = begun(number)
-        code, _, output = run_trial(data_dir, CHANGED_ROWS, target, mode, recorded=True, slow_s=0.01)
-        assert code in (0, KILLED), output
-        code, _, output = run_trial(data_dir, CHANGED_ROWS, recorded=True)
-        assert code == 0, f"after {target} {mode}\n{output}"
-        assert (came_to(data_dir), recorded_of(data_dir)) == expected, f"after {target} {mode}\n{output}"
+        hit = run_trial(data_dir, CHANGED_ROWS, target, mode, recorded=True, slow_s=0.01)
+        assert hit.code in (0, KILLED), hit.output
+        resumed = run_trial(data_dir, CHANGED_ROWS, recorded=True)
+        assert resumed.code == 0, f"after {target} {mode}\n{resumed.output}"
+        found = came_to(data_dir), recorded_of(data_dir)
+        assert found == expected, f"after {target} {mode}\n{resumed.output}"
         shutil.rmtree(data_dir)

@@ -27,8 +27,6 @@ from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
 from dphybrid.run.train import prepare_data
-from dphybrid.selftest.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, SCHEMA, edited
-from dphybrid.selftest.scenarios import write_files
 from dphybrid.tracking.delivery import deliver
 from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.sender import Sender
@@ -37,6 +35,8 @@ from dphybrid.util.device_spec import MAX_DEVICES, parse_device_spec
 from dphybrid.util.digests import value_digest
 from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
+from tests.reliability.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, SCHEMA, edited
+from tests.reliability.scenarios import write_files
 
 COUNT = int(os.environ.get("DPHYBRID_FUZZ", "0"))
 
@@ -173,6 +173,18 @@ def test_triples_pairs_and_texts(folder: Path, recipe: str, data: st.DataObject)
     good = (folder / files[recipe]).read_bytes()
     (folder / "broken.txt").write_bytes(data.draw(broken(good)))
     prepared(folder, None, f"recipe={recipe}", f"data.path={folder}/broken.txt")
+
+
+NESTED = [b"a = " + b"[" * depth + b"]" * depth for depth in (50, 5_000)]
+
+
+@pytest.mark.parametrize("content", NESTED)
+@pytest.mark.parametrize("name", ["deep.toml", "deep.json"])
+def test_deeply_nested_files(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content.removeprefix(b"a = ") if name.endswith("json") else content)
+    prepared(folder, folder / name, "recipe=ctr", f"data.path={folder}/clicks.csv", "data.label=clicked")
+    clicks = ["recipe=ctr", f"data.path={folder}/clicks.csv", f"data.schema_file={folder / name}"]
+    prepared(folder, None, *clicks)
 
 
 @pytest.mark.slow

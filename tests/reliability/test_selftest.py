@@ -1,55 +1,58 @@
-"""The command that breaks small runs on the user's own disk."""
+"""The command that breaks small runs on the user's own disk, and its layer of faults."""
 
 import os
+import random
 import re
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dphybrid.cli.main import main
-from dphybrid.selftest import promises
-from dphybrid.selftest.promises import Promise, table
-from tests.reliability.test_damage import DAMAGES
+from dphybrid.selftest import trials
+from dphybrid.selftest.trials import Kind, table
+from tests.conftest import LONG
+from tests.reliability.damages import DAMAGES
 
 
 @pytest.mark.slow
-def test_selftest_tries_every_promise_and_leaves_the_data_folder_as_it_was(
+def test_selftest_tries_every_kind_of_fault_and_leaves_the_data_folder_as_it_was(
     data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir.mkdir()
     (data_dir / "mine.txt").write_text("mine")
     (data_dir / f".selftest-{2**22 + 1}-killed").mkdir()  # no process has such a number
     (data_dir / f".selftest-{os.getpid()}-other").mkdir()
-    assert main(["selftest", "--minutes", "0.1"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(rows) > 10
-    tried = sum(int(number) for number in re.findall(r"\| (\d+) +\| kept", "\n".join(rows)))
-    assert tried >= 1, rows
+    assert main(["selftest", "--trials", "5" if LONG else "1"]) == 0
+    shown = capsys.readouterr().out
+    assert re.match(r"--seed \d+ repeats these trials", shown)
+    rows = [line for line in shown.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 4
+    assert all(re.search(r"\| \d+ +\| fails in at most (46|95) % of cases", row) for row in rows), rows
     assert {path.name for path in data_dir.iterdir()} == {"mine.txt", f".selftest-{os.getpid()}-other"}
     assert (data_dir / "mine.txt").read_text() == "mine"
 
 
-def promise(name: str, *complaints: str) -> Promise:
-    trials: list[Callable[[], str]] = [lambda text=text: text for text in complaints]
-    return Promise(name, "somehow", "nothing", iter(trials))
+def kind(name: str, *complaints: str) -> Kind:
+    given = iter(complaints)
+    return Kind(name, "somehow", lambda _: next(given))
 
 
-def test_a_broken_promise_is_told_and_ends_with_1(
+def test_a_failed_trial_is_shown_and_ends_with_1(
     data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [promise("fire", "", "", ""), promise("flood", "", "the cellar is full"), promise("frogs")]
-    monkeypatch.setattr(promises, "promises_of", lambda *_: given)
-    monkeypatch.setattr(promises, "QUIET_S", -1.0)
-    assert main(["selftest"]) == 1
+    given = [kind("fire", "", "", ""), kind("flood", "", "the cellar is full", "")]
+    monkeypatch.setattr(trials, "kinds_of", lambda *_: given)
+    monkeypatch.setattr(trials, "QUIET_S", -1.0)
+    assert main(["selftest", "--trials", "3"]) == 1
     out = capsys.readouterr().out
     assert "BROKEN flood: the cellar is full" in out
-    assert "5 tried, 1 broken; up to 1 min more" in out
+    assert "5 trials, 1 failed" in out
     cells = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if line.startswith("|")]
-    assert [(row[1], row[4], row[5]) for row in cells[2:]] == [
-        ("fire", "3", "kept"),
-        ("flood", "2", "BROKEN 1 times"),
-        ("frogs", "0", "not tried"),
+    assert [(row[1], row[3], row[4]) for row in cells[2:]] == [
+        ("fire", "3", "fails in at most 64 % of cases"),  # 0.37 ** 3 = 0.05
+        ("flood", "3", "BROKEN 1 times"),
     ]
     assert list(data_dir.iterdir()) == []
 
@@ -57,15 +60,49 @@ def test_a_broken_promise_is_told_and_ends_with_1(
 def test_a_wrong_time_and_a_folder_that_cannot_be_written_are_told(
     data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["selftest", "--minutes", "0"]) == 2
-    assert "--minutes 0.0: give how many minutes" in capsys.readouterr().err
+    assert main(["selftest", "--minutes", "-1"]) == 2
+    assert "--minutes -1.0: give how many minutes" in capsys.readouterr().err
+    assert main(["selftest", "--trials", "0"]) == 2
     monkeypatch.setenv("DPHYBRID_DATA_DIR", "/proc/nothing")
     assert main(["selftest"]) == 2
     assert "/proc/nothing: cannot be written" in capsys.readouterr().err
 
 
+WRITING = """
+import os, sys
+from pathlib import Path
+from dphybrid.selftest.faults import Faults
+from dphybrid.util import files
+
+root, dropped = Path(sys.argv[1]), sys.argv[2]
+faults = Faults(root)
+faults.install()
+real = os.fsync
+
+def fsync(handle):
+    kind = "folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file"
+    return None if kind == dropped else real(handle)
+
+os.fsync = fsync
+files.write_text(root / "page.txt", "words")
+print(faults.unsafe())
+"""
+
+
+@pytest.mark.parametrize(
+    ("dropped", "unsafe"), [("", "[]"), ("file", "['page.txt']"), ("folder", "['page.txt']")]
+)
+def test_a_dropped_fsync_is_noticed(tmp_path: Path, dropped: str, unsafe: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", WRITING, str(root), dropped], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == unsafe
+
+
 def test_damages_damage() -> None:
-    content = bytes(range(200))
+    content = random.Random(0).randbytes(200)
     for damage in DAMAGES.values():
         assert damage(content, 0.4) != content
     assert table([]).count("\n") == 1

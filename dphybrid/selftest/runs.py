@@ -1,10 +1,12 @@
-"""One run in a process of its own, under a layer of faults; forked from a process that has imported
+"""The small runs that a selftest breaks: each in a process of its own, forked from one that has imported
 everything."""
 
 import os
+import random
 import re
 import sys
 import traceback
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import torch._dynamo
 
 from dphybrid.config.settings import load_settings
-from dphybrid.data.table import source as _source  # imported here, not in each trial
+from dphybrid.data.table import source as _source
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import all_runs
 from dphybrid.run.pages import Report, ResultPage, SplitsPage
@@ -28,8 +30,43 @@ from dphybrid.util.files import read_json
 
 torch.set_num_threads(1)
 IMPORTED = (_predict, _source, sklearn.metrics, torch._dynamo)
-"""What a run imports on its way: here, before the trials are forked."""
+"""What a run imports on its way: imported here, once for all trials."""
 NAME = "run"
+
+SMALL = ["train.epochs=2", "train.log_every=2", "train.patience=0"]
+SMALL += ["checkpoint.keep_last=1", "checkpoint.every_steps=2"]
+TABLE = ["recipe=ctr", "data.label=clicked", "data.buckets=4", "model.dim=2", "model.hidden=4"]
+TABLE += ["model.layers=1", "train.batch_size=16"]
+RUNS = {
+    "ctr, cpu*2": [*TABLE, *SMALL, "data.path={folder}/clicks.csv", "devices=cpu*2"],
+    "hybrid, cpu*8": ["recipe=hybrid", "train.batch_size=3000", "devices=cpu*8", *SMALL],
+}
+"""Name -> overrides of a run of about a second: a table with its columns, and whole GPU blocks beside one."""
+
+
+def write_clicks(folder: Path) -> None:
+    """Write the table that `RUNS` train on: the same bytes each time."""
+    chosen = random.Random(0)
+    clicks = ["age,city,clicked"]
+    for _ in range(60):
+        age, city = chosen.randint(18, 80), chosen.choice("abcd")
+        clicks.append(f"{age},{city},{'yes' if age > 45 or city == 'a' else 'no'}")
+    (folder / "clicks.csv").write_text("\n".join(clicks) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    code: 0 done, 1 an unexpected exception, 2 a UserError, 137 killed by the layer of faults, -9 from
+    outside. operations: on files below its data folder. unsafe: names that a power loss would have emptied
+    or undone.
+    """
+
+    code: int
+    operations: int
+    unsafe: list[str]
+    output: str
 
 
 def run_trial(
@@ -40,13 +77,11 @@ def run_trial(
     kill_after_s: float | None = None,
     recorded: bool = False,
     slow_s: float = 0.0,
-) -> tuple[int, int, str]:
-    """Train, or go on with what there is, and hit operation `target`; return exit code, number of operations,
-    and output. kill_after_s: SIGKILL from outside then. recorded: in the embedded MLflow store. slow_s: how
-    much longer each fsync takes.
+) -> Ended:
+    """Start a run in `data_dir`, or resume the one there, and break file operation `target` (0: none).
 
-    Exit codes: 0 done, 2 told as UserError, 1 an error that is foreign to the user, 137 killed by itself, -9
-    from outside.
+    mode: one of `faults.MODES`. kill_after_s: send SIGKILL after so many seconds. recorded: track in the
+    embedded MLflow store. slow_s: delay of each fsync.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -62,20 +97,20 @@ def run_trial(
         child.kill()
         raise TimeoutError(log.read_text(encoding="utf-8"))
     text = log.read_text(encoding="utf-8") if log.is_file() else ""
-    found = re.search(r"^operations (\d+)$", text, re.MULTILINE)
-    return child.exitcode or 0, int(found[1]) if found else 0, text
+    counted = re.search(r"^operations (\d+)$", text, re.MULTILINE)
+    unsafe = re.findall(r"^unsafe (.*)$", text, re.MULTILINE)
+    return Ended(child.exitcode or 0, int(counted[1]) if counted else 0, unsafe, text)
 
 
 def _work(
     data_dir: Path, overrides: list[str], target: int, mode: str, log: Path, recorded: bool, slow_s: float
 ) -> None:
-    stream = log.open("w", buffering=1, encoding="utf-8")
-    sys.stdout = sys.stderr = stream
-    os.environ.update(DPHYBRID_DATA_DIR=str(data_dir), DPHYBRID_TRACKING_URI="none", DPHYBRID_THREADS="1")
-    if recorded:
-        del os.environ["DPHYBRID_TRACKING_URI"]
-    for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_DEVICES", "DPHYBRID_EXPERIMENT"):
-        os.environ.pop(name, None)
+    sys.stdout = sys.stderr = log.open("w", buffering=1, encoding="utf-8")
+    for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_"))]:
+        del os.environ[name]
+    os.environ.update(DPHYBRID_DATA_DIR=str(data_dir), DPHYBRID_THREADS="1")
+    if not recorded:
+        os.environ["DPHYBRID_TRACKING_URI"] = "none"
     os.chdir(data_dir.parent)
     for name in ("rows_per_replica_figure", "stage_figure", "curves_figure"):
         setattr(figures, name, lambda *_: b"")  # pictures take a second, and nothing is recorded here
@@ -89,15 +124,15 @@ def _work(
     except UserError as error:
         print(f"error: {error}")
         code = 2
-    except BaseException:  # noqa: BLE001 - told to whoever tries
+    except BaseException:  # noqa: BLE001 - the log is all that is left of it
         traceback.print_exc()
         code = 1
-    print(f"operations {faults.count}")
+    print("\n".join([f"operations {faults.count}", *(f"unsafe {name}" for name in faults.unsafe())]))
     os._exit(code)
 
 
 def came_to(data_dir: Path) -> dict[str, Any]:
-    """Return what a finished run holds that must not depend on what happened on the way."""
+    """Return what a finished run holds that must not depend on interruptions."""
     (folder,) = (path.parent for path in data_dir.glob("runs/*/report.json"))
     report, result = Report.read(folder / "report.json"), ResultPage.read(folder / "result.json")
     splits = SplitsPage.read(folder / "splits.json")
