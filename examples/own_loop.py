@@ -25,10 +25,12 @@ class Clicks(nn.Module):
     def __init__(self, devices: str) -> None:
         super().__init__()
         self.table = HostEmbedding(NUM_ROWS, 16)  # stays in host memory, whatever .to() does
-        self.net = DataParallel(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)), devices)
+        layers = nn.Flatten(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)
+        self.net = DataParallel(nn.Sequential(*layers), devices)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        logits_B: Tensor = self.net(self.table(batch["ids_BF"]).flatten(1)).squeeze(1)
+        rows_BFD = self.net.rows(self.table, batch["ids_BF"])  # each share straight to its device
+        logits_B: Tensor = self.net(rows_BFD).squeeze(1)
         return logits_B
 
 
@@ -50,7 +52,7 @@ def main(devices: str = "cpu*4") -> dict[str, float]:
     dense = torch.optim.Adam(model.parameters(), lr=0.01)  # the table is no parameter:
     rows = make_row_optimizer("adagrad", tables, lr=0.1)  # its rows have an optimizer of their own
     losses = []
-    with RowPipeline(tables) as pipeline:
+    with RowPipeline(model) as pipeline:
         for batch in pipeline.prefetch(batches(seed=1), lambda batch: {"table": batch["ids_BF"]}):
             dense.zero_grad()
             rows.zero_grad()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dphybrid.config import ModelConfig
-from dphybrid.parallel import DataParallel, parts
+from dphybrid.parallel import DataParallel
 from dphybrid.recipes import ModelContext
 
 
@@ -39,8 +39,6 @@ class Factors(nn.Module):
         # as --table.* and the settings want it
         self.table = context.table(int(sizes.sum()), dim, name="table")
         self.region = DataParallel(Head(context.info["num_dense"], dim), context.devices)
-        # each replica's rows go straight to it
-        self.table.place_on(self.region.devices.replicas, self.region.sizes)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Say which rows `forward` will look up, so that they can be fetched while the step before
@@ -48,7 +46,8 @@ class Factors(nn.Module):
         return {"table": batch["ids_BF"] + self.offsets_F}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        rows_BFD = parts(self.table.replica_rows(self.table_ids(batch)["table"]))
+        # each replica's rows go straight to it
+        rows_BFD = self.region.rows(self.table, self.table_ids(batch)["table"])
         dense_BN = (
             batch["dense_BN"]
             if batch["dense_BN"].shape[1]

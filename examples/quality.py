@@ -217,7 +217,7 @@ def text(turns: int, keep: Keep) -> None:
     adam = torch.optim.Adam(plain.parameters(), lr=config.train.lr)
 
     def hybrid_steps(drawn: list[dict[str, Tensor]]) -> None:
-        with RowPipeline(tables) as pipeline:
+        with RowPipeline(model) as pipeline:
             for batch in pipeline.prefetch(drawn, model.table_ids):
                 dense.zero_grad()
                 rows.zero_grad()

@@ -62,7 +62,7 @@ def test_the_loop_in_the_readme_learns_and_splits_as_it_says(capsys: pytest.Capt
     exec(compile(code, "README.md", "exec"), names)
     told = capsys.readouterr().out
     assert float(re.findall(r"loss ([\d.]+)", told)[0]) < 0.3
-    assert re.findall(r"In Model: input size torch.Size\(\[(\d+), 32\]\)", told) == ["8", "8", "8", "6"]
+    assert re.findall(r"In Model: input size torch.Size\(\[(\d+), 2, 16\]\)", told) == ["8", "8", "8", "6"]
 
 
 def test_the_model_on_its_page_trains(

@@ -34,7 +34,7 @@ def test_the_own_loop_learns_by_changing_its_rows(capsys: pytest.CaptureFixture[
     told = own_loop.main()
     assert told["last"] < 0.1 * told["first"]
     assert 50 <= told["changed"] <= 100  # ids lie below 50, of 100,000 rows
-    assert capsys.readouterr().out.count("In Model: input size torch.Size([16, 32])") == 3  # and one of 14
+    assert capsys.readouterr().out.count("In Model: input size torch.Size([16, 2, 16])") == 3  # and one of 14
 
 
 def test_the_own_loop_comes_to_the_same_on_one_device() -> None:

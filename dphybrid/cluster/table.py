@@ -81,6 +81,10 @@ class SpreadTable(HostEmbedding):
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Rows come to the rank's one device in any case."""
 
+    @property
+    def is_placed(self) -> bool:
+        return True
+
     def forward(self, ids: Tensor, *, by_replica: bool = False) -> Any:
         """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the rank's device.
 

@@ -2,9 +2,9 @@
 
 How a training loop uses it (the loop is the same with mode "off"):
 
-    with RowPipeline(find_tables(model), mode="exact", lookahead=1) as pipeline:
+    with RowPipeline(model, mode="exact", lookahead=1) as pipeline:
         for batch in pipeline.prefetch(batches, model.table_ids):   # table_ids(batch) -> {table name: ids}
-            loss = model(batch)                                      # looks up in `forward` as ever
+            loss = model(batch)                                      # region.rows(table, ids) in `forward`
             ...                                                      # backward, clip, optimizer.step()
             metrics |= pipeline.counters()
 
@@ -26,19 +26,22 @@ The worker draws batches ahead of their use: their source must not depend on tor
 what the step does.
 """
 
+import itertools
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dphybrid.embedding.ahead import Lookup
+from dphybrid.embedding.collection import find_tables
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.embedding.plans import UpdatePlan
 from dphybrid.embedding.replicas import pinned
@@ -48,8 +51,9 @@ from dphybrid.util.labels import labelled
 from dphybrid.util.out_of_memory import is_out_of_memory
 
 Batch = TypeVar("Batch")
-IdsOf = Callable[[Batch], Mapping[str, Tensor | Sequence[Tensor]]]
-"""From a batch to the ids that will be looked up, by table: one tensor, or one for each lookup."""
+Ids = Mapping[str, Tensor | Sequence[Tensor]]
+"""The ids that will be looked up, by table: one tensor, or one for each lookup."""
+IdsOf = Callable[[Batch], Ids]
 
 _JOIN_S = 5.0
 """How long closing waits for a worker that is inside the batch source."""
@@ -68,14 +72,15 @@ class DeclaresIds(Protocol):
 class RowPipeline:
     """Hands out batches and has their lookups prepared ahead; see the module's description.
 
-    tables: as `find_tables` gives them. mode: "exact", or "off" for handing out batches as they come.
-    lookahead: batches prepared ahead at most (>= 1). on_cpu: have a worker although no GPU is used, which
-    costs time and shows that the bits stay the same. Raises UserError for other values.
+    model: whose tables are looked up ahead; or tables, as `find_tables` gives them. mode: "exact", or "off"
+    for handing out batches as they come. lookahead: batches prepared ahead at most (>= 1). on_cpu: have a
+    worker although no GPU is used, which costs time and shows that the bits stay the same. Raises UserError
+    for other values.
     """
 
     def __init__(
         self,
-        tables: Mapping[str, HostEmbedding],
+        model: nn.Module | Mapping[str, HostEmbedding],
         *,
         mode: str = "exact",
         lookahead: int = 1,
@@ -85,7 +90,12 @@ class RowPipeline:
             raise UserError(f"pipeline={mode!r}: use off or exact")
         if lookahead < 1:
             raise UserError(f"lookahead={lookahead}: must be at least 1")
-        self.tables, self.mode, self.lookahead, self.on_cpu = dict(tables), mode, lookahead, on_cpu
+        self.tables = find_tables(model) if isinstance(model, nn.Module) else dict(model)
+        self.mode, self.lookahead, self.on_cpu = mode, lookahead, on_cpu
+        self._table_ids: Callable[[Any], Ids] | None = None
+        if isinstance(model, DeclaresIds):
+            self._table_ids = model.table_ids
+        self._told: set[str] = set()
         self._runs: list[_Run] = []
         self._ended_s = [0.0, 0.0]
         self._seen = self._totals()
@@ -105,18 +115,62 @@ class RowPipeline:
             run.stop()
 
     def prefetch(self, batches: Iterable[Batch], ids_of: IdsOf[Batch] | None = None) -> Iterator[Batch]:
-        """Yield the batches in order. ids_of: says which ids of which table the model will look up for a
-        batch (one tensor, or a list of one tensor a lookup); None: it does not say.
+        """Yield the batches in order. ids_of: returns the ids that the model will look up for a batch, by
+        table (one tensor, or a list of one tensor a lookup); None: the model's own `table_ids`.
 
-        An exception of the batch source or of `ids_of`, and an id out of range, end the loop where its batch
-        would have come, with the worker's own traceback. Leaving the loop early, by `break` or an exception,
-        stops the worker.
+        The first forward places the tables (see `DataParallel.rows`), so its rows are looked up on the spot;
+        those of all later batches come prepared. Warns once, with the reason, when rows cannot be fetched
+        ahead. An exception of the batch source or of `ids_of`, and an id out of range, end the loop where its
+        batch would have come, with the worker's own traceback. Leaving the loop early, by `break` or an
+        exception, stops the worker.
         """
-        has_worker = self.mode == "exact" and (self.on_cpu or torch.cuda.is_initialized())
-        if not has_worker or ids_of is None or not self.tables:
+        ids_of = ids_of or self._table_ids
+        if self.mode == "off" or not self.tables or not (self.on_cpu or torch.cuda.is_initialized()):
+            yield from batches
+        elif ids_of is None:
+            self._tell(
+                "the ids are not known ahead; give prefetch a function from a batch to {table: ids}, or the "
+                "model a method table_ids(batch)"
+            )
+            yield from batches
+        else:
+            source = iter(batches)
+            if any(not table.is_placed for table in self.tables.values()):
+                for batch in itertools.islice(source, 1):
+                    names = list(self._known(ids_of(batch)))
+                    yield batch
+                    self._tell_unplaced(names)
+            yield from self._ahead(source, ids_of)
+
+    def _known(self, ids: Ids) -> Ids:
+        if unknown := ids.keys() - self.tables.keys():
+            raise UserError(
+                f"ids for the tables {sorted(unknown)}, which the model lacks; it has "
+                f"{', '.join(self.tables)}"
+            )
+        return ids
+
+    def _tell(self, why: str) -> None:
+        """Warn about each reason once."""
+        if why not in self._told:
+            self._told.add(why)
+            warnings.warn(f"RowPipeline: rows are not fetched ahead: {why}", RuntimeWarning, stacklevel=3)
+
+    def _tell_unplaced(self, names: list[str]) -> None:
+        if missing := [name for name in names if not self.tables[name].is_placed]:
+            self._tell(
+                f"no region takes the rows of {', '.join(missing)}; look them up in forward with "
+                "region.rows(table, ids)"
+            )
+
+    def _ahead(self, batches: Iterator[Batch], ids_of: IdsOf[Batch]) -> Iterator[Batch]:
+        if not any(table.ahead.is_placed for table in self.tables.values()):  # all rows are where they belong
             yield from batches
             return
-        run: _Run[Batch] = _Run(batches, ids_of, self.tables, self.lookahead)
+        handed, before = 0, self._num_prepared()
+        run: _Run[Batch] = _Run(
+            batches, lambda batch: self._known(ids_of(batch)), self.tables, self.lookahead
+        )
         self._runs.append(run)
         # Updates between a lookup's gathering and its use: one a batch ahead, and one that was running.
         for table in self.tables.values():
@@ -127,9 +181,14 @@ class RowPipeline:
                 for name, table in self.tables.items():
                     table.ahead.expect(item.lookups.get(name, []))
                     table.gradients.plan = item.plans.get(name)
-                batch = item.batch
+                batch, handed = item.batch, handed + any(item.lookups.values())
                 del item  # the loop's body must be free to drop the batch
                 yield batch
+                if handed == 2 and self._num_prepared() == before:
+                    self._tell(
+                        "forward looks up other ids than those announced; have prefetch's function return "
+                        "the very ids that forward gives to region.rows"
+                    )
         finally:
             for table in self.tables.values():
                 table.ahead.later = table.gradients.plan = None
@@ -156,6 +215,9 @@ class RowPipeline:
             "prepared_ratio": now["prepared"] / max(1.0, now["unique"]),
             "conflict_ratio": now["repaired"] / max(1.0, now["prepared"]),
         }
+
+    def _num_prepared(self) -> float:
+        return sum(table.counters.prepared for table in self.tables.values())
 
     def _totals(self) -> dict[str, float]:
         totals: dict[str, float] = {
@@ -264,11 +326,6 @@ class _Run(Generic[Batch]):
                     return
                 start = time.perf_counter()
                 ids = self._ids_of(batch)
-                if unknown := ids.keys() - self._tables.keys():
-                    raise UserError(
-                        f"ids for the tables {sorted(unknown)}, which the model lacks; it has "
-                        f"{', '.join(self._tables)}"
-                    )
                 with labelled("prepare rows"):
                     lookups = self._lookups(ids)
                 with labelled("plan update"):

@@ -333,6 +333,11 @@ class HostEmbedding(nn.Module):
         self.ahead.place_on(devices, sizes_of)
         self._placed = (list(devices), sizes_of)
 
+    @property
+    def is_placed(self) -> bool:
+        """Has `place_on` said where rows go?"""
+        return self._placed is not None
+
     def replica_rows(self, ids: Tensor) -> list[Tensor]:
         """Return for each used replica the rows of its share of `ids` (B, ...) on its device, as (b, ...,
         dim).

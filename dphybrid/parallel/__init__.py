@@ -6,6 +6,7 @@ from dphybrid.parallel.data_parallel import DataParallel, data_parallel
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Parts, Whole, parts
+from dphybrid.parallel.placing import RowSource
 from dphybrid.parallel.regions import LossInside, compile_regions, find_data_parallel
 from dphybrid.parallel.replication import replicate
 from dphybrid.parallel.scattering import scatter, scatter_kwargs
@@ -17,6 +18,7 @@ __all__ = [
     "Devices",
     "LossInside",
     "Parts",
+    "RowSource",
     "Split",
     "SplitDifference",
     "SplitPlan",

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from dphybrid.parallel.data_parallel import DataParallel
 from dphybrid.parallel.nests import (
     Parts,
-    Whole,
     batch_rows,
     is_nest,
     items_of,
@@ -109,8 +108,7 @@ def compare_block(
 ) -> SplitDifference | None:
     """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs,
     or None."""
-    kwargs = {key: Whole(value) if key in block.whole else value for key, value in kwargs.items()}
-    args, kwargs = _joined_parts((args, kwargs), block)
+    args, kwargs = _joined_parts((args, block.with_wholes(kwargs)), block)
     rows = batch_rows(args, kwargs, block.dim)
     if rows is None or rows < 2:
         return None

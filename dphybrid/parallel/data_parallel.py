@@ -14,7 +14,8 @@ from dphybrid.parallel.applying import Mode, default_mode, parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import Join, Joining, Leaf, as_device, gather
 from dphybrid.parallel.in_place import all_tensors, refuse_changes, refuse_late_change, versions
-from dphybrid.parallel.nests import Whole, batch_rows, map_tensors
+from dphybrid.parallel.nests import Parts, Whole, batch_rows, map_tensors, parts
+from dphybrid.parallel.placing import RowSource, place
 from dphybrid.parallel.probing import refuse_chance_rows
 from dphybrid.parallel.randomness import Randomness, random_streams
 from dphybrid.parallel.record import Key, Record, first_size
@@ -163,7 +164,7 @@ class DataParallel(nn.DataParallel):
     def _split_and_joined(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         overridden = self._overridden
         if self.whole:
-            kwargs = {name: Whole(value) if name in self.whole else value for name, value in kwargs.items()}
+            kwargs = self.with_wholes(kwargs)
         stage = self.stage if self.stage is not None and self.training else _untimed
         sizes: list[int] | None = None
         if "scatter" in overridden:
@@ -199,6 +200,16 @@ class DataParallel(nn.DataParallel):
             self._settle(join.leaves, (inputs, kwargs), outputs, sizes)
         return joined
 
+    def with_wholes(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments, those named in `whole` marked as such; rows in parts are joined for
+        it."""
+        return {name: Whole(self._joined(v)) if name in self.whole else v for name, v in kwargs.items()}
+
+    def _joined(self, value: Any) -> Any:
+        if not isinstance(value, Parts):
+            return value
+        return torch.cat([part.to(self.devices.home) for part in value.tensors], self.dim)
+
     def _settle(self, leaves: list[Leaf], inputs: Any, outputs: list[Any], sizes: list[int]) -> None:
         """See to it that no output has its rows by chance, the first time it is seen."""
         settled, training = self._record.settled, self.training
@@ -207,6 +218,19 @@ class DataParallel(nn.DataParallel):
         if min(sizes) == max(sizes) or any(leaf.rows != 1 for leaf in leaves):
             refuse_chance_rows(self.module, inputs, outputs, leaves, sizes, self.dim, self.devices.home)
         settled.update((training, leaf) for leaf in leaves)
+
+    @outside_of_graphs
+    def rows(self, table: RowSource, ids: Tensor) -> Tensor | Parts:
+        """Return the rows of `ids` (B, ...), each replica's share (b, ..., dim) on its device:
+        `self.net(self.net.rows(self.table, ids))`.
+
+        table: a `HostEmbedding`, or another `RowSource`. Its unique rows go straight to the devices, and
+        `RowPipeline` fetches them ahead. One device gives a plain tensor, several give `Parts`, which only a
+        region takes: flatten, sum and the like belong inside. Raises UserError for a region with dim != 0,
+        for a table whose rows go to other devices of another region, and for ids that are no rows.
+        """
+        place(table, self)
+        return parts(table.replica_rows(ids))
 
     def sizes(self, rows: int) -> list[int]:
         """Return the rows of each used replica's share of a batch of `rows`."""

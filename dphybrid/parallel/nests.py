@@ -31,6 +31,14 @@ class Parts:
 
     tensors: Sequence[Tensor]
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        raise AttributeError(
+            f".{name}: these rows are on their devices already, in {len(self.tensors)} parts, and only a "
+            f"region takes them; call .{name} inside the region's module"
+        )
+
 
 def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
     """Return what a region takes for a value that is split already, such as the rows of

@@ -53,7 +53,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
     with (
         precisely(config),
         observed(session, display, meter) as seen,
-        RowPipeline(find_tables(model), mode=config.pipeline) as pipeline,
+        RowPipeline(model, mode=config.pipeline) as pipeline,
     ):
         seen.reads(pipeline)
         while progress.epoch < config.epochs and not _stale(session):

@@ -135,4 +135,5 @@ def test_rows_of_all_lookups_are_prepared_and_train_to_the_same_bits(
         train(*small_runs[recipe], "devices=cpu*3", f"train.pipeline={mode}") for mode in ("off", "exact")
     )
     assert (exact.digests, exact.metrics) == (off.digests, off.metrics)
-    assert ratios == [0, 1]
+    assert ratios[0] == 0
+    assert 0.9 < ratios[1] < 1  # all but those of the first batch, which places the table

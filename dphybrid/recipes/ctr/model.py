@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbeddingCollection
-from dphybrid.parallel import DataParallel, parts
+from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr.numbers import OnNumbers, Periodic, PiecewiseLinear, bins_of
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
@@ -178,7 +178,6 @@ class ClickModel(nn.Module):
         super().__init__()
         self.table = table
         self.region = region
-        table.place_on(region.devices.replicas, region.sizes)
         num_single = len(table.num_rows) - num_bags
         self.num_bags, self._single, self._bags = num_bags, slice(num_single), slice(num_single, None)
 
@@ -195,7 +194,7 @@ class ClickModel(nn.Module):
         return {"table": ids_BF}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        rows_BFD = parts(self.table.flat.replica_rows(self.table_ids(batch)["table"]))
+        rows_BFD = self.region.rows(self.table.flat, self.table_ids(batch)["table"])
         inputs = [batch["dense_BN"], batch["labels_B"]]
         if self.num_bags:
             held_BGL = batch["bags_BFL"] >= 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel, Parts, gather, parts
+from dphybrid.parallel import DataParallel, Parts
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.kge.recipe import KgeModelConfig
 from dphybrid.recipes.softmax import linear_cross_entropy
@@ -136,28 +136,24 @@ class TripleModel(nn.Module):
         self.entities = entities
         self.region = region
         self.kind, self.one_vs_all = kind, one_vs_all
-        entities.place_on(region.devices.replicas, region.sizes)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
         """The ids that `forward` will look up in training, so that their rows can be fetched ahead."""
         return {"entities": [batch["heads_B"], batch["tails_B"], batch["negatives_K"]]}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        heads_BD, tails_BD = (
-            parts(self.entities.replica_rows(batch[name])) for name in ("heads_B", "tails_B")
-        )
+        heads_BD, tails_BD = (self.region.rows(self.entities, batch[name]) for name in ("heads_B", "tails_B"))
         triple = (heads_BD, batch["relations_B"], tails_BD)
         if "negatives_K" not in batch:
             return self._rank(batch, triple)
         ids_K = batch["negatives_K"]
-        # Each device fetches its share of the rows, and all get all of them from the first one.
-        others = self.entities.replica_rows(ids_K)
         # RotatE's scores are distances, no products: there the answers are left out of all entities, too.
         in_order = self.one_vs_all and self.kind != "rotate"
         loss_B = self.region(
             *triple,
             (batch["heads_B"], batch["tails_B"]),
-            others_KD=others[0] if len(others) == 1 else gather(others, self.region.devices.home),
+            # Each device fetches its share of the rows, and all get all of them from the first one.
+            others_KD=self.region.rows(self.entities, ids_K),
             # Of all entities the answer itself is left out, so one more stands for as many others.
             num_entities=self.entities.num_rows + self.one_vs_all,
             ids_K=None if in_order else ids_K,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbeddingCollection
-from dphybrid.parallel import DataParallel, parts
+from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.retrieval.recipe import RetrievalModelConfig
 
@@ -52,12 +52,11 @@ class Side(nn.Module):
     def __init__(self, table: HostEmbeddingCollection, tower: DataParallel) -> None:
         super().__init__()
         self.table, self.tower = table, tower
-        table.place_on(tower.devices.replicas, tower.sizes)
 
     def forward(self, ids_BF: Tensor) -> Tensor:
         """Return vectors_BE on the home device, in float32 at least: scores are sums of many products, also
         where autocast made the blocks' numbers short."""
-        vectors_BE: Tensor = self.tower(parts(self.table.replica_rows(ids_BF)))
+        vectors_BE: Tensor = self.tower(self.tower.rows(self.table, ids_BF))
         return vectors_BE.to(torch.promote_types(vectors_BE.dtype, torch.float32))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel, parts
+from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.softmax import IGNORED, linear_cross_entropy
 from dphybrid.recipes.text.recipe import TextModelConfig
@@ -158,14 +158,13 @@ class TextModel(nn.Module):
         super().__init__()
         self.words = words
         self.region = region
-        words.place_on(region.devices.replicas, region.sizes)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The ids that `forward` will look up, so that their rows can be fetched ahead."""
         return {"words": batch["ids_BT"]}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        rows_BTD = parts(self.words.replica_rows(batch["ids_BT"]))
+        rows_BTD = self.region.rows(self.words, batch["ids_BT"])
         loss_B, weight_B = self.region(rows_BTD, batch["targets_BT"])
         return {"loss": loss_B, "weight": weight_B}
 

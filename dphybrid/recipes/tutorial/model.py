@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dphybrid.config import ModelConfig
 from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel, Devices, parts
+from dphybrid.parallel import DataParallel, Devices
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.tutorial.recipe import BlocksModelConfig, ConvnetModelConfig, HybridModelConfig
 
@@ -80,10 +80,9 @@ class Hybrid(nn.Module):
         super().__init__()
         self.table = table
         self.region = region
-        table.place_on(region.devices.replicas, region.sizes)
 
     def forward(self, ids_B: Tensor) -> Tensor:
-        return self.region(parts(self.table.replica_rows(ids_B)))
+        return self.region(self.region.rows(self.table, ids_B))
 
 
 class SupervisedHybrid(Supervised):

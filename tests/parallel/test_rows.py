@@ -1,0 +1,194 @@
+"""`rows = net.rows(table, ids)`: each replica gets its share's rows, all of them fetched ahead by
+`RowPipeline`."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dphybrid.embedding import HostEmbedding, RowPipeline, find_tables, make_row_optimizer
+from dphybrid.parallel import DataParallel, Parts
+from dphybrid.util.errors import UserError
+from examples import own_loop
+
+BATCHES = [
+    torch.randint(0, 60, (rows, 2), generator=torch.Generator().manual_seed(rows)) for rows in (9, 8, 7, 9)
+]
+
+
+class Looks(nn.Module):
+    """Two ids a sample into one number."""
+
+    def __init__(self, devices: str, declares: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = HostEmbedding(60, 4, seed=1)
+        self.net = DataParallel(nn.Sequential(nn.Flatten(), nn.Linear(8, 1)), devices)
+        if declares:
+            self.table_ids = lambda batch: {"table": batch}
+
+    def forward(self, ids_B2: Tensor) -> Tensor:
+        out: Tensor = self.net(self.net.rows(self.table, ids_B2))
+        return out
+
+
+def train(
+    model: nn.Module,
+    ids_of: Callable[[Tensor], Any] | None,
+    source: Any = BATCHES,
+    epochs: int = 1,
+    **options: Any,
+) -> dict[str, float]:
+    """Train by SGD; return the pipeline's counters."""
+    rows = make_row_optimizer("sgd", find_tables(model), lr=0.1)
+    dense = torch.optim.SGD(model.net.parameters(), lr=0.1)  # type: ignore[union-attr]
+    with RowPipeline(model, **options) as pipeline:
+        for _ in range(epochs):
+            for batch in pipeline.prefetch(source, ids_of):
+                dense.zero_grad()
+                rows.zero_grad()
+                model(batch).square().mean().backward()
+                dense.step()
+                rows.step()
+        return pipeline.counters()
+
+
+def announced(ids_B2: Tensor) -> dict[str, Tensor]:
+    return {"table": ids_B2}
+
+
+def unique(batch: Tensor, shares: int) -> int:
+    return sum(len(share.unique()) for share in batch.chunk(shares))
+
+
+@pytest.mark.parametrize("declares", [False, True])
+def test_all_rows_but_those_of_the_first_batch_come_prepared(declares: bool) -> None:
+    model = Looks("cpu*3", declares)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counted = train(model, None if declares else announced, on_cpu=True, epochs=2)
+    each = [unique(batch, 3) for batch in BATCHES]
+    assert counted["unique"] == 2 * sum(each)
+    assert counted["prepared"] == 2 * sum(each) - each[0]
+
+
+def test_the_bits_are_those_without_and_those_of_a_plain_lookup_are_close() -> None:
+    models = {mode: Looks("cpu*3") for mode in ("exact", "off")}
+    for mode, model in models.items():
+        train(model, announced, mode=mode, on_cpu=True, epochs=3)
+    assert torch.equal(models["exact"].table.weight, models["off"].table.weight)
+    plain = Looks("cpu")
+    train(plain, announced, epochs=3)
+    torch.testing.assert_close(models["off"].table.weight, plain.table.weight)
+
+
+def test_every_row_of_the_own_loop_comes_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RowPipeline] = []
+
+    class Watched(RowPipeline):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model, on_cpu=True)
+            made.append(self)
+
+    monkeypatch.setattr(own_loop, "RowPipeline", Watched)
+    ahead = own_loop.main("cpu*4")
+    counted = made[0].counters()
+    first = next(own_loop.batches(seed=1))["ids_BF"]
+    assert counted["prepared"] == counted["unique"] - unique(first, 4) > 0
+    monkeypatch.undo()
+    assert ahead == own_loop.main("cpu*4")
+
+
+def test_a_batch_source_that_fails_or_ends_early_does_so_in_the_loop() -> None:
+    def fails_at(place: int) -> Iterator[Tensor]:
+        yield from BATCHES[:place]
+        raise OSError("the disk is gone")
+
+    for place in range(3):
+        with pytest.raises(OSError, match="the disk is gone"):
+            train(Looks("cpu*2"), announced, fails_at(place), on_cpu=True)
+    for count in range(3):
+        train(Looks("cpu*2"), announced, BATCHES[:count], on_cpu=True)
+
+
+class Plainly(Looks):
+    """Looks up without saying where the rows go."""
+
+    def forward(self, ids_B2: Tensor) -> Tensor:
+        out: Tensor = self.net(self.table(ids_B2))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids_of", "why"),
+    [
+        (Looks, None, r"the ids are not known ahead; give prefetch a function .* or the model a method"),
+        (Plainly, announced, r"no region takes the rows of table; look them up .* region.rows\(table, ids\)"),
+        (Looks, lambda ids: {"table": ids.flip(1)}, "forward looks up other ids than those announced"),
+    ],
+)
+def test_what_cannot_be_fetched_ahead_is_told_once(kind: type[Looks], ids_of: Any, why: str) -> None:
+    with pytest.warns(RuntimeWarning, match=f"rows are not fetched ahead: {why}") as told:
+        counted = train(kind("cpu*2"), ids_of, on_cpu=True, epochs=2)
+    assert len(told) == 1
+    assert counted["prepared"] == 0
+
+
+def test_nothing_is_said_where_there_is_nothing_to_fetch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(Looks("cpu"), announced, on_cpu=True)  # rows are where they belong
+        train(Plainly("cpu*2"), None)  # no GPU, no worker
+        train(Plainly("cpu*2"), None, mode="off", on_cpu=True)
+
+
+def test_ids_of_a_table_that_the_model_lacks_are_refused_at_once() -> None:
+    with pytest.raises(
+        UserError, match=r"ids for the tables \['words'\], which the model lacks; it has table"
+    ):
+        train(Looks("cpu*2"), lambda ids: {"words": ids}, on_cpu=True)
+
+
+def test_a_table_of_two_regions_delivers_to_both_or_is_refused() -> None:
+    table, ids = HostEmbedding(60, 4), BATCHES[0]
+    one, alike = (DataParallel(nn.Identity(), "cpu*2") for _ in range(2))
+    for region in (one, alike, one):
+        torch.testing.assert_close(region(region.rows(table, ids)), table(ids))
+    other = DataParallel(nn.Identity(), "cpu*3")
+    with pytest.raises(
+        UserError, match=r"rows go to cpu\*2 already, for another region, and this one is on cpu\*3"
+    ):
+        other.rows(table, ids)
+    del one, region
+    torch.testing.assert_close(other(other.rows(table, ids)), table(ids))  # that region is gone
+
+
+def test_rows_in_parts_are_for_regions() -> None:
+    table, region = HostEmbedding(60, 4), DataParallel(nn.Identity(), "cpu*2")
+    rows = region.rows(table, BATCHES[0])
+    assert isinstance(rows, Parts)
+    with pytest.raises(
+        AttributeError, match=r"\.flatten: these rows are on their devices already, in 2 parts"
+    ):
+        rows.flatten(1)  # type: ignore[operator]
+    with pytest.raises(UserError, match="rows are split on dim 0, and this region splits on dim 1"):
+        DataParallel(nn.Identity(), "cpu*2", dim=1).rows(table, BATCHES[0])
+
+
+def test_rows_for_all_replicas() -> None:
+    class Scores(nn.Module):
+        def forward(self, own_BD: Tensor, *, all_KD: Tensor) -> Tensor:
+            return own_BD @ all_KD.T
+
+    table, ids = HostEmbedding(60, 4), torch.arange(7)
+    region = DataParallel(Scores(), "cpu*3", whole=["all_KD"])
+    with torch.no_grad():
+        scores = region(region.rows(table, ids), all_KD=region.rows(table, ids))
+    torch.testing.assert_close(scores, table(ids) @ table(ids).T)
+    before, optimizer = table.weight.detach().clone(), make_row_optimizer("sgd", {"t": table}, lr=1.0)
+    region(region.rows(table, ids), all_KD=region.rows(table, ids)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close((before - table.weight)[:7], (2 * before[:7].sum(0)).expand(7, 4))
