@@ -1,8 +1,13 @@
-"""Ranks as processes of this machine: torchrun's agent starts them, and starts all anew after one died. The
-agents of several machines meet where the first one says."""
+"""Starts the ranks of a run as processes of this machine, and starts all of them anew after one has died.
+
+Ranks meet through files in a folder that only their user can enter. Several machines share that folder, and
+number their starts by its files: who starts again makes the others start again.
+"""
 
 import contextvars
+import ipaddress
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -11,21 +16,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
 import psutil
 
+from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
+from dphybrid.util.shared_files import OddFileError, own_folder
 from dphybrid.util.stop import StopRequest
-from dphybrid.util.system import need_posix
 
 POLL_S = 0.2
-END_S = 45.0
-"""How long the agent may take to end its ranks: it kills them after 30 s itself."""
+END_S = 30.0
+"""Time that ranks get to end after a signal, before they are killed."""
+NOTICE_S = 5.0
+"""Time that ranks get to notice that another one has died, before they are killed."""
 
 PARENT = "DPHYBRID_CLUSTER_PARENT"
+STORE = "DPHYBRID_CLUSTER_STORE"
+STOP_FILE = "DPHYBRID_CLUSTER_STOP_FILE"
 LOOPBACK = "127.0.0.1"
 OUTCOME = "ranks.json"
 
@@ -39,70 +49,87 @@ class Outcome(Page):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how the agents of one job meet: by default, the only one of this machine with itself.
+    """Which ranks of a job this machine starts: all, unless there are several machines.
 
-    job: torchrun's `--rdzv-id`. nodes: machines. endpoint: HOST:PORT on the first one. address: of this
-    machine, as the others reach it. first: this one is the first. wait_s: how long agents wait for each
-    other. look: called several times a second while the agent runs; what it raises ends the agent.
+    job: name of this start of the run, never used before. nodes: machines; node: number of this one. address:
+    of this machine, as the others reach it. look: called several times a second while ranks run; an exception
+    from it ends them.
     """
 
-    job: str
+    job: str = field(default_factory=lambda: secrets.token_hex(8))
     nodes: int = 1
-    endpoint: str = f"{LOOPBACK}:0"
+    node: int = 0
     address: str = LOOPBACK
-    first: bool = True
-    wait_s: float = 600.0
     look: Callable[[], None] = lambda: None
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """What torchrun is told."""
-        conf = f"is_host={str(self.first).lower()},join_timeout={self.wait_s:.0f}"
-        return (
-            *("--nnodes", str(self.nodes), "--rdzv-backend", "c10d", "--rdzv-id", self.job),
-            *("--rdzv-endpoint", self.endpoint, "--local-addr", self.address, "--rdzv-conf", conf),
-        )
+
+def address_towards(host: str, named: str = "") -> str:
+    """Return this machine's address for other ranks: `named` (DPHYBRID_CLUSTER_ADDRESS), else the one from
+    which it reaches a host.
+
+    Raises UserError for a public address that nobody named, and when there is no way to the host.
+    """
+    if named:
+        return named
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # connecting sends nothing
+            probe.connect(there)
+            address = str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(
+            f"no way to {host} ({error}); set DPHYBRID_CLUSTER_ADDRESS to this machine's address"
+        ) from error
+    refuse_public([address])
+    return address
 
 
-def address_towards(host: str) -> str:
-    """Return the address of this machine from which it reaches a host. Raises OSError when there is no
-    way."""
-    family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # connecting sends nothing
-        probe.connect(there)
-        return str(probe.getsockname()[0])
+def refuse_public(addresses: Sequence[str]) -> None:
+    """Raise UserError when one of the addresses is reached from the whole internet: connections between ranks
+    have no password."""
+    for address in addresses:
+        if ipaddress.ip_address(address.partition("%")[0]).is_global:
+            raise UserError(
+                f"ranks would listen at the public address {address}, and have no password; set "
+                "DPHYBRID_CLUSTER_ADDRESS to an address in a trusted network, or to this one behind a "
+                "firewall"
+            )
 
 
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with an address, None where there is none."""
+def own_addresses() -> list[str]:
+    """Return the addresses of this machine's network interfaces."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [one for addresses in psutil.net_if_addrs().values() for one in addresses]
+    return [one.address for one in found if one.family in families]
+
+
+def _interface_of(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         if address in {one.address for one in addresses}:
             return name
     return None
 
 
-def agent_environment(settings: Mapping[str, object], address: str = LOOPBACK) -> dict[str, str]:
-    """Return the variables of an agent and its ranks: this process's, and settings that these do not hold.
+def rank_environment(settings: Mapping[str, object], address: str = LOOPBACK) -> dict[str, str]:
+    """Return the variables that all ranks here share: this process's, and the settings.
 
-    address: of this machine, as the other ranks reach it. Its interface is named to the backends, unless
-    this process's variables name one.
+    address: of this machine, as the other ranks reach it. Ranks listen at its interface, unless this
+    process's variables name another.
     """
     values = {f"DPHYBRID_{name.upper()}": str(value) for name, value in settings.items() if value is not None}
     known = {
-        # Without it an agent's restart meets the addresses of the ranks before, and hangs (torch 2.13).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])),
         PARENT: _name_of(os.getpid()),
     }
-    if interface := interface_of(address):
+    if interface := _interface_of(address):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             known[name] = interface if address == LOOPBACK else os.environ.get(name, interface)
     return {**os.environ, **values, **known}
 
 
-def run_agent(
-    ranks: int,
+def run_ranks(
+    count: int,
     module: Sequence[str],
     folder: Path,
     environment: Mapping[str, str],
@@ -110,61 +137,118 @@ def run_agent(
     stop: StopRequest,
     meeting: Meeting | None = None,
 ) -> int:
-    """Run `python -m MODULE...` as so many ranks on this machine until all have ended; return the agent's
-    exit code.
+    """Run `python -m MODULE...` as `count` ranks on this machine until all have ended; return 0, or the exit
+    code of one that failed after the last restart.
 
-    What rank 0 prints, or the first one here, goes to this process's output; what others print, to files in
-    folder/ranks. stop: is handed on through a file `.stop-JOB` of the folder, which the ranks look for; they
-    end with a checkpoint then. environment: of `agent_environment`. meeting: with the agents of other
-    machines, which see the same folder.
+    The first rank's lines go to this process's output, the others' into files in folder/ranks. stop: reaches
+    the ranks through a file there; they end with a checkpoint. environment: of `rank_environment`. meeting:
+    with other machines, which see the same folder. Raises UserError when others could read folder/ranks.
     """
-    need_posix("cluster.ranks", "several devices of one process")
-    meeting = meeting or Meeting(folder.name)
-    logs, stop_file = folder / "ranks", _stop_file(folder, meeting.job)
-    logs.mkdir(exist_ok=True)
-    if meeting.first:
-        stop_file.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", *meeting.flags, "--nproc-per-node", str(ranks)),
-        *("--max-restarts", str(restarts), "--log-dir", str(logs)),
-        *(("--redirects", ",".join(f"{rank}:3" for rank in range(1, ranks))) if ranks > 1 else ()),
-        *("-m", *module),
-    ]
-    piped = None if sys.stdout.isatty() else subprocess.PIPE
-    # A session of its own: a terminal's Ctrl-C reaches this process alone, which hands it on.
-    agent = subprocess.Popen(
-        command, env=dict(environment), start_new_session=True, stdout=piped, stderr=piped
-    )
-    printing = _print_lines_of(agent)
+    meeting = meeting or Meeting()
     try:
-        while (code := agent.poll()) is None:
-            if stop.pending and not stop_file.exists():
-                stop_file.write_text(stop.reason, encoding="utf-8")
-            meeting.look()
-            time.sleep(POLL_S)
-        if code:
-            _end_ranks_left(environment[PARENT])
-        return code
-    finally:
-        if meeting.first:
-            stop_file.unlink(missing_ok=True)
-        if agent.poll() is None:
-            _end(agent)
-        for thread in printing:
-            thread.join(END_S)
+        logs = own_folder(folder / "ranks")
+    except OddFileError as error:
+        raise UserError(f"{error}; ranks meet there, so only this user may enter it; remove it") from error
+    for old in [*logs.glob("*.store"), *logs.glob("*.stop")]:
+        if meeting.node == 0 and not old.name.startswith(meeting.job):
+            old.unlink(missing_ok=True)
+    start = _Starts(count, module, logs, environment, meeting, stop)
+    attempt, code = 0, 1
+    while code and attempt <= restarts:
+        code = start.run(attempt)
+        later = max(attempt + 1, start.newest())
+        if code and later <= restarts:
+            print(
+                f"A rank ended with exit code {code}: all ranks start again from the newest checkpoint "
+                f"(restart {later} of {restarts})",
+                flush=True,
+            )
+        attempt = later
+    start.stop_file.unlink(missing_ok=True)
+    return code
 
 
-def _print_lines_of(agent: "subprocess.Popen[bytes]") -> list[threading.Thread]:
-    """Print what an agent writes into its pipes as if this process's own code did: who catches what that
-    prints, such as a flow run, gets these lines, too. Returns the threads that do it."""
+class _Starts:
+    """Starts the ranks of this machine together, and ends them together."""
+
+    def __init__(
+        self,
+        count: int,
+        module: Sequence[str],
+        logs: Path,
+        environment: Mapping[str, str],
+        meeting: Meeting,
+        stop: StopRequest,
+    ) -> None:
+        self._command = [sys.executable, "-m", *module]
+        self._count, self._logs, self._environment = count, logs, environment
+        self._meeting, self._stop = meeting, stop
+        self.stop_file = logs / f"{meeting.job}.stop"
+
+    def newest(self) -> int:
+        """Return the number of the newest start on any machine."""
+        stores = self._logs.glob(f"{self._meeting.job}-*.store")
+        return max((int(store.stem.rpartition("-")[2]) for store in stores), default=0)
+
+    def run(self, attempt: int) -> int:
+        """Start the ranks and wait for their end; return 0, or the exit code of one that failed. A start with
+        a higher number on another machine ends them as well."""
+        ranks = [self._start(local, attempt) for local in range(self._count)]
+        printing = _print_lines_of(ranks[0])
+        try:
+            while any(rank.poll() is None for rank in ranks):
+                if code := next((rank.returncode for rank in ranks if rank.returncode), 0):
+                    _end(ranks, None, NOTICE_S)
+                    return code
+                if self._meeting.nodes > 1 and self.newest() > attempt:
+                    _end(ranks, signal.SIGKILL, NOTICE_S)
+                    return -signal.SIGKILL
+                if self._stop.pending and not self.stop_file.exists():
+                    self.stop_file.write_text(self._stop.reason, encoding="utf-8")
+                self._meeting.look()
+                time.sleep(POLL_S)
+            return next((rank.returncode for rank in ranks if rank.returncode), 0)
+        finally:
+            _end(ranks, signal.SIGTERM, END_S)
+            for thread in printing:
+                thread.join(END_S)
+
+    def _start(self, local: int, attempt: int) -> "subprocess.Popen[bytes]":
+        rank = self._meeting.node * self._count + local
+        values = {
+            "RANK": rank,
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": self._count * self._meeting.nodes,
+            "LOCAL_WORLD_SIZE": self._count,
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            STORE: self._logs / f"{self._meeting.job}-{attempt}.store",
+            STOP_FILE: self.stop_file,
+        }
+        environment = {**self._environment, **{name: str(value) for name, value in values.items()}}
+        log = self._logs / f"rank-{rank}.start-{attempt}.log"
+        with log.open("wb") if local else open(os.devnull, "wb") as file:
+            piped = None if sys.stdout.isatty() else subprocess.PIPE
+            # A session of its own: a terminal's Ctrl-C reaches this process alone, which hands it on.
+            return subprocess.Popen(
+                self._command,
+                env=environment,
+                start_new_session=True,
+                stdout=file if local else piped,
+                stderr=subprocess.STDOUT if local else piped,
+            )
+
+
+def _print_lines_of(rank: "subprocess.Popen[bytes]") -> list[threading.Thread]:
+    """Print what a rank writes into its pipes as this process's own output, which a flow run's log gets, too.
+    Returns the threads that do it."""
 
     def pass_on(pipe: IO[bytes], error: bool) -> None:
         for line in pipe:
             print(line.decode(errors="replace"), end="", file=sys.stderr if error else sys.stdout, flush=True)
 
     threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(pass_on, pipe, pipe is agent.stderr))
-        for pipe in (agent.stdout, agent.stderr)
+        threading.Thread(target=contextvars.copy_context().run, args=(pass_on, pipe, pipe is rank.stderr))
+        for pipe in (rank.stdout, rank.stderr)
         if pipe is not None
     ]
     for thread in threads:
@@ -173,32 +257,18 @@ def _print_lines_of(agent: "subprocess.Popen[bytes]") -> list[threading.Thread]:
     return threads
 
 
-def _end_ranks_left(parent: str) -> None:
-    """Kill the ranks of an agent that this process, of that name, had started and that was killed."""
-    for process in psutil.process_iter(["environ"]):
-        named = process.info["environ"] or {}
-        if named.get(PARENT) == parent and process.pid != os.getpid():
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-
-
-def _end(agent: "subprocess.Popen[bytes]") -> None:
-    """End an agent and its ranks, which have sessions of their own: by signal, then by force."""
-    family = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
-    agent.send_signal(signal.SIGTERM)
-    try:
-        agent.wait(END_S)
-    except subprocess.TimeoutExpired:
-        for process in family:
-            if process.is_running():
-                process.kill()
-        agent.wait()
-
-
-def _stop_file(folder: Path, job: str) -> Path:
-    return folder / f".stop-{job}"
+def _end(ranks: Sequence["subprocess.Popen[bytes]"], number: int | None, wait_s: float) -> None:
+    """End ranks that run: by a signal, if any, and by force when they take longer than `wait_s`."""
+    for rank in ranks:
+        if number is not None and rank.poll() is None:
+            rank.send_signal(number)
+    deadline = time.monotonic() + wait_s
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
 
 
 def _name_of(pid: int) -> str:
@@ -206,16 +276,14 @@ def _name_of(pid: int) -> str:
 
 
 @contextmanager
-def asked_from_outside(stop: StopRequest, folder: Path | None) -> Iterator[None]:
-    """In a rank: ask `stop` when the run's folder says so, or when the process that started the ranks is
-    gone."""
-    over, parent = threading.Event(), os.environ.get(PARENT)
-    file = _stop_file(folder, os.environ["TORCHELASTIC_RUN_ID"]) if folder is not None else None
+def asked_from_outside(stop: StopRequest) -> Iterator[None]:
+    """In a rank: ask `stop` when the process that started the ranks says so by a file, or is gone."""
+    over, parent, file = threading.Event(), os.environ.get(PARENT), os.environ.get(STOP_FILE)
 
     def look() -> None:
         while not over.wait(POLL_S):
-            if file is not None and file.exists():
-                stop.ask(file.read_text(encoding="utf-8") or f"its folder's {file.name}")
+            if file is not None and Path(file).exists():
+                stop.ask(Path(file).read_text(encoding="utf-8") or f"the file {file}")
                 return
             if parent and not _lives(parent):
                 stop.ask("the end of the process that started the ranks")

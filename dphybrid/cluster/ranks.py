@@ -1,7 +1,9 @@
 """The processes of a cluster's run: who is which, sums over all of them, and what one tells the others."""
 
 import os
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dphybrid.cluster.launch import STORE
+
 T = TypeVar("T")
+
+
+class LostRanks(RuntimeError):
+    """Another rank is gone, or did not answer within the time limit."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +56,60 @@ class Ranks:
 
 
 @contextmanager
-def joined(timeout_s: float, device: torch.device) -> Iterator[Ranks]:
-    """Be one of the ranks that torchrun started, as its variables say.
+def joined(
+    timeout_s: float,
+    device: torch.device,
+    wait_s: float | None = None,
+    look: Callable[[], None] = lambda: None,
+) -> Iterator[Ranks]:
+    """Be one of the ranks of a run, as `launch` or torchrun says in this process's variables.
 
-    timeout_s: how long one waits for the others in anything they do together; a rank that is gone is
-    noticed at once. Raises RuntimeError (torch's) when they do not come together in that time.
+    timeout_s: how long one waits for the others in anything they do together; a rank that is gone is noticed
+    at once. wait_s: how long all may take to begin; `look`, called meanwhile, may raise to leave. Raises
+    LostRanks when they do not come together in that time, or from the block when one is gone.
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    yield Ranks(
-        dist.get_rank(),
-        dist.get_world_size(),
-        int(os.environ["LOCAL_RANK"]),
-        int(os.environ["LOCAL_WORLD_SIZE"]),
-        device,
-    )
-    dist.destroy_process_group()  # a rank that fails leaves without waiting for the others
+    limit = timedelta(seconds=timeout_s)
+    with _lost():
+        if path := os.environ.get(STORE):
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = _all_here(path, size, wait_s or timeout_s, look)
+            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
+        else:
+            dist.init_process_group(backend, timeout=limit)
+        yield Ranks(
+            dist.get_rank(),
+            dist.get_world_size(),
+            int(os.environ["LOCAL_RANK"]),
+            int(os.environ["LOCAL_WORLD_SIZE"]),
+            device,
+        )
+        dist.destroy_process_group()  # a rank that fails leaves without waiting for the others
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """Raise LostRanks for torch's errors of connections."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0].partition(". This is")[0]
+        # gloo raises plain RuntimeErrors
+        if not isinstance(error, dist.DistError) and not re.search("gloo/|[Gg]loo |pair closure", first):
+            raise
+        raise LostRanks(f"rank {os.environ['RANK']}: lost the other ranks ({first[:200]})") from error
+
+
+def _all_here(path: str, size: int, wait_s: float, look: Callable[[], None]) -> dist.Store:
+    """Return the store in which the ranks exchange their addresses: a file, which no network reaches."""
+    store, deadline = dist.FileStore(path, size), time.monotonic() + wait_s
+    if store.add("begun", 1) == size:
+        store.set("all", "begun")
+    while not store.check(["all"]):
+        look()
+        if time.monotonic() > deadline:
+            raise LostRanks(f"not all of {size} ranks began within {wait_s:g} s")
+        time.sleep(0.1)
+    return store

@@ -61,9 +61,7 @@ class Settings(BaseSettings):
     """Seconds that a run over several machines waits for all of them to begin, with their GPUs free."""
     cluster_address: str = ""
     """Address under which the other machines of a run reach this one; empty: that from which it reaches
-    Prefect's server."""
-    cluster_port: int = Field(default=0, ge=0, le=65535)
-    """Port on which a run's first machine waits for the others; 0: any that is free."""
+    Prefect's server, unless that is a public one."""
     profile: str | None = None
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default="dphybrid", min_length=1)

@@ -5,7 +5,7 @@ run gives it, looks whether both see the same, leases what the run wants, and le
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import UUID
@@ -29,7 +29,7 @@ from dphybrid.util.stop import StopRequest, stop_signals
 from dphybrid.util.watching import watching
 
 JOINED = "Joined"
-"""Name of the state of a machine's flow run whose agent was started."""
+"""Name of the state of a machine's flow run that starts its ranks."""
 LEFT = "Left"
 SEAT = ".machines"
 """File of a run's folder that holds the seat: a machine that sees it sees the folder, and nobody else names a
@@ -53,10 +53,12 @@ class Seat(BaseModel):
     run: str
     """The run, a folder of the data folder's runs."""
     job: str
-    """torchrun's `--rdzv-id`."""
+    """Name of this start of the run's ranks."""
     nodes: int
-    endpoint: str
-    """HOST:PORT where the agents meet."""
+    node: int
+    """Number of the machine; the first one is 0."""
+    address: str
+    """The first machine's, as its ranks listen at it."""
     wait_s: float
     versions: dict[str, str]
 
@@ -82,9 +84,9 @@ def seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
         if devices.text != run.page.devices:
             raise UserError(f"devices: {devices.text} here, {run.page.devices} on {seat.host}; name as many")
         with giving_way(devices, settings, stop), stop_signals(stop):
-            set_state(runtime.flow_run.id, Running(name=JOINED, message=f"meets at {seat.endpoint}"))
-            address = settings.cluster_address or address_towards(seat.endpoint.rpartition(":")[0])
-            yield run, meeting_at(seat, address, first=False, look=head.obey)
+            address = address_towards(seat.address, settings.cluster_address)
+            set_state(runtime.flow_run.id, Running(name=JOINED, message=f"its ranks listen at {address}"))
+            yield run, Meeting(seat.job, seat.nodes, seat.node, address, head.obey)
 
 
 def follow(seat: Seat, stop: StopRequest) -> State:
@@ -141,21 +143,17 @@ def same_run(seat: Seat, settings: Settings) -> Run:
         raise UserError(
             f"machine {here} does not see {folder / SEAT} ({error.strerror}); {remedy}"
         ) from error
-    if Seat.model_validate_json(told) != seat:  # not by their texts: the server orders names anew
+    # not by their texts: the server orders names anew
+    if Seat.model_validate_json(told) != seat.model_copy(update={"node": 0}):
         raise UserError(f"machine {here} reads in {folder / SEAT} something else than it was told; {remedy}")
     run = read_run(folder)
     if not Path(run.page.prepared).is_dir():
         raise UserError(f"machine {here} does not see the prepared data {run.page.prepared}; {remedy}")
     if found := difference(f"machine {here}", versions(), seat.host, seat.versions):
         raise UserError(found)
-    if seat.endpoint.startswith("127.") and platform.node() != seat.host:
+    if seat.address.startswith("127.") and platform.node() != seat.host:
         raise UserError(
-            f"the machines are to meet at {seat.endpoint}, which {here} cannot reach; set "
+            f"{seat.host}'s ranks listen at {seat.address}, which {here} cannot reach; set "
             f"DPHYBRID_CLUSTER_ADDRESS on {seat.host} to its address in your network"
         )
     return run
-
-
-def meeting_at(seat: Seat, address: str, first: bool, look: Callable[[], None]) -> Meeting:
-    """Return the meeting of a seat for a machine of this address. look: raises what ends the waiting."""
-    return Meeting(seat.job, seat.nodes, seat.endpoint, address, first, seat.wait_s, look)

@@ -1,14 +1,13 @@
 """One run on several machines. Its flow run, on the first of them, asks the workers of the others for a flow
-run each (`join-hybrid`), and names the place where torchrun's agents meet, one a machine.
+run each (`join-hybrid`), which starts ranks there.
 
-All that goes through Prefect is that place and the flow runs' states, by which they watch each other: all end
-when one does, and the first one's goes on later, with whichever machines are there. The ranks meet and talk
-by torch alone. All machines see the same data folder. The others' part is in `joining`.
+Through Prefect they know of each other, and watch each other's states: all end when one does, and the first
+one's goes on later, with whichever machines are there. The ranks meet through files of the run's folder,
+which all machines see, and then talk by torch alone. The others' part is in `joining`.
 """
 
 import os
 import platform
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.leasing import expected_devices
 from dphybrid.orchestration.alive import MAX_RUNS, num_starts
-from dphybrid.orchestration.joining import JOINED, LEAVE_S, LOOK_EVERY_S, SEAT, Seat, meeting_at
+from dphybrid.orchestration.joining import JOINED, LEAVE_S, LOOK_EVERY_S, SEAT, Seat
 from dphybrid.orchestration.queueing import (
     HOME,
     UNREACHABLE,
@@ -144,13 +143,13 @@ def gathered(
 ) -> Iterator[Meeting]:
     """In the first machine's flow run: have the workers `others` join, and let them go when the block ends.
 
-    Yields the place to meet, whose `look` raises UserError when a machine does not come within
+    Yields the meeting of their ranks, whose `look` raises UserError when a machine does not come within
     `cluster_wait_s`, or fails, with its name and reason; and Interrupted, for the run to go on later, when
     one crashed or left. join: the deployment of the others' flow runs.
     """
     folder = Path(run_folder)
     host = urlsplit(PREFECT_API_URL.value() or "").hostname or "127.0.0.1"
-    address = settings.cluster_address or address_towards(host)
+    address = address_towards(host, settings.cluster_address)
     with get_client(sync_client=True) as client:
         head = client.read_flow_run(UUID(runtime.flow_run.id))
     starts = num_starts(head)
@@ -161,18 +160,19 @@ def gathered(
         run=folder.name,
         job=f"{head.id}-{starts}",
         nodes=1 + len(others),
-        endpoint=f"{address}:{settings.cluster_port or _free_port(address)}",
+        node=0,
+        address=address,
         wait_s=settings.cluster_wait_s,
         versions=versions(),
     )
     write_text(folder / SEAT, seat.model_dump_json())
     followers = _Followers(seat, starts)
     try:
-        for name in others:
-            followers.call(name, join)
-        print(f"Machines: {', '.join(others)} beside this one; they meet at {seat.endpoint}", flush=True)
+        for node, name in enumerate(others, start=1):
+            followers.call(name, node, join)
+        print(f"Machines: {', '.join(others)} beside this one, at {address}", flush=True)
         with watching(followers.look, LOOK_EVERY_S, "dphybrid-machines"):
-            yield meeting_at(seat, address, first=True, look=followers.obey)
+            yield Meeting(seat.job, seat.nodes, 0, address, followers.obey)
     finally:
         followers.let_go()
         (folder / SEAT).unlink(missing_ok=True)
@@ -188,10 +188,10 @@ class _Followers:
         self._left: dict[str, float] = {}
         self._verdict: UserError | Interrupted | None = None
 
-    def call(self, name: str, join: str) -> None:
+    def call(self, name: str, node: int, join: str) -> None:
         run = run_deployment(
             join,
-            parameters={"seat": self._seat.model_dump(mode="json")},
+            parameters={"seat": self._seat.model_copy(update={"node": node}).model_dump(mode="json")},
             timeout=0,
             flow_run_name=f"{self._seat.run} on {name}",
             tags=["dphybrid", "machine"],
@@ -260,9 +260,3 @@ class _Followers:
                 "longer with DPHYBRID_CLUSTER_WAIT_S"
             )
         return None
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as listening:
-        listening.bind((address, 0))
-        return int(listening.getsockname()[1])

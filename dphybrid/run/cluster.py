@@ -1,6 +1,6 @@
 """A run whose training is done by several ranks: starting them, and what each of them does.
 
-`python -m dphybrid.run.cluster RUN_FOLDER`, under torchrun, is a rank of a run that this machine keeps.
+`python -m dphybrid.run.cluster RUN_FOLDER`, started by `cluster.launch`, is a rank of a run of this machine.
 """
 
 import os
@@ -18,12 +18,14 @@ from dphybrid.cluster.launch import (
     OUTCOME,
     Meeting,
     Outcome,
-    agent_environment,
     asked_from_outside,
-    run_agent,
+    own_addresses,
+    rank_environment,
+    refuse_public,
+    run_ranks,
 )
 from dphybrid.cluster.plan import ClusterPlan, Workload
-from dphybrid.cluster.ranks import Ranks, joined
+from dphybrid.cluster.ranks import LostRanks, Ranks, joined
 from dphybrid.cluster.refusals import (
     installed_version,
     refuse_label_for_ranks,
@@ -123,12 +125,12 @@ def follow_ranks(run: Run, settings: Settings, stop: StopRequest, meeting: Meeti
 
 
 def _run_ranks(run: Run, settings: Settings, stop: StopRequest, meeting: Meeting | None) -> Outcome:
-    logs, meeting = run.folder / "ranks", meeting or Meeting(run.folder.name)
+    logs, meeting = run.folder / "ranks", meeting or Meeting()
     ranks = run.config.cluster.ranks // meeting.nodes
     print(f"Starting {ranks} ranks; what the others than the first print is in {logs}", flush=True)
     module = (RANK_PROGRAM, str(run.folder))
-    environment = agent_environment(settings.model_dump(mode="json"), meeting.address)
-    code = run_agent(ranks, module, run.folder, environment, settings.cluster_restarts, stop, meeting)
+    environment = rank_environment(settings.model_dump(mode="json"), meeting.address)
+    code = run_ranks(ranks, module, run.folder, environment, settings.cluster_restarts, stop, meeting)
     if not (run.folder / OUTCOME).is_file():
         raise UserError(
             f"the ranks of run {run.folder.name} ended with exit code {code}, after "
@@ -145,13 +147,13 @@ def rank_device(devices: str, local_rank: int) -> torch.device:
 
 
 def be_a_rank(run: Run, settings: Settings) -> Outcome:
-    """Train as the rank that torchrun's variables say, and tell how it ended."""
+    """Train as the rank that this process's variables say, and tell how it ended."""
     page, stop = run.folder / OUTCOME, StopRequest()
     device = rank_device(run.page.devices, int(os.environ["LOCAL_RANK"]))
     with (
-        joined(settings.cluster_timeout_s, device) as ranks,
         stop_signals(stop),
-        asked_from_outside(stop, run.folder),
+        asked_from_outside(stop),
+        joined(settings.cluster_timeout_s, device, settings.cluster_wait_s, stop.obey) as ranks,
     ):
         outcome = _train(run, settings, stop, ranks)
         # what one rank alone refuses, the others see as its end
@@ -190,13 +192,15 @@ def join_job(
         )
     if job in ("", "none"):
         raise UserError("torchrun: give --rdzv-id NAME, by which ranks that start again find their run")
+    if not settings.cluster_address:  # torchrun's store listens at all of them
+        refuse_public(own_addresses())
     stop = StopRequest()
     prepared = prepare_data(config, settings, local_size)
     data = find_recipe(config.recipe).open(Path(prepared))
     with (
         joined(settings.cluster_timeout_s, rank_device(devices, int(os.environ["LOCAL_RANK"]))) as ranks,
         stop_signals(stop),
-        asked_from_outside(stop, None),
+        asked_from_outside(stop),
     ):
         _refuse_differences(ranks, data.digest)
         own_tags = {**(tags or {}), JOB: job, "dphybrid.nodes": str(size // local_size)}
@@ -268,6 +272,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         be_a_rank(run, load_settings())
+    except Interrupted as interruption:  # before all ranks were here
+        Outcome(state="stopped", words=str(interruption)).write(run.folder / OUTCOME)
+    except LostRanks as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
     except BaseException:  # noqa: BLE001 - printed, and the end of this process
         traceback.print_exc()
         sys.stderr.flush()

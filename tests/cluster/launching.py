@@ -1,10 +1,12 @@
 """What tests of several ranks share: a table of clicks, runs that are built but not trained, and ranks."""
 
 import importlib.util
+import io
 import os
 import socket
-import subprocess
 import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +14,13 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dphybrid.cluster.launch import agent_environment
+from dphybrid.cluster.launch import Meeting, rank_environment, run_ranks
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import build_run, prepare_data
 from dphybrid.util.errors import UserError
+from dphybrid.util.stop import StopRequest
+from tests.conftest import REPOSITORY
 
 needs_torchrec = pytest.mark.skipif(
     importlib.util.find_spec("torchrec") is None, reason="needs dphybrid[cluster]"
@@ -73,19 +77,19 @@ def built(settings: Settings, name: str, values: list[str], resume: str | None =
 
 def train_on_ranks(settings: Settings, ranks: int, folders: list[str]) -> None:
     """Train built runs, one after the other, by so many processes."""
-    environment = agent_environment(settings.model_dump(mode="json"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("several.py")), *folders],
-        env=environment | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path[:1]])},
-        timeout=LIMIT_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise UserError(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    environment = rank_environment(settings.model_dump(mode="json"))
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *sys.path[:1]])
+    deadline = time.monotonic() + LIMIT_S
+
+    def look() -> None:
+        if time.monotonic() > deadline:
+            raise UserError(f"the ranks took more than {LIMIT_S} s")
+
+    program, said = ("tests.cluster.several", *folders), io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = run_ranks(ranks, program, Path(folders[0]), environment, 0, StopRequest(), Meeting(look=look))
+    if code:
+        raise UserError(said.getvalue()[-8000:])
 
 
 def tensors_of(folder: str, number: int = -1) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from dphybrid.util.stop import StopRequest
 
 stop, folder = StopRequest(), Path(sys.argv[1])
 (folder / "begun").write_text(str(os.getpid()))
-with asked_from_outside(stop, folder):
+with asked_from_outside(stop):
     while not stop.pending:
         time.sleep(0.05)
 print(f"asked by {stop.reason}", flush=True)

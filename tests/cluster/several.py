@@ -1,4 +1,4 @@
-"""A rank that trains several runs, one after the other: `torchrun ... several.py RUN_FOLDER ...`.
+"""A rank that trains several runs, one after the other: `python -m tests.cluster.several RUN_FOLDER ...`.
 
 Importing TorchRec takes most of a short run's time; thus it is done once for all of them.
 """

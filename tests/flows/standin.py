@@ -1,6 +1,7 @@
 """A rank that learns nothing: it meets the others, and goes on until the run's folder says `enough`, or one
 of them is asked to stop."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -8,13 +9,14 @@ from pathlib import Path
 import torch
 
 from dphybrid.cluster.launch import OUTCOME, Outcome, asked_from_outside
-from dphybrid.cluster.ranks import joined
+from dphybrid.cluster.ranks import LostRanks, joined
 from dphybrid.util.stop import StopRequest
 
 
 def main(folder: Path) -> None:
     stop = StopRequest()
-    with joined(60, torch.device("cpu")) as ranks, asked_from_outside(stop, folder):
+    limit_s = float(os.environ.get("STANDIN_LIMIT_S", "60"))
+    with asked_from_outside(stop), joined(limit_s, torch.device("cpu")) as ranks:
         print(f"rank {ranks.rank} of {ranks.size}", flush=True)
         asked, enough = 0.0, 0.0
         while not asked and not enough:
@@ -28,4 +30,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except LostRanks as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)

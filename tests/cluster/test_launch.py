@@ -1,0 +1,203 @@
+"""How ranks are started, meet and end; these compute nothing, and need no TorchRec."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dphybrid.cluster.launch import (
+    OUTCOME,
+    Meeting,
+    Outcome,
+    address_towards,
+    rank_environment,
+    refuse_public,
+    run_ranks,
+)
+from dphybrid.util.errors import UserError
+from dphybrid.util.stop import StopRequest
+from tests.conftest import REPOSITORY
+from tests.waiting import patience, wait_until
+
+PATIENT, STANDIN = "tests.cluster.patient", "tests.flows.standin"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+
+
+def ranks_here() -> list[psutil.Process]:
+    """The ranks that this process has started, which have not ended."""
+    own = (psutil.Process(child.pid) for child in psutil.Process().children())
+    return [child for child in own if STANDIN in child.cmdline()]
+
+
+def started(folder: Path, number: int, count: int = 2) -> bool:
+    """Do all ranks of a start know each other?"""
+    logs = list((folder / "ranks").glob(f"rank-*.start-{number}.log"))
+    return sum("of 2" in log.read_text() for log in logs) == count - 1
+
+
+def test_a_request_reaches_the_rank_whose_lines_are_this_processes_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = StopRequest()
+
+    def look() -> None:
+        if (tmp_path / "begun").exists():
+            stop.ask("a test")
+
+    meeting, program = Meeting(look=look), (PATIENT, str(tmp_path))
+    assert run_ranks(1, program, tmp_path, rank_environment({}), 0, stop, meeting) == 0
+    assert "asked by a test" in capsys.readouterr().out
+    assert not list((tmp_path / "ranks").glob("*.stop"))
+
+
+def test_ranks_of_one_machine_meet_in_a_folder_of_their_user_and_listen_to_it_alone(tmp_path: Path) -> None:
+    seen: set[str] = set()
+
+    def look() -> None:
+        if not started(tmp_path, 0):
+            return
+        assert stat.S_IMODE((tmp_path / "ranks").stat().st_mode) == 0o700
+        for rank in ranks_here():
+            listening = [c for c in rank.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            seen.update(c.laddr.ip for c in listening)
+        (tmp_path / "enough").touch()
+
+    program = (STANDIN, str(tmp_path))
+    assert run_ranks(2, program, tmp_path, rank_environment({}), 0, StopRequest(), Meeting(look=look)) == 0
+    assert seen == {"127.0.0.1"}
+    assert Outcome.read(tmp_path / OUTCOME).state == "trained"
+
+
+def test_all_ranks_start_again_when_one_is_killed_and_end_with_its_code_at_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed: list[int] = []
+
+    def look() -> None:
+        if started(tmp_path, len(killed)):
+            rank = ranks_here()[-1]
+            killed.append(rank.pid)
+            rank.kill()
+
+    program = (STANDIN, str(tmp_path))
+    code = run_ranks(2, program, tmp_path, rank_environment({}), 1, StopRequest(), Meeting(look=look))
+    assert code in (1, -9)
+    assert len(killed) == 2
+    assert "(restart 1 of 1)" in capsys.readouterr().out
+    assert not ranks_here()
+
+
+def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "ranks").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is no folder; ranks meet there"):
+        run_ranks(1, (PATIENT, str(tmp_path)), tmp_path, {}, 0, StopRequest())
+
+
+def test_a_public_address_is_refused_unless_it_is_named() -> None:
+    refuse_public(["127.0.0.1", "192.168.1.4", "10.0.0.1", "fe80::1%eth0"])
+    with pytest.raises(UserError, match=r"public address 8\.8\.4\.4.*DPHYBRID_CLUSTER_ADDRESS"):
+        refuse_public(["127.0.0.1", "8.8.4.4"])
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("unknown.invalid", "8.8.4.4") == "8.8.4.4"
+    with pytest.raises(UserError, match="no way to unknown.invalid"):
+        address_towards("unknown.invalid")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A network namespace that stands for a machine: its address, its name, how commands on it begin."""
+
+    address: str
+    name: str
+    within: tuple[str, ...]
+
+    def cable(self, state: str) -> None:
+        """Plug it in (up) or out (down)."""
+        subprocess.run(["ip", "-n", self.name, "link", "set", self.name, state], check=True)
+
+
+@pytest.fixture
+def machines() -> Iterator[list[Machine]]:
+    """Two machines and a cable between them."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("only root can make network namespaces, with iproute2")
+    names = [f"dpl{os.getpid()}{side}" for side in "ab"]
+
+    def ip(text: str, check: bool = True) -> None:
+        subprocess.run(["ip", *text.split()], check=check, capture_output=True)
+
+    try:
+        for name in names:
+            ip(f"netns add {name}")
+            ip(f"-n {name} link set lo up")
+        ip(f"link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}")
+        made = []
+        for number, name in enumerate(names, start=1):
+            ip(f"-n {name} addr add 10.213.8.{number}/24 dev {name}")
+            ip(f"-n {name} link set {name} up")
+            made.append(Machine(f"10.213.8.{number}", name, ("ip", "netns", "exec", name)))
+        yield made
+    finally:
+        for name in names:
+            ip(f"netns del {name}", check=False)
+
+
+AGENT = """
+import sys
+from pathlib import Path
+from dphybrid.cluster.launch import Meeting, rank_environment, run_ranks
+from dphybrid.util.stop import StopRequest
+folder, node, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+meeting = Meeting("a-job", 2, node, address)
+program = ("tests.flows.standin", str(folder))
+sys.exit(run_ranks(1, program, folder, rank_environment({}, address), 2, StopRequest(), meeting))
+"""
+
+
+@pytest.mark.parametrize(("cut_s", "limit_s"), [(6, 60), (30, 10)])
+def test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again(
+    tmp_path: Path, machines: list[Machine], cut_s: float, limit_s: float
+) -> None:
+    said = [tmp_path / f"said-{number}" for number in range(2)]
+    agents = [
+        subprocess.Popen(
+            [*machine.within, sys.executable, "-c", AGENT, str(tmp_path), str(node), machine.address],
+            stdout=file.open("wb"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "STANDIN_LIMIT_S": str(limit_s)},
+        )
+        for node, (machine, file) in enumerate(zip(machines, said, strict=True))
+    ]
+
+    def told(words: str) -> bool:
+        return all(words in file.read_text() for file in said)
+
+    try:
+        wait_until(lambda: told("of 2"), "the ranks know each other", 60)
+        machines[0].cable("down")
+        time.sleep(cut_s)
+        machines[0].cable("up")
+        if cut_s > limit_s:
+            wait_until(lambda: told("all ranks start again"), "both start again", 60)
+            wait_until(lambda: all(file.read_text().count("of 2\n") > 1 for file in said), "all met", 60)
+        (tmp_path / "enough").touch()
+        assert [agent.wait(patience(90)) for agent in agents] == [0, 0]
+        assert told("all ranks start again") == (cut_s > limit_s)
+        assert not any("Traceback" in file.read_text() for file in said)
+    finally:
+        for agent in agents:
+            agent.kill()
