@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dphybrid.cli.main import make_parser
-from dphybrid.config.settings import RENAMED, Settings, load_settings
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.train import run_job
@@ -132,9 +132,7 @@ def test_flags_and_settings_are_ones_that_there_are() -> None:
     assert len(flags) > 20
     assert {flag.replace("-", "_") for flag in flags} <= fields
     settings = set(re.findall(r"\bDPHYBRID_([A-Z_]+)\b", EVERYTHING)) - {"NAME"}
-    assert {name.lower() for name in settings} <= Settings.model_fields.keys() | {
-        name[9:].lower() for name in RENAMED
-    }
+    assert {name.lower() for name in settings} <= Settings.model_fields.keys() | {"long_tests"}
 
 
 def test_files_and_names_are_where_it_says() -> None:

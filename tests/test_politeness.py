@@ -252,21 +252,3 @@ def test_ctrl_c_while_waiting_leaves_nothing(machine: Path, tmp_path: Path, stra
     assert waiting.wait(patience(30)) == 130
     assert not list((tmp_path / "leases").glob("*.ticket"))
     assert not list((tmp_path / "data").glob("runs/*"))
-
-
-def test_settings_go_by_their_former_names_too(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # so that they are put back, whatever becomes of them
-    for name in ("DPHYBRID_TRAINING_HOURS", "DPHYBRID_UPLOAD_LIMIT_MIB"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("DPHYBRID_QUIET_HOURS", "20:00-08:00")
-    Path(".env").write_text("DPHYBRID_UPLOAD_LIMIT_MB=7\n")
-    settings = load_settings()
-    assert (settings.training_hours, settings.upload_limit_mib) == ("20:00-08:00", 7)
-    assert "DPHYBRID_QUIET_HOURS is called DPHYBRID_TRAINING_HOURS now" in capsys.readouterr().err
-    assert load_settings() == settings
-    assert capsys.readouterr().err == ""  # told once
-    monkeypatch.setenv("DPHYBRID_TRAINING_HOURS", "sat")
-    assert load_settings().training_hours == "sat"

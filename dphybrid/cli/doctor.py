@@ -18,7 +18,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 from dphybrid.util.servers import ask, same_clock
 from dphybrid.util.shared_files import shared_folder_fault
-from dphybrid.util.system import POSIX, num_cores
+from dphybrid.util.system import num_cores
 
 PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
 _NETWORK_DISKS = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "beegfs", "9p", "fuse.sshfs")
@@ -79,8 +79,6 @@ def _gpus(settings: Settings) -> tuple[bool, str]:
 
 
 def _leases(settings: Settings) -> tuple[bool, str]:
-    if not POSIX:
-        return True, "leases: none on Windows, where training is on the CPU"
     try:
         folder = lease_folder(settings.lease_dir)
     except UserError as error:

@@ -13,11 +13,8 @@ import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import psutil
-
 from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
-from dphybrid.util.system import POSIX
 
 FIRST_PORT, LAST_PORT = 5000, 5049
 START_S = 120.0
@@ -73,14 +70,8 @@ def serving(uri: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 def _end(server: "subprocess.Popen[bytes]", by_force: bool) -> None:
     """Have the server and its workers end."""
-    if POSIX:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL if by_force else signal.SIGTERM)
-        return
-    with suppress(psutil.NoSuchProcess):
-        for worker in psutil.Process(server.pid).children(recursive=True):
-            worker.kill()
-    server.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL if by_force else signal.SIGTERM)
 
 
 def _start(server: subprocess.Popen[bytes], port: int) -> str | None:

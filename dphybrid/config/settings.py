@@ -2,11 +2,9 @@
 file; never part of a result."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Literal
 
-from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -14,12 +12,6 @@ from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 from dphybrid.util.hours import parse_training_hours
-
-RENAMED = {
-    "DPHYBRID_QUIET_HOURS": "DPHYBRID_TRAINING_HOURS",
-    "DPHYBRID_UPLOAD_LIMIT_MB": "DPHYBRID_UPLOAD_LIMIT_MIB",
-}
-"""Variables of former versions, which go on working: old name -> name."""
 
 
 class Settings(BaseSettings):
@@ -165,22 +157,8 @@ class Settings(BaseSettings):
         return self.data_dir / "mlflow"
 
 
-def _take_over_old_names() -> None:
-    given = {**dotenv_values(".env"), **os.environ}
-    for old, new in RENAMED.items():
-        value = given.get(old)
-        if value is not None and new not in given:
-            # told once: it is there from now on, also for the processes this one starts
-            os.environ[new] = value
-            print(
-                f"Note: {old} is called {new} now; the old name goes on working", file=sys.stderr, flush=True
-            )
-
-
 def load_settings() -> Settings:
-    """Read the settings; tell which variables go by another name now. Raises UserError that names the
-    variable."""
-    _take_over_old_names()
+    """Read the settings. Raises UserError that names the variable."""
     try:
         settings = Settings()
     except ValidationError as error:

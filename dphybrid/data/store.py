@@ -78,15 +78,6 @@ class Manifest(Page):
     files: dict[str, str] = Field(default_factory=dict)
     facts: dict[str, Any] = Field(default_factory=dict)
 
-    @classmethod
-    def upgraded(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {
-            **values,
-            "facts": {name: value for name, value in values.items() if name not in cls.model_fields},
-        }
-
     @property
     def sums(self) -> dict[str, str]:
         """The sha256 of every file by its name in the folder."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from dphybrid.embedding.kernels import fill_normal
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import sync, temporary
-from dphybrid.util.system import need_posix
 
 GIB = 2**30
 KEEP_FREE_SHARE = 0.02
@@ -123,7 +122,6 @@ def open_rows(
         return zero_rows((num_rows, dim), dtype), fill
     if storage != "mmap":
         raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
-    need_posix(f"table {name!r}: storage mmap", "storage memory")
     if path is None:
         raise UserError(f"table {name!r}: storage mmap needs the path of a file or folder")
     if path.is_dir():

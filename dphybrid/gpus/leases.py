@@ -22,7 +22,6 @@ from dphybrid.gpus.inventory import Gpu, clock_time
 from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_locked, lock, stands_at
 from dphybrid.util.shared_files import OddFileError, open_regular, read_text, shared_folder_fault
-from dphybrid.util.system import POSIX, need_posix
 
 FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
 """For machines whose /var/lock only root may write to; the same for every user."""
@@ -101,16 +100,15 @@ def _forget_in_child() -> None:
         lease._close()
 
 
-if POSIX:  # A forked child shares the lock, and would keep the GPU taken when its parent is killed.
-    os.register_at_fork(after_in_child=_forget_in_child)
+# A forked child shares the lock, and would keep the GPU taken when its parent is killed.
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def lease_folder(wanted: Path) -> Path:
     """Return the folder of the locks, made for all users of this machine.
 
-    Raises UserError when it cannot be written, when any user could remove the others' locks, and on Windows.
+    Raises UserError when it cannot be written, or when any user could remove the others' locks.
     """
-    need_posix("leases of GPUs, and workers", "devices=cpu without a worker")
     for folder in (wanted, FALLBACK):
         try:
             folder.mkdir(mode=0o1777, parents=True)

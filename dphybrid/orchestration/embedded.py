@@ -21,7 +21,6 @@ from dphybrid.tracking.opening import import_mlflow
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import importing_much
 from dphybrid.util.stop import Interrupted
-from dphybrid.util.system import POSIX
 
 
 @contextmanager
@@ -56,7 +55,7 @@ def start_server() -> TemporaryServer | None:
     """Start the temporary server where one is needed and allowed; None too where Prefect has to start its
     own."""
     settings = get_current_settings()
-    if settings.api.url or not settings.server.ephemeral.enabled or not POSIX:
+    if settings.api.url or not settings.server.ephemeral.enabled:
         return None
     chosen = settings.to_environment_variables(exclude_unset=True)
     database = settings.server.database.connection_url

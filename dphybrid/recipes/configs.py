@@ -165,25 +165,6 @@ AnyExperiment = Annotated[ExperimentConfig, BeforeValidator(as_config), _ANY_OBJ
 no one schema could do."""
 
 
-def stored_config(values: dict[str, Any]) -> ExperimentConfig:
-    """Return the config of a page that was written earlier.
-
-    Pages of version 0.1 hold the values of every recipe; those that theirs did not use are left out. Raises
-    UserError.
-    """
-    recipe = str(values.get("recipe", DEFAULT))
-    known = field_types(recipe)
-    foreign = {name for other in BUILT_IN for name in field_types(other)} - known.keys()
-    kept: dict[str, Any] = {}
-    for key, value in values.items():
-        kept[key] = (
-            {k: v for k, v in value.items() if f"{key}.{k}" not in foreign}
-            if isinstance(value, dict)
-            else value
-        )
-    return build_config(kept)
-
-
 def given_values(config: ExperimentConfig) -> dict[str, Any]:
     """Return the nested values in which `config` differs from its recipe."""
 

@@ -3,7 +3,7 @@ report."""
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dphybrid.training.metrics import Chart, Confusion
 from dphybrid.training.saving import SavingCosts
@@ -56,19 +56,6 @@ class MetricsPage(Page):
 
     metrics: dict[str, float]
     charts: list[Chart | Confusion] = Field(default_factory=list)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_one_chart(cls, values: Any) -> Any:
-        """Take pages of when there was one figure."""
-        if isinstance(values, dict) and "chart" in values:
-            chart, values = values["chart"], {n: v for n, v in values.items() if n != "chart"}
-            return values | {"charts": [chart] if chart else []}
-        return values
-
-    @classmethod
-    def upgraded(cls, values: Any) -> Any:
-        return {"metrics": values}
 
 
 class SplitsPage(Page):

@@ -8,7 +8,7 @@ from torch import nn
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes.configs import stored_config
+from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.context import build_from_config
 from dphybrid.run.folder import Run, all_runs, read_run
 from dphybrid.run.pages import ResultPage
@@ -18,7 +18,6 @@ from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 from dphybrid.util.importing import is_allowed
-from dphybrid.util.system import POSIX
 
 
 def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: bool = False) -> nn.Module:
@@ -29,7 +28,7 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     its model is built by code that is not allowed to.
     """
     state = verify_checkpoint(Path(folder))
-    config = stored_config(state.config)
+    config = build_config(state.config)
     _check_factory(config.model.factory, Path(folder), load_settings())
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, state.info, resolve_devices(devices))
@@ -53,10 +52,10 @@ def _check_factory(factory: str | None, folder: Path, settings: Settings) -> Non
 
 def _is_own(folder: Path, settings: Settings) -> bool:
     """Tell whether a checkpoint was written by this user's own runs, or recorded by them in the embedded
-    store. Windows does not tell whose file one is: none is."""
+    store."""
     place = folder.resolve()
     own = any(place.is_relative_to(root.resolve()) for root in (settings.runs_dir, settings.mlflow_dir))
-    return own and POSIX and (place / "state.json").stat().st_uid == os.getuid()
+    return own and (place / "state.json").stat().st_uid == os.getuid()
 
 
 def find_checkpoint(which: str, settings: Settings) -> Path:

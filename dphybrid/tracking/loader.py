@@ -11,7 +11,6 @@ from typing import Any
 from dphybrid.tracking.checkpoint_models import LEFT_OUT
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
-from dphybrid.util.system import POSIX
 
 
 def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
@@ -68,7 +67,7 @@ def _with_left_out(root: Path) -> Path:
         return root
     whole = Path(tempfile.mkdtemp(prefix="dphybrid-model-"))  # the downloaded folder may be the store's own
     atexit.register(shutil.rmtree, whole, ignore_errors=True)  # links alone, and in use until then
-    shutil.copytree(root, whole, copy_function=_linked, dirs_exist_ok=True)
+    shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
     inside = (whole / "checkpoint").resolve()
     for entry in _entries(page):
         target = inside / entry["name"]
@@ -90,12 +89,8 @@ def _with_left_out(root: Path) -> Path:
             )
         target.parent.mkdir(parents=True, exist_ok=True)  # uploads leave out empty folders
         target.unlink(missing_ok=True)
-        _linked(source, target)
+        os.symlink(source, target)
     return whole
-
-
-_linked = os.symlink if POSIX else shutil.copyfile
-"""Windows lets administrators alone make links."""
 
 
 def _entries(page: Path) -> list[dict[str, Any]]:

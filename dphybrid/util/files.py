@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dphybrid.util.errors import UserError
-from dphybrid.util.system import POSIX
 
 _REMEDIES = {
     errno.ENOSPC: "make room on its disk",
@@ -187,9 +186,7 @@ def clear_leftovers(folder: Path, name: str | None = None) -> None:
 
 def sync(path: Path) -> None:
     """Have the disk keep a file's bytes, or a folder's entries."""
-    if not POSIX and path.is_dir():
-        return  # Windows opens no folders
-    handle = os.open(path, os.O_RDONLY if POSIX else os.O_RDWR)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -1,19 +1,16 @@
 """Locks of the kernel: they end with their process, however that ends.
 
-The library filelock takes them (flock; LockFileEx on Windows) on files that are opened here, for a holder may
-keep its page in the file, and some files go with their lock. What it has not is a look that takes nothing: a
-shared lock, for which reading another user's file is enough, and two who look are no holder to each other.
-That alone is `fcntl`'s.
+A holder may keep its page in the locked file, and some files go with their lock. Looking takes a shared lock:
+reading another user's file is enough for that, and two who look do not see each other.
 """
 
+import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import lock_descriptor, unlock_descriptor
-
-from dphybrid.util.system import NO_LINK, POSIX
+from dphybrid.util.system import NO_LINK
 
 
 class FileLock:
@@ -45,13 +42,10 @@ class FileLock:
     def release(self) -> None:
         """Give the lock back."""
         if self._handle is not None:
-            if self._temporary and POSIX:
+            if self._temporary:
                 self.path.unlink(missing_ok=True)
             os.close(self._handle)
             self._handle = None
-            if self._temporary and not POSIX:
-                with suppress(PermissionError):  # another process has opened it meanwhile, and keeps it
-                    self.path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -80,18 +74,16 @@ def is_held(path: Path) -> bool:
 def lock(handle: int, wait: bool = False) -> bool:
     """Lock an open file for this handle alone; return False when another handle has it and `wait` is not
     set."""
-    return lock_descriptor(handle, blocking=wait)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_locked(handle: int) -> bool:
     """Return whether another handle than this one has the lock on its file. While one looks, which takes
-    microseconds, `lock` without waiting fails elsewhere; on Windows another look finds it locked, too."""
-    try:
-        import fcntl
-    except ImportError:
-        if free := lock_descriptor(handle, blocking=False):
-            unlock_descriptor(handle)
-        return not free
+    microseconds, `lock` without waiting fails elsewhere."""
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -103,8 +95,6 @@ def is_locked(handle: int) -> bool:
 def stands_at(path: Path, handle: int) -> bool:
     """Return whether the open file still has this name. One that was removed before it was locked has not:
     the next process would lock another."""
-    if not POSIX:  # an open file keeps its name there
-        return True
     try:
         return os.path.samestat(path.lstat(), os.fstat(handle))
     except FileNotFoundError:

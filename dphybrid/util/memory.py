@@ -1,6 +1,7 @@
 """Memory of this process as the system gives and takes it."""
 
 import ctypes
+import resource
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt(3)
@@ -25,12 +26,5 @@ def keep_freed_memory() -> bool:
 
 
 def page_faults() -> int:
-    """Return how often this process has waited for the system to give a page of memory, so far. On Windows,
-    how often it met a page that it did not have: those of files, too."""
-    try:
-        import resource
-    except ImportError:
-        import psutil
-
-        return int(getattr(psutil.Process().memory_info(), "num_page_faults", 0))
+    """Return how often this process has waited for the system to give a page of memory, so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -2,7 +2,7 @@
 whole ones or says what is wrong."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -14,7 +14,7 @@ _SUM = "page_sha256"
 
 
 class Page(BaseModel):
-    """What a subclass declares, as a file. version: 0 for files that were written before pages had one."""
+    """The fields that a subclass declares, as a file."""
 
     VERSION: ClassVar[int] = 1
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
@@ -22,22 +22,11 @@ class Page(BaseModel):
     version: int = VERSION
 
     @classmethod
-    def upgraded(cls, values: Any) -> Any:
-        """Return the values of a file without a version as this version has them."""
-        return values
-
-    @classmethod
     def read(cls, path: Path) -> Self:
         """Read a page. Raises UserError when it is not there, damaged, or of a later version."""
         values = read_json(path)
-        if isinstance(values, dict) and (_SUM in values or values.get("version", 0)):
-            if values.pop(_SUM, None) != value_digest(values):
-                raise UserError(
-                    f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})"
-                )
-        else:
-            values = cls.upgraded(values)
-            values = {**values, "version": 0} if isinstance(values, dict) else values
+        if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
+            raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
         try:
             page = cls.model_validate(values)
         except ValidationError as error:

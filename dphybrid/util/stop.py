@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
 
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "a request to end (SIGTERM)"}
-if hasattr(signal, "SIGHUP"):  # Windows has none
-    _NAMES[signal.SIGHUP] = "the end of its terminal (SIGHUP)"
+_NAMES = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "a request to end (SIGTERM)",
+    signal.SIGHUP: "the end of its terminal (SIGHUP)",
+}
 
 
 class Interrupted(KeyboardInterrupt):

@@ -1,26 +1,11 @@
-"""What not every system has: asked here, and said to people where nothing stands for it.
-
-Linux and macOS have it all but what is in /proc. On Windows one trains on the CPU; what other users or
-services share (leases, workers, ranks) is refused by `need_posix`.
-"""
+"""What the system offers this process."""
 
 import os
 
-from dphybrid.util.errors import UserError
-
-POSIX = hasattr(os, "getuid")
-"""Linux or macOS: files have owners, open ones can be renamed and removed, and a process can fork."""
-
-NOT_INHERITED = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOINHERIT", 0) | getattr(os, "O_BINARY", 0)
-"""Flags of `os.open`: bytes as they are, and for this process alone."""
-NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | NOT_INHERITED
-"""And besides: no links are followed, and nothing is waited for."""
-
-
-def need_posix(what: str, instead: str = "") -> None:
-    """Raise UserError on Windows. what: starts the message. instead: what else one can do there."""
-    if not POSIX:
-        raise UserError(f"{what}: not on Windows; use WSL 2{instead and f', or {instead}'}")
+NOT_INHERITED = os.O_CLOEXEC
+"""Flag of `os.open`: the handle is for this process alone."""
+NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | NOT_INHERITED
+"""Flags of `os.open`: follow no link, and wait for nothing."""
 
 
 def num_cores() -> int:

@@ -25,7 +25,7 @@ from tests.reliability.scenarios import SCENARIOS, options_of, write_files
 
 TRIALS = os.environ.get("DPHYBRID_FAULTS", "4")
 SEED = int(os.environ.get("DPHYBRID_FAULTS_SEED") or (random.randrange(2**32) if LONG else 0))
-CLICKS = Path(__file__).parent.parent / "fixtures" / "run_without_version" / "clicks.csv"
+CLICKS = Path(__file__).parent.parent / "fixtures" / "clicks.csv"
 OPTIONS = [
     "recipe=ctr",
     f"data.path={CLICKS}",

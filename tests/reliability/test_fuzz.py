@@ -26,7 +26,7 @@ from dphybrid.orchestration.validate import check_prefect_yaml
 from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
-from dphybrid.run.train import prepare_data
+from dphybrid.run.train import prepare_data, run_job
 from dphybrid.tracking.delivery import deliver
 from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.sender import Sender
@@ -36,7 +36,7 @@ from dphybrid.util.digests import value_digest
 from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.reliability.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, SCHEMA, edited
-from tests.reliability.scenarios import write_files
+from tests.reliability.scenarios import options_of, write_files
 
 COUNT = int(os.environ.get("DPHYBRID_FUZZ", "0"))
 
@@ -109,6 +109,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setenv(f"DPHYBRID_{name}", value)
         patch.chdir(root)
         yield root
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    """A data folder with a finished run."""
+    options = options_of("ctr, cpu*2", folder)
+    run_job(load_config(None, options), load_settings(), run_name="fuzzed")
+    return folder / "data"
 
 
 @given(text=st.text(max_size=40) | st.text("autocpd:*,0123456789 -²", max_size=30) | TEXTS)
@@ -226,7 +234,6 @@ def test_deployments(folder: Path, text: bytes) -> None:
     told_or_done(lambda: check_prefect_yaml(folder / "prefect.yaml"))
 
 
-RUN = Path("tests/fixtures/run_without_version/runs/old")
 PAGES: dict[str, Any] = {
     "run.json": RunPage,
     "result.json": ResultPage,
@@ -240,9 +247,9 @@ PAGES: dict[str, Any] = {
 @pytest.mark.parametrize("name", PAGES)
 @given(data=st.data())
 @fuzzed(40)
-def test_pages(folder: Path, name: str, data: st.DataObject) -> None:
+def test_pages(folder: Path, finished: Path, name: str, data: st.DataObject) -> None:
     """Broken bytes, and values that are odd with a sum that is right."""
-    good = next((REPOSITORY / RUN).glob(name)).read_bytes()
+    good = next((finished / "runs" / "fuzzed").glob(name)).read_bytes()
     values = json.loads(good)
     if data.draw(st.booleans()) or not isinstance(values, dict):
         content = data.draw(broken(good))

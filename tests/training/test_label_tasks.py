@@ -18,14 +18,11 @@ from dphybrid.recipes import find_recipe
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
-from dphybrid.run.pages import MetricsPage
 from dphybrid.serving.predict import Predictor
 from dphybrid.tracking.checkpoint_models import _signature
 from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import Confusion
-from dphybrid.util.digests import value_digest
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_json
 
 KINDS = ["red", "green", "blue"]
 VALUES: dict[str, Any] = {
@@ -258,14 +255,6 @@ def test_of_many_classes_the_frequent_ones_are_shown_and_the_others_together() -
     wanted = [*recall_score(labels_B, found_B, labels=shown, average=None)]
     wanted.append(recall_score(labels_B, found_B, labels=others, average="micro"))
     assert confusion.recall == pytest.approx(wanted)
-
-
-def test_a_page_of_one_figure_is_read(tmp_path: Path) -> None:
-    chart = {"name": "calibration", "title": "t", "xlabel": "x", "ylabel": "y", "points": [[0.1, 0.2]]}
-    values = {"version": 1, "metrics": {"auc": 0.5}, "chart": chart}
-    write_json(tmp_path / "metrics.json", values | {"page_sha256": value_digest(values)})
-    (found,) = MetricsPage.read(tmp_path / "metrics.json").charts
-    assert found.points == [(0.1, 0.2)]
 
 
 class OwnBinary(type(find_recipe("ctr"))):  # type: ignore[misc]

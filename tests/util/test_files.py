@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.util import files
-from dphybrid.util.digests import note_verified, verify_files
+from dphybrid.util.digests import note_verified, value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import (
     clear_leftovers,
@@ -183,11 +183,12 @@ def test_a_page_tells_any_damage(tmp_path: Path) -> None:
 def test_pages_of_other_versions(tmp_path: Path) -> None:
     file = tmp_path / "example.json"
     write_json(file, {"name": "x", "values": {}})
-    assert Example.read(file).version == 0
-    Example(name="x", values={}, version=2).write(file)
-    with pytest.raises(UserError, match="has version 2.*update dphybrid"):
+    with pytest.raises(UserError, match="is damaged or was changed by hand"):
         Example.read(file)
-    write_json(file, {"name": "x"})
+    Example(name="x", values={}, version=2).write(file)
+    with pytest.raises(UserError, match=r"has version 2.*update dphybrid"):
+        Example.read(file)
+    write_json(file, {"name": "x", "page_sha256": value_digest({"name": "x"})})
     with pytest.raises(UserError, match="is no Example: values: Field required"):
         Example.read(file)
 
