@@ -19,7 +19,7 @@ from dphybrid.data import Prepared, open_prepared, source_digest
 from dphybrid.data.table.extend import old_ids, open_base
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes.configs import AnyExperiment, apply_overrides, build_config
+from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.run.folder import read_run
@@ -159,7 +159,10 @@ def _from_champion(
             "share DPHYBRID_DATA_DIR between the "
             "workstations, or register a newly trained model under another name"
         )
-    before, now = (c.model.model_dump(mode="json") for c in (build_config(state.config), config))
+    before, now = (
+        c.model.model_dump(mode="json")
+        for c in (stored_config(state.config, checkpoint / "state.json", config), config)
+    )
     changed = [
         f"{name}: {before.get(name)} -> {value}"
         for name, value in now.items()

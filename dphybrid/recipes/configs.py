@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 
 from dphybrid.config import ExperimentConfig, Section, flatten, merge
+from dphybrid.config.foreign import check_code
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import read_small_text
@@ -163,6 +164,18 @@ _ANY_OBJECT = WithJsonSchema(
 AnyExperiment = Annotated[ExperimentConfig, BeforeValidator(as_config), _ANY_OBJECT]
 """An experiment of any recipe, as a field or parameter: mappings are validated by their recipe's class, which
 no one schema could do."""
+
+
+def stored_config(
+    values: dict[str, Any], page: Path, given: ExperimentConfig | None = None
+) -> ExperimentConfig:
+    """Return the config that the page of a run or checkpoint holds.
+
+    given: a config of the user's own, which may name the same code. Raises UserError, also for a page from
+    elsewhere that names code of packages that are not allowed.
+    """
+    check_code(values, page, given.model_dump() if given else {})
+    return build_config(values)
 
 
 def given_values(config: ExperimentConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
 from dphybrid.parallel import Devices
-from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.pages import RunPage
 from dphybrid.util.errors import UserError
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def config(self) -> ExperimentConfig:
-        return build_config(self.page.config)
+        return stored_config(self.page.config, self.folder / "run.json")
 
     def open_data(self, verified: bool = False) -> Prepared:
         """Open the run's prepared data. verified: by its sums, too, once. Raises UserError when it is gone or

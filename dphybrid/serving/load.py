@@ -1,6 +1,5 @@
 """Models back from checkpoints, on any devices."""
 
-import os
 from pathlib import Path
 
 from torch import nn
@@ -8,7 +7,7 @@ from torch import nn
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.context import build_from_config
 from dphybrid.run.folder import Run, all_runs, read_run
 from dphybrid.run.pages import ResultPage
@@ -17,7 +16,6 @@ from dphybrid.tracking.opening import store_to_read
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
-from dphybrid.util.importing import is_allowed
 
 
 def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: bool = False) -> nn.Module:
@@ -25,37 +23,14 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
 
     mapped: its tables stay in the checkpoint's files, and memory holds only rows that were looked up.
     Raises UserError when the folder is no checkpoint or does not fit, and when it comes from elsewhere and
-    its model is built by code that is not allowed to.
+    names code that is not allowed to run.
     """
     state = verify_checkpoint(Path(folder))
-    config = build_config(state.config)
-    _check_factory(config.model.factory, Path(folder), load_settings())
+    config = stored_config(state.config, Path(folder) / "state.json")
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, state.info, resolve_devices(devices))
     load_weights(Path(folder), model, mapped)
     return model
-
-
-def _check_factory(factory: str | None, folder: Path, settings: Settings) -> None:
-    """Raise UserError when a checkpoint from elsewhere names a function of a package that the settings do not
-    allow."""
-    if factory is None or _is_own(folder, settings):
-        return
-    if not is_allowed(factory, settings.factory_packages):
-        package = factory.partition(":")[0].partition(".")[0]
-        raise UserError(
-            f"{folder}: this checkpoint is none of your own runs in {settings.runs_dir}, and its "
-            f"model.factory={factory!r} would run code of package "
-            f"{package!r}; if you trust it, set DPHYBRID_FACTORY_PACKAGES={package}"
-        )
-
-
-def _is_own(folder: Path, settings: Settings) -> bool:
-    """Tell whether a checkpoint was written by this user's own runs, or recorded by them in the embedded
-    store."""
-    place = folder.resolve()
-    own = any(place.is_relative_to(root.resolve()) for root in (settings.runs_dir, settings.mlflow_dir))
-    return own and (place / "state.json").stat().st_uid == os.getuid()
 
 
 def find_checkpoint(which: str, settings: Settings) -> Path:

@@ -26,7 +26,7 @@ from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Rows, as_numbers, check_rejected, plain_notation
 from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
-from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import verify_checkpoint
@@ -81,7 +81,7 @@ class Predictor:
         table."""
         self.folder = Path(folder)
         state = verify_checkpoint(self.folder)
-        config = build_config(state.config)
+        config = stored_config(state.config, self.folder / "state.json")
         if not (self.folder / "encoder").is_dir():
             raise UserError(
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
@@ -308,7 +308,7 @@ def _no_value(series: pl.Series, data: TableDataConfig) -> pl.Series:
 def open_predictor(folder: Path, devices: str = "cpu", batch_size: int = 8192) -> Any:
     """Return what a checkpoint's recipe predicts with: a `Predictor`, or the recipe's own. Raises UserError
     when it has none."""
-    config = build_config(verify_checkpoint(folder).config)
+    config = stored_config(verify_checkpoint(folder).config, folder / "state.json")
     own = find_recipe(config.recipe).predictor(
         folder, config, lambda: model_from_checkpoint(folder, devices, mapped=True), batch_size
     )

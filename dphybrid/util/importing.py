@@ -27,24 +27,25 @@ def importing_much() -> Iterator[None]:
             gc.enable()
 
 
-def is_allowed(path: str, packages: str) -> bool:
-    """Is `package.module:NAME` of dphybrid, or of one of `packages` (separated by commas)?"""
+def check_import(path: str, place: str, packages: str | None = None) -> None:
+    """Raise UserError when `path`, given in `place`, is of neither dphybrid nor an allowed package.
+
+    packages: names separated by commas, for a file that somebody else wrote. None: this process's rule, which
+    allows any package unless a worker started it.
+    """
+    packages = os.environ.get(ONLY) if packages is None else packages
     module = path.partition(":")[0]
-    names = ["dphybrid", *filter(None, (name.strip() for name in packages.split(",")))]
-    return any(module == name or module.startswith(f"{name}.") for name in names)
-
-
-def check_import(path: str, place: str) -> None:
-    """Raise UserError where this process may not import `path`, which was given in `place`."""
-    packages = os.environ.get(ONLY)
-    if packages is None or is_allowed(path, packages):
+    if packages is None or any(module == name or module.startswith(f"{name}.") for name in _names(packages)):
         return
-    package = path.partition(":")[0].partition(".")[0]
+    package = module.partition(".")[0]
     raise UserError(
-        f"{place} = {path!r}: this worker runs code of {packages and f'{packages} and '}dphybrid alone, for "
-        f"whoever reaches Prefect's server names it; set DPHYBRID_FACTORY_PACKAGES={package} for the worker "
-        "where that package is trusted"
+        f"{place} = {path!r} would run code of package {package!r}; if you trust it, set "
+        f"DPHYBRID_FACTORY_PACKAGES={package} (for a worker, where it starts)"
     )
+
+
+def _names(packages: str) -> list[str]:
+    return ["dphybrid", *filter(None, (name.strip() for name in packages.split(",")))]
 
 
 def import_callable(path: str, place: str) -> Any:

@@ -11,9 +11,10 @@ import torch
 import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.folder import read_run
 from dphybrid.run.train import run_job
 from dphybrid.tracking.loader import _with_left_out
-from dphybrid.util.digests import file_digest
+from dphybrid.util.digests import file_digest, value_digest
 from dphybrid.util.errors import UserError
 
 FACTORY = """\
@@ -89,7 +90,7 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
         monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", packages)
         with pytest.raises(
             UserError,
-            match=r"model.factory='mymodels:make' would run code .* set DPHYBRID_FACTORY_PACKAGES=mymodels",
+            match=r"model.factory = 'mymodels:make' would run code .* set DPHYBRID_FACTORY_PACKAGES=mymodels",
         ):
             dphybrid.load_model(str(elsewhere))
     link = load_settings().runs_dir / "link"
@@ -100,3 +101,38 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
     monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", "others, mymodels")
     for key, value in dphybrid.load_model(str(elsewhere)).state_dict().items():
         assert torch.equal(value, own.state_dict()[key])
+
+
+EVIL = """\
+import pathlib
+pathlib.Path("imported").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("recipe", "evilmod:Nothing"), ("model.factory", "evilmod:make"), ("train.callbacks", ["evilmod:tell"])],
+)
+@pytest.mark.parametrize("page", ["state.json", "run.json"])
+def test_no_name_in_a_page_from_elsewhere_imports_code(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: object, page: str
+) -> None:
+    (tmp_path / "evilmod.py").write_text(EVIL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    report = run_job(load_config(None, ["recipe=toy", "train.epochs=1"]), load_settings())
+    given = Path(report.best_checkpoint)
+    shutil.move(given.parents[1], tmp_path / "elsewhere")
+    folder = tmp_path / "elsewhere" / (given.relative_to(given.parents[1]) if page == "state.json" else ".")
+    content = json.loads((folder / page).read_text())
+    content.pop("page_sha256", None)
+    section, _, name = field.partition(".")
+    if name:
+        content["config"][section][name] = value
+    else:
+        content["config"][section] = value
+    (folder / page).write_text(json.dumps(content | {"page_sha256": value_digest(content)}))
+    read = dphybrid.load if page == "state.json" else lambda name: read_run(name).config
+    with pytest.raises(UserError, match=f"{page}: none of your own runs wrote it; {field} = 'evilmod:"):
+        read(str(folder))
+    assert not (tmp_path / "imported").exists()
