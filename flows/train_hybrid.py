@@ -54,8 +54,8 @@ def train_hybrid(
         resume: "latest", or a run's name, to go on from its newest checkpoint.
         skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0:
             never.
-        nodes: Machines that train it together, with a rank for each device, or their part of
-            `cluster.ranks`; 1: the one whose worker takes the run.
+        nodes: Machines that train it together, with a process for each device, or their part of
+            the config's cluster; 1: the one whose worker takes the run.
         machines: Names of their workers; empty: any that are online.
     """
     if late := too_late(skip_if_late_min):

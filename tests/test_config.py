@@ -15,7 +15,6 @@ from dphybrid.recipes.configs import (
     field_types,
     given_values,
     load_config,
-    stored_config,
 )
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
 from dphybrid.util.errors import UserError
@@ -169,16 +168,6 @@ def test_without_a_recipe_the_data_says_which_one_is_meant(
         told = capsys.readouterr().out
         assert (f"Recipe: {recipe}, as data." in told) == (recipe != "text")
     assert load_config(None, ["recipe=text", "data.path=movies.csv"]).recipe == "text"
-
-
-def test_a_config_written_before_recipes_had_their_own_fields_is_read() -> None:
-    page = build_config({"recipe": "hybrid", "train": {"epochs": 3}}).model_dump(mode="json")
-    page["data"] = {"path": "clicks.csv", "window": 64, "label": None}
-    page["model"] |= {"kind": "lstm", "hidden": 10, "penalty": 0.0}
-    assert stored_config(page) == build_config({"recipe": "hybrid", "train": {"epochs": 3}})
-    page["model"]["nonsense"] = 1
-    with pytest.raises(UserError, match="nonsense"):
-        stored_config(page)
 
 
 def test_a_given_value_that_the_new_recipe_does_not_have_is_told() -> None:

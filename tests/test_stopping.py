@@ -18,6 +18,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder, leasing, politeness
 from dphybrid.orchestration import clients, guard
 from dphybrid.recipes.configs import build_config
+from dphybrid.run import start, trainer
 from dphybrid.run import train as job
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from tests.fake_nvml import gpu, write_state
@@ -86,7 +87,7 @@ class Server:
 WHO = ["devices --ask", "SIGTERM", "end of hours", "Prefect's cancel"]
 
 
-@pytest.mark.parametrize("when", ["build_from_config", "load_checkpoint"])
+@pytest.mark.parametrize("when", ["build_trained", "load_checkpoint"])
 @pytest.mark.parametrize("who", WHO)
 def test_a_request_before_the_first_step_ends_the_run(
     who: str,
@@ -98,19 +99,20 @@ def test_a_request_before_the_first_step_ends_the_run(
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     checkpoints = tmp_path / "data" / "runs" / "run" / "checkpoints"
     loading = when == "load_checkpoint"
+    where = start if loading else trainer
     if loading:
         run(1, StopRequest())
     before = sorted(checkpoints.glob("*"))
     stop = StopRequest()
     with asker(who, stop, tmp_path, monkeypatch) as somebody:
-        done = getattr(job, when)
+        done = getattr(start, when)
 
         def ask_meanwhile(*args: Any, **more: Any) -> Any:
             result = done(*args, **more)
             somebody.now()
             return result
 
-        monkeypatch.setattr(job, when, ask_meanwhile)
+        monkeypatch.setattr(where, when, ask_meanwhile)
         with pytest.raises(Interrupted, match="stopped by ") as caught:
             run(3, stop, "run" if loading else None)
     assert caught.value.run == "run"
@@ -118,7 +120,7 @@ def test_a_request_before_the_first_step_ends_the_run(
     assert caught.value.signal_number == (signal.SIGTERM if who == "SIGTERM" else None)
     assert sorted(checkpoints.glob("*")) == before
     assert find_holder(tmp_path / "leases", FIRST_GPU) is None
-    monkeypatch.setattr(job, when, done)
+    monkeypatch.setattr(where, when, done)
     monkeypatch.delenv("DPHYBRID_TRAINING_HOURS", raising=False)
     assert run(3, StopRequest(), "run").run_name == "run"
 

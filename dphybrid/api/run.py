@@ -97,8 +97,7 @@ class TrainedRun:
         from dphybrid.run.pages import ResultPage
 
         rows = ResultPage.read(self._trained("result.json")).history
-        named = [{name.replace("held-out", "validation"): row[name] for name in row} for row in rows]
-        return pl.DataFrame(named, infer_schema_length=None)
+        return pl.DataFrame(rows, infer_schema_length=None)
 
     @property
     def checkpoint(self) -> Path:
@@ -140,7 +139,7 @@ class TrainedRun:
 
     def report(self) -> "RunReport":
         """Return what the run came to, as text, values and a page. Raises UserError before it has ended."""
-        return RunReport(self._run, self._trained("report.json"))
+        return RunReport(self._run, self._settings, self._trained("report.json"))
 
     def _trained(self, page: str) -> Path:
         file = self.folder / page
@@ -167,10 +166,10 @@ class RunReport:
     """What a run came to. `text`: the lines that the command line prints; `page()`: the report as HTML; a
     notebook shows it."""
 
-    def __init__(self, run: "Run", file: Path) -> None:
+    def __init__(self, run: "Run", settings: Settings, file: Path) -> None:
         from dphybrid.run.pages import Report
 
-        self._run = run
+        self._run, self._settings = run, settings
         self.values: Report = Report.read(file)
 
     @property
@@ -183,7 +182,7 @@ class RunReport:
         data is gone."""
         from dphybrid.run.report import report_page
 
-        return report_page(self._run)
+        return report_page(self._run, self._settings)
 
     def save(self, file: str | Path) -> Path:
         """Write the page to a file. Raises UserError when that cannot be done."""

@@ -81,11 +81,6 @@ def train(
             raise UserError(
                 f"callbacks: {callback!r} is no function; train={{'callbacks': [...]}} takes paths"
             )
-    if callbacks and checked.cluster.ranks:
-        raise UserError(
-            f"callbacks: cluster.ranks={checked.cluster.ranks} trains in other processes, which cannot call "
-            "them; leave them out, or use cluster.ranks=0"
-        )
     if framed:
         checked = _with_frames(checked, framed, settings)
     from dphybrid.run.train import run_job  # after the checks: torch takes its time

@@ -32,15 +32,15 @@ def train(args: argparse.Namespace) -> int:
         from dphybrid.run.train import run_job
         from dphybrid.util.stop import Interrupted
 
-    if config.cluster.ranks:
-        from dphybrid.run.cluster import is_joined, join_job
+    if config.cluster.several:
+        from dphybrid.run.joined import is_joined, join_job
 
         if is_joined():
             try:
                 joined = join_job(config, settings, args.run_name, resume, tags_from_args(args))
             except Interrupted as interruption:
                 print(interruption)
-                return 0  # for torchrun this rank has done what it should: it is not started again
+                return 0  # for torchrun this process has done what it should: it is not started again
             if joined is not None:
                 _show(joined, report_path)
             return 0
@@ -67,10 +67,11 @@ def plan(args: argparse.Namespace) -> int:
 
     config, settings = load_config(args.config, overrides_from_args(args)), load_settings()
     batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
-    if config.cluster.ranks:
-        from dphybrid.run.cluster import ranks_plan
+    if config.cluster.several:
+        from dphybrid.cluster.plan import plan_text
 
-        print(ranks_plan(config, settings, batch_size, args.nodes, args.link_gbit, args.table_rows))
+        recipe, nodes = find_recipe(config.recipe), args.nodes
+        print(plan_text(recipe, config, settings, batch_size, nodes, args.link_gbit, args.table_rows))
         return 0
     rows = _rows_of_epoch(config, settings) if args.rows is None else args.rows
     if batch_size < 1 or rows < 1:
@@ -161,7 +162,7 @@ def prepare(args: argparse.Namespace) -> int:
         raise UserError(
             f"--schema {args.schema}: recipe {config.recipe} has no columns; {', '.join(tabular_names())} has"
         )
-    folder = Path(prepare_data(config, load_settings()))
+    folder = prepare_data(config, load_settings()).data.path
     if args.schema is not None:
         shutil.copyfile(folder / "schema.toml", args.schema)
         print(f"Roles: {args.schema}; edit it and give it back with --data.schema-file {args.schema}")

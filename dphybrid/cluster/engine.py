@@ -1,8 +1,8 @@
-"""How several ranks take a step, evaluate and write checkpoints as one process would: `training.together` in
-the plural."""
+"""The engine of several ranks: they take a step, evaluate and write checkpoints as one process does."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +10,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dphybrid.cluster.launch import OUTCOME, Meeting, train_in_ranks
 from dphybrid.cluster.ranks import Ranks
+from dphybrid.cluster.refusals import refuse_label_for_ranks, refuse_model_for_ranks, refuse_ranks
 from dphybrid.cluster.spread import Spread
-from dphybrid.cluster.table import SpreadTable, spread_table
+from dphybrid.cluster.table import spread_table
 from dphybrid.config import ExperimentConfig, TrainConfig
+from dphybrid.config.settings import Settings
+from dphybrid.data import Prepared
 from dphybrid.data.batches import part_of
 from dphybrid.embedding import dense_parameters
-from dphybrid.parallel import Split
+from dphybrid.embedding.storage import deferred_rows
+from dphybrid.parallel import Devices, Split, resolve_devices
+from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import Progress, Trained, dense_state
+from dphybrid.training.engine import Engine, Step
 from dphybrid.training.finite import NotFinite, first_bad_row, kept_buffers
 from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.session import Session
-from dphybrid.training.together import Step, Together
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import StopRequest
+from dphybrid.util.stop import Interrupted, StopRequest
+
+NODES = "dphybrid.nodes"
+"""Tag of a run: its machines."""
 
 
 class SpreadWriter(CheckpointWriter):
@@ -60,16 +69,80 @@ class SpreadWriter(CheckpointWriter):
         return Path(path)
 
 
-class ManyRanks(Together):
-    """The ranks of one training; table: the model's, spread over them."""
+class ClusterEngine(Engine):
+    """Training by `cluster.ranks` processes, which share the rows of the model's one table.
 
-    def __init__(self, ranks: Ranks, table: SpreadTable, parameters: list[nn.Parameter]) -> None:
-        self.ranks, self.table, self._parameters = ranks, table, parameters
-        self.part = (ranks.rank, ranks.size)
+    ranks: this process among them; None in the process that starts them.
+    """
+
+    mapped = True
+
+    def __init__(self, config: ExperimentConfig, ranks: Ranks | None = None) -> None:
+        super().__init__(config)
+        if ranks is not None:
+            self.ranks, self.part = ranks, (ranks.rank, ranks.size)
         self._asked = False
-        self._batch_rows = 0
+        self._batch_rows = self._steps = 0
         self._bytes = 0.0
-        self._steps = 0
+
+    def check(
+        self, one_process: bool, settings: Settings, devices: str, callbacks: Sequence[Callback], here: int
+    ) -> None:
+        refuse_ranks(self.config, one_process, settings, devices, callbacks, here)
+
+    def check_data(self, data: Prepared, tabular: bool) -> None:
+        if tabular:
+            refuse_label_for_ranks(self.config, data)
+
+    def check_model(self, model: nn.Module) -> None:
+        refuse_model_for_ranks(self.config, model)
+
+    def launch(
+        self, folder: Path, devices: str, settings: Settings, stop: StopRequest, meeting: Meeting | None
+    ) -> bool:
+        """Train a built run; a rank that dies is started again with all others, from the newest checkpoint,
+        `cluster_restarts` times.
+
+        meeting: with other machines, each of which starts as many ranks; None: all are here. Raises UserError
+        for what the ranks refuse, Interrupted when they were stopped.
+        """
+        (folder / OUTCOME).unlink(missing_ok=True)
+        outcome = train_in_ranks(folder, self.config.cluster.ranks, settings, stop, meeting)
+        if outcome.state == "refused":
+            raise UserError(outcome.words)
+        if outcome.state == "stopped":
+            if not stop.pending:  # a signal to the ranks themselves; or another machine is wanted for others
+                stop.ask("a request to a rank", requeue=meeting is not None)
+            interruption = stop.interruption()
+            raise Interrupted(outcome.words, interruption.signal_number, interruption.requeue)
+        return True
+
+    def tags(self, tags: Mapping[str, str]) -> dict[str, str]:
+        # one machine, unless the tags say more: a resumed run may have had others
+        return {NODES: "1", **tags, "dphybrid.ranks": str(self.config.cluster.ranks)}
+
+    def shown_devices(self, devices: str, tags: Mapping[str, str]) -> str:
+        nodes = int(tags.get(NODES, "1"))
+        return f"{nodes} x {self.config.cluster.ranks // nodes} ranks on {devices}"
+
+    def num_parts(self, devices: str, in_first_split: int = 0) -> int:
+        return in_first_split or self.config.cluster.ranks  # a resume may have changed their number
+
+    def devices(self, text: str) -> Devices:
+        return resolve_devices(str(self.ranks.device))
+
+    def new_tables(self, filled: bool) -> AbstractContextManager[None]:
+        return deferred_rows()
+
+    def place(self, model: nn.Module) -> None:
+        """Spread the one table of a model that was built without rows over all ranks. Raises UserError when
+        it does not fit."""
+        config = self.config
+        self.table = spread_table(model, self.ranks, config.table, config.train.batch_size, first_bad_row)
+        self._parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
+
+    def obey(self, stop: StopRequest, when: str) -> None:
+        """All agree on it in their first step."""
 
     def step(self, session: Session, batch: dict[str, Tensor], alone: Step) -> tuple[Tensor, Tensor]:
         """Take one step with this rank's part of the batch; return loss and weight over all ranks."""
@@ -131,7 +204,7 @@ class ManyRanks(Together):
         whole = {name: self._gathered(values, rows, batch_size) for name, values in sorted(outputs.items())}
         return self.ranks.told(task.compute(whole) if self.ranks.leads else None)
 
-    def writer(self, folder: Path, trained: Trained, full_every: int, *encoder: Any) -> CheckpointWriter:
+    def writer(self, folder: Path, trained: Trained, *encoder: Any) -> CheckpointWriter:
         return SpreadWriter(self.ranks, self.table.spread, folder, trained, *encoder)
 
     def read(self, trained: Trained, load: Callable[[], Any] | None) -> Any:
@@ -256,14 +329,6 @@ class ManyRanks(Together):
             dist.recv(there, rank)
             parts.append(there.split([row[rank] for row in sizes]))
         return torch.cat([piece for of_batch in zip(*parts, strict=True) for piece in of_batch])
-
-
-def spread_over(ranks: Ranks, model: nn.Module, config: ExperimentConfig) -> ManyRanks:
-    """Spread the one table of a model that was built without rows over all ranks. Raises UserError when it
-    does not fit."""
-    table = spread_table(model, ranks, config.table, config.train.batch_size, first_bad_row)
-    parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
-    return ManyRanks(ranks, table, parameters)
 
 
 def _seed(config: TrainConfig, progress: Progress, ranks: Ranks) -> int:

@@ -22,6 +22,7 @@ from typing import IO, Literal
 
 import psutil
 
+from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 from dphybrid.util.shared_files import OddFileError, own_folder
@@ -38,6 +39,9 @@ STORE = "DPHYBRID_CLUSTER_STORE"
 STOP_FILE = "DPHYBRID_CLUSTER_STOP_FILE"
 LOOPBACK = "127.0.0.1"
 OUTCOME = "ranks.json"
+
+PROGRAM = "dphybrid.run.joined"
+"""The module that a rank runs, with the run's folder. Tests of the processes put another one here."""
 
 
 class Outcome(Page):
@@ -126,6 +130,27 @@ def rank_environment(settings: Mapping[str, object], address: str = LOOPBACK) ->
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             known[name] = interface if address == LOOPBACK else os.environ.get(name, interface)
     return {**os.environ, **values, **known}
+
+
+def train_in_ranks(
+    folder: Path, ranks: int, settings: Settings, stop: StopRequest, meeting: Meeting | None
+) -> Outcome:
+    """Train the run of a folder by this machine's share of its ranks; return how they ended.
+
+    meeting: with other machines; None: all ranks are here. Raises UserError when they died too often.
+    """
+    logs, meeting = folder / "ranks", meeting or Meeting()
+    here = ranks // meeting.nodes
+    print(f"Starting {here} ranks; what the others than the first print is in {logs}", flush=True)
+    environment = rank_environment(settings.model_dump(mode="json"), meeting.address)
+    restarts = settings.cluster_restarts
+    code = run_ranks(here, (PROGRAM, str(folder)), folder, environment, restarts, stop, meeting)
+    if not (folder / OUTCOME).is_file():
+        raise UserError(
+            f"the ranks of run {folder.name} ended with exit code {code}, after {restarts} restarts at most; "
+            f"what they said is above and in {logs}; go on from the newest checkpoint with --resume"
+        )
+    return Outcome.read(folder / OUTCOME)
 
 
 def run_ranks(

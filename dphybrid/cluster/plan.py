@@ -6,12 +6,27 @@ Arithmetic on paper, not a measurement: the network at nine tenths of its rate, 
 import math
 from dataclasses import dataclass
 
+from dphybrid.cluster.refusals import refuse_label_for_ranks, refuse_model_for_ranks
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings
+from dphybrid.data.batches import batches
+from dphybrid.embedding import DeclaresIds, dense_parameters, find_tables
+from dphybrid.embedding.lookup import each_lookup
+from dphybrid.embedding.storage import available_memory_bytes, deferred_rows
+from dphybrid.parallel import resolve_devices
+from dphybrid.recipes.context import build_from_config
+from dphybrid.recipes.recipe import Recipe
+from dphybrid.util.errors import UserError
+
 LINK_USED = 0.9
 UNIQUE_SHARE = 0.5
 """Of the ids of a rank's part of a batch; skewed columns have fewer."""
 
 HOST_NS_PER_ID = (15.0, 24.0)
 """What a host table costs one machine for each id of a batch: sorting, reading, updating."""
+
+PAPER_COLUMNS, PAPER_DENSE = 26, 5_000_000
+"""Of a model whose data is not there yet: id columns, and parameters of its blocks."""
 
 ID_BYTES, NUMBER_BYTES = 8, 4
 SLOW_LINK_GBIT = 25.0
@@ -109,19 +124,42 @@ class ClusterPlan:
         return f"the ranks may pay with more than 8 GPUs; the table fits into one machine, too ({here})"
 
 
-def paper_table(work: Workload, ranks_a_node: int, links_gbit: tuple[float, ...] = (25, 100, 400)) -> str:
-    """Return a Markdown table of 1 to 64 machines."""
-    head = [
-        "machines",
-        "ranks",
-        "GiB a rank",
-        "MB sent a step",
-        *(f"ms at {link:g} Gbit/s" for link in links_gbit),
-    ]
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    for nodes in (1, 2, 4, 8, 16, 32, 64):
-        plans = [ClusterPlan(work, nodes * ranks_a_node, nodes, link) for link in links_gbit]
-        cells = [str(nodes), str(plans[0].ranks), f"{plans[0].rank_bytes / 2**30:.3g}"]
-        cells += [f"{plans[0].sent_bytes / 1e6:.3g}", *(f"{plan.network_ms:.2g}" for plan in plans)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def plan_text(
+    recipe: Recipe,
+    config: ExperimentConfig,
+    settings: Settings,
+    batch_size: int,
+    nodes: int,
+    link_gbit: float,
+    table_rows: int | None = None,
+) -> str:
+    """Return what `dphybrid plan --cluster.ranks W` prints.
+
+    table_rows: of a table that is not there yet; None: the data is prepared and the model built from it.
+    Raises UserError for numbers that make no plan.
+    """
+    ranks = config.cluster.ranks
+    if not 1 <= nodes <= ranks or link_gbit <= 0 or batch_size < 1 or (table_rows or 1) < 1:
+        raise UserError(
+            f"--nodes {nodes} --link-gbit {link_gbit:g} --batch-size {batch_size} --table-rows {table_rows}: "
+            f"use 1 to {ranks} machines (there are {ranks} ranks), and numbers above 0"
+        )
+    states = 0 if config.table.optimizer == "sgd" else 1
+    if table_rows is not None:
+        dim = int(config.model.model_dump().get("dim", 64))
+        work = Workload(table_rows, dim, batch_size * PAPER_COLUMNS, PAPER_DENSE, states)
+    else:
+        data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
+        if recipe.tabular:
+            refuse_label_for_ranks(config, data)
+        with deferred_rows():
+            model = build_from_config(config, data.info, resolve_devices("cpu"))
+        refuse_model_for_ranks(config, model)
+        (table,) = find_tables(model).values()
+        if not isinstance(model, DeclaresIds):
+            raise UserError("the model declares no table_ids(batch); give --table-rows N")
+        sample = next(batches(data.dataset("train"), batch_size, seed=0, epoch=0, shuffle=False))
+        ids = sum(ids.numel() for wanted in model.table_ids(sample).values() for ids in each_lookup(wanted))
+        dense = sum(parameter.numel() for parameter in dense_parameters(model))
+        work = Workload(table.num_rows, table.dim, ids, dense, states)
+    return ClusterPlan(work, ranks, nodes, link_gbit).text(available_memory_bytes())

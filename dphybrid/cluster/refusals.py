@@ -1,15 +1,19 @@
 """What several ranks would not compute as one process does, or cannot do yet: refused before work starts."""
 
+import platform
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from torch import nn
 
+from dphybrid import __version__
+from dphybrid.cluster.ranks import Ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
 from dphybrid.data.table.labels import Label
 from dphybrid.embedding import find_tables
-from dphybrid.recipes.registry import find_recipe
+from dphybrid.training.callbacks import Callback
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 
@@ -19,17 +23,20 @@ NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
 
 
 def refuse_ranks(
-    config: ExperimentConfig, settings: Settings, devices: str, local_ranks: int | None = None
+    config: ExperimentConfig,
+    one_process: bool,
+    settings: Settings,
+    devices: str,
+    callbacks: Sequence[Callback] = (),
+    here: int = 0,
 ) -> None:
     """Raise UserError with the reason and the remedy when a config cannot be trained by its `cluster.ranks`.
 
-    devices: of this machine, for its local_ranks (None: all are here). A config of one process passes.
+    one_process: the recipe was not tried with several. devices: of this machine, for its `here` ranks (0: all
+    are here). callbacks: functions, beside those of the config.
     """
     ranks = config.cluster.ranks
-    if not ranks:
-        return
-    reason = _reason(config, settings, devices, local_ranks or ranks)
-    if reason:
+    if reason := _reason(config, one_process, settings, devices, callbacks, here or ranks):
         raise UserError(f"cluster.ranks={ranks}: {reason}; or use cluster.ranks=0, one process")
     check_installed(ranks)
 
@@ -37,8 +44,6 @@ def refuse_ranks(
 def refuse_model_for_ranks(config: ExperimentConfig, model: nn.Module) -> None:
     """Raise UserError when a model's tables are not what several ranks can hold: one, of a width that the
     kernels know."""
-    if not config.cluster.ranks:
-        return
     tables = find_tables(model)
     if len(tables) == 1:
         (table,) = tables.values()
@@ -60,9 +65,7 @@ def refuse_model_for_ranks(config: ExperimentConfig, model: nn.Module) -> None:
 
 
 def refuse_label_for_ranks(config: ExperimentConfig, data: Prepared) -> None:
-    """Raise UserError when several ranks have not been tried with a table's label, or its weights."""
-    if not config.cluster.ranks or not find_recipe(config.recipe).tabular:
-        return
+    """Raise UserError when several ranks have not been tried with the label of a table, or its weights."""
     task = Label.of(data.info).task
     if task != "binary" or "weights_B" in data.manifest.arrays:
         what = f"data.weight={data.manifest.facts.get('weight')}" if task == "binary" else f"a {task} label"
@@ -93,10 +96,17 @@ def installed_version(package: str) -> str:
         return ""
 
 
-def _reason(config: ExperimentConfig, settings: Settings, devices: str, local_ranks: int) -> str:
+def _reason(
+    config: ExperimentConfig,
+    one_process: bool,
+    settings: Settings,
+    devices: str,
+    callbacks: Sequence[Callback],
+    here: int,
+) -> str:
     table, train, ranks = config.table, config.train, config.cluster.ranks
     names = parse_device_spec(devices).names
-    if find_recipe(config.recipe).one_process:
+    if one_process:
         return (
             f"recipe {config.recipe} was not tried with several ranks; use ctr, or a recipe of your own with "
             "one table"
@@ -121,19 +131,45 @@ def _reason(config: ExperimentConfig, settings: Settings, devices: str, local_ra
         return f"train.precision={train.precision} was not tried with several ranks; use float32"
     if train.compile:
         return "train.compile was not tried with several ranks; leave it out"
-    if train.callbacks:
-        return "train.callbacks would be called in one of the ranks alone; leave them out"
+    if train.callbacks or callbacks:
+        return "callbacks (train.callbacks) cannot be called: other processes train; leave them out"
     if train.check_split:
         return "train.check_split looks at replicas of one process; check first, with one process"
     if train.warm_start and config.data.model_dump().get("base"):
         return "train.warm_start with data.base grows a table in one process; train a step there, then resume"
     if train.batch_size < ranks:
         return f"train.batch_size={train.batch_size} leaves ranks without rows; use at least {ranks}"
-    if parse_device_spec(devices).text != "cpu" and len(names) != local_ranks:
+    if parse_device_spec(devices).text != "cpu" and len(names) != here:
         return (
             f"devices={devices} are {len(names)}, and each rank has one; use devices=cpu, or as many GPUs as "
-            f"ranks here, {local_ranks}"
+            f"ranks here, {here}"
         )
     if parse_device_spec(devices).virtual:
         return f"devices={devices} are virtual; each rank has one device of its own, use devices=cpu"
     return ""
+
+
+def versions() -> dict[str, str]:
+    """Return what must be the same on all machines of a job."""
+    return {"dphybrid": __version__} | {name: installed_version(name) for name in ("torch", "torchrec")}
+
+
+def difference(host: str, facts: Mapping[str, str], wanted_on: str, wanted: Mapping[str, str]) -> str | None:
+    """Return which of its facts differ on a host from another one's, and what to do; None: none."""
+    for what, value in facts.items():
+        if value != wanted.get(what, ""):
+            return (
+                f"{host} has {what} {value[:16] or 'not at all'}, {wanted_on} has "
+                f"{wanted.get(what, '')[:16]}; give all machines the same files and versions"
+            )
+    return None
+
+
+def refuse_differences(ranks: Ranks, digest: str) -> None:
+    """Raise UserError that names the first rank whose versions or data differ from rank 0's."""
+    everyone = ranks.all_told((platform.node(), {"prepared data": digest, **versions()}))
+    for rank, (host, facts) in enumerate(everyone):
+        if found := difference(
+            f"rank {rank} on {host}", facts, f"rank 0 on {everyone[0][0]}", everyone[0][1]
+        ):
+            raise UserError(found)

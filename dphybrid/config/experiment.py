@@ -135,10 +135,6 @@ class TrainConfig(Section):
     callbacks: Names = ()
     """Functions of your own as package.module:NAME, separated by commas, called after each epoch with what it
     came to; numbers that they return are logged as own/NAME."""
-    # No switch: Prefect's form sends those as off where nobody touched them.
-    verify_data: Literal["beside", "off"] = "beside"
-    """beside reads the prepared data once more while training, at a fifth of a core and of the disk, and ends
-    before the next checkpoint where a byte is not as it was written."""
     compile: bool = False
     """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results
     differ by rounding."""
@@ -171,6 +167,15 @@ class ClusterConfig(Section):
     """Processes that hold the table in rows and train together, on TorchRec; 0: one process with the table in
     its host memory."""
 
+    @property
+    def several(self) -> bool:
+        """Do several processes train?"""
+        return self.ranks > 0
+
+    def on_each(self, machines: int) -> int:
+        """Return how many processes each of so many machines has; 0: one that has no part in a cluster."""
+        return self.ranks // machines
+
 
 class ExperimentConfig(Section):
     """A whole experiment. Each recipe has a class of its own below this one, with its own sections and
@@ -195,7 +200,7 @@ class ExperimentConfig(Section):
     @model_serializer(mode="wrap")
     def _without_an_unused_cluster(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
-        if not self.cluster.ranks:
+        if not self.cluster.several:
             values.pop("cluster", None)  # pages of one process are what they were before there were more
         return values
 

@@ -45,10 +45,11 @@ class Settings(BaseSettings):
     come from elsewhere; for a worker also model.factory and recipe of the runs it takes. Your own commands,
     and runs in your data_dir, may name any."""
     cluster_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds that a rank of a cluster's run waits for the others in anything that they do together; one that
-    is gone is noticed at once."""
+    """Seconds that a process of a cluster's run waits for the others in anything that they do together; one
+    that is gone is noticed at once."""
     cluster_restarts: int = Field(default=3, ge=0)
-    """How often the ranks of a run are started again, from its newest checkpoint, after one of them died."""
+    """How often the processes of a cluster's run are started again, from its newest checkpoint, after one
+    died."""
     cluster_wait_s: float = Field(default=600.0, gt=0)
     """Seconds that a run over several machines waits for all of them to begin, with their GPUs free."""
     cluster_address: str = ""

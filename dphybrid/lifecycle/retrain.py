@@ -20,7 +20,6 @@ from dphybrid.data.table.extend import old_ids, open_base
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
-from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.run.folder import read_run
 from dphybrid.run.pages import ResultPage
@@ -267,12 +266,12 @@ def compare_on_validation_rows(run_folder: str, settings: Settings, min_gain: fl
     """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's
     validation rows."""
     run = read_run(run_folder)
-    config, data = run.config, run.open_data()
-    devices = resolve_devices(run.page.devices)
-    task, outputs = find_recipe(config.recipe).task(data.info), []
+    experiment = run.experiment(settings)
+    config, data, task = experiment.config, experiment.data, experiment.task
+    devices, outputs = resolve_devices(run.page.devices), []
     for name in ("champion", "challenger"):
         with unfilled_rows():
-            network = build_from_config(config, data.info, devices, settings.table_folder)
+            network = experiment.build(devices)
         if name == "champion":
             assert config.train.warm_start is not None
             warm_start(Path(config.train.warm_start), network, data)

@@ -17,12 +17,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed, Running
 from pydantic import BaseModel, ConfigDict
 
-from dphybrid.cluster.launch import Meeting, address_towards
+from dphybrid.cluster.launch import Meeting, address_towards, train_in_ranks
+from dphybrid.cluster.refusals import difference, versions
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way
 from dphybrid.orchestration.queueing import HOME, UNREACHABLE, WORKER, ended, set_state, shown_waiting
-from dphybrid.run.cluster import difference, follow_ranks, versions
 from dphybrid.run.folder import Run, read_run
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest, stop_signals
@@ -92,7 +92,7 @@ def seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
 def follow(seat: Seat, stop: StopRequest) -> State:
     """Be one of the other machines of a run: start its ranks here; return the state to end in."""
     with seated(seat, stop) as (run, meeting):
-        outcome = follow_ranks(run, load_settings(), stop, meeting)
+        outcome = train_in_ranks(run.folder, run.config.cluster.ranks, load_settings(), stop, meeting)
     stop.obey()
     if outcome.state == "trained":
         return Completed(message=f"run {seat.run} is trained")

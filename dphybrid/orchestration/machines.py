@@ -31,6 +31,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling
 
 from dphybrid.cluster.launch import Meeting, address_towards
+from dphybrid.cluster.refusals import versions
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.leasing import expected_devices
@@ -43,7 +44,6 @@ from dphybrid.orchestration.queueing import (
     WORKER_LABEL,
 )
 from dphybrid.recipes.configs import apply_overrides
-from dphybrid.run.cluster import versions
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
@@ -63,7 +63,7 @@ def check_nodes(config: ExperimentConfig, nodes: int) -> None:
         )
 
 
-def with_ranks(config: ExperimentConfig, nodes: int, settings: Settings) -> ExperimentConfig:
+def over_machines(config: ExperimentConfig, nodes: int, settings: Settings) -> ExperimentConfig:
     """Return the config for so many machines: where it names no ranks, with one for each device of each
     machine, as many as this one has. Raises UserError."""
     check_nodes(config, nodes)

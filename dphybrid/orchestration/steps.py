@@ -21,10 +21,11 @@ from dphybrid.config.settings import load_settings
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way
 from dphybrid.orchestration.guard import watched_flow_run
-from dphybrid.orchestration.machines import gathered, other_workers, with_ranks
+from dphybrid.orchestration.machines import gathered, other_workers, over_machines
 from dphybrid.orchestration.queueing import shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress
 from dphybrid.run import train as job
+from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import find_tagged_run, read_run
 from dphybrid.run.report import attached
 from dphybrid.util.masking import masked
@@ -66,9 +67,9 @@ def step(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 @step("prepare")
-def prepare(config: ExperimentConfig, local_ranks: int | None = None) -> str:
+def prepare(config: ExperimentConfig, here: int = 0) -> str:
     """Make the prepared data; return its folder."""
-    return job.prepare_data(config, load_settings(), local_ranks)
+    return str(job.prepare_data(config, load_settings(), here=here).data.path)
 
 
 @step("build")
@@ -83,14 +84,12 @@ def build(
 ) -> str:
     """Check the model and open its MLflow run; return the run folder."""
     settings = load_settings()
-    folder = job.build_run(
-        config, settings, prepared, devices, run_name=run_name, resume=resume, tags=tags, links=links
-    )
-    run = read_run(folder)
+    experiment = Experiment.open(config, settings, prepared)
+    run = job.build_run(experiment, devices, run_name=run_name, resume=resume, tags=tags, links=links)
     address = attached(run, settings).run_url if run.page.run_id else ""
     shown = [config.recipe, devices, *filter(None, [config.checkpoint.register_as])]
     show_run(runtime.flow_run.id, run.folder.name, shown, address)
-    return folder
+    return str(run.folder)
 
 
 @step("train")
@@ -101,19 +100,22 @@ def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, An
         gathered(others, run_folder, settings) if others else nullcontext() as meeting,
         shown_progress(runtime.flow_run.id) as tell,
     ):
-        return job.train_run(run_folder, settings, stop, [tell], meeting=meeting).model_dump()
+        run = read_run(run_folder)
+        return job.train_run(run, run.experiment(settings), stop, [tell], meeting).model_dump()
 
 
 @step("evaluate")
 def evaluate(run_folder: str) -> dict[str, float]:
     """Evaluate the best checkpoint on the validation rows."""
-    return job.evaluate_run(run_folder, load_settings())
+    run = read_run(run_folder)
+    return job.evaluate_run(run, run.experiment(load_settings()))
 
 
 @step("report")
 def report(run_folder: str) -> job.Report:
     """Write the report and the flow run's artifacts."""
-    done = job.report_run(run_folder, load_settings())
+    run = read_run(run_folder)
+    done = job.report_run(run, run.experiment(load_settings()))
     try:
         _publish(done)
     except (httpx.HTTPError, PrefectException) as error:
@@ -160,13 +162,13 @@ def trained(
     Raises Interrupted when it has to stop before the end.
     """
     settings, flow_run_id = load_settings(), runtime.flow_run.id
-    config = with_ranks(config, nodes, settings)
+    config = over_machines(config, nodes, settings)
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     with watched_flow_run(flow_run_id, stop), ExitStack() as held:
         others = other_workers(nodes, machines, settings, stop) if nodes > 1 else []
-        prepared = prepare(config, config.cluster.ranks // nodes or None)
+        prepared = prepare(config, config.cluster.on_each(nodes))
         stop.obey("before it was built")
-        replicas = job.resumed_replicas(config, settings, prepared, resume)
+        replicas = job.resumed_replicas(Experiment.open(config, settings, prepared), resume)
         with shown_waiting(flow_run_id) as tell:
             name = run_name or runtime.flow_run.name or config.recipe
             leased = leased_devices(config, settings, run=name, replicas=replicas, on_wait=tell, stop=stop)
@@ -176,9 +178,9 @@ def trained(
             all_tags |= {"dphybrid.nodes": str(nodes), "dphybrid.other_machines": ", ".join(others)}
         with giving_way(devices, settings, stop), stop_signals(stop):
             folder = build(config, prepared, devices.text, run_name, resume, all_tags, _links())
-            with job.closing_run(folder, settings):
+            with job.closing_run(read_run(folder), settings):
                 train(folder, stop, others)
-        with job.closing_run(folder, settings):
+        with job.closing_run(read_run(folder), settings):
             evaluate(folder)
             stop.obey("after its evaluation")
             return report(folder)

@@ -13,6 +13,7 @@ from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.data.batches import Dataset
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import Devices
+from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import import_callable
@@ -73,26 +74,30 @@ def build_from_config(
     devices: Devices,
     table_folder: Path | None = None,
     rows: Dataset | None = None,
+    recipe: Recipe | None = None,
 ) -> nn.Module:
     """Build the model of an experiment; see `ModelContext` for the rest and `build_model` for the errors.
 
-    table_folder: is made when it is not there.
+    table_folder: is made when it is not there. recipe: the config's, where it was found before.
     """
     if table_folder is not None:
         table_folder.mkdir(parents=True, exist_ok=True)
     context = ModelContext(
         devices, info, config.model, config.train.seed, config.table.dtype, table_folder, rows
     )
-    return build_model(config.recipe, context)
+    return build_model(recipe or config.recipe, context)
 
 
-def build_model(recipe: str, context: ModelContext[Any]) -> nn.Module:
+def build_model(recipe: Recipe | str, context: ModelContext[Any]) -> nn.Module:
     """Build the model with torch's generator seeded, so that equal configs start from equal weights.
+
+    recipe: the recipe, or its name.
 
     Raises UserError when the factory cannot be imported or returns something else than a module.
     """
+    recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
     path = context.options.factory
-    factory: Factory = import_callable(path, "model.factory") if path else find_recipe(recipe).build
+    factory: Factory = import_callable(path, "model.factory") if path else recipe.build
     torch.manual_seed(context.seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(context.dtype)
@@ -101,6 +106,6 @@ def build_model(recipe: str, context: ModelContext[Any]) -> nn.Module:
     finally:
         torch.set_default_dtype(default)
     if not isinstance(model, nn.Module):
-        where = f"model.factory={path!r}" if path else f"recipe {recipe}: build"
+        where = f"model.factory={path!r}" if path else f"recipe {recipe.key}: build"
         raise UserError(f"{where}: returned a {type(model).__name__}; return a torch.nn.Module")
     return model

@@ -42,7 +42,7 @@ class Recipe:
     table, train, checkpoint: what differs from the defaults of these common sections.
     tabular: its samples are rows of a table read by `dphybrid.data.table`: they have a schema file, grow when
     files arrive (retraining), and rows of new files can be scored (predict).
-    one_process: it was not tried with several ranks, and `cluster.ranks` is refused.
+    one_process: it was not tried with several processes, and a config with `cluster` is refused.
     prints_shapes: say of a split what PyTorch's data-parallel tutorial says, a line a replica, not one line.
     """
 

@@ -3,12 +3,10 @@
 from contextlib import closing
 from pathlib import Path
 
-from dphybrid.config.settings import Settings
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes.context import build_from_config
-from dphybrid.recipes.registry import find_recipe
-from dphybrid.run.folder import Run, read_run
+from dphybrid.run.experiment import Experiment
+from dphybrid.run.folder import Run
 from dphybrid.run.pages import MetricsPage, ResultPage
 from dphybrid.run.report import attached
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, verify_checkpoint
@@ -16,18 +14,16 @@ from dphybrid.training.loop import evaluate, validation_outputs
 from dphybrid.util.errors import UserError
 
 
-def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
+def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     """Evaluate the best checkpoint on the validation rows, and on test rows where the data has some
     (`test_...`); log it all as `final/...`."""
-    run = read_run(run_folder)
-    config, data = run.config, run.open_data()
-    result = ResultPage.read(run.folder / "result.json")
-    best, mapped = Path(result.best_checkpoint), config.cluster.ranks > 0  # it may not fit into this machine
+    data, task, mapped = experiment.data, experiment.task, experiment.engine.mapped
+    best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
     with deferred_rows() if mapped else unfilled_rows():
-        model = build_from_config(config, data.info, resolve_devices(run.page.devices), settings.table_folder)
+        model = experiment.build(resolve_devices(run.page.devices))
     _check_best(best, run)
     load_weights(best, model, mapped)
-    task, batch_size = find_recipe(config.recipe).task(data.info), config.train.batch_size
+    batch_size = experiment.config.train.batch_size
     outputs = validation_outputs(model, data.dataset("valid"), batch_size, task)
     metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []
     if "test" in data.parts:
@@ -36,7 +32,7 @@ def evaluate_run(run_folder: str, settings: Settings) -> dict[str, float]:
             for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
         }
     MetricsPage(metrics=metrics, charts=list(charts)).write(run.folder / "metrics.json")
-    with closing(attached(run, settings)) as tracker:
+    with closing(attached(run, experiment.settings)) as tracker:
         tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
     return metrics
 

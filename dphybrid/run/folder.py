@@ -5,9 +5,10 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,10 +17,9 @@ import torch
 from dphybrid import __version__
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
-from dphybrid.data import Prepared
 from dphybrid.parallel import Devices
 from dphybrid.recipes.configs import stored_config
-from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.experiment import Experiment
 from dphybrid.run.pages import RunPage
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, sync
@@ -36,27 +36,40 @@ class Run:
     folder: Path
     page: RunPage
 
-    @property
+    @cached_property
     def config(self) -> ExperimentConfig:
         return stored_config(self.page.config, self.folder / "run.json")
 
-    def open_data(self, verified: bool = False) -> Prepared:
-        """Open the run's prepared data. verified: by its sums, too, once. Raises UserError when it is gone or
-        damaged."""
-        return find_recipe(self.config.recipe).open(Path(self.page.prepared), verified)
+    def experiment(self, settings: Settings) -> Experiment:
+        """Resolve what the run is made of. Raises UserError when its prepared data is gone or damaged."""
+        return Experiment.open(self.config, settings, self.page.prepared)
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
 
-def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which: str) -> Run:
+_FIXED = (
+    "recipe",
+    "model.",
+    "table.optimizer",
+    "table.dtype",
+    "train.optimizer",
+    "train.seed",
+    "train.batch_size",
+    "data.",
+)
+"""Values that a resumed run cannot change."""
+
+
+def find_run(experiment: Experiment, which: str) -> Run:
     """Return the run to resume: the newest of this recipe ("latest") or the one named (or with that MLflow
     id).
 
     Raises UserError when there is none, and when model, tables or data differ from the config's, naming each
     difference.
     """
+    settings, config, data = experiment.settings, experiment.config, experiment.data
     runs = all_runs(settings, which)
     if which == "latest":
         runs = [run for run in runs if run.page.recipe == config.recipe]
@@ -70,21 +83,11 @@ def find_run(settings: Settings, config: ExperimentConfig, data: Prepared, which
     run = runs[-1]
     if is_held(run.folder / LOCK):
         raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
-    fixed = (
-        "recipe",
-        "model.",
-        "table.optimizer",
-        "table.dtype",
-        "train.optimizer",
-        "train.seed",
-        "train.batch_size",
-        "data.",
-    )
     before, now = flatten(run.config.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     changed = [
         f"{name}: {before.get(name)} -> {now[name]}"
         for name in now
-        if name.startswith(fixed) and before.get(name) != now[name]
+        if name.startswith(_FIXED) and before.get(name) != now[name]
     ]
     if run.page.data_digest != data.digest and not changed:
         changed = [f"data digest: {run.page.data_digest} -> {data.digest} (the file changed)"]
@@ -142,18 +145,6 @@ def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | No
     return found[0].folder.name if found else None
 
 
-def data_source(config: ExperimentConfig) -> str:
-    """Return what the data was read from, for people: the path, or the recipe that makes it."""
-    path = config.data.model_dump().get("path")
-    return str(path) if path else f"built in, recipe {config.recipe}"
-
-
-def shown_devices(config: ExperimentConfig, devices: str, tags: Mapping[str, str]) -> str:
-    """Return what a run computes on, for people: its devices, or machines x ranks on these."""
-    ranks, nodes = config.cluster.ranks, int(tags.get("dphybrid.nodes", "1"))
-    return f"{nodes} x {ranks // nodes} ranks on {devices}" if ranks else devices
-
-
 def environment_tags() -> dict[str, str]:
     """Return what a result may depend on: versions, machine, commit."""
     tags = {"version.dphybrid": __version__} | {
@@ -181,13 +172,16 @@ def _git(*words: str) -> str:
     ).stdout.strip()
 
 
-def new_run_folder(settings: Settings, config: ExperimentConfig, devices: Devices, name: str | None) -> Path:
+def new_run_folder(experiment: Experiment, devices: Devices, name: str | None) -> Path:
     """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError for an
     unusable name."""
     if name is not None and (not name.strip() or Path(name).name != name or name.startswith(".")):
         raise UserError(f"run name {name!r}: use a plain name without slashes, it also names a folder")
-    where = devices.text.replace("*", "x").replace(":", "").replace(",", "+")
-    base = name or f"{find_recipe(config.recipe).name}-{where}-{time.strftime('%m%d-%H%M%S')}"
+    settings, where = (
+        experiment.settings,
+        devices.text.translate({ord("*"): "x", ord(":"): "", ord(","): "+"}),
+    )
+    base = name or f"{experiment.recipe.name}-{where}-{time.strftime('%m%d-%H%M%S')}"
     make_folder(settings.runs_dir)
     for attempt in range(1, 1000):
         folder = settings.runs_dir / (base if attempt == 1 else f"{base}-{attempt}")

@@ -6,11 +6,9 @@ from typing import Any
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
-from dphybrid.data import Prepared
-from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import given_values
-from dphybrid.recipes.registry import find_recipe
-from dphybrid.run.folder import Run, data_source, read_run, shown_devices
+from dphybrid.run.experiment import Experiment
+from dphybrid.run.folder import Run
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, SplitsPage
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.balance import balance_warnings
@@ -44,16 +42,14 @@ def attached(run: Run, settings: Settings) -> Tracker:
     return tracker
 
 
-def report_run(run_folder: str, settings: Settings) -> Report:
+def report_run(run: Run, experiment: Experiment) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
-    run = read_run(run_folder)
+    settings, engine = experiment.settings, experiment.engine
     result, splits = ResultPage.read(run.folder / "result.json"), SplitsPage.read(run.folder / "splits.json")
     evaluated = MetricsPage.read(run.folder / "metrics.json")
-    data = run.open_data()
     tracker = attached(run, settings)
     table = [row.table_row() for row in splits.rows]
-    of_ranks = sum(row.number == 1 for row in splits.rows)  # a resume may have changed their number
-    replicas = of_ranks if run.config.cluster.ranks else len(resolve_devices(result.devices))
+    replicas = engine.num_parts(result.devices, in_first_split=sum(row.number == 1 for row in splits.rows))
     warnings = balance_warnings(table, replicas, result.system, result.stages)
     if result.steps_skipped:
         warnings.insert(
@@ -62,12 +58,12 @@ def report_run(run_folder: str, settings: Settings) -> Report:
             "no finite numbers",
         )
     embedded = bool(run.page.run_id) and settings.mlflow_uri is None
-    name, not_registered = run.config.checkpoint.register_as or "", ""
+    name, not_registered = experiment.config.checkpoint.register_as or "", ""
     if name:
         not_registered = tracker.register(name, checkpoint_uid(Path(result.best_checkpoint)), "challenger")
     report = Report(
         run_name=run.folder.name,
-        devices=shown_devices(run.config, result.devices, run.page.tags),
+        devices=engine.shown_devices(result.devices, run.page.tags),
         run_id=run.page.run_id,
         run_url=tracker.run_url,
         tracking_uri=tracker.tracking_uri,
@@ -90,28 +86,29 @@ def report_run(run_folder: str, settings: Settings) -> Report:
     )
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
-    tracker.log_summary(_summary(result, splits, run.config))
+    tracker.log_summary(_summary(result, splits, experiment.config))
     pictures = _pictures(result, table, evaluated.charts)
     for name, picture in pictures.items():
         tracker.log_figure(name, picture)
     tracker.log_file(run.folder / "report.json", "")
-    tracker.log_text("config.json", run.config.model_dump_json(indent=1))
-    facts = report.model_dump() | _facts(table, run, data, result, evaluated)
-    values = run.config.model_dump(mode="json")
+    tracker.log_text("config.json", experiment.config.model_dump_json(indent=1))
+    facts = report.model_dump() | _facts(table, experiment, result, evaluated)
+    values = experiment.config.model_dump(mode="json")
     tracker.log_text(REPORT_PAGE, run_report_html(facts, values, pictures, run.page.links))
     tracker.set_description(run_report_markdown(facts, values, run.page.links))
     tracker.finish("FINISHED")
     return report
 
 
-def report_page(run: Run) -> str:
+def report_page(run: Run, settings: Settings) -> str:
     """Return the report of a finished run as a page of HTML that needs nothing else. Raises UserError when
     the run has not ended, or its data is gone."""
     report = Report.read(run.folder / "report.json")
     result, table = ResultPage.read(run.folder / "result.json"), [row.table_row() for row in report.splits]
     evaluated = MetricsPage.read(run.folder / "metrics.json")
-    facts = report.model_dump() | _facts(table, run, run.open_data(), result, evaluated)
-    values = run.config.model_dump(mode="json")
+    experiment = run.experiment(settings)
+    facts = report.model_dump() | _facts(table, experiment, result, evaluated)
+    values = experiment.config.model_dump(mode="json")
     return run_report_html(facts, values, _pictures(result, table, evaluated.charts), run.page.links)
 
 
@@ -197,16 +194,16 @@ def _pictures(result: ResultPage, table: Table, charts: Sequence[Chart | Confusi
 
 
 def _facts(
-    table: Table, run: Run, data: Prepared, result: ResultPage, evaluated: MetricsPage
+    table: Table, experiment: Experiment, result: ResultPage, evaluated: MetricsPage
 ) -> dict[str, Any]:
     """Return what the run's page tells besides the report."""
     return {
         "splits": table,
         "history": result.history,
         "charts": [chart.model_dump() for chart in evaluated.charts],
-        "tabular": find_recipe(run.config.recipe).tabular,
-        "given": flatten(given_values(run.config)),
-        "data_name": data.path.name,
-        "data_source": data_source(run.config),
-        "data_lines": data.describe().splitlines(),
+        "tabular": experiment.recipe.tabular,
+        "given": flatten(given_values(experiment.config)),
+        "data_name": experiment.data.path.name,
+        "data_source": experiment.source,
+        "data_lines": experiment.data.describe().splitlines(),
     }

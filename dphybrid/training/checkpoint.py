@@ -11,12 +11,12 @@ import re
 import shutil
 import sys
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
@@ -32,11 +32,32 @@ STEP = re.compile(r"step-\d+")
 """Name of a checkpoint's folder."""
 
 
-class Generators(BaseModel):
-    """States of torch's random generators in hex."""
+class Stateful(Protocol):
+    """What a checkpoint holds by name: its state fits into JSON."""
 
-    torch: str
-    cuda: list[str] = []
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Generators:
+    """torch's random generators of this process; their states in hex."""
+
+    def state_dict(self) -> dict[str, Any]:
+        cuda = (
+            [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
+            if torch.cuda.is_initialized()  # by this run: a run on the CPU must not start it
+            else []
+        )
+        return {"torch": torch.get_rng_state().numpy().tobytes().hex(), "cuda": cuda}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        def as_tensor(text: str) -> Tensor:
+            return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+        torch.set_rng_state(as_tensor(state["torch"]))
+        if torch.cuda.is_initialized():
+            for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(as_tensor(text), index)
 
 
 VALIDATION = "validation "
@@ -65,19 +86,19 @@ class Progress:
     skipped: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        old, new = "held-out ", VALIDATION
-        self.history = [
-            {name.replace(old, new): value for name, value in row.items()} for row in self.history
-        ]
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(vars(Progress(**state)))
 
 
 class CheckpointState(Page):
     """`state.json` of a checkpoint: all of it but its tensors. sha256: of each file by its name in the
     folder. since_full: 0, or how many checkpoints before it the last full one was.
 
-    record: what the run's record is told from (splits, the window of metrics, seconds by stage), so that it
-    goes on without a gap.
+    progress, generators, record: the states of `Session.stateful`; record holds those by name from which the
+    run's record goes on without a gap (splits, the window of metrics, seconds by stage).
     """
 
     format: int = 1
@@ -90,7 +111,7 @@ class CheckpointState(Page):
     recipe: str = ""
     info: dict[str, Any] = Field(default_factory=dict)
     optimizer: dict[str, Any]
-    generators: Generators
+    generators: dict[str, Any]
     sha256: dict[str, str]
     record: dict[str, Any] = Field(default_factory=dict)
 
@@ -117,9 +138,8 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
         trained.dense.load_state_dict(_unflatten_optimizer(tensors, page.optimizer))
     if trained.rows is not None:
         _load_row_states(path, trained.rows, find_tables(trained.model))
-    for entry in fields(Progress):
-        setattr(trained.progress, entry.name, getattr(page.progress, entry.name))
-    _restore_generators(page.generators)
+    trained.progress.load_state_dict(page.progress.state_dict())
+    Generators().load_state_dict(page.generators)
     return page
 
 
@@ -271,23 +291,3 @@ def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> di
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     return {"state": state, "param_groups": page["groups"]}
-
-
-def generator_states() -> Generators:
-    """Return the states of torch's generators now."""
-    cuda = (
-        [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_initialized()  # by this run: a run on the CPU must not start it
-        else []
-    )
-    return Generators(torch=torch.get_rng_state().numpy().tobytes().hex(), cuda=cuda)
-
-
-def _restore_generators(states: Generators) -> None:
-    def as_tensor(text: str) -> Tensor:
-        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-    torch.set_rng_state(as_tensor(states.torch))
-    if torch.cuda.is_initialized():
-        for index, text in enumerate(states.cuda[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(as_tensor(text), index)

@@ -61,11 +61,11 @@ class StageClock:
         self._read_marks()
         return dict(self._totals)
 
-    def state(self) -> dict[str, dict[str, float]]:
-        """Return what `restore` takes, fit for JSON: all seconds, and those at the last call of `window`."""
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return all seconds, and those at the last call of `window`, fit for JSON."""
         return {"totals": self.totals, "window": self._window}
 
-    def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Go on from an earlier process's seconds; on a clock that has not run yet."""
         self._totals, self._window = dict(state["totals"]), dict(state["window"])
 

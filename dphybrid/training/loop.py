@@ -15,6 +15,7 @@ from dphybrid.parallel import refuse_split_differences
 from dphybrid.training.callbacks import EpochEnd, call_back
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.display import Display
+from dphybrid.training.engine import Engine
 from dphybrid.training.finite import NotFinite, gradient_sum, kept_buffers, not_finite
 from dphybrid.training.memory import (
     PARTS,
@@ -31,7 +32,6 @@ from dphybrid.training.precision import lower_precision, precisely, summed
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.saving import Saved
 from dphybrid.training.session import Session
-from dphybrid.training.together import ALONE, Together
 from dphybrid.util.errors import UserError
 from dphybrid.util.out_of_memory import is_out_of_memory
 
@@ -41,11 +41,10 @@ def train(session: Session, display: Display, meter: Meter) -> None:
 
     meter: gets the speeds and sums, also of a training that is interrupted.
 
-    Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first. Raises
-    UserError when the data turns out to be damaged: no later checkpoint is written then.
+    Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.
     """
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
-    together = session.together
+    engine = session.engine
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
     ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
     if config.check_split and progress.step == 0:
@@ -62,11 +61,11 @@ def train(session: Session, display: Display, meter: Meter) -> None:
             for batch in seen.batches(pipeline.prefetch(batches_of_epoch(session), ids_of)):
                 set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
                 seen.step_begins()
-                loss, weight = together.step(session, batch, train_step)
+                loss, weight = engine.step(session, batch, train_step)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
-                seen.step_ended(loss, weight, together.num_rows(batch))
+                seen.step_ended(loss, weight, engine.num_rows(batch))
                 session.saver.check()
-                if together.asked(session.stop):
+                if engine.asked(session.stop):
                     path = checkpoint(session, meter)
                     session.saver.wait()
                     raise session.stop.interruption(
@@ -81,7 +80,6 @@ def train(session: Session, display: Display, meter: Meter) -> None:
                 break
         with session.clock.stage("checkpoint"):
             session.saver.wait()
-        session.rereading.check(whole=True)
     if _stale(session) and progress.epoch < config.epochs:
         display.line(f"stopped early: no better {session.task.metric} for {progress.stale_epochs} epochs")
 
@@ -196,16 +194,16 @@ def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 
 def evaluate(
-    model: nn.Module, data: Dataset, batch_size: int, task: Task, together: Together = ALONE
+    model: nn.Module, data: Dataset, batch_size: int, task: Task, engine: Engine | None = None
 ) -> dict[str, float]:
     """Return the task's metrics over all rows of `data`."""
-    outputs = validation_outputs(model, data, batch_size, task, together.part)
-    return together.metrics(outputs, len(data), batch_size, task)
+    outputs = validation_outputs(model, data, batch_size, task, engine.part if engine else (0, 1))
+    return engine.metrics(outputs, len(data), batch_size, task) if engine else task.compute(outputs)
 
 
 @torch.no_grad()
 def validation_outputs(
-    model: nn.Module, data: Dataset, batch_size: int, task: Task, part: tuple[int, int] = ALONE.part
+    model: nn.Module, data: Dataset, batch_size: int, task: Task, part: tuple[int, int] = (0, 1)
 ) -> dict[str, Tensor]:
     """Return what metrics are computed from, on the CPU: a row each of losses, weights, logits, labels, ...
     for a row of `data`, or of this process's part of each batch."""
@@ -237,7 +235,7 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
         )
     with session.clock.stage("evaluate"):
         batch_size, model = session.config.train.batch_size, session.trained.model
-        metrics = evaluate(model, session.valid_data, batch_size, task, session.together)
+        metrics = evaluate(model, session.valid_data, batch_size, task, session.engine)
     train_loss = progress.epoch_loss / max(progress.epoch_weight, 1e-12)
     progress.metrics = metrics
     better = task.better(metrics[task.metric], progress.best_value)
@@ -296,10 +294,6 @@ def checkpoint(session: Session, meter: Meter) -> Path:
     meter.settle()
     progress = copy.deepcopy(session.trained.progress)
 
-    def first() -> None:  # in the thread that writes, as what follows
-        session.rereading.check()
-        session.tracker.keep()
-
     def then(saved: Saved) -> None:
         costs = {
             "system/checkpoint_stall_s": saved.stall_s,
@@ -310,14 +304,8 @@ def checkpoint(session: Session, meter: Meter) -> Path:
         keep_checkpoints(session, progress)
 
     with session.clock.stage("checkpoint"):
-        record = {
-            "splits": session.splits.state(),
-            "clock": session.clock.state(),
-            "meter": meter.state(),
-            "saving": session.saver.costs.model_dump(),
-        }
         values = session.config.model_dump(mode="json")
-        return session.saver.save(values, session.facts, record, then, first)
+        return session.saver.save(values, session.facts, session.stateful, then, session.tracker.keep)
 
 
 def keep_checkpoints(session: Session, progress: Progress) -> None:
@@ -342,7 +330,7 @@ def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
         shuffle=True,
         start_batch=progress.batch,
         shuffle_rows=config.shuffle_rows,
-        part=session.together.part,
+        part=session.engine.part,
     )
 
 

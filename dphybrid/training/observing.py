@@ -47,11 +47,11 @@ class Meter:
         progress.epoch_loss += loss
         progress.epoch_weight += weight
 
-    def state(self) -> dict[str, float]:
-        """Return what `restore` takes, fit for JSON; after `settle`."""
+    def state_dict(self) -> dict[str, float]:
+        """Return what `load_state_dict` takes, fit for JSON; after `settle`."""
         return {"loss": self._loss, "weight": self._weight, "steps": self._steps, "timed": self.times.count}
 
-    def restore(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on within the window of metrics in which a checkpoint was made."""
         self._loss, self._weight = state["loss"], state["weight"]
         self._steps, self.times.count = int(state["steps"]), int(state["timed"])
@@ -81,7 +81,7 @@ class Meter:
                 metrics |= {
                     f"embedding/{name}": value for name, value in self.rows.counters(self._steps).items()
                 }
-            metrics |= session.together.measured()
+            metrics |= session.engine.measured()
             session.tracker.log_metrics(metrics, step)
         self.note = "no loss" if loss is None else f"loss {loss:.4g}"
         self._loss, self._weight, self._steps = 0.0, 0.0, 0

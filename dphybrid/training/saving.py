@@ -29,10 +29,12 @@ from dphybrid.embedding.storage import available_memory_bytes, zero_rows
 from dphybrid.training.checkpoint import (
     FORMAT,
     CheckpointState,
+    Generators,
+    Progress,
+    Stateful,
     Trained,
     dense_state,
     flatten_optimizer,
-    generator_states,
     read_state,
 )
 from dphybrid.training.finite import Rows, check_finite
@@ -131,6 +133,14 @@ class CheckpointWriter:
             self._changes.restore({name: ids_U for name, ids_U in found.items() if ids_U is not None})
             self._versions = self._changes.versions()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the checkpoints have cost."""
+        return self.costs.model_dump()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.costs = SavingCosts.model_validate(state)
+
     def wait(self) -> None:
         """Wait until the checkpoint in hand is written. Raises what its writing failed with."""
         if self._thread is not None:
@@ -147,7 +157,7 @@ class CheckpointWriter:
         self,
         config: Mapping[str, Any],
         facts: Mapping[str, Any],
-        record: Mapping[str, Any] | None = None,
+        stateful: Mapping[str, Stateful] = MappingProxyType({}),
         then: Callable[[Saved], None] = lambda _: None,
         first: Callable[[], None] = lambda: None,
     ) -> Path:
@@ -155,9 +165,10 @@ class CheckpointWriter:
         step again replaces the page alone where the tensors are the same.
 
         config: the experiment's values. facts: what else belongs into state.json (digests of data, devices).
-        record: goes on at a resume. first, then: called before it is written and when it is there, in the
-        thread that writes. Raises UserError, and writes nothing, when a weight or a state is no number any
-        more; and what the writing of the checkpoint before has failed with.
+        stateful: whose states are kept by name, beside the progress and the random generators. first, then:
+        called before it is written and when it is there, in the thread that writes. Raises UserError, and
+        writes nothing, when a weight or a state is no number any more; and what the writing of the checkpoint
+        before has failed with.
         """
         start = time.perf_counter()
         self.wait()
@@ -166,13 +177,15 @@ class CheckpointWriter:
         copies, beside = self._copies()
         check_finite(self._trained.model, self._trained.dense, _named(copies), step, self._folder)
         files, optimizer_page = self._dense()
+        own: dict[str, Stateful] = {"progress": self._trained.progress, "generators": Generators()}
+        states = {name: copy.deepcopy(one.state_dict()) for name, one in {**own, **stateful}.items()}
         page = CheckpointState(
-            progress=copy.deepcopy(self._trained.progress),
+            progress=Progress(**states.pop("progress")),
             config=dict(config),
             optimizer=optimizer_page,
-            generators=generator_states(),
+            generators=states.pop("generators"),
             sha256={},
-            record=copy.deepcopy(dict(record or {})),
+            record=states,
             **facts,
         )
         partly = bool(copies) and all(copied.ids_U is not None for copied in copies.values())

@@ -1,22 +1,21 @@
 """Everything that one training run works with."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data import Dataset
-from dphybrid.data.reread import Rereading
 from dphybrid.tracking import Tracker
 from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import Trained, way_on
+from dphybrid.training.checkpoint import Stateful, Trained, way_on
 from dphybrid.training.clock import StageClock
+from dphybrid.training.engine import Engine
 from dphybrid.training.finite import NotFinite
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
-from dphybrid.training.together import ALONE, Together
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
@@ -28,9 +27,8 @@ class Session:
     """Everything one training run works with.
 
     facts: what else goes into each checkpoint's page; saver writes them. dataset: name and digest of the
-    data. rereading: looks for damage in it meanwhile. profile_steps: steps to record in detail. together: the
-    processes that train, this one alone or several. callbacks: the user's own functions, called after each
-    epoch.
+    data. engine: who trains. profile_steps: steps to record in detail. callbacks: the user's own functions,
+    called after each epoch. stateful: what a checkpoint holds besides `trained`, by name.
     """
 
     config: ExperimentConfig
@@ -46,10 +44,18 @@ class Session:
     saver: CheckpointWriter
     facts: Mapping[str, Any]
     dataset: tuple[str, str]
-    rereading: Rereading
+    engine: Engine
     profile_steps: range = range(0)
-    together: Together = ALONE
     callbacks: Sequence[Callback] = ()
+    stateful: dict[str, Stateful] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.stateful.update(splits=self.splits, clock=self.clock, saving=self.saver)
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Go on from the states of a checkpoint, by name."""
+        for name, state in states.items():
+            self.stateful[name].load_state_dict(state)
 
     def way_on(self) -> str:
         """Say how the run goes on when it ends here; the checkpoint in hand is written first."""

@@ -127,11 +127,11 @@ class SplitLog:
         """Return a row for each replica of each split."""
         return [row for seen in self._seen.values() for row in seen.table()]
 
-    def state(self) -> dict[str, Any]:
-        """Return what `restore` takes, fit for JSON."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes, fit for JSON."""
         return {"rows": [row.model_dump() for row in self.rows()], "lines": self.lines}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint kept."""
         self.lines, self._seen = list(state["lines"]), {}
         by_split: dict[int, list[SplitRow]] = {}

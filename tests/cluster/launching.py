@@ -70,9 +70,8 @@ def built(settings: Settings, name: str, values: list[str], resume: str | None =
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         write_clicks(clicks)
     config = load_config(None, [*BASE, *SMALL, f"data.path={clicks}", *values])
-    prepared = prepare_data(config, settings)
-    devices = config.devices
-    return build_run(config, settings, prepared, devices, run_name=name, resume=resume)
+    experiment = prepare_data(config, settings)
+    return str(build_run(experiment, config.devices, run_name=name, resume=resume).folder)
 
 
 def train_on_ranks(settings: Settings, ranks: int, folders: list[str]) -> None:

@@ -9,17 +9,20 @@ import traceback
 
 import torch
 
+from dphybrid.cluster.engine import ClusterEngine
 from dphybrid.cluster.ranks import joined
 from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import read_run
-from dphybrid.run.train import train_here
+from dphybrid.run.trainer import train_here
 from dphybrid.util.stop import StopRequest
 
 try:
     torch.set_num_threads(1)
     with joined(60.0, torch.device("cpu")) as ranks:
         for folder in sys.argv[1:]:
-            train_here(read_run(folder), load_settings(), StopRequest(), ranks)
+            run = read_run(folder)
+            engine = ClusterEngine(run.config, ranks)
+            train_here(run, run.experiment(load_settings()), StopRequest(), engine)
 except BaseException:  # noqa: BLE001 - printed, and the end of this process
     traceback.print_exc()
     sys.stderr.flush()

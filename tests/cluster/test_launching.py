@@ -83,9 +83,7 @@ def test_what_the_ranks_refuse_is_told_once_and_not_tried_again(
     assert "Going on from" not in capfd.readouterr().out
 
 
-@pytest.mark.skipif(
-    "DPHYBRID_CLUSTER_LONG" not in os.environ, reason="takes a minute: DPHYBRID_CLUSTER_LONG=1"
-)
+@pytest.mark.skipif("DPHYBRID_LONG_TESTS" not in os.environ, reason="takes a minute: DPHYBRID_LONG_TESTS=1")
 def test_a_rank_that_stands_still_is_ended_after_the_limit(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 pytestmark = [
     needs_torchrec,
     pytest.mark.slow,
-    pytest.mark.skipif("DPHYBRID_CLUSTER_LONG" not in os.environ, reason="minutes: DPHYBRID_CLUSTER_LONG=1"),
+    pytest.mark.skipif("DPHYBRID_LONG_TESTS" not in os.environ, reason="minutes: DPHYBRID_LONG_TESTS=1"),
 ]
 OWN = ["model.factory=tests.cluster.mortal:build", "model.dropout=0.2", "checkpoint.every_steps=3"]
 CLUSTER = "train-hybrid/train-cluster"

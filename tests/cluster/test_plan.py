@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.cli.main import main
-from dphybrid.cluster.plan import ClusterPlan, Workload, paper_table
+from dphybrid.cluster.plan import ClusterPlan, Workload
 from tests.conftest import REPOSITORY
 
 TERABYTE = Workload(num_rows=3_900_000_000, dim=64, ids=65_536 * 26, dense=5_000_000)
@@ -19,6 +19,24 @@ def test_bytes_of_a_step_by_hand() -> None:
     assert plan.rows_a_rank == 251
     assert plan.rank_bytes == 251 * 9 * 4 + 160
     assert ClusterPlan(TERABYTE, 8, 1, 10).sent_bytes == 0
+
+
+def paper_table(work: Workload, ranks_a_node: int, links_gbit: tuple[float, ...] = (25, 100, 400)) -> str:
+    """Return a Markdown table of 1 to 64 machines."""
+    head = [
+        "machines",
+        "ranks",
+        "GiB a rank",
+        "MB sent a step",
+        *(f"ms at {link:g} Gbit/s" for link in links_gbit),
+    ]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for nodes in (1, 2, 4, 8, 16, 32, 64):
+        plans = [ClusterPlan(work, nodes * ranks_a_node, nodes, link) for link in links_gbit]
+        cells = [str(nodes), str(plans[0].ranks), f"{plans[0].rank_bytes / 2**30:.3g}"]
+        cells += [f"{plans[0].sent_bytes / 1e6:.3g}", *(f"{plan.network_ms:.2g}" for plan in plans)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def test_the_documented_table_is_the_models() -> None:

@@ -19,7 +19,7 @@ from dphybrid.cluster.refusals import (
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
-from dphybrid.recipes.configs import apply_overrides, given_values, load_config, stored_config
+from dphybrid.recipes.configs import apply_overrides, build_config, given_values, load_config
 from dphybrid.run.train import prepare_data
 from dphybrid.util.errors import UserError
 from tests.cluster.launching import settings_in
@@ -50,7 +50,7 @@ def test_what_has_no_counterpart_is_refused_with_the_remedy(
     values: list[str], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"^cluster\.ranks=2: ") as caught:
-        refuse_ranks(config(*values), settings_in(tmp_path), "cpu")
+        refuse_ranks(config(*values), False, settings_in(tmp_path), "cpu")
     assert words in str(caught.value)
     assert "cluster.ranks=0" in str(caught.value)
 
@@ -58,7 +58,7 @@ def test_what_has_no_counterpart_is_refused_with_the_remedy(
 @pytest.mark.parametrize("recipe", ["kge", "retrieval", "text", "digits"])
 def test_recipes_that_were_not_tried_are_refused(recipe: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"recipe {recipe} was not tried"):
-        refuse_ranks(config(recipe=recipe), settings_in(tmp_path), "cpu")
+        prepare_data(config(recipe=recipe), settings_in(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_recipes_that_were_not_tried_are_refused(recipe: str, tmp_path: Path) ->
 )
 def test_a_rank_has_one_device_of_its_own(devices: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
-        refuse_ranks(config(), settings_in(tmp_path), devices)
+        refuse_ranks(config(), False, settings_in(tmp_path), devices)
 
 
 def test_tables_in_files_are_refused_before_data_is_prepared(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_labels_and_weights_that_were_not_tried_are_refused(
 def test_a_config_of_one_process_is_what_it_was() -> None:
     alone = load_config(None, ["recipe=ctr"])
     assert not any(name.startswith("cluster") for name in flatten(alone.model_dump()))
-    assert stored_config(alone.model_dump(mode="json")) == alone
+    assert build_config(alone.model_dump(mode="json")) == alone
     two = apply_overrides(alone, ["cluster.ranks=2"])
     assert given_values(two) == {"recipe": "ctr", "cluster": {"ranks": 2}}
-    assert stored_config(two.model_dump(mode="json")).cluster.ranks == 2
+    assert build_config(two.model_dump(mode="json")).cluster.ranks == 2
     assert apply_overrides(two, ["train.epochs=1"]).cluster.ranks == 2
 
 
@@ -127,11 +127,13 @@ def test_one_process_imports_nothing_of_the_ranks_engine(tmp_path: Path) -> None
     code = """
 import sys
 from tests.cluster.launching import built, settings_in
+from dphybrid.run.folder import read_run
 from dphybrid.run.train import train_run
 from dphybrid.util.stop import StopRequest
 from pathlib import Path
 settings = settings_in(Path(sys.argv[1]))
-train_run(built(settings, "one", ["train.epochs=1"]), settings, StopRequest())
+run = read_run(built(settings, "one", ["train.epochs=1"]))
+train_run(run, run.experiment(settings), StopRequest())
 heavy = ("torchrec", "fbgemm_gpu", "tensordict", "dphybrid.cluster.sharding")
 print("found:", *[name for name in heavy if name in sys.modules])
 """

@@ -12,6 +12,7 @@ import torch
 
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.folder import read_run
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import evaluate_run, run_job, train_run
 from dphybrid.serving.load import model_from_checkpoint
@@ -46,7 +47,13 @@ MORTAL += ["model.dropout=0.2", "cluster.ranks=2"]
 
 
 def train_alone(settings: Settings, folder: str) -> None:
-    train_run(folder, settings, StopRequest())
+    run = read_run(folder)
+    train_run(run, run.experiment(settings), StopRequest())
+
+
+def evaluated(folder: str, settings: Settings) -> dict[str, float]:
+    run = read_run(folder)
+    return evaluate_run(run, run.experiment(settings))
 
 
 def history(folder: str) -> list[dict[str, float]]:
@@ -108,7 +115,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 @pytest.fixture(scope="module")
 def four(two: Launched) -> Launched:
     """Two cases on four ranks, all in the long form, and the run of two ranks, which goes on."""
-    cases = list(CASES) if "DPHYBRID_CLUSTER_LONG" in os.environ else ["clipped", "half-used"]
+    cases = list(CASES) if "DPHYBRID_LONG_TESTS" in os.environ else ["clipped", "half-used"]
     on = built(two.settings, "spread", [*FLAT, "cluster.ranks=4", "train.epochs=2"], resume="spread")
     return Launched(two.settings, launch(two.settings, 4, cases, [on]), on)
 
@@ -119,7 +126,7 @@ def test_two_ranks_are_as_two_virtual_devices_and_their_checkpoints_are_everyone
     for alone, ranks in two.pairs:
         assert_same(alone, ranks)
     settings, clipped = two.settings, two.pairs[0][1]
-    metrics = evaluate_run(clipped, settings)
+    metrics = evaluated(clipped, settings)
     assert metrics["auc"] == pytest.approx(max(row["validation auc"] for row in history(clipped)), abs=1e-9)
     best = ResultPage.read(Path(clipped) / "result.json").best_checkpoint
     model = model_from_checkpoint(best, "cpu")
@@ -152,7 +159,7 @@ def test_a_killed_rank_goes_on_with_the_same_bits_and_all_is_one_record(
     sums = [read_state(Path(run.checkpoint)).sha256 for run in runs]
     assert sums[0] == sums[1]
     assert runs[0].history == runs[1].history
-    assert killed.metrics == evaluate_run(two.undisturbed, two.settings)
+    assert killed.metrics == evaluated(two.undisturbed, two.settings)
     client = mlflow.MlflowClient(recorded.tracking_uri)
     (experiment,) = client.search_experiments(filter_string="name = 'dphybrid'")
     (run,) = client.search_runs([experiment.experiment_id])

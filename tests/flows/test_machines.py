@@ -15,12 +15,12 @@ from uuid import UUID
 import psutil
 import pytest
 
+from dphybrid.cluster.refusals import versions
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.joining import SEAT, Seat, same_run
 from dphybrid.orchestration.machines import check_nodes, with_ranks
 from dphybrid.recipes.configs import apply_overrides, load_config
-from dphybrid.run.cluster import versions
 from dphybrid.run.pages import RunPage
 from dphybrid.util.errors import UserError
 from tests.fake_nvml import gpu, write_state
@@ -29,7 +29,7 @@ from tests.waiting import patience, wait_until
 
 RUN = "together"
 long_form = pytest.mark.skipif(
-    "DPHYBRID_CLUSTER_LONG" not in os.environ, reason="minutes: DPHYBRID_CLUSTER_LONG=1"
+    "DPHYBRID_LONG_TESTS" not in os.environ, reason="minutes: DPHYBRID_LONG_TESTS=1"
 )
 OVER = ("Completed", "Failed", "Crashed", "Cancelled", "Left")
 

@@ -5,19 +5,18 @@ from contextlib import ExitStack
 from dphybrid.flows.join_hybrid import join_hybrid
 from prefect import flow, runtime
 
-import dphybrid.run.cluster
-from dphybrid.cluster.launch import OUTCOME
+import dphybrid.cluster.launch
+from dphybrid.cluster.launch import OUTCOME, train_in_ranks
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.machines import gathered, other_workers
 from dphybrid.orchestration.supervised import supervised
-from dphybrid.run.cluster import follow_ranks
 from dphybrid.run.folder import read_run
 from dphybrid.util.stop import stop_signals
 
 __all__ = ["join_hybrid", "together"]
-dphybrid.run.cluster.RANK_PROGRAM = "tests.flows.standin"
+dphybrid.cluster.launch.PROGRAM = "tests.flows.standin"
 
 
 @flow(name="together", log_prints=True)
@@ -33,7 +32,7 @@ def together(run: str, machines: list[str] = [], wait_again_s: float = 100) -> s
         held.enter_context(stop_signals(stop))
         (page.folder / OUTCOME).unlink(missing_ok=True)
         meeting = held.enter_context(gathered(others, str(page.folder), settings, "join-hybrid/together"))
-        outcome = follow_ranks(page, settings, stop, meeting)
+        outcome = train_in_ranks(page.folder, 2, settings, stop, meeting)
         if outcome.state == "stopped" and not stop.pending:
             stop.ask("another machine", requeue=True)
         stop.obey()

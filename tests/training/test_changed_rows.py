@@ -279,7 +279,7 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
         *OPTIONS,
         f"train.warm_start={checkpoint_folder(f'models:/{best.model_id}', report.tracking_uri)}",
     ]
-    monkeypatch.setattr("dphybrid.run.train.train", lambda session, *_: started.append(session))
+    monkeypatch.setattr("dphybrid.run.trainer.train", lambda session, *_: started.append(session))
     started: list[Session] = []
     with pytest.raises(UserError):  # not trained: there is no checkpoint
         run_job(load_config(None, warm), load_settings(), run_name="warm")
@@ -338,9 +338,10 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     monkeypatch.undo()
     best, folder = Path(report.best_checkpoint), data_dir / "runs" / "run"
     (best / "blocks.safetensors").write_bytes(b"")
+    run = read_run(folder)
     remedy = rf"blocks.safetensors: is damaged .*; remove {best} and give --resume run"
     with pytest.raises(UserError, match=remedy):
-        evaluate_run(str(folder), settings)
+        evaluate_run(run, run.experiment(settings))
     shutil.rmtree(best)
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(data_dir))
@@ -351,4 +352,4 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     for path in complete_checkpoints(folder / "checkpoints"):
         (path / "blocks.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="no other checkpoint of this run is whole: start a new run"):
-        evaluate_run(str(folder), settings)
+        evaluate_run(run, run.experiment(settings))

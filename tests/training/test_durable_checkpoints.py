@@ -116,7 +116,7 @@ def test_a_resumed_run_records_the_same_as_an_undisturbed_one(
     records = {"whole": Recorded(), "broken": Recorded()}
 
     def run(name: str, resume: str | None = None) -> tuple[SplitsPage, ResultPage]:
-        monkeypatch.setattr("dphybrid.run.train.attached", lambda *_: records[name])
+        monkeypatch.setattr("dphybrid.run.trainer.attached", lambda *_: records[name])
         run_job(
             load_config(None, options),
             load_settings(),

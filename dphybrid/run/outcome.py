@@ -1,0 +1,51 @@
+"""What a training came to, as the pages `result.json` and `splits.json`."""
+
+import sys
+
+from dphybrid.data import num_batches
+from dphybrid.run.folder import Run
+from dphybrid.run.pages import ResultPage, SplitsPage
+from dphybrid.training.checkpoint import complete_checkpoints, step_of
+from dphybrid.training.observing import Meter
+from dphybrid.training.retention import best_checkpoint
+from dphybrid.training.session import Session
+from dphybrid.util.files import write_text
+
+
+def result_of(session: Session, meter: Meter, system: dict[str, float]) -> ResultPage:
+    """Return what a training came to, or has come to when it was interrupted. system: means of the machine's
+    figures."""
+    progress, folder = session.trained.progress, session.checkpoints
+    done = complete_checkpoints(folder)
+    best = best_checkpoint(done, progress, session.task)
+    if best is not None and progress.best_step not in (None, step_of(best)):
+        print(
+            f"Note: the best checkpoint, of step {progress.best_step}, is gone from {folder}; "
+            f"{best.name} takes its place",
+            file=sys.stderr,
+            flush=True,
+        )
+    stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
+    return ResultPage(
+        checkpoint=str(done[-1]) if done else "",
+        best_checkpoint=str(best or ""),
+        steps=progress.step,
+        epochs=progress.epoch,
+        devices=session.facts["devices"],
+        system=system,
+        history=progress.history,
+        best_value=progress.best_value,
+        step_ms=meter.times.summary(),
+        steps_timed=meter.times.count,
+        stages={name: round(seconds, 6) for name, seconds in stages},
+        saving=session.saver.costs,
+        steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
+        steps_skipped=progress.skipped,
+    )
+
+
+def write_splits(run: Run, session: Session) -> None:
+    """Write what each replica got of a batch: as it was printed, and as a table."""
+    splits = session.splits
+    write_text(run.folder / "splits.txt", "\n".join(splits.lines) + "\n")
+    SplitsPage(rows=splits.rows(), lines=splits.lines).write(run.folder / "splits.json")

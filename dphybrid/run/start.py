@@ -1,0 +1,118 @@
+"""What a training begins with: the model and its optimizers, the checkpoint they go on from, the session."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
+from dphybrid.parallel import Devices, compile_regions
+from dphybrid.run.experiment import Experiment
+from dphybrid.run.folder import Run
+from dphybrid.tracking import Tracker
+from dphybrid.training.callbacks import Callback, find_callbacks
+from dphybrid.training.checkpoint import Progress, Trained, load_checkpoint, newest_whole_checkpoint
+from dphybrid.training.clock import StageClock
+from dphybrid.training.engine import Engine
+from dphybrid.training.optimizers import make_dense_optimizer, make_states
+from dphybrid.training.saving import CheckpointWriter
+from dphybrid.training.session import Session
+from dphybrid.training.split_log import SplitLog
+from dphybrid.training.warm_start import warm_start
+from dphybrid.util.files import clear_leftovers, make_folder
+from dphybrid.util.stop import StopRequest
+
+
+def newest_checkpoint(run: Run) -> Path | None:
+    """Return the checkpoint from which a run goes on, None for a new run; see `newest_whole_checkpoint`."""
+    make_folder(run.checkpoints)
+    clear_leftovers(run.folder)
+    clear_leftovers(run.checkpoints)
+    return newest_whole_checkpoint(run.checkpoints)
+
+
+def build_trained(experiment: Experiment, engine: Engine, devices: Devices, done: Path | None) -> Trained:
+    """Build the model and its optimizers. done: the checkpoint that will fill them. Raises UserError when
+    they do not fit into memory."""
+    config = experiment.config
+    filled = bool(done or config.train.warm_start)
+    with engine.new_tables(filled):
+        model = experiment.build(devices, None if filled else experiment.data.dataset("train"))
+    engine.place(model)
+    if config.train.compile:
+        compile_regions(model)
+    rows: RowOptimizer | None = None
+    if tables := find_tables(model):
+        rows = make_row_optimizer(
+            config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay
+        )
+    trained = Trained(model, make_dense_optimizer(model, config.train), rows, Progress())
+    if devices.home.type == "cuda" and trained.dense is not None:
+        make_states(trained.dense, config.train.batch_size, model)
+    torch.manual_seed(config.train.seed)
+    return trained
+
+
+def starting_point(
+    done: Path | None, experiment: Experiment, trained: Trained, saver: CheckpointWriter
+) -> Callable[[], dict[str, Any]] | None:
+    """Return what fills `trained` and returns the states to go on with; None: it stays as it was built."""
+
+    def go_on(done: Path) -> dict[str, Any]:
+        page = load_checkpoint(done, trained)
+        saver.resumed(done, page)
+        progress = trained.progress
+        print(f"Going on from {done}: step {progress.step}, epoch {progress.epoch + 1}", flush=True)
+        return page.record
+
+    def start_warm(checkpoint: str) -> dict[str, Any]:
+        warm_start(Path(checkpoint), trained.model, experiment.data)
+        print(f"Starting from the weights of {checkpoint}", flush=True)
+        return {}
+
+    if done:
+        return partial(go_on, done)
+    warm = experiment.config.train.warm_start
+    return partial(start_warm, warm) if warm else None
+
+
+def make_session(
+    run: Run,
+    experiment: Experiment,
+    engine: Engine,
+    devices: Devices,
+    trained: Trained,
+    saver: CheckpointWriter,
+    tracker: Tracker,
+    stop: StopRequest,
+    callbacks: Sequence[Callback],
+) -> Session:
+    """Return everything that the training works with."""
+    config, data, recipe = experiment.config, experiment.data, experiment.recipe
+    each = config.train.print_splits == "each"
+    return Session(
+        config=config,
+        trained=trained,
+        train_data=data.dataset("train"),
+        valid_data=data.dataset("valid"),
+        task=experiment.task,
+        tracker=tracker,
+        clock=StageClock.of(devices.home),
+        splits=SplitLog(trained.model, each, engine.split, short=not recipe.prints_shapes),
+        stop=stop,
+        checkpoints=run.checkpoints,
+        facts={
+            "data_digest": data.digest,
+            "prepared": str(data.path),
+            "devices": devices.text,
+            "recipe": config.recipe,
+            "info": data.info,
+        },
+        dataset=(data.path.name, data.digest),
+        saver=saver,
+        profile_steps=experiment.settings.profile_steps if engine.leads else range(0),
+        engine=engine,
+        callbacks=[*callbacks, *find_callbacks(config.train.callbacks)],
+    )

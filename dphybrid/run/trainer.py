@@ -1,0 +1,87 @@
+"""The training of a built run in this process."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import datetime
+
+from dphybrid.embedding.kernels import use_threads
+from dphybrid.embedding.machine_code import compiled_folder, keep_compiled_in
+from dphybrid.parallel import Devices, start_on
+from dphybrid.run.experiment import Experiment
+from dphybrid.run.folder import Run
+from dphybrid.run.outcome import result_of, write_splits
+from dphybrid.run.pages import ResultPage
+from dphybrid.run.report import attached
+from dphybrid.run.start import build_trained, make_session, newest_checkpoint, starting_point
+from dphybrid.tracking import Tracker
+from dphybrid.tracking.system import Averages, system_metrics
+from dphybrid.training.callbacks import Callback
+from dphybrid.training.display import Display
+from dphybrid.training.engine import Engine
+from dphybrid.training.loop import keep_checkpoints, train
+from dphybrid.training.observing import Meter
+from dphybrid.training.session import Session
+from dphybrid.training.split_log import announcement
+from dphybrid.util.memory import keep_freed_memory
+from dphybrid.util.stop import StopRequest
+
+
+def train_here(
+    run: Run,
+    experiment: Experiment,
+    stop: StopRequest,
+    engine: Engine | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> ResultPage:
+    """Train a built run; return what `result.json` holds. engine: the experiment's, or of this process's part
+    in it. Raises as `run.train.train_run`."""
+    engine = engine or experiment.engine
+    experiment.recipe.open(experiment.data.path, verified=True)
+    devices = _begin(run, experiment, engine)
+    done = newest_checkpoint(run) if engine.leads else None
+    trained = build_trained(experiment, engine, devices, done)
+    saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
+    load = starting_point(done, experiment, trained, saver) if engine.leads else None
+    states = engine.read(trained, load) or {}
+    engine.obey(stop, f"after step {trained.progress.step}; it goes on with --resume")
+    record = attached(run, experiment.settings) if engine.leads else Tracker()
+    with closing(record) as tracker, Display() as display:
+        session = make_session(run, experiment, engine, devices, trained, saver, tracker, stop, callbacks)
+        meter = Meter(session)
+        session.stateful["meter"] = meter
+        session.restore(states)
+        if line := announcement(devices):
+            if not states:
+                session.splits.note([line])
+            display.line(line)
+        if done:
+            keep_checkpoints(session, trained.progress)  # the process before may have ended in between
+        averages, started = Averages(), datetime.fromisoformat(run.page.created).timestamp()
+        try:
+            with system_metrics(tracker, started, devices.gpu_uuids, averages), saver:
+                train(session, display, meter)
+        finally:
+            result = result_of(session, meter, averages.means)
+            if engine.leads:
+                write_splits(run, session)
+                result.write(run.folder / "result.json")
+            _log_splits(session)
+    stop.obey("after its last step; it goes on with --resume")
+    return result
+
+
+def _begin(run: Run, experiment: Experiment, engine: Engine) -> Devices:
+    """Set the process up for training; return its devices."""
+    settings = experiment.settings
+    if settings.threads:
+        use_threads(settings.threads)
+    keep_freed_memory()
+    keep_compiled_in(compiled_folder(settings.data_dir))
+    devices = engine.devices(run.page.devices)
+    start_on(devices)
+    return devices
+
+
+def _log_splits(session: Session) -> None:
+    session.tracker.log_text("splits.txt", "\n".join(session.splits.lines) + "\n")
+    session.tracker.log_table("split_shapes.json", [row.table_row() for row in session.splits.rows()])
