@@ -29,7 +29,7 @@ from benchmarks.racing import (
     table_text,
     zipf_ids,
 )
-from dphybrid.embedding import kernels
+from dphybrid.embedding import native
 from dphybrid.embedding.collection import HostEmbeddingCollection, look_up_columns
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
@@ -78,7 +78,7 @@ def step_costs(
             turns: Iterator[Tensor] = for_host,
         ) -> None:
             unique_U = sort_ids(next(turns), num_rows).unique_U
-            kernels.gather(table.rows_VD, unique_U, buffer_ND[: len(unique_U)])
+            native.gather(table.rows_VD, unique_U, buffer_ND[: len(unique_U)])
             table.set_row_gradients(unique_U, grads_ND[: len(unique_U)])
             rows.step()
 

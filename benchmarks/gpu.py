@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.command import flags, show
 from benchmarks.racing import race, zipf_ids
-from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, kernels, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, make_row_optimizer, native
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.replicas import DeviceRows
 from dphybrid.parallel import DataParallel, Devices, parts, resolve_devices
@@ -141,7 +141,7 @@ def parts_alone(
 
     def gather() -> None:
         for one, mine in zip(found, host, strict=True):
-            kernels.gather(table.settled(), one.unique_U, mine)
+            native.gather(table.settled(), one.unique_U, mine)
 
     steps: dict[str, Callable[[], object]] = {
         "sort": lambda: [sort_ids(ids.reshape(-1), num_rows) for ids, _ in shares],

@@ -1,13 +1,11 @@
 """Shared by all tests: one torch thread, and folders of their own."""
 
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from dphybrid.embedding.machine_code import keep_compiled_in
 from dphybrid.parallel import DataParallel
 
 REPOSITORY = Path(__file__).parent.parent
@@ -17,8 +15,6 @@ LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
 
 torch.set_num_threads(1)
 DataParallel.check_synchrony = True
-# compiled once, not in each test's data folder
-keep_compiled_in(Path(tempfile.gettempdir()) / "dphybrid-tests-compiled")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 HEAVY = (
     "torch",
-    "numba",
     "mlflow",
     "prefect",
     "polars",

@@ -325,11 +325,9 @@ def selftest(args: argparse.Namespace) -> int:
         raise UserError(f"--minutes {args.minutes}: give how many minutes it may take, such as 5")
     if args.trials < 1:
         raise UserError(f"--trials {args.trials}: give at least 1")
-    from dphybrid.embedding.machine_code import compiled_folder, keep_compiled_in
     from dphybrid.selftest import trials
 
     settings = load_settings()
-    keep_compiled_in(compiled_folder(settings.data_dir))
     kinds = trials.run(settings, args.trials, args.minutes, args.seed, lambda line: print(line, flush=True))
     print(f"\n{trials.table(kinds)}")
     return 1 if any(kind.broken for kind in kinds) else 0

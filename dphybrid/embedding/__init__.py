@@ -1,4 +1,4 @@
-"""Embedding tables in host memory, and the optimizers of their rows. Needs torch, numpy and numba."""
+"""Embedding tables in host memory, and the optimizers of their rows. Needs torch and numpy."""
 
 from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables, look_up_columns
 from dphybrid.embedding.combined import CombinedOptimizer

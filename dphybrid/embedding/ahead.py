@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dphybrid.embedding import kernels
+from dphybrid.embedding import native
 from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.lookup import all_in_range, no_row, sort_ids, whole_numbers
 from dphybrid.embedding.plans import Halves, Rows, UpdatePlan
@@ -280,5 +280,5 @@ def update_in_halves(
 def _read(
     table: "HostEmbedding", ids_U: Tensor, threads: int | None, out_XD: Tensor, places_U: Tensor | None = None
 ) -> None:
-    if not kernels.gather(table.rows_VD, ids_U, out_XD, threads, places_N=places_U):
+    if not native.gather(table.rows_VD, ids_U, out_XD, threads, places_N=places_U):
         raise UserError(f"table {table.name!r}: the table became smaller while its rows were read")

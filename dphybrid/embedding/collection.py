@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import kernels
+from dphybrid.embedding import native
 from dphybrid.embedding.gradients import Columns, Pending
 from dphybrid.embedding.lookup import no_row, whole_numbers
 from dphybrid.embedding.replicas import SizesOf
@@ -43,7 +43,11 @@ def look_up_columns(tables: Sequence[HostEmbedding], ids_BF: Tensor) -> Tensor:
         )
     ids_BF = whole_numbers(ids_BF, first.name).contiguous()
     rows_BFD = torch.empty((*ids_BF.shape, dim), dtype=first.row_dtype)
-    if not kernels.gather_columns(weights, ids_BF, rows_BFD):
+    places_B, flat = len(tables) * torch.arange(len(ids_BF)), rows_BFD.view(-1, dim)
+    found = [
+        native.gather(weight, ids_BF[:, f], flat, places_N=places_B + f) for f, weight in enumerate(weights)
+    ]
+    if not all(found):
         wrong_BF = (ids_BF < 0) | (ids_BF >= torch.tensor([table.num_rows for table in tables]))
         column = int(wrong_BF.any(0).nonzero()[0])
         raise no_row(ids_BF[:, column], tables[column].num_rows, tables[column].name)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dphybrid.embedding import kernels
+from dphybrid.embedding import native
 from dphybrid.embedding.counters import Counters
-from dphybrid.embedding.kernels import Arranged, Segment
+from dphybrid.embedding.native import Arranged, Segment
 from dphybrid.embedding.plans import Planned, UpdatePlan, arrange_planned
 from dphybrid.embedding.replicas import Channel
 from dphybrid.util.errors import UserError
@@ -317,7 +317,7 @@ class RowGradients:
         if not self._exposed or len(self._lookups) > 1 or self.factor != 1.0:
             dtype = torch.float32 if like.dtype == torch.bfloat16 else like.dtype
             arranged, _ = arrange_gradients([self], dtype)
-            grads_UD = kernels.sum_rows(arranged, like.shape[1], dtype)[0].mul_(self.factor)
+            grads_UD = native.sum_rows(arranged, like.shape[1], dtype)[0].mul_(self.factor)
             self.merged(arranged.keys_U, grads_UD, fixed=False)
             self.factor, self._exposed, self.owned = 1.0, True, True
         (pending,) = self._lookups
@@ -449,7 +449,7 @@ def arrange_gradients(tables: Sequence[RowGradients], dtype: torch.dtype) -> tup
         for own, first_key in zip(by_table, first_keys, strict=False):
             segments += [(segment, first_key) for segment in own]
     frozen = [key + row for key, table in zip(first_keys, tables, strict=False) for row in table.frozen]
-    return kernels.arrange(segments, first_keys[-1], frozen), first_keys[:-1]
+    return native.arrange(segments, first_keys[-1], frozen), first_keys[:-1]
 
 
 def merge_gradients(tables: Sequence[RowGradients], dim: int, dtype: torch.dtype) -> Tensor:
@@ -461,9 +461,9 @@ def merge_gradients(tables: Sequence[RowGradients], dim: int, dtype: torch.dtype
     if isinstance(arranged, Planned):  # the update sums them again, as they lie: they are read once
         for table, own in zip(tables, arranged.segments, strict=True):
             table.arrived(own)
-        squares_U = kernels.square_rows(arranged, dim, dtype)
+        squares_U = native.square_rows(arranged, dim, dtype)
     else:
-        sums_UD, squares_U = kernels.sum_rows(arranged, dim, dtype)
+        sums_UD, squares_U = native.sum_rows(arranged, dim, dtype)
         for table, first_key, part in zip(tables, first_keys, parts, strict=True):
             table.merged(arranged.keys_U[part] - first_key, sums_UD[part])
     for table, part in zip(tables, parts, strict=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dphybrid.embedding import kernels
+from dphybrid.embedding import native
 from dphybrid.util.errors import UserError
 
 _PIECE_BITS = 6
@@ -42,9 +42,7 @@ class Occurrences:
 
 def sort_ids(ids_N: Tensor, num_rows: int) -> Occurrences:
     """Return where each unique id of ids_N (int64, rows of a table of `num_rows`) occurs."""
-    # at address 0 with rows of a byte: an address is a place
-    nowhere = torch.empty((0, 1), dtype=torch.uint8)
-    found = kernels.arrange([(kernels.Segment(ids_N, nowhere), 0)], num_rows, inverse=True)
+    found = native.arrange([(native.Segment(ids_N, native.PLACES), 0)], num_rows, inverse=True)
     assert found.inverse_N is not None
     order_N = found.places_N[: len(ids_N)].int()
     return Occurrences(found.keys_U, found.inverse_N, order_N, *_pieces(found.bounds_U2))

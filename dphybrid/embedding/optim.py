@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import optimizer as of_torch
 
-from dphybrid.embedding import kernels
+from dphybrid.embedding import native
 from dphybrid.embedding.ahead import update_in_halves
 from dphybrid.embedding.changed import ChangedRows
 from dphybrid.embedding.gradients import RowGradients, arrange_gradients, merge_gradients, parts_of_tables
-from dphybrid.embedding.kernels import Rule
+from dphybrid.embedding.native import Rule
 from dphybrid.embedding.plans import Planned, Rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.embedding.weight import TableWeight
@@ -126,7 +126,6 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
     def _set_up(self) -> None:
         """Forget what was made ready for the tables of before."""
-        self._lines: dict[str, kernels.Tables] = {}
         self._places = {name: place for place, name in enumerate(self.tables)}
         self._states = {name: self.state[table.weight] for name, table in self.tables.items()}
         self._numbers: list[Any] = []
@@ -205,10 +204,12 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         start, waited_ms = time.perf_counter(), sum([table.counters.d2h_ms for table in tables])
         arranged, first_keys = arrange_gradients([table.gradients for table in tables], tables[0].row_dtype)
         weights, states = [table.settled() for table in tables], [self._states[name] for name in names]
-        changed = weights + [state for own in states for key, state in own.items() if key != _ROUNDINGS]
-        lines = self._lines.get(names[0])
-        if lines is None or not lines.are(changed):
-            lines = self._lines[names[0]] = kernels.Tables(first_keys, weights, changed[len(weights) :])
+        members = [
+            (weight, {key: state for key, state in own.items() if key != _ROUNDINGS})
+            for weight, own in zip(weights, states, strict=True)
+        ]
+        lines = native.Tables(members)
+        changed = lines.tensors
         lines.set_factors([table.gradients.factor for table in tables])
         if weights[0].dtype == torch.bfloat16:
             lines.set_noises([self._noise(name) for name in names])
@@ -216,7 +217,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         versions = [weight._version for weight in weights] if recording else []
 
         def update(rows: Rows) -> None:
-            kernels.update(rule, arranged, lines, rows.ids_U, rows.bounds_U2)
+            native.update(rule, arranged, lines, rows.ids_U, rows.bounds_U2)
             torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
             if self.changes is not None:
                 self.changes.add(tuple(names), rows.ids_U)
@@ -239,8 +240,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         the unbroken one would."""
         rounds = self._states[name][_ROUNDINGS]
         rounds += 1
-        mixed = (int(rounds) * 1_000_003 + self._places[name]) * 0x9E3779B97F4A7C15 % 2**64
-        return mixed - 2**64 if mixed >= 2**63 else mixed
+        return (int(rounds) * 1_000_003 + self._places[name]) * 0x9E3779B97F4A7C15 % 2**64
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all tables. set_to_none: makes no difference."""
@@ -452,7 +452,7 @@ class _Adam(RowOptimizer):
     def rule(self, group: Mapping[str, Any]) -> Rule:
         name = "adam" if self.row_wise else "lazy-adam"
         betas = group["betas"]
-        corrections = (_correction(betas[0], 1.0), _correction(betas[1], 0.5))
+        corrections = _corrections(*betas)
         return Rule(name, float(group["lr"]), group["weight_decay"], group["eps"], betas, corrections)
 
 
@@ -479,14 +479,14 @@ _OPTIONS_OF_OTHERS = {
 
 
 @lru_cache(maxsize=8)
-def _correction(beta: float, power: float) -> Tensor:
-    """Return (1 - beta ** k) ** -power for k = 0, 1, ... up to where it is 1 in float64: looked up, as
-    computing it for every row takes longer."""
-    last = 1 if beta == 0 else math.ceil(-60 * math.log(2) / math.log(beta)) + 1
-    unbiased = -torch.expm1(
-        torch.arange(last + 1, dtype=torch.float64) * (math.log(beta) if beta else -math.inf)
-    )
-    return unbiased.reciprocal_() if power == 1.0 else unbiased.rsqrt_()
+def _corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    """Return 1 / (1 - beta1 ** k) and 1 / sqrt(1 - beta2 ** k) for k = 0, 1, ... up to where both are 1 in
+    float64: looked up, as computing them for every row takes longer."""
+    largest = max(beta1, beta2)
+    last = 1 if largest == 0 else math.ceil(-60 * math.log(2) / math.log(largest)) + 1
+    steps = torch.arange(last + 1, dtype=torch.float64)
+    first, second = (-torch.expm1(steps * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2))
+    return first.reciprocal_(), second.rsqrt_()
 
 
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {

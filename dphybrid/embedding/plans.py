@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dphybrid.embedding import kernels
-from dphybrid.embedding.kernels import Arranged, Segment
+from dphybrid.embedding import native
+from dphybrid.embedding.native import Arranged, Segment
 
 if TYPE_CHECKING:
     from dphybrid.embedding.ahead import Lookup
@@ -29,7 +29,7 @@ WORTH_BYTES = 2**18
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of one table or, with keys of `kernels.Arranged` in the place of ids, of several: ascending,
+    """Some rows of one table or, with keys of `native.Arranged` in the place of ids, of several: ascending,
     and from where to where in the places of their gradients each one's lie."""
 
     ids_U: Tensor
@@ -65,9 +65,7 @@ class UpdatePlan:
     ) -> None:
         self.ids_S = [share.where.unique_U for lookup in lookups for share in lookup.shares]
         self.row_bytes = row_bytes
-        # At address 0 with rows of a byte: an address is a place.
-        nowhere = torch.empty((0, 1), dtype=torch.uint8)
-        found = kernels.arrange([(Segment(torch.cat(self.ids_S), nowhere), 0)], num_rows, frozen)
+        found = native.arrange([(Segment(torch.cat(self.ids_S), native.PLACES), 0)], num_rows, frozen)
         self.rows = Rows(found.keys_U, found.bounds_U2)
         sizes = torch.tensor([len(ids_U) for ids_U in self.ids_S])
         self._starts_S = (sizes.cumsum(0) - sizes) * row_bytes

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dphybrid.embedding.kernels import fill_normal
+from dphybrid.embedding.native import fill_normal
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import sync, temporary
 

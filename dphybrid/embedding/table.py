@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.embedding import kernels
+from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.gradients import Pending, RowGradients, arrange_gradients
-from dphybrid.embedding.kernels import fill_normal
 from dphybrid.embedding.lookup import all_in_range, no_row, whole_numbers
+from dphybrid.embedding.native import fill_normal
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, finished_file, open_rows, open_states
 from dphybrid.embedding.weight import TableWeight
@@ -263,7 +263,7 @@ class HostEmbedding(nn.Module):
         ids = whole_numbers(ids, self.name)
         flat_N = ids.reshape(-1)
         rows = torch.empty((*ids.shape, self.dim), dtype=self.row_dtype)
-        if not kernels.gather(self.settled(), flat_N, rows):
+        if not native.gather(self.settled(), flat_N, rows):
             raise no_row(ids, self.num_rows, self.name)
         if torch.is_grad_enabled():
             self.counters.gather_ms += 1e3 * (time.perf_counter() - start)
@@ -299,6 +299,7 @@ class HostEmbedding(nn.Module):
         ids_N = whole_numbers(ids_N, self.name).reshape(-1)
         if mode == "max":
             ids_N, offsets_B = self.without_padding(ids_N, offsets_B)
+        offsets_B = native.check_offsets(offsets_B, len(ids_N))
         if weights_N is not None or mode == "max":
             rows_ND = self(ids_N)
             return F.embedding_bag(
@@ -309,7 +310,7 @@ class HostEmbedding(nn.Module):
         ends_B = (
             torch.cat([offsets_B[1:], offsets_B.new_tensor([len(ids_N)])]) if len(offsets_B) else offsets_B
         )
-        pooled_BD = kernels.pool(self.settled(), ids_N, ends_B)
+        pooled_BD = native.pool(self.settled(), ids_N, offsets_B)
         lengths_B = ends_B - offsets_B
         if torch.is_grad_enabled():
             bags_N = torch.repeat_interleave(torch.arange(len(offsets_B)), lengths_B)
@@ -379,7 +380,7 @@ class HostEmbedding(nn.Module):
         arranged, _ = arrange_gradients([self.gradients], self.row_dtype)
         if not len(arranged.keys_U):
             return None
-        grads_UD, _ = kernels.sum_rows(arranged, self.dim, self.row_dtype)
+        grads_UD, _ = native.sum_rows(arranged, self.dim, self.row_dtype)
         return arranged.keys_U, grads_UD.mul_(self.gradients.factor)
 
     def set_row_gradients(self, ids_U: Tensor, grads_UD: Tensor) -> None:

@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import torch
 from torch import nn
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
-from dphybrid.embedding.kernels import use_threads
-from dphybrid.embedding.machine_code import compiled_folder
 from dphybrid.gpus.leasing import expected_devices
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.recipes.registry import find_recipe
@@ -24,7 +23,6 @@ from dphybrid.tracking import Tracker, waiting
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.label_tasks import LabelTask
-from dphybrid.training.warm_up import compiling_kernels
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import disk_errors_told, make_folder, naming
@@ -48,8 +46,8 @@ def prepare_data(
         # data, runs and records are their owner's, unless the folder was made otherwise
         make_folder(settings.data_dir, mode=0o700)
     if settings.threads:
-        use_threads(settings.threads)
-    with compiling_kernels(config, compiled_folder(settings.data_dir)), preparation_progress() as progress:
+        torch.set_num_threads(settings.threads)
+    with preparation_progress() as progress:
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if data.reused else 'Prepared data'}: {data.path}", flush=True)
     print(printable(data.describe()), flush=True)

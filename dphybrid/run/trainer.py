@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
 
-from dphybrid.embedding.kernels import use_threads
-from dphybrid.embedding.machine_code import compiled_folder, keep_compiled_in
+import torch
+
 from dphybrid.parallel import Devices, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
@@ -74,9 +74,8 @@ def _begin(run: Run, experiment: Experiment, engine: Engine) -> Devices:
     """Set the process up for training; return its devices."""
     settings = experiment.settings
     if settings.threads:
-        use_threads(settings.threads)
+        torch.set_num_threads(settings.threads)
     keep_freed_memory()
-    keep_compiled_in(compiled_folder(settings.data_dir))
     devices = engine.devices(run.page.devices)
     start_on(devices)
     return devices

@@ -17,8 +17,8 @@ from dphybrid.embedding import (
     HostEmbedding,
     RowPipeline,
     clip_grad_norm_,
-    kernels,
     make_row_optimizer,
+    native,
     pipeline,
     plans,
     replicas,
@@ -87,24 +87,24 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "device", lambda _: world.on(None))
         monkeypatch.setattr(torch.cuda, "stream", world.on)
         monkeypatch.setattr(torch.cuda, "current_stream", world.current)
-        gather = kernels.gather
+        gather = native.gather
 
         def gathers(weight: Tensor, ids: Tensor, out: Tensor, *args: Any, **options: Any) -> bool:
             world.host(out, writes=True)
             return gather(weight, ids, out, *args, **options)
 
-        monkeypatch.setattr(kernels, "gather", gathers)
+        monkeypatch.setattr(native, "gather", gathers)
         for name in ("update", "sum_rows", "square_rows"):
-            monkeypatch.setattr(kernels, name, partial(_reads, world, getattr(kernels, name)))
+            monkeypatch.setattr(native, name, partial(_reads, world, getattr(native, name)))
         return world
 
     return begin
 
 
 def _reads(world: World, kernel: Any, *args: Any) -> Any:
-    (arranged,) = (argument for argument in args if isinstance(argument, kernels.Arranged))
+    (arranged,) = (argument for argument in args if isinstance(argument, native.Arranged))
     for held in arranged.held:
-        world.host(held.rows_XD if isinstance(held, kernels.Segment) else held[1], writes=False)
+        world.host(held.rows_XD if isinstance(held, native.Segment) else held[1], writes=False)
     return kernel(*args)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import RowPipeline
-from dphybrid.embedding.kernels import fill_normal
+from dphybrid.embedding.native import fill_normal
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.serving.load import load_model

@@ -16,8 +16,8 @@ from dphybrid.embedding import (
     HostEmbedding,
     RowPipeline,
     clip_grad_norm_,
-    kernels,
     make_row_optimizer,
+    native,
     plans,
 )
 from dphybrid.embedding.gradients import arrange_gradients
@@ -152,13 +152,13 @@ def test_same_bits_of_several_tables_of_one_width(
     several = (ROWS, 900, 1700)
     plain, _ = train("off", "cpu*2", optimizer, dtype, 1, 20, several)
     merged: list[int] = []
-    sum_rows = kernels.sum_rows
+    sum_rows = native.sum_rows
 
     def sums(*args: Any) -> Any:
         merged.append(1)
         return sum_rows(*args)
 
-    monkeypatch.setattr(kernels, "sum_rows", sums)
+    monkeypatch.setattr(native, "sum_rows", sums)
     behind, counters = train("exact", "cpu*2", optimizer, dtype, 1, 20, several)
     assert same_bits(plain, behind)
     assert counters["later_ms"] > 0
@@ -190,7 +190,7 @@ def test_leaving_out_what_the_next_batch_needs_is_noticed(monkeypatch: pytest.Mo
 
 
 def test_whoever_reads_the_table_or_its_states_waits_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    update, gate, held = kernels.update, threading.Event(), threading.Event()
+    update, gate, held = native.update, threading.Event(), threading.Event()
 
     def slowly(*args: object) -> None:
         if threading.current_thread().name.startswith("dphybrid-update"):
@@ -198,7 +198,7 @@ def test_whoever_reads_the_table_or_its_states_waits_for_all_rows(monkeypatch: p
             assert gate.wait(10)
         update(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernels, "update", slowly)
+    monkeypatch.setattr(native, "update", slowly)
     for read in ("weight", "state_dict", "forward"):
         plain, behind = (Trainee("cpu*2", "adagrad", torch.float32) for _ in range(2))
         gate.clear()
@@ -226,14 +226,14 @@ def test_whoever_reads_the_table_or_its_states_waits_for_all_rows(monkeypatch: p
 def test_an_error_of_the_update_behind_the_step_is_raised_at_the_next_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    update = kernels.update
+    update = native.update
 
     def fail(*args: object) -> None:
         if threading.current_thread().name.startswith("dphybrid-update"):
             raise RuntimeError("no rows today")
         update(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernels, "update", fail)
+    monkeypatch.setattr(native, "update", fail)
     one = Trainee("cpu*2", "sgd", torch.float32)
 
     def run() -> None:
@@ -264,8 +264,8 @@ def test_a_plan_is_what_sorting_the_gradients_gives() -> None:
     assert torch.equal(planned.keys_U, plain.keys_U)
     assert torch.equal(planned.bounds_U2, plain.bounds_U2)
     assert torch.equal(planned.places_N[:count], plain.places_N[:count])
-    sums_UD, squares_U = kernels.sum_rows(plain, DIM, torch.float32)
-    assert torch.equal(kernels.square_rows(planned, DIM, torch.float32), squares_U)
+    sums_UD, squares_U = native.sum_rows(plain, DIM, torch.float32)
+    assert torch.equal(native.square_rows(planned, DIM, torch.float32), squares_U)
     torch.testing.assert_close(sums_UD.double().square().sum(1), squares_U)
 
 

@@ -1,0 +1,97 @@
+"""Compiles rows.c: when the package is installed, and at first use in a checkout that was never installed.
+
+Also the build backend of pyproject.toml: setuptools' own, which asks for `ziglang` (a C compiler that pip can
+install) where the machine has no compiler. Needs nothing but the standard library, as it runs before torch is
+there.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SOURCES = ("rows.c", "rows_of.h")
+_FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+_FLAGS += ["-Wno-psabi"]
+
+
+def levels() -> tuple[str, ...]:
+    """Return the instruction sets that a library is made for, on a machine like this one."""
+    machine = platform.machine().lower()
+    return ("x86-64-v2", "x86-64-v3", "x86-64-v4") if machine in ("x86_64", "amd64") else (machine,)
+
+
+def library_name(level: str) -> str:
+    """Return the file name of a library of the present sources."""
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()
+    return f"_rows-{level}-{digest[:12]}.so"
+
+
+def compiler() -> list[str] | None:
+    """Return the command of a C compiler: $CC, the machine's, or ziglang's; None where there is none."""
+    if own := os.environ.get("CC"):
+        return shlex.split(own)
+    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if found:
+        return [found]
+    return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else None
+
+
+def compile_library(level: str, folder: Path, flags: tuple[str, ...] = ()) -> Path:
+    """Compile rows.c for one level into `folder`; return the library, which appears when it is complete.
+
+    Raises RuntimeError, with the compiler's words, where it fails.
+    """
+    command = compiler()
+    if command is None:
+        raise RuntimeError("rows.c needs a C compiler: install gcc or clang, or `pip install ziglang`")
+    target = [f"-march={level}"] if level.startswith("x86-64") else []
+    if "ziglang" in command:
+        target = [option.replace("-march", "-mcpu").replace("x86-64-", "x86_64_") for option in target]
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / library_name(level)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".rows-") as scratch:
+        made = Path(scratch) / "rows.so"
+        line = [*command, *_FLAGS, *target, *flags, str(HERE / "rows.c"), "-o", str(made)]
+        # ziglang keeps what it has compiled, by default in the home folder, which a build may lack
+        cache = {"ZIG_GLOBAL_CACHE_DIR": f"{scratch}/global", "ZIG_LOCAL_CACHE_DIR": f"{scratch}/local"}
+        done = subprocess.run(line, capture_output=True, text=True, env={**cache, **os.environ}, check=False)
+        if done.returncode:
+            raise RuntimeError(f"rows.c: {shlex.join(line)} failed:\n{done.stderr[-4000:]}")
+        made.replace(final)
+    return final
+
+
+def _requirements(found: list[str]) -> list[str]:
+    return found if compiler() else [*found, "ziglang>=0.13"]
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """Return setuptools' requirements, and a compiler where there is none."""
+    from setuptools import build_meta
+
+    return _requirements(build_meta.get_requires_for_build_wheel(config_settings))
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    """Return what `get_requires_for_build_wheel` does, for `pip install -e`."""
+    from setuptools import build_meta
+
+    return _requirements(build_meta.get_requires_for_build_editable(config_settings))
+
+
+def __getattr__(hook: str) -> Any:
+    """The other hooks of a build backend are setuptools' own."""
+    if not hook.startswith(("build_", "get_requires_", "prepare_metadata_")):
+        raise AttributeError(hook)
+    from setuptools import build_meta
+
+    return getattr(build_meta, hook)

@@ -1,0 +1,443 @@
+"""rows.c as functions of tensors: the only place where a tensor becomes an address.
+
+Each function checks device, type, layout, length and range of what it is given, and keeps it alive during the
+call. Ids are copied, so a buffer that changes later reaches no memory.
+
+Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a table.
+"""
+
+import ctypes as c
+import hashlib
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.embedding.compile_rows import compile_library, levels, library_name
+from dphybrid.util.errors import UserError
+
+STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+MAX_DIM = 16384
+"""Values of a row: a kernel sums a row's gradients on its stack."""
+
+_ALONE_BYTES = 2**18
+"""Below this many bytes of rows one thread is as fast as a team."""
+_BORN_IN = os.getpid()
+_OPENMP = ("libgomp", "libiomp", "libomp")
+
+_I, _P, _F = c.c_int64, c.c_void_p, c.c_double
+
+
+def _struct(name: str, **fields: type) -> type[c.Structure]:
+    return type(name, (c.Structure,), {"_fields_": list(fields.items())})
+
+
+_Team = _struct("Team", parallel=_P, threads=_I)
+_Column = _struct("Column", first_row=_I, num_rows=_I, padding=_I)
+_Lookup = _struct(
+    "Lookup", team=_Team, ids=_P, count=_I, columns=_P, num_columns=_I, rows=_P, num_rows=_I, dim=_I,
+    stored=_I, out=_P, flat=_P, places=_P, num_places=_I, wrong=_I, padded=_I,
+)  # fmt: skip
+_Segment = _struct(
+    "Segment", ids=_P, count=_I, first_key=_I, num_rows=_I, rows=_P, row_bytes=_I, sources=_P, num_sources=_I
+)
+_Arrange = _struct(
+    "Arrange", segments=_P, num_segments=_I, count=_I, num_keys=_I, frozen=_P, num_frozen=_I, words=_P,
+    unsorted=_P, keys=_P, bounds=_P, places=_P, inverse=_P, num_unique=_I, wrong_segment=_I, wrong_place=_I,
+)  # fmt: skip
+_Sums = _struct(
+    "Sums", team=_Team, bounds=_P, count=_I, places=_P, num_places=_I, base=_P, step=_I, dim=_I, stored=_I,
+    target=_P, squares=_P,
+)  # fmt: skip
+_Table = _struct(
+    "Table", first_key=_I, num_rows=_I, rows=_P, mean=_P, square=_P, steps=_P, noise=c.c_uint64, factor=_F
+)
+_Update = _struct(
+    "Update", team=_Team, keys=_P, bounds=_P, count=_I, places=_P, num_places=_I, tables=_P, num_tables=_I,
+    rule=_I, stored=_I, dim=_I, lr=_F, decay=_F, eps=_F, beta1=_F, beta2=_F, fix1=_P, fix2=_P, last_fix=_I,
+)  # fmt: skip
+_Draw = _struct("Draw", team=_Team, values=_P, count=_I, first=_I, stored=_I, seed=c.c_uint64, std=_F)
+_STRUCTS = (_Column, _Lookup, _Segment, _Arrange, _Sums, _Table, _Update, _Draw)
+
+
+def _level() -> str:
+    known = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+    return known.get(torch.backends.cpu.get_cpu_capability(), levels()[0])
+
+
+@cache
+def _library() -> c.CDLL:
+    """Return the library for this processor; compile it first in a checkout that was never installed."""
+    file = Path(os.environ.get("DPHYBRID_ROWS_LIBRARY") or Path(__file__).with_name(library_name(_level())))
+    if not file.exists():
+        try:
+            compile_library(_level(), file.parent)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{file} is missing and cannot be compiled: {error}; install dphybrid") from error
+    library = c.CDLL(str(file))
+    library.size_of.argtypes, library.size_of.restype = [_I], _I
+    if [library.size_of(n) for n in range(len(_STRUCTS))] != [c.sizeof(each) for each in _STRUCTS]:
+        raise ImportError(f"{file} was compiled from another rows.c")
+    for name in ("look_up", "arrange", "sum_rows", "update_rows", "draw_normal"):
+        getattr(library, name).argtypes = [_P]
+    return library
+
+
+@cache
+def _parallel() -> int | None:
+    """Return the address of GOMP_parallel in torch's OpenMP: no second pool competes for cores."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return None
+    for file in sorted({line.split(maxsplit=5)[5] for line in maps if line.count("/")}):
+        if Path(file).name.startswith(_OPENMP) and hasattr(openmp := c.CDLL(file), "GOMP_parallel"):
+            return c.cast(openmp.GOMP_parallel, _P).value
+    return None
+
+
+def _team(count: int, row_bytes: int, threads: int | None = None) -> c.Structure:
+    """Return as many threads as pay; one in a forked child, which has lost the team's."""
+    if threads is None:
+        threads = torch.get_num_threads() if count * row_bytes >= _ALONE_BYTES else 1
+    if os.getpid() != _BORN_IN:
+        threads = 1
+    return _Team(_parallel() if threads > 1 else None, threads)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Has the tensor readable memory on the host: is it not fake, meta, sparse, functorch's or on a GPU?"""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def address(tensor: Tensor, what: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return the address of a contiguous tensor. Raises TypeError for another type, shape or kind of tensor;
+    what: names it."""
+    if not is_plain(tensor):
+        raise TypeError(f"{what}: a {type(tensor).__name__} on {tensor.device} has no memory on the host")
+    if tensor.dtype != dtype or tensor.shape != torch.Size(shape) or not tensor.is_contiguous():
+        raise TypeError(
+            f"{what}: {tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}; expected "
+            f"contiguous {tuple(shape)} of {dtype}"
+        )
+    return tensor.data_ptr()
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of looked-up rows, gradients and states of rows stored as `dtype`."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def _rows_address(weight_VD: Tensor) -> tuple[int, int, int]:
+    """Return (address, rows, width) of a table's rows."""
+    if weight_VD.dim() != 2 or weight_VD.dtype not in STORED or not 1 <= weight_VD.shape[1] <= MAX_DIM:
+        raise TypeError(
+            f"a table of shape {tuple(weight_VD.shape)} of {weight_VD.dtype}; give (rows, 1 to {MAX_DIM}) of "
+            "float32, float64 or bfloat16"
+        )
+    return address(weight_VD, "table", weight_VD.dtype, weight_VD.shape), *weight_VD.shape
+
+
+@lru_cache(maxsize=256)
+def columns_of(sizes: tuple[int, ...], paddings: tuple[int | None, ...]) -> c.Array[c.Structure]:
+    """Return what `look_up` knows of tables laid one after the other: their rows, and their padding ids."""
+    starts = itertools.accumulate(sizes, initial=0)
+    columns = zip(starts, sizes, paddings, strict=False)
+    return (_Column * len(sizes))(
+        *[_Column(at, size, -1 if pad is None else pad) for at, size, pad in columns]
+    )
+
+
+def look_up(
+    weight_VD: Tensor,
+    ids: Tensor,
+    columns: "c.Array[c.Structure]",
+    out_XD: Tensor | None = None,
+    places_N: Tensor | None = None,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor, int]:
+    """Return (rows of `ids`, flat_N: the ids as rows of weight_VD, a copy; number of padding ids).
+
+    out_XD: where the rows go, in order or to its rows places_N (int64); bfloat16 as float32. threads: at
+    most; None: torch's number where that pays. Raises IndexError with the place (`args[0]`) of the first id
+    of `ids` (int64) that is no row.
+    """
+    rows, num_rows, dim = _rows_address(weight_VD)
+    real, ids, count = real_dtype(weight_VD.dtype), ids.contiguous(), ids.numel()
+    if out_XD is None:
+        out_XD = torch.empty((*ids.shape, dim), dtype=real, device="cpu")
+    num_places = out_XD.numel() // dim
+    if places_N is None and num_places < count:
+        raise TypeError(f"look_up: {num_places} rows for {count} ids")
+    flat_N = torch.empty(count, dtype=torch.int64, device="cpu")
+    call = _Lookup(
+        _team(count, dim * weight_VD.element_size(), threads), address(ids, "ids", torch.int64, ids.shape),
+        count, c.addressof(columns), len(columns), rows, num_rows, dim, STORED[weight_VD.dtype],
+        address(out_XD, "looked-up rows", real, out_XD.shape), flat_N.data_ptr(),
+        None if places_N is None else address(places_N, "places", torch.int64, (count,)), num_places,
+    )  # fmt: skip
+    if not _library().look_up(c.addressof(call)):
+        if call.wrong < count:
+            raise IndexError(call.wrong)
+        raise TypeError("look_up: columns or places do not fit the table")
+    return out_XD, flat_N, call.padded
+
+
+def gather(
+    weight_VD: Tensor,
+    ids_N: Tensor,
+    out_XD: Tensor,
+    threads: int | None = None,
+    *,
+    places_N: Tensor | None = None,
+) -> bool:
+    """Copy rows as `look_up` does; return False, with out_XD untouched, when an id is no row."""
+    try:
+        look_up(weight_VD, ids_N, columns_of((len(weight_VD),), (None,)), out_XD, places_N, threads)
+    except IndexError:
+        return False
+    return True
+
+
+def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
+    """Fill a table, or its rows from `first` on, from normal(0, std) with as many threads as torch uses.
+
+    A value depends on (seed, row, column) alone, so that a table that has grown starts with the rows of the
+    smaller one.
+    """
+    if not (rows_VD.device.type == "cpu" and rows_VD.is_contiguous()):
+        drawn_VD = torch.empty(rows_VD.shape, dtype=rows_VD.dtype, device="cpu")
+        fill_normal(drawn_VD, std, seed, first)
+        rows_VD.copy_(drawn_VD)
+        return
+    start = int.from_bytes(hashlib.sha256(b"%d" % seed).digest()[:8], "little")
+    rows, count = address(rows_VD.detach(), "rows", rows_VD.dtype, rows_VD.shape), rows_VD.numel()
+    place, stored = first * rows_VD.shape[1], STORED[rows_VD.dtype]
+    call = _Draw(_team(count, rows_VD.element_size()), rows, count, place, stored, start, std)
+    if not _library().draw_normal(c.addressof(call)):
+        raise TypeError(f"fill_normal: first={first}")
+
+
+PLACES = torch.empty((0, 1), dtype=torch.uint8)
+
+
+@dataclass
+class Segment:
+    """Ids (int64) of one table; the gradient of id n is row n of rows_XD or, where there are `sources_N`,
+    row sources_N[n]. rows_XD `PLACES`: places are wanted, not
+    addresses."""
+
+    ids_N: Tensor
+    rows_XD: Tensor
+    sources_N: Tensor | None = None
+
+
+@dataclass
+class Arranged:
+    """Unique keys of several tables' ids, ascending, and where each one's gradients lie, in their order.
+
+    A key is the row's number in its table plus the rows of all tables before. bounds_U2: from where to where
+    in `places_N`, which holds addresses. held: what the addresses point to.
+    """
+
+    keys_U: Tensor
+    bounds_U2: Tensor
+    places_N: Tensor
+    inverse_N: Tensor | None
+    held: object = field(repr=False)
+
+
+def _gradients(rows_XD: Tensor, count: int) -> tuple[int | None, int, int]:
+    """Return (address, bytes from row to row, rows)."""
+    if rows_XD is PLACES:
+        return None, 1, count
+    if not is_plain(rows_XD) or rows_XD.dim() != 2 or (rows_XD.shape[1] > 1 and rows_XD.stride(1) != 1):
+        raise TypeError(f"gradients of shape {tuple(rows_XD.shape)}, strides {rows_XD.stride()}")
+    return rows_XD.data_ptr(), rows_XD.stride(0) * rows_XD.element_size(), len(rows_XD)
+
+
+def arrange(
+    segments: Sequence[tuple[Segment, int]],
+    num_keys: int,
+    frozen: Sequence[int] = (),
+    *,
+    inverse: bool = False,
+) -> Arranged:
+    """Sort the ids of segments, each with its table's first key, stably. frozen: ascending keys to leave out.
+
+    Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is no row.
+    """
+    count = sum([len(segment.ids_N) for segment, _ in segments])
+    lines, held = (_Segment * len(segments))(), []
+    for line, (segment, first_key) in zip(lines, segments, strict=True):
+        ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
+        sources = None if sources_N is None else address(sources_N, "sources", torch.int64, ids_N.shape)
+        line.ids, line.count = address(ids_N, "ids", torch.int64, (len(ids_N),)), len(ids_N)
+        line.first_key, line.num_rows = first_key, num_keys - first_key
+        line.rows, line.row_bytes, line.num_sources = _gradients(rows_XD, len(ids_N))
+        line.sources = sources
+        held.append((ids_N, rows_XD, sources_N))
+    direct = len(segments) == 1 and segments[0][0].sources_N is None
+    longs = torch.empty((4 if direct else 5) * count, dtype=torch.int64, device="cpu")
+    bounds_U2 = torch.empty((count, 2), dtype=torch.int32, device="cpu")
+    inverse_N = torch.empty(count, dtype=torch.int32, device="cpu") if inverse else None
+    keys_U, places_N = (torch.empty(count, dtype=torch.int64, device="cpu") for _ in range(2))
+    frozen_F = torch.tensor(frozen, dtype=torch.int64, device="cpu")
+    call = _Arrange(
+        c.addressof(lines), len(segments), count, num_keys, frozen_F.data_ptr(), len(frozen),
+        longs.data_ptr(), None if direct else longs.data_ptr() + 16 * count, keys_U.data_ptr(),
+        bounds_U2.data_ptr(), places_N.data_ptr(), None if inverse_N is None else inverse_N.data_ptr(),
+    )  # fmt: skip
+    if not _library().arrange(c.addressof(call)):
+        if call.wrong_segment < 0:
+            raise UserError(
+                f"{count:,} ids of {num_keys:,} rows at once: their numbers do not fit into 64 bits; use "
+                "smaller batches"
+            )
+        wrong = segments[call.wrong_segment][0].ids_N[call.wrong_place]
+        raise IndexError(f"the gradient of row {int(wrong)}, which its table lacks")
+    unique = call.num_unique
+    return Arranged(keys_U.resize_(unique), bounds_U2.resize_(unique, 2), places_N, inverse_N, held)
+
+
+def sum_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (sums_UD, squares_U): of each key's rows, which are of `dtype`, and the square (float64) of each
+    sum's 2-norm."""
+    sums_UD = torch.empty((len(arranged.keys_U), dim), dtype=real_dtype(dtype), device="cpu")
+    return sums_UD, square_rows(arranged, dim, dtype, sums_UD)
+
+
+def square_rows(arranged: Arranged, dim: int, dtype: torch.dtype, sums_UD: Tensor | None = None) -> Tensor:
+    """Return squares_U of `sum_rows` alone."""
+    squares_U = torch.empty(len(arranged.keys_U), dtype=torch.float64, device="cpu")
+    _sum(arranged.bounds_U2, arranged.places_N, dim, dtype, sums_UD, squares_U)
+    return squares_U
+
+
+def _sum(
+    bounds_U2: Tensor,
+    places_N: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    out_UD: Tensor | None,
+    squares_U: Tensor | None = None,
+    rows_VD: Tensor | None = None,
+) -> None:
+    """rows_VD: whose rows the places are; None: they are addresses."""
+    count = len(bounds_U2)
+    if not count:
+        return
+    call = _Sums(
+        _team(count, dim * real_dtype(dtype).itemsize), address(bounds_U2, "bounds", torch.int32, (count, 2)),
+        count, address(places_N, "places", torch.int64, (len(places_N),)), len(places_N),
+        None if rows_VD is None else rows_VD.data_ptr(), 1 if rows_VD is None else dim * dtype.itemsize, dim,
+        STORED[dtype], None if out_UD is None else out_UD.data_ptr(),
+        None if squares_U is None else squares_U.data_ptr(),
+    )  # fmt: skip
+    if not _library().sum_rows(c.addressof(call)):
+        raise TypeError(f"rows of {dim} values; use 1 to {MAX_DIM}")
+
+
+def pool(weight_VD: Tensor, flat_N: Tensor, offsets_B: Tensor) -> Tensor:
+    """Return pooled_BD, the sums of bags of rows: bag b has the ids flat_N (in range) from offsets_B[b] (as
+    `check_offsets` returned them) to before the next one."""
+    _, _, dim = _rows_address(weight_VD)
+    pooled_BD = torch.empty((len(offsets_B), dim), dtype=real_dtype(weight_VD.dtype), device="cpu")
+    ends_B = torch.cat([offsets_B[1:], offsets_B.new_tensor([len(flat_N)])]) if len(offsets_B) else offsets_B
+    bounds_B2 = torch.stack([offsets_B, ends_B], 1).int()
+    _sum(bounds_B2, flat_N.contiguous(), dim, weight_VD.dtype, pooled_BD, rows_VD=weight_VD)
+    return pooled_BD
+
+
+def check_offsets(offsets_B: Tensor, count: int) -> Tensor:
+    """Return a copy of bags' offsets as int64 on the host. Raises UserError unless they rise from 0 to at
+    most `count`."""
+    if offsets_B.dim() != 1 or offsets_B.dtype not in (torch.int64, torch.int32):
+        raise UserError(
+            f"bags: offsets of shape {tuple(offsets_B.shape)} of {offsets_B.dtype}; give (B,) of int64"
+        )
+    offsets_B = offsets_B.to("cpu", torch.int64, copy=True)
+    if not len(offsets_B) and count:
+        raise UserError(f"bags: no offsets for {count} ids; the first bag begins at 0")
+    if len(offsets_B):
+        ascending = bool((offsets_B.diff() >= 0).all())
+        if int(offsets_B[0]) != 0 or int(offsets_B[-1]) > count or not ascending:
+            raise UserError(f"bags: offsets {offsets_B.tolist()[:8]} must rise from 0 to at most {count}")
+    return offsets_B
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a touched row changes. corrections: of Adam's two moments by step (float64); see `optim`."""
+
+    name: str
+    lr: float
+    decay: float
+    eps: float = 0.0
+    betas: tuple[float, float] = (0.0, 0.0)
+    corrections: tuple[Tensor, Tensor] | None = None
+
+
+RULES = {"sgd": 0, "adagrad": 1, "adam": 2, "lazy-adam": 3}
+_FIELDS = {"sum": "square", "mean": "mean", "square": "square", "steps": "steps"}
+"""The states of rules, by their name in the update's table."""
+
+
+class Tables:
+    """Tables of one width and type and their states, as the update reads them: (weight, states)."""
+
+    def __init__(self, members: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
+        self.dtype, self.dim = members[0][0].dtype, members[0][0].shape[1]
+        self.lines = (_Table * len(members))()
+        self.tensors = [tensor for weight, states in members for tensor in (weight, *states.values())]
+        real, first_key = real_dtype(self.dtype), 0
+        for line, (weight, states) in zip(self.lines, members, strict=True):
+            line.rows, rows, dim = _rows_address(weight)
+            line.first_key, line.num_rows, line.factor = first_key, rows, 1.0
+            first_key += rows
+            for name, state in states.items():
+                whole = name == "mean" or (name == "square" and state.dim() == 2)
+                kind = torch.int32 if name == "steps" else real
+                setattr(line, _FIELDS[name], address(state, name, kind, (rows, dim) if whole else (rows,)))
+
+    def set_factors(self, factors: Sequence[float]) -> None:
+        """Say what each table's gradients shall be multiplied by."""
+        for line, factor in zip(self.lines, factors, strict=True):
+            line.factor = factor
+
+    def set_noises(self, noises: Sequence[int]) -> None:
+        """Say where the noise of each table's rounding starts."""
+        for line, noise in zip(self.lines, noises, strict=True):
+            line.noise = noise
+
+
+_NO_FIXES = torch.ones(1, dtype=torch.float64)
+
+
+def update(rule: Rule, arranged: Arranged, tables: Tables, keys_U: Tensor, bounds_U2: Tensor) -> None:
+    """Change the rows and states of some of the arranged keys, with their bounds, or of all."""
+    count, dim, places_N = len(keys_U), tables.dim, arranged.places_N
+    if not count:
+        return
+    fix1, fix2 = rule.corrections or (_NO_FIXES, _NO_FIXES)
+    last_fix = len(fix1) - 1
+    call = _Update(
+        _team(count, dim * tables.dtype.itemsize), address(keys_U, "keys", torch.int64, (count,)),
+        address(bounds_U2, "bounds", torch.int32, (count, 2)), count,
+        address(places_N, "places", torch.int64, (len(places_N),)), len(places_N),
+        c.addressof(tables.lines), len(tables.lines), RULES[rule.name], STORED[tables.dtype], dim, rule.lr,
+        rule.decay, rule.eps, *rule.betas,
+        address(fix1, "corrections", torch.float64, (last_fix + 1,)), fix2.data_ptr(), last_fix,
+    )  # fmt: skip
+    if not _library().update_rows(c.addressof(call)):
+        raise IndexError("update: a key is no row of the tables")

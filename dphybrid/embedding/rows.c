@@ -1,0 +1,458 @@
+/* Rows of embedding tables in host memory: look up, sort, sum, update, draw.
+ *
+ * native.py calls this through ctypes: no Python API, no GIL. It keeps all memory alive and states its size; here
+ * every id is compared with the number of rows before anything is written. Work is cut into blocks that own their
+ * rows, sums have one order whatever the width of a vector, and -ffp-contract=off forbids fused products: bits
+ * depend neither on the number of threads nor on the processor.
+ */
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define PASTE_(a, b, c) a##_##b##_##c
+#define PASTE(a, b, c) PASTE_(a, b, c)
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+
+enum { LINE = 64, AHEAD = 24, ROWS_AHEAD = 8, DIGIT_BITS = 11, MAX_PASSES = 6, MAX_DIM = 16384, DRAWN = 32 };
+enum { BLOCK_BYTES = 1 << 16 };
+enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
+enum rule { SGD, ADAGRAD, ADAM, LAZY_ADAM };
+
+/* ------------------------------------------------------------------ arguments, as native.py declares them */
+
+typedef void task(void *);
+struct team {
+    void (*parallel)(task *, void *, unsigned, unsigned); /* GOMP_parallel of torch's OpenMP, or NULL */
+    int64_t threads;
+};
+struct column { /* ids take turns: id n belongs to column n % columns, whose rows begin at first_row */
+    int64_t first_row, num_rows, padding;
+};
+struct lookup {
+    struct team team;
+    const int64_t *ids;
+    int64_t count;
+    const struct column *columns;
+    int64_t num_columns;
+    const void *rows;
+    int64_t num_rows, dim, stored;
+    void *out;             /* float64 or float32; see places */
+    int64_t *flat;         /* out: the table's row of each id */
+    const int64_t *places; /* the row of `out` for each id; NULL: in order */
+    int64_t num_places;    /* rows of `out` */
+    int64_t wrong, padded; /* out: the first id that is no row, or count; number of padding ids */
+};
+struct segment { /* ids of one table; the gradient of id n is row n of `rows`, or row sources[n] */
+    const int64_t *ids;
+    int64_t count, first_key, num_rows;
+    const char *rows;
+    int64_t row_bytes;
+    const int64_t *sources;
+    int64_t num_sources;
+};
+struct arrange {
+    const struct segment *segments;
+    int64_t num_segments, count, num_keys;
+    const int64_t *frozen; /* ascending keys to leave out */
+    int64_t num_frozen;
+    uint64_t *words;         /* scratch, 2 x count */
+    int64_t *unsorted;       /* scratch, count; NULL where one segment has no sources */
+    int64_t *keys;           /* out, room for count: unique, ascending */
+    int32_t *bounds;         /* out, room for 2 x count: from where to where in `places` */
+    int64_t *places;         /* out, count: address of each occurrence's gradient, by key */
+    int32_t *inverse;        /* out, count: each id's place in `keys`; may be NULL */
+    int64_t num_unique, wrong_segment, wrong_place; /* out */
+};
+struct sums {
+    struct team team;
+    const int32_t *bounds;
+    int64_t count;
+    const int64_t *places;
+    int64_t num_places;
+    const char *base; /* place p lies at base + step * p */
+    int64_t step, dim, stored;
+    void *target;    /* count x dim; may be NULL */
+    double *squares; /* of each sum's 2-norm; may be NULL */
+};
+struct table { /* mean, square: of the Adams; Adagrad's sum is `square` */
+    int64_t first_key, num_rows;
+    void *rows, *mean, *square;
+    int32_t *steps;
+    uint64_t noise; /* start of the rounding's noise, for bfloat16 */
+    double factor;  /* of the gradients */
+};
+struct update {
+    struct team team;
+    const int64_t *keys;
+    const int32_t *bounds;
+    int64_t count;
+    const int64_t *places;
+    int64_t num_places;
+    const struct table *tables;
+    int64_t num_tables, rule, stored, dim;
+    double lr, decay, eps, beta1, beta2;
+    const double *fix1, *fix2; /* 1 / (1 - beta1^k), 1 / sqrt(1 - beta2^k) */
+    int64_t last_fix;
+};
+struct draw {
+    struct team team;
+    void *values;
+    int64_t count, first, stored; /* first: the number of values[0] in the whole table */
+    uint64_t seed;
+    double std;
+};
+
+/* ------------------------------------------------------------------ threads */
+
+struct job {
+    void (*run)(void *args, int64_t first, int64_t last);
+    void *args;
+    int64_t count, block;
+    _Atomic int64_t next;
+};
+
+static void take_blocks(void *pointer)
+{
+    struct job *job = pointer;
+    int64_t first;
+    while ((first = atomic_fetch_add(&job->next, job->block)) < job->count)
+        job->run(job->args, first, MIN(first + job->block, job->count));
+}
+
+static void run(const struct team *team, void (*part)(void *, int64_t, int64_t), void *args, int64_t count, int64_t block)
+{
+    struct job job = {part, args, count, block, 0};
+    if (team->parallel && team->threads > 1 && count > block)
+        team->parallel(take_blocks, &job, (unsigned)team->threads, 0);
+    else
+        take_blocks(&job);
+}
+
+static const int64_t STORED_BYTES[] = {4, 8, 2}, REAL_BYTES[] = {4, 8, 4};
+
+static int64_t block_of(int64_t row_bytes)
+{
+    return BLOCK_BYTES / row_bytes + 1;
+}
+
+/* Can these rows be handled? Whoever calls has refused the others by name. */
+static int fits(int64_t dim, int64_t stored)
+{
+    return dim >= 1 && dim <= MAX_DIM && stored >= 0 && stored < STORED_TYPES;
+}
+
+INLINE void prefetch_for_reading(const char *place, int64_t bytes)
+{
+    for (int64_t at = 0; at < bytes; at += LINE)
+        __builtin_prefetch(place + at, 0);
+}
+
+INLINE void prefetch_for_writing(const char *place, int64_t bytes)
+{
+    for (int64_t at = 0; at < bytes; at += LINE)
+        __builtin_prefetch(place + at, 1);
+}
+
+/* Bits that look random, of one row in one update. Shifts keep the sign: files hold rows drawn this way. */
+INLINE uint64_t mixed(uint64_t seed)
+{
+    int64_t noise = (int64_t)(seed * 0x9E3779B97F4A7C15u);
+    noise = (int64_t)((uint64_t)(noise ^ noise >> 29) * 0xBF58476D1CE4E5B9u);
+    return (uint64_t)(noise ^ noise >> 32);
+}
+
+/* ------------------------------------------------------------------ by type of value and width of vector */
+
+typedef struct { uint16_t bits; } bfloat16;
+
+#define TYPE float32
+#define STORED float
+#define REAL float
+#include "rows_of.h"
+#undef TYPE
+#undef STORED
+
+#define TYPE bfloat16
+#define STORED bfloat16
+#define IS_BFLOAT16
+#include "rows_of.h"
+#undef IS_BFLOAT16
+#undef TYPE
+#undef STORED
+#undef REAL
+
+#define TYPE float64
+#define STORED double
+#define REAL double
+#include "rows_of.h"
+
+typedef void part(void *, int64_t, int64_t);
+#define BY_WIDTH(name, type, real, dim) ((dim) % (VECTOR_BYTES / (int)sizeof(real)) ? name##_##type##_single : name##_##type##_vector)
+#define BY_TYPE(name, stored, dim)                             \
+    ((stored) == FLOAT32   ? BY_WIDTH(name, float32, float, dim)  \
+     : (stored) == FLOAT64 ? BY_WIDTH(name, float64, double, dim) \
+                           : BY_WIDTH(name, bfloat16, float, dim))
+
+/* ------------------------------------------------------------------ look up */
+
+/* Copy rows. Returns 0, with `out` untouched, where an id is no row or a column or place does not fit. */
+int look_up(struct lookup *l)
+{
+    const struct column *column = l->columns, *end = l->columns + l->num_columns;
+    l->wrong = l->count;
+    l->padded = 0;
+    if (!fits(l->dim, l->stored) || l->num_columns < 1 || (!l->places && l->num_places < l->count))
+        return 0;
+    for (const struct column *c = column; c < end; c++)
+        if (c->first_row < 0 || c->num_rows < 0 || c->num_rows > l->num_rows - c->first_row)
+            return 0;
+    for (int64_t n = 0; n < l->count; n++) {
+        int64_t id = l->ids[n];
+        if ((uint64_t)id >= (uint64_t)column->num_rows) {
+            l->wrong = n;
+            return 0;
+        }
+        l->padded += id == column->padding;
+        l->flat[n] = id + column->first_row;
+        if (++column == end)
+            column = l->columns;
+    }
+    for (int64_t n = 0; l->places && n < l->count; n++)
+        if ((uint64_t)l->places[n] >= (uint64_t)l->num_places)
+            return 0;
+    part *copy = BY_TYPE(copies, l->stored, l->dim);
+    run(&l->team, copy, l, l->count, block_of(l->dim * STORED_BYTES[l->stored]));
+    return 1;
+}
+
+/* ------------------------------------------------------------------ sort */
+
+struct digits {
+    int place_bits, digit_bits, passes, ascending;
+    uint32_t counts[MAX_PASSES][1 << DIGIT_BITS];
+};
+
+/* Write (key, place) words and count their digits. Returns 0 at the first id that is no row. */
+static int read_ids(struct arrange *a, struct digits *d)
+{
+    uint64_t last = 0, mask = ((uint64_t)1 << d->digit_bits) - 1;
+    int64_t place = 0;
+    for (int64_t s = 0; s < a->num_segments; s++) {
+        const struct segment segment = a->segments[s];
+        for (int64_t n = 0; n < segment.count; n++, place++) {
+            int64_t id = segment.ids[n], source = segment.sources ? segment.sources[n] : n;
+            if ((uint64_t)id >= (uint64_t)segment.num_rows || (uint64_t)source >= (uint64_t)segment.num_sources) {
+                a->wrong_segment = s, a->wrong_place = n;
+                return 0;
+            }
+            uint64_t key = (uint64_t)(id + segment.first_key);
+            d->ascending &= key >= last;
+            last = key;
+            a->words[place] = key << d->place_bits | (uint64_t)place;
+            if (a->unsorted)
+                a->unsorted[place] = (int64_t)(intptr_t)segment.rows + segment.row_bytes * source;
+            for (int p = 0; p < d->passes; p++)
+                d->counts[p][key >> p * d->digit_bits & mask]++;
+        }
+    }
+    return 1;
+}
+
+/* A stable radix sort of the words; returns where they are then. */
+static uint64_t *sort_words(uint64_t *words, int64_t count, struct digits *d)
+{
+    uint64_t *other = words + count, mask = ((uint64_t)1 << d->digit_bits) - 1;
+    for (int p = 0; p < d->passes; p++) {
+        int shift = d->place_bits + p * d->digit_bits;
+        uint32_t before = 0, *counts = d->counts[p];
+        for (uint64_t c = 0; c <= mask; c++) {
+            uint32_t here = counts[c];
+            counts[c] = before;
+            before += here;
+        }
+        for (int64_t n = 0; n < count; n++)
+            other[counts[words[n] >> shift & mask]++] = words[n];
+        uint64_t *sorted = other;
+        other = words, words = sorted;
+    }
+    return words;
+}
+
+static int bits_of(int64_t value)
+{
+    return 64 - __builtin_clzll((uint64_t)value | 1);
+}
+
+/* Find the unique keys of all ids, and where each one's gradients lie, in order of occurrence. Returns 0 where an
+ * id or source is out of range (wrong_segment >= 0) or the numbers do not fit into 64 bits (-1). */
+int arrange(struct arrange *a)
+{
+    struct digits d = {.place_bits = bits_of(a->count), .ascending = 1};
+    int key_bits = bits_of(a->num_keys - 1);
+    d.passes = (key_bits + DIGIT_BITS - 1) / DIGIT_BITS;
+    a->wrong_segment = -1;
+    a->num_unique = 0;
+    if (d.place_bits + key_bits > 64 || d.passes > MAX_PASSES || a->count >= INT32_MAX)
+        return 0;
+    d.digit_bits = (key_bits + d.passes - 1) / d.passes;
+    if (!read_ids(a, &d))
+        return 0;
+    uint64_t *words = d.ascending ? a->words : sort_words(a->words, a->count, &d);
+    uint64_t place_mask = ((uint64_t)1 << d.place_bits) - 1, last_key = UINT64_MAX;
+    const char *rows = a->num_segments ? a->segments->rows : NULL;
+    int64_t row_bytes = a->num_segments ? a->segments->row_bytes : 0, unique = -1, f = 0;
+    int skipped = 0;
+    for (int64_t n = 0; n < a->count; n++) {
+        uint64_t key = words[n] >> d.place_bits, place = words[n] & place_mask;
+        if (key != last_key) {
+            last_key = key;
+            while (f < a->num_frozen && a->frozen[f] < (int64_t)key)
+                f++;
+            skipped = f < a->num_frozen && a->frozen[f] == (int64_t)key;
+            if (!skipped) {
+                a->keys[++unique] = (int64_t)key;
+                a->bounds[2 * unique] = (int32_t)n;
+            }
+        }
+        if (!skipped)
+            a->bounds[2 * unique + 1] = (int32_t)n + 1;
+        if (a->inverse)
+            a->inverse[place] = skipped ? -1 : (int32_t)unique;
+        a->places[n] = a->unsorted ? a->unsorted[place] : (int64_t)(intptr_t)rows + row_bytes * (int64_t)place;
+    }
+    a->num_unique = unique + 1;
+    return 1;
+}
+
+/* ------------------------------------------------------------------ sum, update */
+
+/* Sum rows that lie anywhere, in order. */
+int sum_rows(struct sums *s)
+{
+    if (!fits(s->dim, s->stored))
+        return 0;
+    run(&s->team, BY_TYPE(sums, s->stored, s->dim), s, s->count, block_of(s->dim * REAL_BYTES[s->stored]));
+    return 1;
+}
+
+/* Sum each touched row's gradients, decay, apply the rule, write row and states: one pass over memory. Returns 0,
+ * with nothing written, where a key is no row of the tables. Keys are ascending. */
+int update_rows(struct update *u)
+{
+    const struct table *last = u->tables + u->num_tables - 1;
+    if (!fits(u->dim, u->stored) || u->num_tables < 1)
+        return 0;
+    if (u->count && (u->keys[0] < 0 || u->keys[u->count - 1] >= last->first_key + last->num_rows))
+        return 0;
+    run(&u->team, BY_TYPE(updates, u->stored, u->dim), u, u->count, block_of(u->dim * STORED_BYTES[u->stored]));
+    return 1;
+}
+
+/* ------------------------------------------------------------------ start values */
+
+static const float LOGARITHM[] = {0.070376836292f, -0.1151461031f, 0.1167699874f, -0.12420140846f, 0.14249322787f,
+                                  -0.16668057665f, 0.20000714765f, -0.24999993993f, 0.33333331174f};
+static const float MIDDLE[] = {2.81022636e-08f, 3.43273939e-07f, -3.5233877e-06f, -4.39150654e-06f, 0.00021858087f,
+                               -0.00125372503f, -0.00417768164f, 0.246640727f, 1.50140941f};
+static const float TAIL[] = {-0.000200214257f, 0.000100950558f, 0.00134934322f, -0.00367342844f, 0.00573950773f,
+                             -0.0076224613f, 0.00943887047f, 1.00167406f, 2.83297682f};
+
+INLINE float polynomial(const float *factors, float x)
+{
+    float p = factors[0];
+    for (int k = 1; k < 9; k++)
+        p = p * x + factors[k];
+    return p;
+}
+
+/* A value between -1 and 1: the end of MurmurHash3, twice, of the group's 64 bits and the column. */
+INLINE float uniform(uint64_t noise, uint32_t column)
+{
+    uint32_t h = column * 0x9E3779B1u + (uint32_t)noise;
+    h = (h ^ h >> 16) * 0x85EBCA6Bu;
+    h = (h ^ h >> 13) * 0xC2B2AE35u;
+    h += (uint32_t)(noise >> 32);
+    h = (h ^ h >> 16) * 0x85EBCA6Bu;
+    h = (h ^ h >> 13) * 0xC2B2AE35u;
+    h ^= h >> 16;
+    return (float)((int32_t)(h >> 7 | 1) - (1 << 24)) * 0x1p-24f;
+}
+
+/* The logarithm of Cephes: sums and products alone, which have the same bits everywhere. */
+INLINE float logarithm(float y)
+{
+    uint32_t bits;
+    memcpy(&bits, &y, 4);
+    float powers = (float)((int32_t)(bits >> 23) - 127), t;
+    bits = (bits & 0x7FFFFF) | 0x3F800000;
+    memcpy(&t, &bits, 4);
+    powers += 1.4142135f < t ? 1.0f : 0.0f;
+    t = (1.4142135f < t ? t * 0.5f : t) - 1.0f;
+    return powers * 0.6931471805599453f + (t - t * t * (0.5f - t * polynomial(LOGARITHM, t)));
+}
+
+static void store_drawn(void *values, int64_t n, float value, int64_t stored)
+{
+    uint32_t bits;
+    if (stored == FLOAT32)
+        ((float *)values)[n] = value;
+    else if (stored == FLOAT64)
+        ((double *)values)[n] = value;
+    else {
+        memcpy(&bits, &value, 4);
+        ((uint16_t *)values)[n] = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+}
+
+/* Groups of DRAWN normal values, each a function of (seed, place): the inverse of the normal distribution is that
+ * of Giles, "Approximating the erfinv function", 2011. */
+static void draws(void *pointer, int64_t first, int64_t last)
+{
+    const struct draw *d = pointer;
+    const float scale = (float)(d->std * 1.4142135623730951);
+    for (int64_t group = first + d->first / DRAWN; group < last + d->first / DRAWN; group++) {
+        uint64_t noise = mixed(d->seed ^ (uint64_t)group);
+        float x[DRAWN], w[DRAWN], inverse[DRAWN];
+        int far = 0;
+        for (int k = 0; k < DRAWN; k++) {
+            x[k] = uniform(noise, (uint32_t)k);
+            w[k] = 0.0f - logarithm((1.0f - x[k]) * (1.0f + x[k]));
+            inverse[k] = polynomial(MIDDLE, w[k] - 2.5f);
+            far |= 5.0f < w[k];
+        }
+        for (int k = 0; far && k < DRAWN; k++)
+            if (5.0f < w[k])
+                inverse[k] = polynomial(TAIL, __builtin_sqrtf(w[k]) - 3.0f);
+        for (int k = 0; k < DRAWN; k++) {
+            int64_t n = group * DRAWN + k - d->first;
+            if (n >= 0 && n < d->count)
+                store_drawn(d->values, n, inverse[k] * x[k] * scale, d->stored);
+        }
+    }
+}
+
+int draw_normal(struct draw *d)
+{
+    if (d->stored < 0 || d->stored >= STORED_TYPES || d->first < 0)
+        return 0;
+    int64_t groups = (d->first + d->count + DRAWN - 1) / DRAWN - d->first / DRAWN;
+    run(&d->team, draws, d, groups, block_of(DRAWN * STORED_BYTES[d->stored]));
+    return 1;
+}
+
+/* Sizes of the structs: whoever declares them elsewhere compares. */
+int64_t size_of(int64_t which)
+{
+    static const int64_t sizes[] = {sizeof(struct column), sizeof(struct lookup), sizeof(struct segment), sizeof(struct arrange),
+                                    sizeof(struct sums), sizeof(struct table), sizeof(struct update), sizeof(struct draw)};
+    return which >= 0 && which < (int64_t)(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
+}

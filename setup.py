@@ -1,0 +1,45 @@
+"""What pyproject.toml cannot say: the package holds libraries compiled from rows.c, for this platform and any
+Python."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+compiling = runpy.run_path(str(Path(__file__).parent / "dphybrid" / "embedding" / "compile_rows.py"))
+
+
+class CompileRows(build_ext):
+    """Compiles a library for each instruction set; in place for `pip install -e`."""
+
+    def _folder(self) -> Path:
+        package = Path("dphybrid", "embedding")
+        return package if self.inplace else Path(self.build_lib) / package
+
+    def run(self) -> None:
+        folder = self._folder()
+        for old in folder.glob("_rows-*.so"):
+            old.unlink()
+        for level in compiling["levels"]():
+            compiling["compile_library"](level, folder)
+
+    def get_outputs(self) -> list[str]:
+        return [str(self._folder() / compiling["library_name"](level)) for level in compiling["levels"]()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class AnyPython(bdist_wheel):
+    """A wheel for this platform and every Python 3: the libraries do not call Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("dphybrid.embedding._rows", ["dphybrid/embedding/rows.c"])],
+    cmdclass={"build_ext": CompileRows, "bdist_wheel": AnyPython},
+)
