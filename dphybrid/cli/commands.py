@@ -198,6 +198,7 @@ def ui(args: argparse.Namespace) -> int:
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
     port = None if uri.startswith("http") else pages.free_port(args.port)
 
+    from dphybrid.tracking.ui_server import serving
     from dphybrid.tracking.views import page_path
 
     page = page_path(uri, settings.experiment, args.run)
@@ -207,8 +208,8 @@ def ui(args: argparse.Namespace) -> int:
     print("Starting MLflow's server, which takes a while; Ctrl-C ends it", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server ends with this process
     try:
-        with pages.serving(uri, port) as server:
-            pages.show(f"http://127.0.0.1:{port}/#{page}", not args.no_browser)
+        with serving(uri, port) as (server, token):
+            pages.show(f"http://127.0.0.1:{port}/?token={token}#{page}", not args.no_browser)
             return pages.ended(server)
     except KeyboardInterrupt:
         return 0
