@@ -66,6 +66,11 @@ def plan(args: argparse.Namespace) -> int:
     from dphybrid.parallel import resolve_devices, split_plan
 
     config, settings = load_config(args.config, overrides_from_args(args)), load_settings()
+    rows = args.rows
+    if rows is None and not (config.cluster.ranks and (args.batch_size or config.train.batch_size)):
+        rows = _rows_of_epoch(config, settings)
+    if rows is not None and rows > 0:
+        config, _ = find_recipe(config.recipe).sized(config, rows)
     batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
     if config.cluster.several:
         from dphybrid.cluster.plan import plan_text
@@ -73,7 +78,6 @@ def plan(args: argparse.Namespace) -> int:
         recipe, nodes = find_recipe(config.recipe), args.nodes
         print(plan_text(recipe, config, settings, batch_size, nodes, args.link_gbit, args.table_rows))
         return 0
-    rows = _rows_of_epoch(config, settings) if args.rows is None else args.rows
     if batch_size < 1 or rows < 1:
         raise UserError(f"--batch-size {batch_size} --rows {rows}: both must be at least 1")
     devices = resolve_devices(wanted_spec(config, settings).text)
@@ -198,7 +202,6 @@ def ui(args: argparse.Namespace) -> int:
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
     port = None if uri.startswith("http") else pages.free_port(args.port)
 
-    from dphybrid.tracking.ui_server import serving
     from dphybrid.tracking.views import page_path
 
     page = page_path(uri, settings.experiment, args.run)
@@ -208,8 +211,8 @@ def ui(args: argparse.Namespace) -> int:
     print("Starting MLflow's server, which takes a while; Ctrl-C ends it", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server ends with this process
     try:
-        with serving(uri, port) as (server, token):
-            pages.show(f"http://127.0.0.1:{port}/?token={token}#{page}", not args.no_browser)
+        with pages.serving(uri, port) as server:
+            pages.show(f"http://127.0.0.1:{port}/#{page}", not args.no_browser)
             return pages.ended(server)
     except KeyboardInterrupt:
         return 0

@@ -70,8 +70,8 @@ examples:
   %(prog)s                                    all runs, the best first
   %(prog)s text-cpu-1121-044553               one run: its report, curves, splits, timings, checkpoints
 
-Where no server is set (DPHYBRID_TRACKING_URI, MLFLOW_TRACKING_URI), MLflow's own is started for you alone:
-its address carries a token, and it runs until Ctrl-C.
+Where no server is set (DPHYBRID_TRACKING_URI, MLFLOW_TRACKING_URI), MLflow's own is started for this machine,
+and runs until Ctrl-C.
 """
 
 INIT_HELP = """\

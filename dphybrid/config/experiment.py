@@ -74,8 +74,8 @@ class TableConfig(Section):
     optimizer: Literal["adagrad", "adam", "lazy-adam", "sgd"] = "adam"
     """Row-wise optimizer: adagrad and adam keep one number a row, lazy-adam two a weight, sgd none. Only rows
     of the batch change."""
-    lr: float = Field(default=0.01, gt=0.0)
-    """Learning rate of the rows."""
+    lr: float = Field(default=0.01, ge=0.0)
+    """Learning rate of the rows; 0, for recipe ctr: train.lr, or 0.03 of it for model.kind=mlp."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay, applied to the rows of the batch only (lazy)."""
     dtype: Literal["model", "bfloat16"] = "model"
@@ -86,10 +86,11 @@ class TableConfig(Section):
 class TrainConfig(Section):
     """How long and how the dense blocks are trained."""
 
-    epochs: int = Field(default=8, ge=1)
-    """Passes over the training part."""
-    batch_size: int = Field(default=16, ge=1)
-    """Rows of a batch over all devices together; each device gets about batch_size / devices of them."""
+    epochs: int = Field(default=8, ge=0)
+    """Passes over the training part; 0: as many as make 4,000 steps, within 10 and 200."""
+    batch_size: int = Field(default=16, ge=0)
+    """Rows of a batch over all devices together; each device gets about batch_size / devices of them. 0: a
+    32nd of the training rows, rounded to a power of two, within 32 and 512."""
     warm_start: str | None = None
     """Checkpoint folder whose weights a new run starts from. Rows of values that are new since data.base
     start as the unknown one's."""
@@ -112,8 +113,12 @@ class TrainConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What follows a loss or gradient that is NaN or infinite: stop, or skip that step (no update of blocks
     nor rows; steps skipped are counted). A weight that is none ends training either way."""
-    patience: int = Field(default=3, ge=0)
-    """Epochs without a better validation metric after which training stops; 0: never."""
+    average: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Decay a step of a moving average of the blocks' weights, which is evaluated and kept in their place; 0:
+    none."""
+    patience: int = Field(default=3, ge=-1)
+    """Epochs without a better validation metric after which training stops; 0: never; -1: a tenth of the
+    epochs, 3 or more."""
     log_every: int = Field(default=20, ge=1)
     """Steps between two lines of metrics."""
     pipeline: Literal["off", "exact"] = "exact"

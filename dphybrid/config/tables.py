@@ -93,7 +93,8 @@ class TableDataConfig(DataConfig):
     min_count: int = Field(default=2, ge=1)
     """Categories seen fewer times in the training split become the unknown one."""
     buckets: int = Field(default=32, ge=0, le=4096)
-    """Quantile buckets that each numeric column also gets an embedding for; 0: none."""
+    """Quantile buckets that each numeric column also gets an embedding for, at most one for each 128 training
+    rows; 0: none."""
     valid_fraction: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Share of the rows in the validation split."""
     split: Literal["random", "time", "key"] = "random"

@@ -30,7 +30,7 @@ from dphybrid.util.files import clear_leftovers, make_folder, making, naming, sy
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
-ENCODER_VERSION = 5
+ENCODER_VERSION = 6
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
 INFERRED = "inferred"

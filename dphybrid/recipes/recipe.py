@@ -83,6 +83,17 @@ class Recipe:
         """Return a split of the prepared data ("train", "valid", "test") as samples by number."""
         return prepared.rows(part)
 
+    def training_rows(self, rows: "Dataset", info: Mapping[str, Any], model: Any) -> "Dataset":
+        """Return the training split as it is trained on: where the `model` section asks for changes that
+        differ by epoch. info: facts about the prepared data."""
+        return rows
+
+    def sized(self, config: ExperimentConfig, num_rows: int) -> tuple[ExperimentConfig, list[str]]:
+        """Return the config with what it leaves to the data, and lines that say so with the arithmetic."""
+        from dphybrid.training.sizes import sized
+
+        return sized(config, num_rows)
+
     def build(self, context: "ModelContext[Any]") -> "nn.Module":
         """Return the model: batch (dict of CPU tensors, samples on dim 0) -> dict with
 

@@ -40,7 +40,7 @@ def prepare_data(
     recipe, engine = find_recipe(config.recipe), choose_engine(config)
     devices = expected_devices(config, settings)
     engine.check(recipe.one_process, settings, devices, callbacks, here)
-    _check_devices(config, devices)
+    resolve_devices(devices)
     find_callbacks(config.train.callbacks)
     with naming(settings.data_dir):
         # data, runs and records are their owner's, unless the folder was made otherwise
@@ -51,12 +51,14 @@ def prepare_data(
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if data.reused else 'Prepared data'}: {data.path}", flush=True)
     print(printable(data.describe()), flush=True)
-    return Experiment(recipe, config, settings, data, engine)
+    experiment, sizes = Experiment.sized(recipe, config, settings, data)
+    print("\n".join(sizes), end="\n" if sizes else "", flush=True)
+    _note_idle_devices(experiment.config, devices)
+    return experiment
 
 
-def _check_devices(config: ExperimentConfig, devices: str) -> None:
-    """Note it when batches are too small to give each device a row. Raises UserError for devices that are not
-    there."""
+def _note_idle_devices(config: ExperimentConfig, devices: str) -> None:
+    """Note it when batches are too small to give each device a row."""
     resolved = resolve_devices(devices)
     used = len(split_sizes(config.train.batch_size, len(resolved)))
     if used < len(resolved):

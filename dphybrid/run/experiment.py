@@ -33,7 +33,16 @@ class Experiment:
         """Return the experiment on a folder of prepared data. Raises UserError when that is gone or
         damaged."""
         recipe = find_recipe(config.recipe)
-        return cls(recipe, config, settings, recipe.open(Path(prepared)), choose_engine(config))
+        return cls.sized(recipe, config, settings, recipe.open(Path(prepared)))[0]
+
+    @classmethod
+    def sized(
+        cls, recipe: Recipe, config: ExperimentConfig, settings: Settings, data: Prepared
+    ) -> tuple[Self, list[str]]:
+        """Return the experiment on prepared data with what its config leaves to their number of rows, and a
+        line about each such value."""
+        config, lines = recipe.sized(config, len(data.dataset("train")))
+        return cls(recipe, config, settings, data, choose_engine(config)), lines
 
     @cached_property
     def task(self) -> Task:

@@ -12,6 +12,7 @@ from dphybrid.parallel import Devices, compile_regions
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.tracking import Tracker
+from dphybrid.training.averaging import keep_average
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import Progress, Trained, load_checkpoint, newest_whole_checkpoint
 from dphybrid.training.clock import StageClock
@@ -51,6 +52,8 @@ def build_trained(experiment: Experiment, engine: Engine, devices: Devices, done
     trained = Trained(model, make_dense_optimizer(model, config.train), rows, Progress())
     if devices.home.type == "cuda" and trained.dense is not None:
         make_states(trained.dense, config.train.batch_size, model)
+    if config.train.average and trained.dense is not None:
+        keep_average(trained.dense, config.train.average)
     torch.manual_seed(config.train.seed)
     return trained
 
@@ -95,7 +98,7 @@ def make_session(
     return Session(
         config=config,
         trained=trained,
-        train_data=data.dataset("train"),
+        train_data=recipe.training_rows(data.dataset("train"), data.info, config.model),
         valid_data=data.dataset("valid"),
         task=experiment.task,
         tracker=tracker,

@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
+from dphybrid.training.averaging import swap
 from dphybrid.training.table_files import mapped_weight, read_table, table_file
 from dphybrid.training.tensor_file import read_tensors, tensor_shapes
 from dphybrid.util.digests import verify_files
@@ -136,6 +137,7 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
     if trained.dense is not None:
         tensors = read_tensors(path / "blocks_optimizer.safetensors")
         trained.dense.load_state_dict(_unflatten_optimizer(tensors, page.optimizer))
+        swap(trained.dense)
     if trained.rows is not None:
         _load_row_states(path, trained.rows, find_tables(trained.model))
     trained.progress.load_state_dict(page.progress.state_dict())

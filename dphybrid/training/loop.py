@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables
 from dphybrid.parallel import refuse_split_differences
+from dphybrid.training.averaging import averaged
 from dphybrid.training.callbacks import EpochEnd, call_back
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.display import Display
@@ -233,7 +234,7 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
             f"epoch {progress.epoch + 1}: all of its steps were skipped, as train.on_nonfinite=skip says, "
             "and nothing was trained; look at the data, or lower train.lr and table.lr"
         )
-    with session.clock.stage("evaluate"):
+    with session.clock.stage("evaluate"), averaged(session.trained.dense):
         batch_size, model = session.config.train.batch_size, session.trained.model
         metrics = evaluate(model, session.valid_data, batch_size, task, session.engine)
     train_loss = progress.epoch_loss / max(progress.epoch_weight, 1e-12)
@@ -282,7 +283,7 @@ def _called_back(session: Session) -> str:
         best=progress.best_step == progress.step,
         model=session.trained.model,
     )
-    with session.clock.stage("callbacks"):
+    with session.clock.stage("callbacks"), averaged(session.trained.dense):
         numbers = call_back(session.callbacks, seen)
     if numbers:
         session.tracker.log_metrics(numbers, progress.step)

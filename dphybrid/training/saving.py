@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dphybrid.embedding import find_tables
 from dphybrid.embedding.storage import available_memory_bytes, zero_rows
+from dphybrid.training.averaging import averaged
 from dphybrid.training.checkpoint import (
     FORMAT,
     CheckpointState,
@@ -286,10 +287,11 @@ class CheckpointWriter:
         }
         if extra:
             files["tables/_optimizer.safetensors"] = extra
-        copies = {
-            file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-            for file, tensors in files.items()
-        }
+        with averaged(trained.dense):
+            copies = {
+                file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+                for file, tensors in files.items()
+            }
         return copies, copy.deepcopy(page)
 
     def _same(self, final: Path, files: Mapping[str, Mapping[str, Tensor]]) -> CheckpointState | None:

@@ -168,7 +168,7 @@ def test_predictions_for_every_form(run: TrainedRun, tmp_path: Path) -> None:
         ({"label": "clicked", "numeric": ["price"]}, "numeric='price': data has no such column"),
         ({"epoch": 3}, "epoch: recipe ctr has no value of that name; did you mean 'epochs'?"),
         ({"lr": 0.1}, "lr: could be table.lr or train.lr; say which: table__lr, train__lr"),
-        ({"epochs": 0}, "train.epochs = 0 (from epochs=): Input should be greater than or equal to 1"),
+        ({"epochs": -1}, "train.epochs = -1 (from epochs=): Input should be greater than or equal to 0"),
         ({"train": 3}, "train=3: is a section; give its values as train={'name': value}"),
         ({"train__lrr": 3}, "train.lrr (from train__lrr=): there is no such field; did you mean 'train.lr'?"),
         ({"recipe": "kge"}, "recipe kge reads no tables; ctr does"),

@@ -203,7 +203,7 @@ def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
     assert one.arrays["dense_BN"][:50].mean() == pytest.approx(0, abs=1e-6)
     assert one.arrays["dense_BN"][50:52, 0].tolist() == [100, 0]  # cut off; no value
     assert one.info["num_dense"] == 1  # no training row misses a value
-    assert one.arrays["ids_BF"][50:52].tolist() == [[32, 1], [0, 1]]
+    assert one.arrays["ids_BF"][50:52].tolist() == [[2, 1], [0, 1]]
     assert other.arrays["train_rows"].tolist() == one.arrays["train_rows"].tolist() == list(range(50))
 
 

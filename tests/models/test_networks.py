@@ -180,7 +180,8 @@ def test_clicks_are_learnt(kind: str, data_dir: Path, tmp_path: Path) -> None:
         "model.hidden=16",
     ]
     report = run_job(
-        load_config(None, ["recipe=ctr", *values, "train.batch_size=32", "train.epochs=8"]), load_settings()
+        load_config(None, ["recipe=ctr", *values, "train.epochs=8", "train.lr=0.01", "table.lr=0.02"]),
+        load_settings(),
     )
     assert report.metrics["auc"] > 0.98
 

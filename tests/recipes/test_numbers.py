@@ -16,8 +16,10 @@ from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.model import DeepFM
 from dphybrid.recipes.ctr.numbers import (
+    BIN_ROWS,
     RUN_ROWS,
     RUNS,
+    EmbeddedBins,
     Periodic,
     PiecewiseLinear,
     quantile_bins,
@@ -124,8 +126,8 @@ def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -
         )
 
 
-@pytest.mark.parametrize("numbers", ["piecewise", "periodic"])
-@pytest.mark.parametrize("kind", ["wide-deep", "deepfm", "dlrm"])
+@pytest.mark.parametrize("numbers", ["piecewise", "embedded", "periodic"])
+@pytest.mark.parametrize("kind", ["mlp", "wide-deep", "deepfm", "dlrm"])
 def test_pieces_are_the_same_on_several_devices(kind: str, numbers: str) -> None:
     draw = torch.Generator().manual_seed(0)
     dense_BN = torch.randn(50, 2, generator=draw)
@@ -210,3 +212,29 @@ def test_bins_belong_to_the_checkpoint(
         }
         expected_B = torch.sigmoid(model.eval()(batch)["logits"])
     np.testing.assert_allclose(scores_B[valid_rows], expected_B, rtol=1e-5)
+
+
+def test_a_frequent_value_takes_one_bin_and_leaves_the_others_to_the_rest() -> None:
+    """Nine of ten rows are zero: plain quantiles would all lie there."""
+    rest = np.linspace(1, 2, 100)
+    dense_BN = np.concatenate([np.zeros(900), rest])[:, None]
+    edges_NE = quantile_bins(dense_BN, 11)
+    assert edges_NE.shape == (1, 12)
+    inner = edges_NE[0, 1:-1]
+    assert (inner >= 1).sum() >= 5
+    few = quantile_bins(dense_BN[::10], 128)  # 100 rows: a bin for each 8
+    assert len(np.unique(few)) <= 100 // BIN_ROWS + 1
+
+
+def test_embedded_bins_are_a_layer_of_each_columns_own() -> None:
+    torch.manual_seed(0)
+    edges_NE = torch.tensor([[0.0, 1.0, 2.0], [-1.0, 0.0, 0.0]])
+    embedded = EmbeddedBins(PiecewiseLinear(edges_NE), 4)
+    found_BO = embedded(torch.tensor([[1.5, -0.5], [300.0, -2.0]]))
+    assert found_BO.shape == (2, 8)
+    inputs = torch.tensor([[1.5 / (1 + 0.25) ** 0.5, 1.0, 0.5], [-0.5 / (1 + 1 / 36) ** 0.5, 0.5, 0.0]])
+    for column in range(2):
+        expected_D = inputs[column] @ embedded.weight_NED[column] + embedded.bias_ND[column]
+        torch.testing.assert_close(found_BO[0, 4 * column : 4 * column + 4], expected_D.relu())
+    far = embedded(torch.tensor([[1e6, 0.0]]))
+    torch.testing.assert_close(far[:, :4], found_BO[1:, :4], rtol=0, atol=0.01)  # squashed

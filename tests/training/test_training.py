@@ -155,9 +155,11 @@ def test_the_same_seed_gives_the_same_bits(data_dir: Path, small_text: str) -> N
     assert one.digests["tables/words.safetensors"] != other.digests["tables/words.safetensors"]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad", "lazy-adam", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "average"), [("adam", 0.0), ("adagrad", 0.9), ("lazy-adam", 0.0), ("sgd", 0.0)]
+)
 def test_stopped_and_resumed_equals_undisturbed(
-    optimizer: str, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, average: float, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [
         small_text,
@@ -165,6 +167,7 @@ def test_stopped_and_resumed_equals_undisturbed(
         "model.dropout=0.3",
         "train.epochs=3",
         f"table.optimizer={optimizer}",
+        f"train.average={average}",
         "table.lr=0.01",
     ]
     whole = train(*options, name="whole")

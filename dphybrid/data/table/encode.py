@@ -28,6 +28,8 @@ FEW_EDGES = 64
 """Edges up to which comparing with each of them is faster than a search."""
 CACHED_ROWS = 2**13
 """Rows of tens of columns that are put side by side while they lie in a cache."""
+BUCKET_ROWS = 128
+"""Training rows for each bucket, at least: rows of fewer are learnt by heart."""
 FIT_ROWS = 2**18
 """Training rows, evenly spaced, that the statistics of a numeric column come from at most."""
 
@@ -97,6 +99,7 @@ def fit_numeric(name: str, train_B: Array, num_buckets: int, scale: str = "auto"
         use_log = use_log or bool(max(abs(known[0]), abs(known[-1])) > 1e100)
     fit = _log(known) if use_log else known
     mean, std = (0.0, 1.0) if scale == "none" else (float(fit.mean()), float(fit.std()) or 1.0)
+    num_buckets = min(num_buckets, max(2, len(known) // BUCKET_ROWS))
     edges = tuple(bucket_edges(known, num_buckets).tolist()) if num_buckets else None
     return NumericColumn(name, use_log, mean, std, indicator, edges)
 

@@ -1,6 +1,7 @@
 """Click-through models: one host table for all id columns, and in one region a network over its rows, the
 numbers and the loss.
 
+- mlp: hidden layers over rows and numbers side by side;
 - wide-deep: Wide & Deep (Cheng et al. 2016): a one-wide column of each row is the wide part, the others feed
   a deep network;
 - deepfm: DeepFM (Guo et al. 2017): the same, with a factorization machine over all pairs of rows instead of
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.ctr.numbers import OnNumbers, Periodic, PiecewiseLinear, bins_of
+from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Periodic, PiecewiseLinear, bins_of
 from dphybrid.recipes.ctr.recipe import CtrModelConfig
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
@@ -37,6 +38,26 @@ def deep_network(inputs: int, hidden: int, layers: int, outputs: int, dropout: f
     for narrow, wide in itertools.pairwise(widths):
         steps += [nn.Linear(narrow, wide), nn.ReLU(), nn.Dropout(dropout)]
     return nn.Sequential(*steps, nn.Linear(widths[-1], outputs))
+
+
+class Mlp(nn.Module):
+    """(rows_BFD, dense_BN) -> logits."""
+
+    def __init__(
+        self,
+        num_columns: int,
+        dim: int,
+        num_dense: int,
+        hidden: int,
+        layers: int,
+        dropout: float,
+        outputs: int = 1,
+    ) -> None:
+        super().__init__()
+        self.deep = deep_network(num_columns * dim + num_dense, hidden, layers, outputs, dropout)
+
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
+        return self.deep(torch.cat([rows_BFD.flatten(1), dense_BN], dim=1)).squeeze(1)
 
 
 class WideDeep(nn.Module):
@@ -140,7 +161,7 @@ class DLRM(nn.Module):
         return self.top(torch.cat([other_BD, dots_BVV[:, self.first_P, self.second_P]], dim=1)).squeeze(1)
 
 
-NETWORKS: dict[str, type[nn.Module]] = {"wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
+NETWORKS: dict[str, type[nn.Module]] = {"mlp": Mlp, "wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
 
 
 class ClickRegion(nn.Module):
@@ -207,26 +228,30 @@ class ClickModel(nn.Module):
         return {"loss": loss_B, "weight": weights_B, "logits": logits}
 
 
+def _numbers(context: ModelContext[CtrModelConfig], num_dense: int) -> nn.Module:
+    o = context.options
+    if o.numbers == "periodic":
+        return Periodic(num_dense, o.frequencies, o.dim, o.frequency_scale)
+    pieces = PiecewiseLinear(bins_of(context.rows, num_dense, o.bins))
+    return pieces if o.numbers == "piecewise" else EmbeddedBins(pieces, o.bin_width)
+
+
 def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     o = context.options
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
-    if o.kind != "dlrm" and o.dim < 2:
+    if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
-    beside = {"plain": 0, "piecewise": o.bins, "periodic": o.dim}  # inputs that a number has besides itself
-    pieces = 1 + beside[o.numbers] if num_dense else 1
+    widths = {"plain": 1, "piecewise": 1 + o.bins, "embedded": o.bin_width, "periodic": 1 + o.dim}
+    pieces = widths[o.numbers] if num_dense else 1  # inputs that a number becomes
     more = {"pieces": pieces} if o.kind == "deepfm" else {}
     task = label_task(context.info)
     network = NETWORKS[o.kind](
         len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, task.num_outputs, **more
     )
-    if pieces > 1:
-        numbers = (
-            PiecewiseLinear(bins_of(context.rows, num_dense, o.bins))
-            if o.numbers == "piecewise"
-            else Periodic(num_dense, o.frequencies, o.dim, o.frequency_scale)
-        )
-        network = OnNumbers(network, numbers)
-    std = 0.1 if o.kind == "dlrm" else 0.01  # products of tiny rows would be next to nothing for long
+    if num_dense and o.numbers != "plain":
+        network = OnNumbers(network, _numbers(context, num_dense))
+    # Products of tiny rows would be next to nothing for long; rows that learn slowly are told apart at once.
+    std = {"dlrm": 0.1, "mlp": 0.05}.get(o.kind, 0.01)
     names = [str(column["name"]) for column in context.info.get("columns", [])] or map(
         str, range(len(num_ids))
     )

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.data.batches import Array, Dataset
-from dphybrid.data.table.encode import bucket_edges
 
+BIN_ROWS = 8
+"""Training rows for each bin, at least."""
 RUNS, RUN_ROWS = 64, 1024
 """Of long data, this many runs of so many neighbouring rows say where the bins are."""
 
@@ -38,11 +39,37 @@ class PiecewiseLinear(nn.Module):
         super().__init__()
         self.register_buffer("edges_NE", edges_NE)
 
-    def forward(self, dense_BN: Tensor) -> Tensor:
+    def shares(self, dense_BN: Tensor) -> Tensor:
+        """Return (B, N, K): how far each number has come through each of its bins, 0 to 1."""
         left_NK, width_NK = self.edges_NE[:, :-1], self.edges_NE.diff(dim=1)
         slope_NK = torch.where(width_NK > 0, 1 / width_NK, 0.0)
-        share_BNK = ((dense_BN[:, :, None] - left_NK) * slope_NK).clamp(0, 1)
-        return torch.cat([dense_BN[:, :, None], share_BNK], dim=2).flatten(1)
+        return ((dense_BN[:, :, None] - left_NK) * slope_NK).clamp(0, 1)
+
+    def forward(self, dense_BN: Tensor) -> Tensor:
+        return torch.cat([dense_BN[:, :, None], self.shares(dense_BN)], dim=2).flatten(1)
+
+
+class EmbeddedBins(nn.Module):
+    """dense_BN -> (B, N * D): each number, squashed, and its shares of the bins (`PiecewiseLinear`) through a
+    linear layer of the column's own and ReLU.
+
+    Squashed: z / sqrt(1 + (z / 3)^2), within -3 and 3, so that an outlier is no more than large.
+    """
+
+    def __init__(self, pieces: PiecewiseLinear, width: int) -> None:
+        super().__init__()
+        self.pieces = pieces
+        num_dense, inputs = pieces.edges_NE.shape  # as many inputs as edges: the bins and the number
+        bound = inputs**-0.5
+        self.weight_NED = nn.Parameter(torch.empty(num_dense, inputs, width).uniform_(-bound, bound))
+        self.bias_ND = nn.Parameter(torch.empty(num_dense, width).uniform_(-bound, bound))
+
+    def forward(self, dense_BN: Tensor) -> Tensor:
+        squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
+        inputs_BNE = torch.cat([squashed_BN[:, :, None], self.pieces.shares(dense_BN)], dim=2)
+        # One product a column: (N, B, E) @ (N, E, D).
+        found_NBD = torch.baddbmm(self.bias_ND[:, None], inputs_BNE.transpose(0, 1), self.weight_NED)
+        return found_NBD.relu().transpose(0, 1).flatten(1)
 
 
 class Periodic(nn.Module):
@@ -88,12 +115,20 @@ def bins_of(rows: Dataset | None, num_dense: int, num_bins: int) -> Tensor:
 
 
 def quantile_bins(dense_BN: Array, num_bins: int) -> Array:
-    """Return edges_NE (N, num_bins + 1) float32 at the columns' quantiles, see `PiecewiseLinear`; of a
-    constant column all are equal."""
-    edges_NE = np.empty((dense_BN.shape[1], num_bins + 1), np.float32)
-    for column, values_B in enumerate(dense_BN.astype(np.float64).T):
-        inner = bucket_edges(values_B, num_bins)
-        found = np.unique(np.concatenate([[values_B.min()], inner, [values_B.max()]]).astype(np.float32))
+    """Return edges_NE (N, num_bins + 1) float32, see `PiecewiseLinear`: of at most a bin for each
+    `BIN_ROWS` rows, the others empty; of a constant column all are equal.
+
+    Edges lie at quantiles for which no value counts for more rows than a bin has: a frequent value, the zeros
+    of a capital gain say, takes one bin and leaves the rest to the others.
+    """
+    num_rows, columns = dense_BN.shape
+    edges_NE = np.empty((columns, num_bins + 1), np.float32)
+    wanted = max(1, min(num_bins, num_rows // BIN_ROWS))
+    for column in range(columns):
+        values, counts = np.unique(dense_BN[:, column], return_counts=True)
+        rank = np.cumsum(np.minimum(counts, num_rows / wanted))
+        places = np.searchsorted(rank, np.linspace(0, rank[-1], wanted + 1)[1:-1])
+        found = np.unique(np.concatenate([values[:1], values[places], values[-1:]]))
         edges_NE[column] = np.pad(found, (0, num_bins + 1 - len(found)), mode="edge")
     return edges_NE
 

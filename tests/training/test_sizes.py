@@ -1,0 +1,49 @@
+"""Batches and epochs by the number of training rows."""
+
+from typing import Any
+
+import pytest
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.registry import find_recipe
+
+
+def of_ctr(rows: int, **train: Any) -> tuple[ExperimentConfig, list[str]]:
+    return find_recipe("ctr").sized(build_config({"recipe": "ctr", "train": train}), rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "epochs", "patience"),
+    [
+        (5, 32, 200, 20),
+        (300, 32, 200, 20),
+        (1000, 32, 125, 12),
+        (6000, 256, 167, 16),
+        (26_000, 512, 78, 7),
+        (10**8, 512, 10, 3),
+    ],
+)
+def test_they_follow_the_rows(rows: int, batch_size: int, epochs: int, patience: int) -> None:
+    config, lines = of_ctr(rows)
+    assert (config.train.batch_size, config.train.epochs) == (batch_size, epochs)
+    assert config.train.patience == patience
+    assert [line.partition("=")[0] for line in lines] == [
+        "train.batch_size",
+        "train.epochs",
+        "train.patience",
+        "table.lr",
+    ]
+    assert lines[0].startswith(f"train.batch_size={batch_size}: {rows:,} training rows / 32")
+    assert find_recipe("ctr").sized(config, rows) == (config, [])
+
+
+def test_given_values_win() -> None:
+    config, lines = of_ctr(1000, batch_size=100, epochs=7, patience=0, lr=0.01)
+    assert (config.train.batch_size, config.train.epochs, config.train.patience) == (100, 7, 0)
+    assert lines == ["table.lr=0.0003: 0.03 of train.lr"]
+
+
+def test_rows_of_a_network_with_a_linear_part_are_not_slow() -> None:
+    config = build_config({"recipe": "ctr", "model": {"kind": "deepfm"}})
+    assert find_recipe("ctr").sized(config, 1000)[0].table.lr == config.train.lr
