@@ -1,94 +1,68 @@
-"""`dphybrid completion SHELL`: what a shell completes after `dphybrid`: commands, flags, recipes and runs."""
+"""Print what a shell completes.
+
+bash: echo 'eval "$(dphybrid completion bash)"' >> ~/.bashrc
+zsh:  echo 'eval "$(dphybrid completion zsh)"' >> ~/.zshrc
+fish: dphybrid completion fish > ~/.config/fish/completions/dphybrid.fish
+"""
 
 import argparse
-from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-from dphybrid.cli.flags import Parser
+import shtab
+
+from dphybrid.cli.parser import Parser
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, recipe_names
 
 SHELLS = ("bash", "zsh", "fish")
-TAKES_RUN = ("predict", "compare", "ui", "verify")
-"""Commands whose first words are names of runs."""
-
-_BASH = """\
-# dphybrid: completion for bash and zsh
-_dphybrid() {
-  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} command=${COMP_WORDS[1]} words=
-  if ((COMP_CWORD == 1)); then
-    words="%(commands)s"
-  elif [[ $before == --recipe ]]; then
-    words="%(recipes)s"
-  elif [[ $before == --resume ]]; then
-    words="$(_dphybrid_runs)"
-  elif [[ $before == --*path || $before == --config || $before == --out || $before == --report ]]; then
-    COMPREPLY=($(compgen -f -- "$word")); return
-  elif [[ $word == -* ]]; then
-    case $command in
-%(cases)s
-    esac
-  else
-    case $command in
-      %(takes_run)s) words="$(_dphybrid_runs)" ;;
-%(words)s
-    esac
-  fi
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-}
-_dphybrid_runs() { command ls "${DPHYBRID_DATA_DIR:-$HOME/.dphybrid}/runs" 2>/dev/null; }
-"""
+_LIST = 'command ls "${DPHYBRID_DATA_DIR:-$HOME/.dphybrid}/runs" 2>/dev/null'
 _FISH_FOLDER = "(set -q DPHYBRID_DATA_DIR; and echo $DPHYBRID_DATA_DIR; or echo ~/.dphybrid)"
-_ZSH = "autoload -U +X compinit && compinit -i; autoload -U +X bashcompinit && bashcompinit\n"
-_COMPLETE = "complete -o default -F _dphybrid dphybrid\n"
+_PREAMBLE = {
+    "bash": f'_dphybrid_runs() {{ compgen -W "$({_LIST})" -- "$1"; }}',
+    "zsh": f"_dphybrid_runs() {{ compadd -- $({_LIST}) }}",
+}
+RUNS = {
+    "bash": "_dphybrid_runs",
+    "zsh": "_dphybrid_runs",
+    "fish": f"(ls {_FISH_FOLDER}/runs 2>/dev/null)",
+}
+"""How each shell lists the names of runs."""
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("shell", choices=SHELLS, help="your shell")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the shell's script."""
+    from dphybrid.cli.main import make_parser
+
+    print(script(args.shell, make_parser()), end="")
+    return 0
 
 
 def script(shell: str, parser: Parser) -> str:
     """Return the script that a shell is to read. parser: the whole command's."""
-    commands = parser.commands or {}
-    flags = {name: _flags(command) for name, command in commands.items()}
-    if shell == "fish":
-        return _fish(flags)
-    choices = {
-        name: action.choices
-        for name, command in commands.items()
-        for action in command.actions()
-        if action.choices and not action.option_strings
-    }
-    facts = {
-        "commands": " ".join(commands),
-        "recipes": " ".join(recipe_names()),
-        "cases": _cases(flags),
-        "takes_run": "|".join(TAKES_RUN),
-        "words": _cases(choices),
-    }
-    return (_ZSH if shell == "zsh" else "") + _BASH % facts + _COMPLETE
+    for command in (parser.commands or {}).values():
+        if any(action.dest == "config.recipe" for action in command.actions):
+            _add_other_recipes(command)
+        for action in command.actions:
+            if action.dest == "config.recipe":
+                action.choices = recipe_names()
+            elif action.metavar in ("RUN", "RUN_OR_MODEL", "PLACE"):
+                vars(action)["complete"] = RUNS
+            elif action.type is Path or action.dest.endswith("path"):
+                vars(action)["complete"] = shtab.FILE
+    return shtab.complete(parser, shell, preamble=_PREAMBLE.get(shell, ""))
 
 
-def _cases(words: Mapping[str, Iterable[str]]) -> str:
-    """A line a command of bash's `case`, with what may follow it."""
-    return "\n".join(f'      {name}) words="{" ".join(found)}" ;;' for name, found in words.items())
-
-
-def _flags(command: Parser) -> list[str]:
-    """The command's flags; where it takes a recipe's values, those of every recipe."""
-    found = [
-        flag
-        for action in command.actions()
-        if action.help is not argparse.SUPPRESS
-        for flag in action.option_strings
-        if flag.startswith("--")
-    ]
-    if command.recipe is not None:
-        found += [f"--{name.replace('_', '-')}" for recipe in BUILT_IN for name in field_types(recipe)]
-    return sorted(set(found))
-
-
-def _fish(flags: Mapping[str, list[str]]) -> str:
-    lines = ["# dphybrid: completion for fish", "complete -c dphybrid -f"]
-    lines += [f"complete -c dphybrid -n __fish_use_subcommand -a {name}" for name in flags]
-    for name, found in flags.items():
-        seen = f"'__fish_seen_subcommand_from {name}'"
-        lines += [f"complete -c dphybrid -n {seen} -F -l {flag[2:]}" for flag in found]
-        if name in TAKES_RUN:
-            lines.append(f"complete -c dphybrid -n {seen} -a '(ls {_FISH_FOLDER}/runs 2>/dev/null)'")
-    return "\n".join(lines) + "\n"
+def _add_other_recipes(command: Parser) -> None:
+    """Add the flags of every built-in recipe to those of the default one."""
+    known = {flag for action in command.actions for flag in action.option_strings}
+    for recipe in BUILT_IN:
+        for name, (_, sentence, _) in field_types(recipe).items():
+            flag = f"--{name.replace('_', '-')}"
+            if flag not in known:
+                known.add(flag)
+                command.add_argument(flag, help=sentence.replace("%", "%%"))

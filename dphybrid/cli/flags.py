@@ -1,102 +1,33 @@
-"""What every command of the project shares: its parser, the flags of an experiment, and how mistakes and
-interruptions are told."""
+"""The flags of an experiment: one a field of the recipe's config, and those of a run."""
 
 import argparse
 import os
-import re
-import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
+from dphybrid.cli.parser import Parser, field_of
 from dphybrid.config import ExperimentConfig, merge
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
-from dphybrid.recipes.configs import field_types, load_config, parse_overrides, read_config_file, recipes_with
-from dphybrid.recipes.registry import DEFAULT, find_recipe, infer_recipe, recipe_names
-from dphybrid.util.errors import UserError, suggestion
-from dphybrid.util.files import check_target
+from dphybrid.recipes.configs import field_types, load_config, parse_overrides, read_config_file
+from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import check_target, given_path
 from dphybrid.util.masking import masked
-
-TRAIN_HELP = """\
-examples:
-  %(prog)s                                    the word language model, on Python's own reference manual
-  %(prog)s --recipe toy --devices 'cpu*3'     the tutorials' toy model, split over three virtual devices
-  %(prog)s --recipe ctr --data.path clicks.csv --data.label clicked
-  %(prog)s --data.path my_texts/ --train.epochs 3 --train.batch-size 64
-  %(prog)s --resume                           go on with the newest run of the recipe
-  %(prog)s --config experiment.toml --report result.json
-
-The flags above are those of one recipe, with its values in brackets: `--help --recipe ctr` shows ctr's.
-Without --recipe the data says which one is meant: a label or a table means ctr, a folder of triples kge,
-anything else text. A recipe of your own is named as --recipe package.module:NAME. A TOML file has the same
-names: `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
-Data, checkpoints and the MLflow store lie under DPHYBRID_DATA_DIR (~/.dphybrid).
-"""
-
-
-MANY_FLAGS = 30
-"""More flags than this are not repeated before the description: nobody reads forty lines of them."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but wrong flags end in one message that says what was meant. recipe: whose values it offers
-    as flags."""
-
-    recipe: str | None = None
-    commands: "dict[str, Parser] | None" = None
-
-    def actions(self) -> list[argparse.Action]:
-        """Everything that this command takes."""
-        return list(self._actions)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            (self.commands or {}).get(vars(found).get("command", ""), self).refuse(unknown)
-        return found
-
-    def format_help(self) -> str:
-        if self.usage is None and len(self._option_string_actions) > MANY_FLAGS:
-            places = "".join(
-                f" [{action.metavar or action.dest}]" for action in self._get_positional_actions()
-            )
-            self.usage = f"%(prog)s [--NAME VALUE ...]{places}"
-        return super().format_help()
-
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with what is wrong about arguments that this command does not have."""
-        flags = [text for text in unknown if text.startswith("-")]
-        if not flags:
-            self.error(f"unexpected {' '.join(unknown)!r}; values are given as --name value")
-        flag = flags[0].partition("=")[0]
-        if self.recipe is not None and "." in flag and (others := recipes_with(_field_of(flag))):
-            self.error(f"{flag}: recipe {self.recipe} does not use it; it is a value of {', '.join(others)}")
-        known = list(self._option_string_actions)
-        same = [name for name in known if name.rpartition(".")[2] == flag.lstrip("-")]
-        hint = f"; did you mean {same[0]}?" if same else suggestion(flag, known)
-        self.error(f"{flag}: there is no such flag{hint if 'did you mean' in hint else ''}")
-
-    def error(self, message: str) -> NoReturn:
-        if wrong := re.match(r"argument \S+: invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            known = re.findall(r"[\w-]+", wrong[2])
-            message = f"{wrong[1]!r}: there is no such command{suggestion(wrong[1], known)}"
-        self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 
 
 def flow_parser(name: str, description: str) -> Parser:
-    """Return the parser of `python -m flows.NAME`."""
+    """Return the parser of `python -m flows.NAME`, whose help ends as that of `dphybrid train`."""
+    from dphybrid.cli import train
+
     return Parser(
         prog=f"python -m flows.{name}",
         description=description,
-        epilog=TRAIN_HELP,
+        epilog=(train.__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-
-def _field_of(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
 
 
 def recipe_of(argv: Sequence[str]) -> str:
@@ -106,7 +37,7 @@ def recipe_of(argv: Sequence[str]) -> str:
     for place, text in enumerate(argv):
         if text.startswith(("--recipe", "--config", "--data.")):
             name, equals, value = text.partition("=")
-            given[_field_of(name)] = value if equals else next(iter(argv[place + 1 : place + 2]), "")
+            given[field_of(name)] = value if equals else next(iter(argv[place + 1 : place + 2]), "")
     try:
         values = read_config_file(Path(given["config"])) if "config" in given else {}
         values = merge(
@@ -135,48 +66,46 @@ def recipes_text() -> str:
     )
 
 
-def add_config_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:
-    """Add one flag a field of the recipe's config (`--train.batch-size N`), grouped by section, and `--config
-    FILE`."""
-    if isinstance(parser, Parser):
-        parser.recipe = recipe
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="TOML (or JSON) file with the values to set; flags go over it",
+def _add_flag(
+    group: "argparse._ActionsContainer", name: str, kind: Any, sentence: str, note: str = ""
+) -> None:
+    """Add the flag of a config's field. kind: its type, which says what a value looks like."""
+    group.add_argument(
+        f"--{name.replace('_', '-')}",
+        dest=f"config.{name}",
+        default=argparse.SUPPRESS,
+        metavar={int: "N", float: "X", bool: "true|false"}.get(kind, "TEXT"),
+        help=f"{sentence}{choices_text(kind)}{note}".replace("%", "%%"),
     )
+
+
+def add_config_flags(parser: argparse.ArgumentParser, recipe: str | None = None) -> None:
+    """Add one flag a field of the config (`--train.batch-size N`), grouped by section, and `--config FILE`.
+
+    recipe: whose fields; None for the parser's own.
+    """
+    if isinstance(parser, Parser):
+        recipe = parser.recipe = recipe or parser.recipe
+    recipe = recipe or DEFAULT
+    config = "TOML (or JSON) file with the values to set; flags override it"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=config)
     groups: dict[str, Any] = {}
     for name, (kind, sentence, default) in field_types(recipe).items():
         section = name.split(".")[0] if "." in name else "experiment"
         if section not in groups:
             groups[section] = parser.add_argument_group(section)
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        choices = choices_text(kind)
-        if name == "recipe":
-            choices, shown = f" [{', '.join(recipe_names())}]", ""
         note = "" if shown in (None, "") else f" ({recipe}: {shown})"
-        groups[section].add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=f"config.{name}",
-            default=argparse.SUPPRESS,
-            metavar=_metavar(kind),
-            help=f"{sentence}{choices}{note}".replace("%", "%%"),
-        )
+        if name == "recipe":
+            note = f" [{', '.join(recipe_names())}]"
+        _add_flag(groups[section], name, kind, sentence, note)
 
 
 def add_reading_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how new files are written, where not as those of training."""
     for name in READING_FIELDS:
         field = TableDataConfig.model_fields[name]
-        what = f"{field.description}{choices_text(field.annotation)} (as in training)"
-        parser.add_argument(
-            f"--data.{name.replace('_', '-')}",
-            dest=f"config.data.{name}",
-            default=argparse.SUPPRESS,
-            metavar=_metavar(field.annotation),
-            help=what.replace("%", "%%"),
-        )
+        _add_flag(parser, f"data.{name}", field.annotation, f"{field.description} (as in training)")
 
 
 def reading_from_args(args: argparse.Namespace) -> dict[str, str]:
@@ -190,11 +119,6 @@ def choices_text(kind: Any) -> str:
     return f" [{', '.join(map(str, get_args(kind)))}]" if get_origin(kind) is Literal else ""
 
 
-def _metavar(kind: Any) -> str:
-    known = {int: "N", float: "X", bool: "true|false"}
-    return known.get(kind, "TEXT")
-
-
 def overrides_from_args(args: argparse.Namespace) -> list[str]:
     """Return the flags that were given as override texts."""
     return [
@@ -204,36 +128,25 @@ def overrides_from_args(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def add_train_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:
+def add_train_flags(parser: argparse.ArgumentParser, recipe: str | None = None) -> None:
     """Add the flags of a training command: the config's, and those of the run."""
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="latest",
-        metavar="RUN",
-        help="go on with a run (name or MLflow id); alone: the newest of this recipe",
-    )
-    parser.add_argument(
-        "--run-name", metavar="NAME", help="name of the run and its folder (default: recipe, devices, time)"
-    )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write what the run came to as JSON")
-    parser.add_argument(
-        "--profile",
-        metavar="FIRST-LAST",
-        help="steps to record with torch's profiler, such as 20-24 (opens in Perfetto)",
-    )
+    add = parser.add_argument
+    resume = "go on with a run (name or MLflow id); alone: the newest of this recipe"
+    add("--resume", nargs="?", const="latest", metavar="RUN", help=resume)
+    name = "name of the run and its folder (default: recipe, devices, time)"
+    add("--run-name", metavar="NAME", help=name)
+    add("--report", type=Path, metavar="FILE", help="write the run's report as JSON")
+    profile = "steps to record with torch's profiler, such as 20-24 (opens in Perfetto)"
+    add("--profile", metavar="FIRST-LAST", help=profile)
     add_experiment_flags(parser, recipe)
 
 
-def add_experiment_flags(parser: argparse.ArgumentParser, recipe: str = DEFAULT) -> None:
+def add_experiment_flags(parser: argparse.ArgumentParser, recipe: str | None = None) -> None:
     """Add the config's flags, and where it is recorded: all that a command needs which makes several runs, or
     names them itself."""
     parser.set_defaults(**{name: parser.get_default(name) for name in ("resume", "report", "profile")})
-    parser.add_argument(
-        "--tracking",
-        metavar="URI",
-        help="MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)",
-    )
+    tracking = "MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)"
+    parser.add_argument("--tracking", metavar="URI", help=tracking)
     add_config_flags(parser, recipe)
 
 
@@ -250,7 +163,27 @@ def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settin
     for name, value in (("DPHYBRID_TRACKING_URI", args.tracking), ("DPHYBRID_PROFILE", args.profile)):
         if value is not None:
             os.environ[name] = value  # a setting: the flow's tasks read it, too
-    return load_config(args.config, overrides_from_args(args)), load_settings(), args.resume, report
+    return data_config(args), load_settings(), args.resume, report
+
+
+def given_config(args: argparse.Namespace) -> ExperimentConfig:
+    """Return the experiment that a command line gives. Raises UserError."""
+    return load_config(args.config, overrides_from_args(args))
+
+
+def check_data_path(path: str) -> None:
+    """Raise UserError where `path` names no file. The readers do too, seconds later: they import polars."""
+    plain = not any(sign in path for sign in "*?[")
+    if path and plain and not given_path(path, "data.path").exists():
+        raise UserError(f"data.path={path}: there is no such file")
+
+
+def data_config(args: argparse.Namespace) -> ExperimentConfig:
+    """Return `given_config`. Raises UserError too where a built-in recipe's data is not there."""
+    config = given_config(args)
+    if config.recipe in BUILT_IN:
+        check_data_path(str(config.data.model_dump().get("path") or ""))
+    return config
 
 
 def tags_from_args(args: argparse.Namespace) -> dict[str, str]:
@@ -262,25 +195,3 @@ def tags_from_args(args: argparse.Namespace) -> dict[str, str]:
             raise UserError(f"--tag {text}: write NAME=VALUE")
         tags[name] = masked(value)
     return tags
-
-
-def run_cli(function: Callable[[], int | None]) -> int:
-    """Call `function`; tell a UserError in one message with exit code 2, an interruption with 130 (128 + the
-    signal that asked for it)."""
-    try:
-        return function() or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as interruption:
-        print(f"\n{interruption}" if str(interruption) else "\ninterrupted", file=sys.stderr)
-        # Only `Interrupted` carries a signal's number; shells report 128 + that number, and Ctrl-C is 2.
-        return 128 + (vars(interruption).get("signal_number") or 2)
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 141
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(masked(f"error: {error.filename}: {error.strerror}"), file=sys.stderr)
-        return 2

@@ -1,15 +1,49 @@
-"""`dphybrid init`: an experiment's TOML file to start from, each value with its sentence."""
+"""Write an experiment's TOML file with a sentence for each value.
 
+examples:
+  %(prog)s --recipe ctr
+  %(prog)s --data.path clicks.csv --data.label clicked --out clicks.toml
+
+Each value stands there with its sentence; those that are given are set, the others are comments that show
+the recipe's own.
+"""
+
+import argparse
 import textwrap
+from pathlib import Path
 from typing import Any
 
-from dphybrid.cli.flags import choices_text
+from dphybrid.cli.flags import add_config_flags, choices_text, given_config
+from dphybrid.cli.parser import Parser
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.recipes.configs import field_types, given_values
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import check_target, write_text
 from dphybrid.util.text import toml_text
 
 WIDTH = 100
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    out = "file to write (experiment.toml)"
+    parser.add_argument("--out", type=Path, default=Path("experiment.toml"), metavar="FILE", help=out)
+    add_config_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write an experiment's TOML file."""
+    from dphybrid.cli.init import config_text
+
+    target: Path = args.out
+    if target.exists():
+        raise UserError(f"--out {target}: is there already; remove it, or name another file")
+    check_target(target, f"--out {target}")
+    config = given_config(args)
+    write_text(target, config_text(config))
+    print(f"{target}: edit it, then `dphybrid train --config {target}`")
+    return 0
 
 
 def config_text(config: ExperimentConfig) -> str:

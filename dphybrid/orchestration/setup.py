@@ -22,7 +22,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
-from dphybrid.cli.flags import Parser, run_cli
+from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.orchestration.alive import SILENT, SILENT_FOR
 from dphybrid.orchestration.forms import form_of
 from dphybrid.orchestration.queueing import ENDINGS

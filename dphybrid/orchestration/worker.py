@@ -29,7 +29,7 @@ from prefect.settings import (
 )
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
-from dphybrid.cli.flags import Parser, run_cli
+from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import Inventory, visible
 from dphybrid.orchestration.alive import (

@@ -18,7 +18,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dphybrid.cli import commands
+from dphybrid.cli import train
 from dphybrid.cli.flags import config_from_args
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
@@ -323,7 +323,7 @@ def test_command_lines(folder: Path, command: str, flags: list[tuple[str, str]],
     if command in ("devices", "doctor", "sync", "selftest", "worker", "deploy"):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commands, "train", lambda args: config_from_args(args) and 0)
+        patch.setattr(train, "run", lambda args: config_from_args(args) and 0)
         for name in ("DPHYBRID_TRACKING_URI", "DPHYBRID_PROFILE"):
             patch.setenv(name, "none" if "TRACKING" in name else "1-1")
         try:

@@ -1,0 +1,57 @@
+"""Put runs side by side on a page: speed, stages, curves, differences.
+
+examples:
+  %(prog)s text-cpu-1121-044553 text-cpux2-1121-045901
+  %(prog)s --experiment dphybrid --group-by devices
+  %(prog)s --sweep nightly --group-by table.optimizer --log
+  %(prog)s --sweep nightly --text
+"""
+
+import argparse
+from pathlib import Path
+
+from dphybrid.cli.parser import Parser
+from dphybrid.config.settings import load_settings
+from dphybrid.util.errors import UserError
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="MLflow ids or names of runs")
+    where = "experiment of the runs; alone: all its finished runs (the newest 24)"
+    add("--experiment", metavar="NAME", help=where)
+    add("--sweep", metavar="ID", help="the runs of a sweep")
+    groups = "devices, or a param such as train.batch_size (devices)"
+    add("--group-by", default="devices", metavar="NAME", help=groups)
+    out = "where the page goes (comparison)"
+    add("--out", type=Path, default=Path("comparison"), metavar="FOLDER", help=out)
+    add("--text", action="store_true", help="print the comparison instead of writing a page")
+    add("--log", action="store_true", help="also log the page to MLflow, as a run of its own")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write a page that puts runs side by side."""
+    from dphybrid.tracking import compare
+    from dphybrid.tracking.opening import store_to_read
+
+    settings = load_settings()
+    experiment = args.experiment or settings.experiment
+    if not args.runs and args.sweep is None and args.experiment is None:
+        raise UserError(
+            "name runs to compare, or --experiment NAME, or --sweep ID; see `dphybrid compare --help`"
+        )
+    if args.out.exists() and not args.out.is_dir():
+        raise UserError(f"--out {args.out}: is a file; name a folder for the page and its pictures")
+    uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+    run_ids = compare.find_runs(uri, experiment, args.runs, args.sweep)
+    runs = compare.read_runs(uri, run_ids)
+    if args.text:
+        print(compare.comparison_text(runs, args.group_by))
+        return 0
+    page = compare.write_comparison(runs, args.out, args.group_by)
+    print(f"{len(run_ids)} runs: {compare.page_link(page)}")
+    if args.log:
+        run_id, _ = compare.log_comparison(uri, experiment, settings.mlflow_dir, page, run_ids, args.sweep)
+        print(f"Recorded as run {run_id}")
+    return 0

@@ -1,0 +1,94 @@
+"""The parser of all commands, and how a command tells mistakes and interruptions."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from dphybrid.recipes.configs import recipes_with
+from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.masking import masked
+
+MANY_FLAGS = 30
+"""More flags than this are not repeated before the description: nobody reads forty lines of them."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but wrong flags end in one message that says what was meant. recipe: whose values it offers
+    as flags."""
+
+    recipe: str | None = None
+    commands: "dict[str, Parser] | None" = None
+
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """Everything that this command takes."""
+        return list(self._actions)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            (self.commands or {}).get(vars(found).get("command", ""), self).refuse(unknown)
+        return found
+
+    def format_help(self) -> str:
+        if self.usage is None and len(self._option_string_actions) > MANY_FLAGS:
+            places = "".join(
+                f" [{action.metavar or action.dest}]" for action in self._get_positional_actions()
+            )
+            self.usage = f"%(prog)s [--NAME VALUE ...]{places}"
+        return super().format_help()
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with what is wrong about arguments that this command does not have."""
+        flags = [text for text in unknown if text.startswith("-")]
+        if not flags:
+            self.error(f"unexpected {' '.join(unknown)!r}; values are given as --name value")
+        flag = flags[0].partition("=")[0]
+        known = list(self._option_string_actions)
+        if "--config" in known and "." in flag and (others := recipes_with(field_of(flag))):
+            self.error(f"{flag}: recipe {self.recipe} does not use it; it is a value of {', '.join(others)}")
+        same = [name for name in known if name.rpartition(".")[2] == flag.lstrip("-")]
+        hint = f"; did you mean {same[0]}?" if same else suggestion(flag, known)
+        self.error(f"{flag}: there is no such flag{hint if 'did you mean' in hint else ''}")
+
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.match(r"argument \S+: invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            known = re.findall(r"[\w-]+", wrong[2])
+            message = f"{wrong[1]!r}: there is no such command{suggestion(wrong[1], known)}"
+        self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
+
+
+def field_of(flag: str) -> str:
+    """Return the field that a flag sets: `--train.batch-size` sets `train.batch_size`."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def at_least_one(text: str) -> int:
+    """Return the integer that a flag gives. Raises ArgumentTypeError below 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give an integer from 1 on")
+    return int(text)
+
+
+def run_cli(function: Callable[[], int | None]) -> int:
+    """Call `function`; tell a UserError in one message with exit code 2, an interruption with 130 (128 + the
+    signal that asked for it)."""
+    try:
+        return function() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interruption:
+        print(f"\n{interruption}" if str(interruption) else "\ninterrupted", file=sys.stderr)
+        # Only `Interrupted` carries a signal's number; shells report 128 + that number, and Ctrl-C is 2.
+        return 128 + (vars(interruption).get("signal_number") or 2)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(masked(f"error: {error.filename}: {error.strerror}"), file=sys.stderr)
+        return 2

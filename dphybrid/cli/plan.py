@@ -1,0 +1,80 @@
+"""Show how batches will be split, before anything runs.
+
+examples:
+  %(prog)s --devices 'cpu*8' --batch-size 30 --rows 100
+  %(prog)s --data.path clicks.csv --data.label clicked      rows of the data, when it is prepared
+  %(prog)s --devices cuda:0,cuda:1 --recipe text --rows 50000 --memory
+  %(prog)s --recipe ctr --cluster.ranks 16 --nodes 2 --link-gbit 25 --table-rows 4000000000
+"""
+
+import argparse
+
+from dphybrid.cli.flags import add_config_flags, given_config
+from dphybrid.cli.parser import Parser
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.recipes.registry import find_recipe
+from dphybrid.util.errors import UserError
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    for name, default, sentence in (
+        ("--batch-size", None, "rows of a batch over all devices (default: the recipe's)"),
+        ("--rows", None, "rows of an epoch, to show the last batch too (default: of the prepared data)"),
+        ("--nodes", 1, "machines, with --cluster.ranks W over them all (1)"),
+        ("--table-rows", None, "rows of a table that does not exist yet (default: the prepared data's)"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=sentence)
+    parser.add_argument(
+        "--link-gbit", type=float, default=100.0, metavar="G", help="rate of the network between them (100)"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="also build the model and estimate each device's memory"
+    )
+    add_config_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print how batches will be split, and what each device will hold."""
+    from dphybrid.gpus.leasing import wanted_spec
+    from dphybrid.parallel import resolve_devices, split_plan
+
+    config, settings = given_config(args), load_settings()
+    rows = args.rows
+    if rows is None and not (config.cluster.ranks and (args.batch_size or config.train.batch_size)):
+        rows = _rows_of_epoch(config, settings)
+    if rows is not None and rows > 0:
+        config, _ = find_recipe(config.recipe).sized(config, rows)
+    batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
+    if config.cluster.several:
+        from dphybrid.cluster.plan import plan_text
+
+        recipe, nodes = find_recipe(config.recipe), args.nodes
+        print(plan_text(recipe, config, settings, batch_size, nodes, args.link_gbit, args.table_rows))
+        return 0
+    if batch_size < 1 or rows < 1:
+        raise UserError(f"--batch-size {batch_size} --rows {rows}: both must be at least 1")
+    devices = resolve_devices(wanted_spec(config, settings).text)
+    print(split_plan(rows, batch_size, devices.labels).text())
+    if args.memory:
+        from dphybrid.run.check import memory_report
+
+        print(f"\n{memory_report(config, settings, batch_size)}")
+    return 0
+
+
+def _rows_of_epoch(config: ExperimentConfig, settings: Settings) -> int:
+    """Return the rows of the training split, of data that is prepared or needs no file. Raises UserError."""
+    recipe = find_recipe(config.recipe)
+    prepared = recipe.find(config.data, settings.prepared_dir, config.train.seed)
+    if prepared is None and not config.data.model_dump().get("path"):
+        prepared = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
+    if prepared is None:
+        raise UserError(
+            "--rows: the data is not prepared with these values, so its rows are not known; run `dphybrid "
+            "prepare` with them first, or give --rows N"
+        )
+    rows = len(prepared.dataset("train"))
+    print(f"{rows:,} rows to train, of {prepared.path}")
+    return rows

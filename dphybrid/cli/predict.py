@@ -1,0 +1,59 @@
+"""Score the rows of new files with a trained click model, or recommend items to users.
+
+examples:
+  %(prog)s ctr-cpu-1121-044553 --data.path new.csv --out predictions.parquet
+  %(prog)s retrieval-cpu-1121-044553 --data.path users.csv --out top.parquet --top 20
+  %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
+
+The file of predictions has a row for each row read: its file, its line, and the probability of the label's
+positive value (the likeliest of several classes and the probability of each, or the number); with --threshold
+the predicted one of two classes, with --keep columns of the input. A model of recipe retrieval writes user,
+rank, item and score instead, --top items for each user of the files.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dphybrid.cli.flags import add_reading_flags, check_data_path, reading_from_args
+from dphybrid.cli.parser import Parser, at_least_one
+from dphybrid.config.settings import load_settings
+from dphybrid.util.errors import UserError
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    add = parser.add_argument
+    model = "a run (name or MLflow id), a checkpoint folder, or models:/NAME@champion"
+    add("model", metavar="RUN_OR_MODEL", help=model)
+    path = "CSV, TSV or Parquet: a file, folder or pattern"
+    add("--data.path", dest="path", required=True, metavar="PATH", help=path)
+    add("--out", type=Path, required=True, metavar="FILE", help="predictions, as .parquet or .csv")
+    add("--devices", default="cpu", help="where the model runs (cpu)")
+    rows = "rows of a batch over all devices (8192)"
+    add("--batch-size", type=at_least_one, default=8192, metavar="N", help=rows)
+    keep = "also write this column of the input; may be repeated"
+    add("--keep", action="append", default=[], metavar="COLUMN", help=keep)
+    threshold = "also write the predicted one of two classes: positive from this probability on"
+    add("--threshold", type=float, metavar="P", help=threshold)
+    add("--top", type=int, metavar="K", help="items for each user, of a model that recommends (10)")
+    add_reading_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score the rows of new files."""
+    given: dict[str, Any] = reading_from_args(args)
+    check_data_path(args.path)
+    from dphybrid.serving.load import find_checkpoint
+    from dphybrid.serving.predict import Predictor, open_predictor
+    from dphybrid.training.display import preparation_progress
+
+    predictor = open_predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
+    if args.top is not None:
+        if isinstance(predictor, Predictor):
+            raise UserError(f"--top {args.top}: this model scores rows; only recommending models take it")
+        given["top"] = args.top
+    with preparation_progress() as progress:
+        done = predictor.predict_file(args.path, args.out, progress, args.keep, args.threshold, **given)
+    print("\n".join(predictor.told(done)))
+    return 0

@@ -1,0 +1,43 @@
+"""Read the data, show its columns and splits, and stop.
+
+examples:
+  %(prog)s --recipe ctr --data.path clicks.csv --data.label clicked --schema schema.toml
+  %(prog)s --data.path my_texts/
+
+The prepared data is kept: training with the same values finds it made.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from dphybrid.cli.flags import add_config_flags, data_config
+from dphybrid.cli.parser import Parser
+from dphybrid.config.settings import load_settings
+from dphybrid.recipes.registry import find_recipe, tabular_names
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import check_target
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--schema", type=Path, metavar="FILE", help="also write the columns' roles (ctr)")
+    add_config_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the data, show its columns and splits, and stop."""
+    schema: Path | None = args.schema
+    if schema is not None:
+        check_target(schema, f"--schema {schema}")
+    config = data_config(args)
+    if schema is not None and not find_recipe(config.recipe).tabular:
+        others = ", ".join(tabular_names())
+        raise UserError(f"--schema {schema}: recipe {config.recipe} has no columns; {others} has")
+    from dphybrid.run.build import prepare_data
+
+    folder = prepare_data(config, load_settings()).data.path
+    if schema is not None:
+        shutil.copyfile(folder / "schema.toml", schema)
+        print(f"Roles: {schema}; edit it and give it back with --data.schema-file {schema}")
+    return 0

@@ -1,0 +1,21 @@
+"""Make the former champion of a registered model the champion again."""
+
+import argparse
+
+from dphybrid.cli.parser import Parser
+from dphybrid.config.settings import load_settings
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("model", metavar="MODEL", help="name in MLflow's model registry")
+    parser.add_argument("--to", metavar="VERSION", help="version to go back to (the champion before)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the former champion of a registered model the champion again."""
+    from dphybrid.lifecycle.retrain import open_registry
+
+    before, now = open_registry(load_settings()).roll_back(args.model, args.to)
+    print(f"{args.model}: champion is version {now.number} again, it was version {before.number}")
+    return 0

@@ -1,0 +1,40 @@
+"""Send to MLflow what was kept while it was away, and end runs whose process died.
+
+Training never waits for MLflow: what could not be sent stays in DPHYBRID_DATA_DIR/mlflow/spool. Run this when
+the server is back; it may run any number of times, and beside running trainings. The exit code is 1 when
+something still waits.
+"""
+
+import argparse
+
+from dphybrid.cli.parser import Parser
+from dphybrid.config.settings import load_settings
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    wait = "how long each run may take (60)"
+    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help=wait)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send what waits for MLflow; 1 when something still waits."""
+    from dphybrid.tracking.opening import embedded_uri
+    from dphybrid.tracking.sync import sync
+
+    settings = load_settings()
+    uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
+
+    def tell(run_id: str, records: int) -> None:
+        print(f"{run_id}: sending {records:,} records", flush=True)
+
+    done = sync(
+        settings.mlflow_dir,
+        uri,
+        settings.experiment,
+        settings.upload_limit_mib * 2**20,
+        wait_s=args.wait,
+        on_run=tell,
+    )
+    print(done.text())
+    return 0 if done.whole else 1

@@ -1,0 +1,22 @@
+"""Check deployments: what Prefect's server does not check, too."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+from dphybrid.cli.parser import Parser
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    file = "a prefect.yaml (the one here, or else the package's own)"
+    parser.add_argument("file", nargs="?", type=Path, help=file)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the deployments of a prefect.yaml."""
+    # By name: nothing in this package may need Prefect, and the check needs the flows.
+    checks = importlib.import_module("dphybrid.orchestration.validate")
+    for line in checks.check_prefect_yaml(checks.deployments_file(args.file)):
+        print(line)
+    return 0
