@@ -1,13 +1,10 @@
 """What a person types first: help, init, completion, plan, ui."""
 
-import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from dphybrid.cli.init import config_text
 from dphybrid.cli.main import main, make_parser
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
-from tests.waiting import wait_until
 
 FEW = {
     "data": {"path": 'a "b"\\c.csv', "label": "clicked"},
@@ -117,34 +113,3 @@ def test_plan_knows_the_rows_of_prepared_data(data_dir: Path, capsys: pytest.Cap
 def test_ui_names_what_is_missing(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ui", "--no-browser"]) == 2
     assert "no run is recorded there yet; train one first" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_ui_shows_a_run_and_ends_with_its_server(data_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--recipe", "toy", "--run-name", "shown"]) == 0
-    assert "Look at it:  dphybrid ui shown" in capfd.readouterr().out
-    command = [sys.executable, "-m", "dphybrid", "ui", "shown", "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            told = [process.stdout.readline() for _ in range(2)]
-            address = told[1].strip()
-            run_id = json.loads((data_dir / "runs/shown/run.json").read_text())["run_id"]
-            assert re.fullmatch(
-                rf"http://127\.0\.0\.1:\d+/#/experiments/1/runs/{run_id}\?workflowType=.*", address
-            )
-            with urllib.request.urlopen(address.partition("#")[0], timeout=30) as page:
-                assert "<title>MLflow</title>" in page.read().decode()
-        finally:
-            process.send_signal(signal.SIGINT)
-    assert process.returncode == 0
-
-    def gone() -> bool:
-        try:
-            urllib.request.urlopen(address.partition("#")[0], timeout=5)
-        except OSError:
-            return True
-        return False
-
-    wait_until(gone, "the server ends")
-    assert main(["ui", "nobody", "--no-browser"]) == 2

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -43,7 +44,7 @@ from dphybrid.orchestration.alive import (
 )
 from dphybrid.orchestration.queueing import WORKER, WORKER_LABEL
 from dphybrid.util.errors import UserError
-from dphybrid.util.importing import ONLY
+from dphybrid.util.importing import ONLY, check_import
 from dphybrid.util.watching import watching
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ SHARED_QUEUES = ("urgent", "any", "night")
 QUERY_S, HEARTBEAT_S = 2, 60
 LOOK_EVERY_S = 0.5
 LOOK_FOR_DEAD_EVERY_S = 2.0
+_ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 HARMLESS_STEP = "prefect.deployments.steps.set_working_directory"
 _log = logging.getLogger("prefect.worker.dphybrid")
 
@@ -110,7 +112,10 @@ with warnings.catch_warnings():
 
 
 def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | None") -> None:
-    """Raise UserError when pool, deployment or run set what `DPHYBRID_WORKER_ALLOWS` does not name."""
+    """Raise UserError when pool, deployment or run would run other code as this worker than its settings
+    allow."""
+    if deployment is not None:
+        check_entrypoint(deployment.entrypoint or "", load_settings().factory_packages)
     steps = [name for step in (deployment and deployment.pull_steps) or [] for name in step]
     given = {
         "command": job.command is not None,
@@ -127,6 +132,18 @@ def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | No
             "sets them runs commands as its "
             f"user; set DPHYBRID_WORKER_ALLOWS={','.join(refused)} for the worker where that is wanted"
         )
+
+
+def check_entrypoint(entrypoint: str, packages: str) -> None:
+    """Raise UserError for a flow that is no `module:function` of dphybrid or an allowed package: Prefect runs
+    any Python file that a deployment names."""
+    module = entrypoint.partition(":")[0]
+    if not _ENTRYPOINT.fullmatch(entrypoint) or module.endswith(".py"):
+        raise UserError(
+            f"deployment's entrypoint {entrypoint!r}: this worker runs flows of packages alone; write "
+            "package.module:function"
+        )
+    check_import(entrypoint, "deployment's entrypoint", packages)
 
 
 async def make_queues(pool: str, names: Sequence[str]) -> None:

@@ -152,7 +152,8 @@ HARMLESS = [{"prefect.deployments.steps.set_working_directory": {"directory": "/
 def test_a_worker_takes_no_commands_unless_it_is_set_to(
     job: dict[str, Any], steps: Any, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, deployment = GuardedConfiguration(**job), SimpleNamespace(pull_steps=steps)
+    given = GuardedConfiguration(**job)
+    deployment = SimpleNamespace(pull_steps=steps, entrypoint="dphybrid.flows.train_hybrid:train_hybrid")
     monkeypatch.delenv("DPHYBRID_WORKER_ALLOWS", raising=False)
     if not refused:
         check_job(given, deployment)  # type: ignore[arg-type]
@@ -161,3 +162,29 @@ def test_a_worker_takes_no_commands_unless_it_is_set_to(
         check_job(given, deployment)  # type: ignore[arg-type]
     monkeypatch.setenv("DPHYBRID_WORKER_ALLOWS", refused)
     check_job(given, deployment)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "packages", "words"),
+    [
+        ("dphybrid.flows.train_hybrid:train_hybrid", "", ""),
+        ("mine.flows:nightly", "others, mine", ""),
+        ("mine.flows:nightly", "", "would run code of package 'mine'"),
+        ("/home/eve/evil.py:flow", "mine", "flows of packages alone"),
+        ("evil.py:flow", "evil", "flows of packages alone"),
+        ("dphybrid/../evil.py:flow", "", "flows of packages alone"),
+        ("dphybrid.py:flow", "", "flows of packages alone"),
+        ("dphybrid.evil", "", "flows of packages alone"),
+        ("", "", "flows of packages alone"),
+    ],
+)
+def test_a_worker_runs_flows_of_named_packages_alone(
+    entrypoint: str, packages: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", packages)
+    job, deployment = GuardedConfiguration(), SimpleNamespace(pull_steps=None, entrypoint=entrypoint)
+    if not words:
+        check_job(job, deployment)  # type: ignore[arg-type]
+        return
+    with pytest.raises(UserError, match=f"deployment's entrypoint .*{words}"):
+        check_job(job, deployment)  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""MLflow's pages for one user of this machine: a server at 127.0.0.1 that asks for a token.
+
+`serving` starts it as a process of its own, `python -m dphybrid.tracking.ui_server`, which ends with the
+process that started it, however that ends.
+"""
+
+import hmac
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+from dphybrid.util.errors import UserError
+from dphybrid.util.masking import masked
+
+HOST = "127.0.0.1"
+START_S = 120.0
+"""How long MLflow's server may take to answer; on a cold disk its imports take long."""
+END_S = 10.0
+"""How long it may take to end before it is killed."""
+REFUSED = b"Open the address that `dphybrid ui` printed: it carries a token.\n"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+@contextmanager
+def serving(uri: str, port: int) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """Run MLflow's server on a database while the block runs; yield its process and the token that its pages
+    want. Raises UserError when it does not start, with its last words."""
+    token = secrets.token_urlsafe(24)
+    # Without its runner of jobs, eight processes that pages of runs do not need.
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with tempfile.TemporaryFile() as words:
+        server = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,  # its end tells the server that this process has ended
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            env=quiet | os.environ,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the server
+        )
+        try:
+            assert server.stdin is not None
+            server.stdin.write(json.dumps([uri, port, token]).encode() + b"\n")
+            server.stdin.flush()
+            if (wrong := _wait(server, port, token)) is not None:
+                words.seek(0)
+                said = masked(words.read().decode(errors="replace")[-500:].strip())
+                raise UserError(f"MLflow's server on port {port}: {wrong}; it said: {said or 'nothing'}")
+            yield server, token
+        finally:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(server.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    server.wait(END_S)
+
+
+def _wait(server: "subprocess.Popen[bytes]", port: int, token: str) -> str | None:
+    """Wait for the server's first answer; return what went wrong, or None."""
+    begun = time.monotonic()
+    wanted = urllib.request.Request(
+        f"http://{HOST}:{port}/health", headers={"Authorization": f"Bearer {token}"}
+    )
+    while time.monotonic() - begun < START_S:
+        if server.poll() is not None:
+            return f"ended with exit code {server.returncode}"
+        try:
+            with urllib.request.urlopen(wanted, timeout=5):  # noqa: S310
+                return None
+        except OSError:
+            time.sleep(0.2)
+    return f"did not answer within {START_S:.0f} s"
+
+
+class TokenOnly:
+    """Lets requests through to an ASGI app that carry the token: in the address, which sets a cookie and
+    leads to the same page without it; as that cookie; or as a bearer (MLFLOW_TRACKING_TOKEN)."""
+
+    def __init__(self, app: App, token: str, port: int) -> None:
+        self._app, self._token = app, token
+        # Browsers send cookies to all ports of a host.
+        self._name, self._cookie = f"dphybrid-{port}", secrets.token_urlsafe(24)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        bearer = headers.get(b"authorization", "").removeprefix("Bearer ")
+        if self._is(self._cookie_of(headers.get(b"cookie", "")), self._cookie) or self._is(
+            bearer, self._token
+        ):
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        elif self._is(query.get("token", [""])[0], self._token):
+            cookie = f"{self._name}={self._cookie}; HttpOnly; SameSite=Strict; Path=/"
+            where = [(b"location", scope["path"].encode()), (b"set-cookie", cookie.encode())]
+            await _answer(send, 303, where, b"")
+        else:
+            await _answer(send, 403, [(b"content-type", b"text/plain")], REFUSED)
+
+    def _cookie_of(self, header: str) -> str:
+        try:
+            found = SimpleCookie(header).get(self._name)
+        except CookieError:
+            return ""
+        return found.value if found else ""
+
+    @staticmethod
+    def _is(given: str, wanted: str) -> bool:
+        return hmac.compare_digest(given.encode(), wanted.encode())
+
+
+async def _answer(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    own = [*headers, (b"cache-control", b"no-store"), (b"referrer-policy", b"no-referrer")]
+    await send({"type": "http.response.start", "status": status, "headers": own})
+    await send({"type": "http.response.body", "body": body})
+
+
+def main() -> None:
+    """Serve until the process that started this one ends: standard input has database, port and token."""
+    uri, port, token = json.loads(sys.stdin.buffer.readline())
+
+    def end_with_parent() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+    import mlflow.server as served
+    import uvicorn
+
+    os.environ[served.BACKEND_STORE_URI_ENV_VAR] = uri
+    os.environ[served.ARTIFACT_ROOT_ENV_VAR] = "mlflow-artifacts:/"
+    os.environ[served.SERVE_ARTIFACTS_ENV_VAR] = "true"
+    from mlflow.server.fastapi_app import app
+
+    uvicorn.run(TokenOnly(app, token, port), host=HOST, port=port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

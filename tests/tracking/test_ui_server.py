@@ -1,0 +1,117 @@
+"""`dphybrid ui`: pages for whoever has the token, and a server that does not outlive its command."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.cookiejar import CookieJar
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dphybrid.cli.main import main
+from tests.waiting import wait_until
+
+NOBODY = 65534
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def address(data_dir: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A running `dphybrid ui` and the address that it printed."""
+    assert main(["train", "--recipe", "toy", "--run-name", "shown"]) == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dphybrid", "ui", "shown", "--no-browser"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        told = [process.stdout.readline() for _ in range(2)]
+        yield process, told[1].strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def status(url: str, **headers: str) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def gone(url: str) -> bool:
+    try:
+        status(url)
+    except OSError:
+        return True
+    return False
+
+
+def test_pages_are_for_the_token_alone_and_the_server_ends_with_its_command(
+    address: tuple["subprocess.Popen[str]", str], data_dir: Path, tmp_path: Path
+) -> None:
+    process, shown = address
+    run_id = json.loads((data_dir / "runs/shown/run.json").read_text())["run_id"]
+    found = re.fullmatch(
+        rf"(http://127\.0\.0\.1:(\d+)/)\?token=([\w-]+)#/experiments/1/runs/{run_id}\?workflowType=.*", shown
+    )
+    assert found is not None, shown
+    root, port, token = found.groups()
+
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+    with browser.open(shown, timeout=30) as page:
+        assert page.url == root
+        assert "<title>MLflow</title>" in page.read().decode()
+    asked = f"{root}api/2.0/mlflow/experiments/get?experiment_id=1"
+    assert browser.open(asked, timeout=30).status == 200
+    assert status(asked, Authorization=f"Bearer {token}") == 200
+    for url in (root, asked, f"{root}health", f"{root}?token={token[:-1]}"):
+        assert status(url) == 403
+    assert status(asked, Cookie=f"dphybrid-{port}=x", Authorization="Bearer x") == 403
+
+    server = psutil.Process(process.pid).children(recursive=True)
+    listening = [c for p in server for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
+    assert not any(token in " ".join(p.cmdline()) for p in server)
+
+    if os.geteuid() == 0:  # else there is no other user to be
+        assert attacked(root, tmp_path) == 4
+
+    process.send_signal(signal.SIGKILL)
+    wait_until(lambda: gone(root), "the server ends with its parent", 20)
+    wait_until(lambda: not any(p.is_running() for p in server), "no process of it is left", 20)
+
+
+def attacked(root: str, folder: Path) -> int:
+    """What another user is answered who has a folder of this one made into artifacts."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            page = json.dumps({"name": "x", "artifact_location": str(folder)}).encode()
+            wanted = urllib.request.Request(
+                f"{root}api/2.0/mlflow/experiments/create", page, {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(wanted, timeout=30):
+                os._exit(0)
+        except urllib.error.HTTPError as error:
+            os._exit(error.code // 100)
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_ctrl_c_ends_the_server(address: tuple["subprocess.Popen[str]", str]) -> None:
+    process, shown = address
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    wait_until(lambda: gone(shown.partition("?")[0]), "the server ends", 20)
