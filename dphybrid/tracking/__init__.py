@@ -3,6 +3,6 @@ imports mlflow."""
 
 from dphybrid.tracking.base import CheckpointCard, Status, Tracker
 from dphybrid.tracking.opening import open_tracker
-from dphybrid.tracking.spool import waiting
+from dphybrid.tracking.outbox import waiting
 
 __all__ = ["CheckpointCard", "Status", "Tracker", "open_tracker", "waiting"]

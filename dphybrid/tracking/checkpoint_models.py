@@ -18,8 +18,8 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 
-from dphybrid.tracking.journal import Record
 from dphybrid.tracking.names import safe_name
+from dphybrid.tracking.outbox import Record
 
 CHECKPOINT_TYPE = "dphybrid-checkpoint"
 UID_TAG, ROLE_TAG, STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"

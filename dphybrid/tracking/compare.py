@@ -24,7 +24,7 @@ from dphybrid.tracking.compare_facts import (
 )
 from dphybrid.tracking.compare_page import write_page
 from dphybrid.tracking.figures import overlay_figure, scaling_figure, side_by_side_figure
-from dphybrid.tracking.mlflow_tracker import find_experiment, run_address
+from dphybrid.tracking.tracker import find_experiment, run_address
 from dphybrid.util.errors import UserError
 
 MAX_RUNS = 256

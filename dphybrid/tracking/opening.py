@@ -41,12 +41,12 @@ def open_tracker(
         return Tracker()
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    # The journal tries again for ever, so the client itself should give up soon.
+    # The outbox is sent again for ever, so the client itself should give up soon.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     if must_answer and tracking_uri is not None:
         _check(tracking_uri)
     import_mlflow(tracking_uri)
-    from dphybrid.tracking.mlflow_tracker import MlflowTracker
+    from dphybrid.tracking.tracker import MlflowTracker
 
     logging.getLogger("alembic").setLevel(logging.WARNING)  # forty lines of schema news at the first start
     logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -61,7 +61,7 @@ def import_mlflow(tracking_uri: str | None) -> None:
     if tracking_uri == "none":
         return
     with importing_much():
-        import dphybrid.tracking.mlflow_tracker  # noqa: F401
+        import dphybrid.tracking.tracker  # noqa: F401
 
         if tracking_uri is None or tracking_uri.startswith("sqlite"):
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401

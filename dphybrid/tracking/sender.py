@@ -1,18 +1,22 @@
-"""Sends a run's journal from a thread of its own: in order, as often as it takes, without the training
+"""Sends a run's outbox from a thread of its own: in order, as often as it takes, without the training
 noticing."""
 
 import contextlib
 import contextvars
+import csv
+import io
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
 
-from dphybrid.tracking.journal import Journal, Mark, Record
+from dphybrid.tracking.outbox import Losses, Outbox, Record
 from dphybrid.util.masking import masked
 
 SEND_EVERY_S = 2.0
 HEARTBEAT_EVERY_S = 60.0
+DETAILS_FOLDER = "details"
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
 _REFUSED_RETRY_S = (0.1, 0.3, 0.9, 2.7)
 """Waits between the tries of a record whose refusal may be another matter in a moment."""
@@ -40,7 +44,7 @@ class Refused(Exception):
 
 
 class Sender:
-    """Takes records from `journal` and gives them to `write` until each is acknowledged.
+    """Takes records from `outbox` and gives them to `write` until each is acknowledged.
 
     write: takes records that belong together (metrics, or one of another kind); raises Refused, or any other
     error to be tried again.
@@ -48,9 +52,9 @@ class Sender:
     """
 
     def __init__(
-        self, journal: Journal, write: Callable[[list[Record]], None], beat: Callable[[], None]
+        self, outbox: Outbox, write: Callable[[list[Record]], None], beat: Callable[[], None] = lambda: None
     ) -> None:
-        self._journal, self._write, self._beat = journal, write, beat
+        self._outbox, self._write, self._beat = outbox, write, beat
         self._wake = threading.Event()
         self._empty = threading.Condition()
         self._closed = False
@@ -59,7 +63,7 @@ class Sender:
         """What the latest attempt to send failed with, or nothing."""
         self.refused: dict[int, str] = {}
         """Numbers of records that the server did not take, with its reason."""
-        # In the caller's context, so that what is told here stands in the log of the caller's flow run.
+        # In the caller's context, so that what is logged here stands in the log of the caller's flow run.
         work = contextvars.copy_context().run
         self._thread = threading.Thread(
             target=work, args=(self._work,), name="dphybrid-tracking", daemon=True
@@ -67,7 +71,7 @@ class Sender:
         self._thread.start()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until what the journal holds now has arrived, at most `timeout_s` seconds; return whether it
+        """Wait until what the outbox holds now has arrived, at most `timeout_s` seconds; return whether it
         has."""
         with self._empty:
             self._asked += 1
@@ -78,28 +82,48 @@ class Sender:
             ) and (self._answered >= wanted)
 
     def close(self, timeout_s: float) -> bool:
-        """Drain, end the thread and let go of the journal; return whether everything arrived."""
+        """Drain, end the thread and let go of the outbox; return whether everything arrived."""
         arrived = self.drain(timeout_s)
         self._closed = True
         self._wake.set()
         self._thread.join(1.0 if arrived else 0.1)  # a thread that waits for a dead server is left to itself
-        self._journal.release()
+        self._outbox.release()
         return arrived
+
+    def deliver(self, wait_s: float) -> tuple[bool, Losses]:
+        """Send the rest, the table of details and what is lost, in at most about `wait_s` seconds, and close;
+        return whether all that is left has arrived, and what is lost.
+
+        The outbox is cleared when it has.
+        """
+        end = time.monotonic() + wait_s
+        arrived = self.drain(wait_s)
+        if arrived and (table := _details_table(self._outbox)):
+            record = {"op": "file", "name": "metrics.csv", "folder": _details_folder(self._outbox)}
+            self._outbox.append(record, content=table)
+        losses = self._outbox.losses()  # after all was read: damage is found then
+        if arrived and losses:
+            self._outbox.append({"op": "losses", "text": masked(losses.text())})
+        if arrived := self.close(max(0.5, end - time.monotonic()) if arrived else 0.0):
+            losses = self._outbox.losses()
+            self._outbox.clear()
+        self._outbox.release()
+        return arrived, losses
 
     def _work(self) -> None:
         retry_s, beaten = _FIRST_RETRY_S, 0.0
         while not self._closed:
             asked = self._asked
             try:
-                if not self._journal.hold():
+                if not self._outbox.hold():
                     raise BlockingIOError("another process is sending this run's records")
                 if time.monotonic() - beaten > HEARTBEAT_EVERY_S:
                     self._beat()
                     beaten = time.monotonic()
                 self._send_all()
-            except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: told once, tried again
+            except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: said once, tried again
                 if not self.trouble:
-                    _tell(
+                    _warn(
                         "the tracking server does not take records (%s); they are kept and sent later",
                         _short(error),
                     )
@@ -108,7 +132,7 @@ class Sender:
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
                 continue
             if self.trouble:
-                _tell("the tracking server takes records again")
+                _warn("the tracking server takes records again")
             self.trouble, retry_s = "", _FIRST_RETRY_S
             with self._empty:
                 self._answered = asked
@@ -122,64 +146,58 @@ class Sender:
         self._wake.clear()
 
     def _send_all(self) -> None:
-        while not self._closed and (found := self._journal.pending(_AT_ONCE)):
-            for group in _groups(found):
+        while not self._closed and (found := self._outbox.pending(_AT_ONCE)):
+            for _, group in itertools.groupby(found, lambda r: "" if r["op"] == "metrics" else r["n"]):
+                records = list(group)
                 if self._closed:
                     return
-                self._send([record for _, record in group])
+                self._send(records)
                 # given up meanwhile: whoever sends next begins here, and what comes twice counts once
                 if self._closed:
                     return
-                self._journal.acknowledge(group[-1][0])
+                self._outbox.acknowledge(records[-1]["n"])
 
     def _send(self, records: list[Record]) -> None:
         for wait_s in (*_REFUSED_RETRY_S, None):
             try:
                 self._write(records)
                 return
-            except Refused as refusal:
+            except (Refused, *_WRONG) as error:
+                if not isinstance(error, Refused) and type(error).__module__ != "builtins":
+                    raise  # of the client's libraries: something on the way to the server
                 if len(records) > 1:  # one of them spoils the others
                     for record in records:
                         self._send([record])
                     return
-                if wait_s is None or not refusal.again:
-                    self._set_aside(records[0], str(refusal))
+                if wait_s is None or not (isinstance(error, Refused) and error.again):
+                    reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+                    _warn("the tracking server refused a record: %s", _short(reason))
+                    self.refused[records[0]["n"]] = _short(reason)
+                    self._outbox.refuse(records[0], reason)
                     return
-            except _WRONG as error:
-                # of the client's libraries: something on the way to the server
-                if type(error).__module__ != "builtins":
-                    raise
-                # With this record, not with the server: it must not hold up those behind it.
-                if len(records) == 1:
-                    self._set_aside(records[0], f"{type(error).__name__}: {error}")
-                    return
-                for record in records:
-                    self._send([record])
-                return
             time.sleep(wait_s)
 
-    def _set_aside(self, record: Record, reason: str) -> None:
-        _tell("the tracking server refused a record: %s", _short(reason))
-        self.refused[record["n"]] = _short(reason)
-        self._journal.refuse(record, reason)
 
-
-def _tell(message: str, *values: str) -> None:
+def _warn(message: str, *values: str) -> None:
     with contextlib.suppress(Exception):  # somebody's log handler must not end the sending
         _log.warning(message, *values)
-
-
-def _groups(found: list[tuple[Mark, Record]]) -> list[list[tuple[Mark, Record]]]:
-    """Put neighbouring records of metrics together."""
-    groups: list[list[tuple[Mark, Record]]] = []
-    for item in found:
-        if groups and item[1]["op"] == "metrics" == groups[-1][-1][1]["op"]:
-            groups[-1].append(item)
-        else:
-            groups.append([item])
-    return groups
 
 
 def _short(error: Exception | str) -> str:
     text = masked(" ".join(str(error).split()))
     return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def _details_table(outbox: Outbox) -> bytes:
+    """Return the metrics that were kept as details as CSV: milliseconds, step, name, value."""
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(outbox.details())
+    text = stream.getvalue()
+    return f"time_ms,step,metric,value\n{text}".encode() if text else b""
+
+
+def _details_folder(outbox: Outbox) -> str:
+    """Return where the table goes: each attempt of a run has its own, from its first step on."""
+    # the steps of system/ are seconds
+    steps = (step for _, step, name, _ in outbox.details() if step > 0 and not name.startswith("system/"))
+    return f"{DETAILS_FOLDER}/from-step-{min(steps, default=0):06d}"

@@ -6,18 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.delivery import deliver
-from dphybrid.tracking.journal import Journal, Record
-from dphybrid.tracking.mlflow_tracker import HEARTBEAT_TAG, PID_TAG, writer_of
+from dphybrid.tracking.outbox import Outbox, Record, outboxes
 from dphybrid.tracking.sender import Sender
-from dphybrid.tracking.spool import journals, set_aside
+from dphybrid.tracking.tracker import HEARTBEAT_TAG, PID_TAG, writer_of
 from dphybrid.util.masking import masked
 
 SILENT_S = 600.0
@@ -32,13 +29,14 @@ Writing = Callable[[list[Record]], None]
 @dataclass
 class Synced:
     """What `sync` came to, as run ids. waiting: run id -> why its records are still here; lost: run id ->
-    what never arrived of it."""
+    what never arrived of it; unread: files of a version that kept records otherwise."""
 
     completed: list[str] = field(default_factory=list)
     busy: list[str] = field(default_factory=list)
     waiting: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
+    unread: list[Path] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
@@ -52,6 +50,7 @@ class Synced:
         lines += [f"{run_id}: kept ({why})" for run_id, why in self.waiting.items()]
         lines += [f"{run_id}: not everything was recorded: {what}" for run_id, what in self.lost.items()]
         lines += [f"{run_id}: its process is gone; ended as KILLED" for run_id in self.ended]
+        lines += [f"{path}: not read, an earlier version wrote it; remove it" for path in self.unread]
         return masked("\n".join(lines)) or "Nothing to do: every record has arrived, and no run is left open."
 
 
@@ -65,84 +64,72 @@ def sync(
     silent_s: float = SILENT_S,
     on_run: Callable[[str, int], None] = lambda run_id, records: None,
 ) -> Synced:
-    """Send the journals in `store` and end orphaned runs of `experiment`.
+    """Send the outboxes in `store` and end orphaned runs of `experiment`.
 
-    wait_s: how long each journal may take. silent_s: see `SILENT_S`. on_run: told of each journal before it
-    is sent.
+    wait_s: how long each outbox may take. silent_s: see `SILENT_S`. on_run: called before an outbox is sent,
+    with its number of records.
     """
-    done = Synced()
-    for journal in journals(store / "spool"):
-        _guarded(_send, journal, tracking_uri, upload_limit, done, wait_s, on_run)
-    for journal in set_aside(store / "spool"):
-        if journal.run_id not in (*done.busy, *done.waiting):
-            _guarded(_try_again, journal, tracking_uri, upload_limit, done)
+    spool = store / "spool"
+    done = Synced(unread=sorted(spool.glob("*.jsonl")))
+    for outbox in outboxes(spool):
+        pending, refused = outbox.counts()
+        if not (pending or refused):
+            continue
+        try:
+            if not outbox.hold():
+                done.busy.append(outbox.run_id)
+                continue
+            try:
+                uri = outbox.destination().get("tracking_uri", tracking_uri)
+                write, _ = writer_of(outbox, uri, upload_limit)
+                if pending:
+                    on_run(outbox.run_id, pending)
+                    _send(outbox, write, done, wait_s)
+                if refused and outbox.run_id not in done.waiting:
+                    _try_again(outbox, write, done)
+            finally:
+                outbox.release()
+        except (OSError, ValueError) as error:  # one that cannot be read holds up none of the others
+            done.waiting[outbox.run_id] = f"{type(error).__name__}: {error}"
     try:
-        _end_orphans(store / "spool", tracking_uri, experiment, silent_s, done)
+        _end_orphans(spool, tracking_uri, experiment, silent_s, done)
     except (MlflowException, OSError) as error:
         done.waiting.setdefault("orphaned runs", str(error).splitlines()[0][:200])
     return done
 
 
-def _guarded(
-    function: Callable[..., None],
-    journal: Journal,
-    tracking_uri: str,
-    upload_limit: int,
-    done: Synced,
-    *values: Any,
-) -> None:
-    """Call `function` for a journal that nobody else sends. One that cannot be read holds up none of the
-    others."""
-    try:
-        if not journal.hold():
-            done.busy.append(journal.run_id)
-            return
-        try:
-            uri = journal.destination().get("tracking_uri", tracking_uri)
-            function(journal, writer_of(journal, uri, upload_limit)[0], done, *values)
-        finally:
-            journal.release()
-    except (OSError, ValueError) as error:
-        done.waiting[journal.run_id] = f"{type(error).__name__}: {error}"
-
-
-def _send(
-    journal: Journal, write: Writing, done: Synced, wait_s: float, on_run: Callable[[str, int], None]
-) -> None:
-    on_run(journal.run_id, len(journal.pending(1_000_000)))
-    sender = Sender(journal, write, beat=lambda: None)
-    arrived, losses = deliver(journal, sender, wait_s)
+def _send(outbox: Outbox, write: Writing, done: Synced, wait_s: float) -> None:
+    sender = Sender(outbox, write)
+    arrived, losses = sender.deliver(wait_s)
     if not arrived:
-        done.waiting[journal.run_id] = sender.trouble or f"not finished within {wait_s:.0f} s"
+        done.waiting[outbox.run_id] = sender.trouble or f"not finished within {wait_s:.0f} s"
         return
-    done.completed.append(journal.run_id)
+    done.completed.append(outbox.run_id)
     if losses:
-        done.lost[journal.run_id] = losses.text()
+        done.lost[outbox.run_id] = losses.text()
 
 
-def _try_again(journal: Journal, write: Writing, done: Synced) -> None:
+def _try_again(outbox: Outbox, write: Writing, done: Synced) -> None:
     """Offer the server once more what it refused, where that may come late: a permission was given, or a name
     freed."""
     taken = []
-    for record in journal.refused():
+    for record in outbox.refused():
         if record["op"] in _MAY_COME_LATE:
             try:
                 write([record])
             except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: the record stays where it is
-                done.lost[journal.run_id] = (
-                    f"still refused: {str(error).splitlines()[0][:200]}; {journal.aside}"
-                )
+                done.lost[outbox.run_id] = f"still refused: {str(error).splitlines()[0][:200]}"
             else:
                 taken.append(record)
     if taken:
-        journal.take_back(taken)
-        losses = journal.account()
+        outbox.take_back(taken)
+        losses = outbox.losses()
         write([{"op": "losses", "text": masked(losses.text())}])
-        done.completed.append(journal.run_id)
+        done.completed.append(outbox.run_id)
         if losses:
-            done.lost[journal.run_id] = losses.text()
+            done.lost[outbox.run_id] = losses.text()
         else:
-            done.lost.pop(journal.run_id, None)
+            done.lost.pop(outbox.run_id, None)
 
 
 def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: float, done: Synced) -> None:
@@ -162,8 +149,8 @@ def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: floa
         client.set_tag(
             run_id, "dphybrid.ended_by", f"dphybrid sync: no sign of life since {tags[HEARTBEAT_TAG]}"
         )
-        beat = datetime.fromisoformat(tags[HEARTBEAT_TAG])
-        client.set_terminated(run_id, "KILLED", end_time=int(beat.timestamp() * 1000))
+        beat_ms = int(1000 * datetime.fromisoformat(tags[HEARTBEAT_TAG]).timestamp())
+        client.set_terminated(run_id, "KILLED", end_time=max(beat_ms, run.info.start_time))
         done.ended.append(run_id)
 
 
@@ -171,10 +158,10 @@ def _lives(spool: Path, run_id: str, tags: dict[str, str], silent_s: float) -> b
     """Tell whether a run's process is there: by its lock and number on this machine, by its heartbeat on
     another."""
     if tags.get("host.name") == platform.node() and (spool / f"{run_id}.lock").exists():
-        journal = Journal(spool, run_id)
-        if not journal.hold():
+        outbox = Outbox(spool, run_id)
+        if not outbox.hold():
             return True
-        journal.release()
+        outbox.release()
         return _process_lives(tags.get(PID_TAG, ""))  # between two parts of a run nobody holds the lock
     silent = (datetime.now(UTC) - datetime.fromisoformat(tags[HEARTBEAT_TAG])).total_seconds()
     return silent < silent_s

@@ -19,6 +19,7 @@ from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.pages import RunPage
 from dphybrid.selftest.faults import ERRORS, KILLED, MODES
 from dphybrid.selftest.runs import came_to, run_trial
+from dphybrid.tracking import waiting
 from dphybrid.tracking.opening import embedded_uri, make_database
 from tests.conftest import LONG
 from tests.reliability.scenarios import SCENARIOS, options_of, write_files
@@ -141,7 +142,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
             for model in models
         ),
         "told": run.data.tags.get("dphybrid.lost_records", ""),
-        "waiting": [path.name for path in (store / "spool").glob(f"{run_id}*.jsonl")],
+        "waiting": waiting(store / "spool"),
     }
 
 

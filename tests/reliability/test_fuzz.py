@@ -27,8 +27,7 @@ from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
 from dphybrid.run.train import prepare_data, run_job
-from dphybrid.tracking.delivery import deliver
-from dphybrid.tracking.journal import Journal
+from dphybrid.tracking.outbox import Outbox
 from dphybrid.tracking.sender import Sender
 from dphybrid.training.checkpoint import CheckpointState
 from dphybrid.util.device_spec import MAX_DEVICES, parse_device_spec
@@ -265,23 +264,20 @@ def test_pages(folder: Path, finished: Path, name: str, data: st.DataObject) -> 
 
 @given(data=st.data())
 @fuzzed(40)
-def test_journals(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever the spool's files hold: sending goes on to the end, and what is lost is counted."""
+def test_outboxes(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever the file of an outbox holds: sending goes on to the end, and what is lost is counted."""
     spool = tmp_path_factory.mktemp("spool")
-    journal = Journal(spool, "r")
-    journal.set_destination(tracking_uri="sqlite://", experiment_id="1")
+    outbox = Outbox(spool, "r", new=True)
+    outbox.set_destination(tracking_uri="sqlite://", experiment_id="1")
     for step in range(5):
-        journal.append_metrics({"train/loss": 1 / (step + 1)}, step)
-    journal.release()
-    file = spool / data.draw(st.sampled_from(sorted(path.name for path in spool.iterdir())))
-    file.write_bytes(data.draw(broken(file.read_bytes())))
+        outbox.append_metrics({"train/loss": 1 / (step + 1)}, step)
+    outbox.release()
+    outbox.path.write_bytes(data.draw(broken(outbox.path.read_bytes())))
     arrived: list[Any] = []
-    later = Journal(spool, "r")
+    later = Outbox(spool, "r")
     later.append_metrics({"train/loss": 9.0}, 99)
-    assert later.hold()
-    deliver(later, Sender(later, arrived.extend, beat=lambda: None), 20)
+    Sender(later, arrived.extend).deliver(20)
     assert any(record.get("step") == 99 for record in arrived)
-    later.release()
 
 
 COMMANDS = [

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking import CheckpointCard, Tracker, open_tracker
-from dphybrid.tracking.journal import Journal
 from dphybrid.tracking.opening import make_database
+from dphybrid.tracking.outbox import Outbox
 from dphybrid.tracking.registry import Registry
 from dphybrid.util.locks import lock
 
@@ -134,13 +135,13 @@ def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(
         tracker = open_tracker(None, "dphybrid", store)
         runs.append(tracker.start(name, {}, {}, name))
         tracker.close()
-        journal = Journal(store / "spool", runs[-1])
+        outbox = Outbox(store / "spool", runs[-1])
         for step in range(5):
-            journal.append_metrics({"train/loss": 1.0 / (step + 1)}, step)
-        journal.append({"op": "status", "status": "FINISHED"})
-        journal.release()
-    damaged = store / "spool" / f"{runs[0]}.jsonl"
-    damaged.write_bytes(damaged.read_bytes().replace(b'"step":3', b'"step":4'))
+            outbox.append_metrics({"train/loss": 1.0 / (step + 1)}, step)
+        outbox.append({"op": "status", "status": "FINISHED"})
+        outbox.release()
+    damaged = store / "spool" / f"{runs[0]}.db"
+    damaged.write_bytes(damaged.read_bytes().replace(b'"step":3', b'"step":5'))
     unreadable = store / "spool" / f"{runs[2]}.lock"
     unreadable.unlink()
     unreadable.mkdir()
@@ -167,31 +168,59 @@ def test_records_whose_destination_is_unknown_are_kept_or_arrive(
     data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, runs = load_settings().mlflow_dir, {}
-    for damage in ("flipped", "gone", "another's"):
+    for damage in ("flipped", "another's"):
         tracker = open_tracker(None, "dphybrid", store)
         runs[damage] = tracker.start(damage, {}, {}, "")
         tracker.close()
-        journal = Journal(store / "spool", runs[damage])
-        journal.append_metrics({"train/loss": 1.0}, 7)
-        journal.release()
-        page = store / "spool" / f"{runs[damage]}.json"
-        if damage == "flipped":
-            page.write_bytes(page.read_bytes().replace(b"sqlite", b"sqlitf"))
-        elif damage == "gone":
-            page.unlink()
-        else:
+        outbox = Outbox(store / "spool", runs[damage])
+        outbox.append_metrics({"train/loss": 1.0}, 7)
+        if damage == "another's":
             other = f"sqlite:///{data_dir}/other.db"
             make_database(other, data_dir)
-            journal.set_destination(tracking_uri=other, experiment_id="1")
+            outbox.set_destination(tracking_uri=other, experiment_id="1")
+        outbox.release()
+        if damage == "flipped":
+            outbox.path.write_bytes(outbox.path.read_bytes().replace(b"sqlite:", b"sqlitf:"))
+    (store / "spool" / "old.jsonl").touch()
     assert main(["sync", "--wait", "5"]) == 1
     out = capsys.readouterr().out
     client = MlflowClient(tracker.tracking_uri)
-    assert f"{runs['flipped']}: not everything was recorded: damaged: {runs['flipped']}.json" in out
-    assert f"{runs['gone']}: everything sent" in out
+    aside = store / "spool" / f"{runs['flipped']}.damaged-1.db"
+    assert f"{runs['flipped']}: not everything was recorded: {aside} was damaged" in out
     assert f"{runs[damage]}: kept (run {runs[damage]} is not at the tracking server)" in out
-    for name in ("flipped", "gone"):
-        assert [point.step for point in client.get_metric_history(runs[name], "train/loss")] == [7]
-    assert len(Journal(store / "spool", runs[damage]).pending(10)) == 1
+    assert f"{store / 'spool' / 'old.jsonl'}: not read, an earlier version wrote it; remove it" in out
+    assert [point.step for point in client.get_metric_history(runs["flipped"], "train/loss")] == [7]
+    assert len(Outbox(store / "spool", runs[damage]).pending(10)) == 1
+
+
+def test_a_file_that_is_gone_when_it_is_sent_is_refused_and_told(tmp_path: Path) -> None:
+    tracker = open_tracker(None, "damage", tmp_path)
+    run_id = tracker.start("run", {}, {}, "note")
+    (tmp_path / "gone.txt").touch()
+    tracker.close()
+    outbox = Outbox(tmp_path / "spool", run_id)
+    outbox.append({"op": "file", "path": str(tmp_path / "gone.txt"), "folder": ""})
+    outbox.release()
+    (tmp_path / "gone.txt").unlink()
+    tracker.attach(run_id)
+    tracker.finish("FINISHED")
+    run = MlflowClient(tracker.tracking_uri).get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["dphybrid.lost_records"] == "1 record refused by the server"
+    assert run.data.tags["mlflow.note.content"].startswith("> **Not everything was recorded:** 1 record")
+    assert run.data.tags["mlflow.note.content"].endswith("note")
+
+
+def test_a_clock_set_back_makes_no_run_end_before_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = open_tracker(None, "clock", tmp_path)
+    run_id = tracker.start("run", {}, {}, "")
+    now = time.time
+    monkeypatch.setattr("dphybrid.tracking.outbox.time.time", lambda: now() - 86_400)
+    tracker.finish("FINISHED")
+    info = MlflowClient(tracker.tracking_uri).get_run(run_id).info
+    assert info.end_time >= info.start_time
 
 
 def test_an_early_checkpoint_that_is_gone_when_it_is_sent_costs_no_point(tmp_path: Path) -> None:
@@ -200,8 +229,8 @@ def test_an_early_checkpoint_that_is_gone_when_it_is_sent_costs_no_point(tmp_pat
     tracker = open_tracker(None, "early", tmp_path)
     run_id = tracker.start("run", {}, {}, "")
     tracker.close()
-    journal = Journal(tmp_path / "spool", run_id)
-    assert journal.hold()  # nothing is sent meanwhile
+    outbox = Outbox(tmp_path / "spool", run_id)
+    assert outbox.hold()  # nothing is sent meanwhile
     tracker = open_tracker(None, "early", tmp_path)
     tracker.attach(run_id)
     for step in (1, 2):
@@ -216,7 +245,7 @@ def test_an_early_checkpoint_that_is_gone_when_it_is_sent_costs_no_point(tmp_pat
             None,
         )
     shutil.rmtree(tmp_path / "checkpoints" / "step-000001")
-    journal.release()
+    outbox.release()
     assert tracker.flush(30)
     tracker.finish("FINISHED")
     client = MlflowClient(tracker.tracking_uri)

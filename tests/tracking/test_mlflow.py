@@ -296,7 +296,7 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path: Path) -> None:
-    from dphybrid.tracking.mlflow_tracker import MlflowTracker
+    from dphybrid.tracking.tracker import MlflowTracker
 
     tracker = open_tracker("none", "x", tmp_path)
     assert type(tracker) is Tracker

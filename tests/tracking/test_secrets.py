@@ -67,5 +67,5 @@ def test_a_planted_password_is_found_nowhere(
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert (tmp_path / "report.json") in files
     there = [path for path in files if SECRET.encode() in path.read_bytes()]
-    assert there == [data_dir / "mlflow" / "spool" / f"{run.info.run_id}.json"]  # `dphybrid sync` needs it
+    assert there == [data_dir / "mlflow" / "spool" / f"{run.info.run_id}.db"]  # `dphybrid sync` needs it
     assert there[0].stat().st_mode & 0o077 == 0

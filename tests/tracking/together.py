@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking import CheckpointCard, open_tracker
+from dphybrid.tracking import CheckpointCard, open_tracker, waiting
 from dphybrid.tracking.opening import embedded_uri
 
 RUNS, STEPS = 8, 40
@@ -63,8 +63,9 @@ def look(store: Path) -> list[str]:
     """Return what is missing or double of the runs in a store."""
     client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))
     wrong = [
-        f"left: {path.name}" for path in (store / "spool").iterdir() if path.suffix not in (".json", ".lock")
+        f"left: {path.name}" for path in (store / "spool").iterdir() if path.suffix not in (".db", ".lock")
     ]
+    wrong += [f"{n} wait" for n in [waiting(store / "spool")] if n]
     (experiment,) = [e for e in client.search_experiments() if e.name == "together"]
     runs = client.search_runs([experiment.experiment_id])
     wrong += [f"{len(runs)} runs"] if len(runs) != RUNS else []

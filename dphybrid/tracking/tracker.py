@@ -1,4 +1,4 @@
-"""MLflow as a tracker. Every verb writes into the run's journal and returns; a thread sends the journal on,
+"""MLflow as a tracker. Every verb writes into the run's outbox and returns; a thread sends the records,
 however long that takes.
 
 The client with an explicit run id is used, never the fluent functions, whose active run belongs to a thread.
@@ -18,12 +18,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from dphybrid.tracking.base import CheckpointCard, Detail, Status, Tracker
-from dphybrid.tracking.delivery import deliver
-from dphybrid.tracking.journal import Journal
-from dphybrid.tracking.mlflow_writer import MlflowWriter
 from dphybrid.tracking.names import is_detail, safe_name
+from dphybrid.tracking.outbox import Outbox, Record
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.views import RESULT, SPEED, run_path, view_path
+from dphybrid.tracking.writer import MlflowWriter
 from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 
@@ -51,7 +50,7 @@ class MlflowTracker(Tracker):
         self._brief = detail == "brief"
         self._experiment, self._store, self._upload_limit = experiment, store, upload_limit
         self._experiment_id = ""
-        self._journal: Journal | None = None
+        self._outbox: Outbox | None = None
         self._sender: Sender | None = None
         self._opening = threading.Lock()
 
@@ -80,18 +79,16 @@ class MlflowTracker(Tracker):
         own = {
             "mlflow.source.name": "dphybrid",
             "mlflow.source.type": "JOB",
+            "mlflow.user": os.environ.get("USER", ""),
             "mlflow.note.content": description,
         }
-        own["mlflow.user"] = os.environ.get("USER", "")
         run = client.create_run(self._experiment_id, run_name=run_name, tags=own)
-        run_id = str(run.info.run_id)
-        Journal(self._spool, run_id).set_destination(
-            tracking_uri=self._uri, experiment_id=self._experiment_id
-        )
-        self.attach(run_id)
+        self.run_id = str(run.info.run_id)
+        self._outbox = Outbox(self._spool, self.run_id, new=True)
+        self._outbox.set_destination(tracking_uri=self._uri, experiment_id=self._experiment_id)
         self._append({"op": "params", "values": {name: masked(value) for name, value in params.items()}})
         self.set_tags(tags)
-        return run_id
+        return self.run_id
 
     def resume(self, run_id: str, tags: Mapping[str, str]) -> None:
         self.attach(run_id)
@@ -100,32 +97,32 @@ class MlflowTracker(Tracker):
 
     def attach(self, run_id: str) -> None:
         self.run_id = run_id
-        self._journal = Journal(self._spool, run_id)
-        self._experiment_id = self._journal.destination().get("experiment_id", "")
+        self._outbox = Outbox(self._spool, run_id)
+        self._experiment_id = self._outbox.destination().get("experiment_id", "")
 
     @property
     def _spool(self) -> Path:
         return self._store / "spool"
 
-    def _append(self, record: dict[str, Any], *, sync: bool = False) -> int:
-        return self._open_journal().append(record, sync=sync)
-
-    def _open_journal(self) -> Journal:
-        if self._journal is None:
+    def _open(self) -> tuple[Outbox, Sender]:
+        if self._outbox is None:
             raise RuntimeError("no run: call start(), resume() or attach() first")
         with self._opening:  # a checkpoint's thread may be first
             if self._sender is None:
-                self._sender = Sender(self._journal, *writer_of(self._journal, self._uri, self._upload_limit))
-        return self._journal
+                self._sender = Sender(self._outbox, *writer_of(self._outbox, self._uri, self._upload_limit))
+            return self._outbox, self._sender
+
+    def _append(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> int:
+        return self._open()[0].append(record, content=content, sync=sync)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        journal = self._open_journal()
+        outbox, _ = self._open()
         try:
-            journal.append_metrics(
+            outbox.append_metrics(
                 _floats(metrics), step, [name for name in metrics if self._brief and is_detail(name)]
             )
         except OSError as error:  # a full disk costs the curves some points, not the training its end
-            journal.count_unkept()
+            outbox.count_unkept()
             _log.warning("metrics of step %d could not be kept: %s", step, error)
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
@@ -151,9 +148,8 @@ class MlflowTracker(Tracker):
         self._log_content("file", name, png)
 
     def _log_content(self, op: str, name: str, content: bytes) -> None:
-        path, crc = self._open_journal().keep_content(name, content)
-        folder = str(Path(name).parent)
-        self._append({"op": op, "path": str(path), "folder": "" if folder == "." else folder, "crc": crc})
+        folder, _, file = name.rpartition("/")
+        self._append({"op": op, "name": file, "folder": folder}, content=content)
 
     def log_file(self, path: Path, folder: str) -> None:
         self._append({"op": "file", "path": str(path.absolute()), "folder": folder})
@@ -161,47 +157,43 @@ class MlflowTracker(Tracker):
     def log_dataset(
         self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
     ) -> None:
-        values = {
-            "name": name,
-            "digest": digest,
-            "source": masked(source),
-            "num_rows": num_rows,
-            "columns": list(columns),
-        }
-        self._append({"op": "dataset", **values, "context": context})
+        self._append(
+            {
+                "op": "dataset",
+                "name": name,
+                "digest": digest,
+                "source": masked(source),
+                "num_rows": num_rows,
+                "columns": list(columns),
+                "context": context,
+            }
+        )
 
     def keep(self) -> None:
-        self._open_journal().sync()
+        self._open()[0].sync()
 
     def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
-        journal = self._open_journal()
+        outbox, _ = self._open()
         cards = []
         for card in kept:
-            found = {name: journal.point(name, value, card.step) for name, value in card.metrics.items()}
-            values = asdict(card) | {
-                "folder": str(card.folder.absolute()),
-                "params": {"step": str(card.step), "folder": str(card.folder.absolute())},
-                # The very points of the run's curves: MLflow shows them on the model, too, and none twice on
-                # the run.
-                "metrics": {name: point for name, point in found.items() if point is not None},
-            }
-            cards.append(values)
-        self._append(
-            {"op": "checkpoints", "kept": cards, "dataset": list(dataset) if dataset else None}, sync=True
-        )
+            folder = str(card.folder.absolute())
+            found = {name: outbox.point(name, value, card.step) for name, value in card.metrics.items()}
+            # The very points of the run's curves: MLflow shows them on the model, too, and none twice on the
+            # run.
+            points = {name: point for name, point in found.items() if point is not None}
+            params = {"step": str(card.step), "folder": folder}
+            cards.append(asdict(card) | {"folder": folder, "params": params, "metrics": points})
+        self._append({"op": "checkpoints", "kept": cards, "dataset": dataset}, sync=True)
 
     def register(self, name: str, uid: str, alias: str) -> str:
         number = self._append({"op": "register", "name": name, "uid": uid, "alias": alias}, sync=True)
-        assert self._sender is not None
-        arrived = self._sender.drain(FINISH_WAIT_S)
-        if number in self._sender.refused:
-            return self._sender.refused[number]
-        return (
-            ""
-            if arrived
-            else f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is "
-            "back"
-        )
+        _, sender = self._open()
+        arrived = sender.drain(FINISH_WAIT_S)
+        if number in sender.refused:
+            return sender.refused[number]
+        if arrived:
+            return ""
+        return f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is back"
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         self._append({"op": "tags", "values": {name: masked(str(value)) for name, value in tags.items()}})
@@ -210,8 +202,7 @@ class MlflowTracker(Tracker):
         self.set_tags({"mlflow.note.content": markdown})
 
     def flush(self, timeout_s: float = FINISH_WAIT_S) -> bool:
-        self._open_journal()
-        return self._sender is None or self._sender.drain(timeout_s)
+        return self._open()[1].drain(timeout_s)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -219,15 +210,13 @@ class MlflowTracker(Tracker):
             self._sender = None
 
     def finish(self, status: Status) -> None:
-        journal = self._open_journal()
         self._append({"op": "status", "status": status}, sync=True)
-        assert self._sender is not None
-        arrived, losses = deliver(journal, self._sender, FINISH_WAIT_S)
+        outbox, sender = self._open()
+        arrived, losses = sender.deliver(FINISH_WAIT_S)
         if not arrived:
-            count = len(journal.pending(1_000_000))
             print(
-                f"MLflow at {self.tracking_uri} does not take records now; {count:,} are kept. `dphybrid "
-                "sync` sends them when it is back.",
+                f"MLflow at {self.tracking_uri} does not take records now; {outbox.counts()[0]:,} are kept. "
+                "`dphybrid sync` sends them when it is back.",
                 flush=True,
             )
         if losses:
@@ -236,9 +225,9 @@ class MlflowTracker(Tracker):
 
 
 def writer_of(
-    journal: Journal, tracking_uri: str, upload_limit: int
-) -> tuple[Callable[[list[dict[str, Any]]], None], Callable[[], None]]:
-    """Return what a Sender needs for `journal`: a function that writes records, and one that shows a sign of
+    outbox: Outbox, tracking_uri: str, upload_limit: int
+) -> tuple[Callable[[list[Record]], None], Callable[[], None]]:
+    """Return what a Sender needs for `outbox`: a function that writes records, and one that shows a sign of
     life.
 
     The connection is made by the first of them that is called, in the sender's thread.
@@ -247,7 +236,7 @@ def writer_of(
 
     def writer() -> MlflowWriter:
         if not made:
-            made.append(MlflowWriter(tracking_uri, journal.run_id, journal.contents, upload_limit))
+            made.append(MlflowWriter(tracking_uri, outbox.run_id, upload_limit))
         return made[0]
 
     def beat() -> None:

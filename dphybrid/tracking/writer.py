@@ -1,9 +1,8 @@
-"""Writes the records of a journal into MLflow. Each of them may come twice, after a crash or an outage, and
+"""Writes the records of an outbox into MLflow. A record may come twice, after a crash or an outage, and
 counts once."""
 
 import json
-import shutil
-import zlib
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from dphybrid.tracking.checkpoint_models import CheckpointModels
-from dphybrid.tracking.journal import Record
 from dphybrid.tracking.names import safe_name
+from dphybrid.tracking.outbox import Record
 from dphybrid.tracking.sender import Refused
 from dphybrid.tracking.views import write_views
 
@@ -34,10 +33,9 @@ class MlflowWriter:
     """Writes records of one run. upload_limit: bytes above which a file of a checkpoint stays where it is and
     is logged by path."""
 
-    def __init__(self, tracking_uri: str, run_id: str, contents: Path, upload_limit: int) -> None:
+    def __init__(self, tracking_uri: str, run_id: str, upload_limit: int) -> None:
         self._client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
         self._run_id = run_id
-        self._contents = contents
         self._models = CheckpointModels(self._client, tracking_uri, run_id, upload_limit)
         self._verbs: dict[str, Callable[[Record], None]] = {
             "params": self._params,
@@ -107,25 +105,21 @@ class MlflowWriter:
             self._client.log_batch(self._run_id, tags=tags[start : start + _MAX_PAIRS])
 
     def _file(self, record: Record) -> None:
-        path = Path(record["path"])
-        if path.exists():
-            if "crc" in record and zlib.crc32(path.read_bytes()) != record["crc"]:
-                raise Refused(f"{path}: is damaged, its checksum differs")
-            self._client.log_artifact(self._run_id, str(path), record["folder"] or None)
-        else:  # it is gone when this record was written once before
-            there = self._client.list_artifacts(self._run_id, record["folder"] or None)
-            if path.name not in (item.path.rpartition("/")[2] for item in there):
-                raise Refused(f"{path}: is gone")
-        if self._contents in path.parents:
-            shutil.rmtree(path.parent, ignore_errors=True)
+        folder = record["folder"] or None
+        if record["content"] is not None:
+            with tempfile.TemporaryDirectory() as scratch:
+                path = Path(scratch) / record["name"]
+                path.write_bytes(record["content"])
+                self._client.log_artifact(self._run_id, str(path), folder)
+        elif Path(record["path"]).exists():
+            self._client.log_artifact(self._run_id, record["path"], folder)
+        else:
+            raise Refused(f"{record['path']}: is gone")
 
     def _table(self, record: Record) -> None:
         self._file(record)
         # This tag is what makes the UI offer the file as a table that can be compared between runs.
-        entry = {
-            "path": "/".join(filter(None, (record["folder"], Path(record["path"]).name))),
-            "type": "table",
-        }
+        entry = {"path": "/".join(filter(None, (record["folder"], record["name"]))), "type": "table"}
         entries = json.loads(self._client.get_run(self._run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
         if entry not in entries:
             self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps([*entries, entry]))
@@ -148,7 +142,9 @@ class MlflowWriter:
         if record["status"] == "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            self._client.set_terminated(self._run_id, record["status"], end_time=record["t"])
+            started = self._client.get_run(self._run_id).info.start_time
+            end_ms = max(record["t"], started)  # the clock may have been set back meanwhile
+            self._client.set_terminated(self._run_id, record["status"], end_time=end_ms)
 
     def _losses(self, record: Record) -> None:
         """Say on the run's page what its record lacks."""

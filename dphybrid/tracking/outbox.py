@@ -1,0 +1,287 @@
+"""A run's outbox: one SQLite file, `RUN.db`, holds what MLflow should get until it has arrived.
+
+The training appends records and never waits for a server. A record outlives the process, one with `sync` (and
+all before it) also a loss of power. Whoever holds `RUN.lock` sends: the training's own thread, or `dphybrid
+sync`. When all has arrived, the file keeps what a later attempt of the run needs.
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dphybrid.tracking.outbox_file import (
+    LOST,
+    PRIVATE,
+    UNREADABLE,
+    OutboxFile,
+    Row,
+    connect,
+    fact,
+    number,
+    rows_where,
+    set_facts,
+    write_row,
+)
+from dphybrid.util.files import make_folder
+from dphybrid.util.locks import FileLock
+
+Record = dict[str, Any]
+"""op: its kind; n: its number; t: when it was written (ms); content: bytes of a file; values of its kind."""
+
+Point = list[Any]
+"""Value, step and time (ms) of a metric."""
+
+History = tuple[dict[str, int], dict[str, list[Point]]]
+"""Highest step of each metric, and the points of evaluations."""
+
+EVALUATED = "valid/"
+"""Prefix of metrics whose points are kept for the checkpoints that they belong to."""
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a record is written at each step
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What of a run's record does not reach the server.
+
+    lost: records damaged or missing; refused: records that the server did not take; unkept: lines of metrics
+    that could not be written; damaged: files set aside.
+    """
+
+    lost: int = 0
+    refused: int = 0
+    unkept: int = 0
+    damaged: tuple[Path, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != Losses()
+
+    def text(self) -> str:
+        """Return it for people, or nothing."""
+        counts = {
+            "damaged or missing on the way": self.lost,
+            "refused by the server": self.refused,
+            "not written down (disk full?)": self.unkept,
+        }
+        parts = [f"{n:,} record{'' if n == 1 else 's'} {what}" for what, n in counts.items() if n]
+        parts += [f"{path} was damaged, and more may be missing at its end" for path in self.damaged]
+        return "; ".join(parts)
+
+
+class Outbox:
+    """The records of one run, `run_id`, in `folder`. One process appends, from any of its threads.
+
+    new: the run begins here; the file of any other run must be there, else its loss is counted.
+    """
+
+    def __init__(self, folder: Path, run_id: str, new: bool = False) -> None:
+        self.run_id = run_id
+        self.path = folder / f"{run_id}.db"
+        self._file = OutboxFile(self.path, new)
+        self._do = self._file.do
+        self._lock = threading.Lock()
+        self._history: History | None = None
+        self._unkept = 0
+        self._sending: FileLock | None = None
+
+    def set_destination(self, **values: str) -> None:
+        """Keep where the records go: tracking_uri, experiment_id."""
+        self._do(lambda database: set_facts(database, values), sync=True)
+
+    def destination(self) -> dict[str, str]:
+        """Return what `set_destination` kept, or nothing."""
+        names = ("tracking_uri", "experiment_id")
+        return self._do(
+            lambda database: {name: value for name in names if (value := fact(database, name)) is not None}
+        )
+
+    def append(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> int:
+        """Add a record, the content of its file, and the time; return its number. Raises OSError."""
+        values = {"t": int(time.time() * 1000), **record}
+        time_ms, op = values.pop("t"), values.pop("op")
+        body, unkept = _ENCODER.encode(values), self._unkept
+
+        def insert(database: sqlite3.Connection) -> int:
+            n = number(database, "newest") + 1
+            write_row(database, (n, time_ms, op, body, None, content))
+            set_facts(database, {"newest": n})
+            if unkept:
+                set_facts(database, {"unkept": number(database, "unkept") + unkept})
+            return n
+
+        n = self._do(insert, sync=sync)
+        self._unkept -= unkept
+        return n
+
+    def append_metrics(self, metrics: Mapping[str, float], step: int, details: Collection[str] = ()) -> None:
+        """Add metrics at a step, without those that an earlier attempt of this run recorded at that step or a
+        later one.
+
+        details: names of those that are kept for the table of details instead of being sent as metrics.
+        """
+        (earlier, points), now_ms = self._earlier(), int(time.time() * 1000)
+        kept = {name: value for name, value in metrics.items() if name not in earlier or step > earlier[name]}
+        if not kept:
+            return
+        record: Record = {"t": now_ms, "op": "metrics", "step": step}
+        record["values"] = {name: value for name, value in kept.items() if name not in details}
+        record["details"] = {name: value for name, value in kept.items() if name in details}
+        self.append(record)
+        for name in kept:
+            if name.startswith(EVALUATED):
+                points.setdefault(name, []).append([kept[name], step, now_ms])
+
+    def count_unkept(self) -> None:
+        """Note that a line of metrics could not be written."""
+        self._unkept += 1
+
+    def sync(self) -> None:
+        """Have all records so far outlive a loss of power."""
+        self._do(lambda database: set_facts(database, {"synced": time.time_ns()}), sync=True)
+
+    def point(self, name: str, value: float, step: int) -> Point | None:
+        """Return the newest point of an evaluation's metric, up to a step, that has this value."""
+        points = self._earlier()[1].get(name, [])
+        found = [point for point in points if point[1] <= step and repr(point[0]) == repr(value)]
+        return found[-1] if found else None
+
+    def _earlier(self) -> History:
+        """Return the highest steps of before this object's first append, and all points of evaluations."""
+        with self._lock:
+            if self._history is None:
+                self._history = self._do(_history)
+            return self._history
+
+    def pending(self, limit: int) -> list[Record]:
+        """Return up to `limit` records that have not arrived, oldest first."""
+
+        def select(database: sqlite3.Connection) -> list[Record]:
+            condition = "n > ? AND kept IS NULL ORDER BY n LIMIT ?"
+            return list(map(_record, rows_where(database, condition, number(database, "sent"), limit)))
+
+        return self._do(select)
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many records wait and how many were refused; a file that cannot be read waits. Changes
+        nothing."""
+        try:
+            with closing(connect(self.path)) as database:
+                query = "SELECT count(*) FROM records WHERE kept IS NOT NULL AND op != ?"
+                ((refused,),) = database.execute(query, (LOST,))
+                return number(database, "newest") - number(database, "sent"), refused
+        except UNREADABLE:
+            return 1, 0
+
+    def acknowledge(self, n: int) -> None:
+        """Note that everything up to this number has arrived."""
+        self._do(lambda database: set_facts(database, {"sent": n}))
+
+    def refuse(self, record: Record, reason: str) -> None:
+        """Keep a record that the server does not take, out of the others' way."""
+
+        def mark(database: sqlite3.Connection) -> None:
+            for row in list(rows_where(database, "n = ?", record["n"])):
+                write_row(database, (*row[:4], reason[:500], row[5]))
+
+        self._do(mark, sync=True)
+
+    def refused(self) -> list[Record]:
+        """Return the records that the server refused."""
+        condition = "kept IS NOT NULL AND op != ? ORDER BY n"
+        return self._do(lambda database: list(map(_record, rows_where(database, condition, LOST))))
+
+    def take_back(self, records: list[Record]) -> None:
+        """Remove refused records that the server has taken after all."""
+        numbers = [(record["n"],) for record in records]
+        self._do(lambda database: database.executemany("DELETE FROM records WHERE n = ?", numbers), sync=True)
+
+    def details(self) -> Iterator[tuple[int, int, str, float]]:
+        """Yield (milliseconds, step, name, value) of the details since the records were last cleared."""
+        after = 0
+
+        def some(database: sqlite3.Connection) -> list[Row]:
+            return list(rows_where(database, "n > ? AND op = 'metrics' ORDER BY n LIMIT 1000", after))
+
+        while found := self._do(some):
+            after = found[-1][0]
+            for record in map(_record, found):
+                for name, value in record["details"].items():
+                    yield record["t"], record["step"], name, value
+
+    def losses(self) -> Losses:
+        """Return all that the run has lost so far."""
+
+        def count(database: sqlite3.Connection) -> tuple[int, int, int]:
+            query = "SELECT count(*) FILTER (WHERE op = ?), count(*) FROM records WHERE kept IS NOT NULL"
+            ((lost, kept),) = database.execute(query, (LOST,))
+            return lost, kept - lost, self._unkept + number(database, "unkept")
+
+        return Losses(*self._do(count), tuple(self._file.set_aside()))
+
+    def clear(self) -> None:
+        """Remove the records, all of which have arrived. What a later attempt needs stays: the highest steps,
+        the points of evaluations, what was refused or lost."""
+
+        def remove(database: sqlite3.Connection) -> None:
+            set_facts(database, {"history": json.dumps(_history(database))})
+            database.execute("DELETE FROM records WHERE kept IS NULL")
+
+        self._do(remove, sync=True)
+        self._file.shrink()
+
+    def hold(self) -> bool:
+        """Become the one that sends, unless somebody is. The kernel ends this with the process."""
+        if self._sending is None:
+            make_folder(self.path.parent, 0o700)
+            lock = FileLock(self.path.with_suffix(".lock"), mode=PRIVATE)
+            if not lock.acquire():
+                return False
+            self._sending = lock
+        return True
+
+    def release(self) -> None:
+        """Close the file and let somebody else send."""
+        self._file.close()
+        if self._sending is not None:
+            self._sending.release()
+            self._sending = None
+
+
+def outboxes(folder: Path) -> list[Outbox]:
+    """Return the outboxes of a folder, oldest first."""
+    paths = [path for path in folder.glob("[!.]*.db") if ".damaged-" not in path.name]
+    return [Outbox(folder, path.stem) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
+
+
+def waiting(folder: Path) -> int:
+    """Return how many runs of a folder hold records that nobody is sending."""
+    count = 0
+    for outbox in outboxes(folder):
+        with suppress(OSError):
+            if outbox.counts()[0] and outbox.hold():
+                outbox.release()
+                count += 1
+    return count
+
+
+def _record(row: Row) -> Record:
+    n, time_ms, op, body, _, content = row
+    return {"n": n, "t": time_ms, "op": op, **json.loads(body), "content": content}
+
+
+def _history(database: sqlite3.Connection) -> History:
+    """Return what is on record so far; a process that was killed leaves the records themselves."""
+    steps, points = json.loads(fact(database, "history") or "[{}, {}]")
+    for record in map(_record, rows_where(database, "op = 'metrics' ORDER BY n")):
+        for name, value in (record["values"] | record["details"]).items():
+            steps[name] = max(record["step"], steps.get(name, record["step"]))
+            point = [value, record["step"], record["t"]]
+            if name.startswith(EVALUATED) and point not in points.get(name, []):
+                points.setdefault(name, []).append(point)
+    return steps, points

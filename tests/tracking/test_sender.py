@@ -1,0 +1,187 @@
+"""The sender of an outbox: in order, exactly once, whatever the server does; names that MLflow accepts."""
+
+import contextvars
+import logging
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dphybrid.tracking.names import safe_name
+from dphybrid.tracking.outbox import Losses, Outbox
+from dphybrid.tracking.sender import Refused, Sender
+
+
+class Server:
+    """Takes records, except while it is away."""
+
+    def __init__(self) -> None:
+        self.got: list[dict[str, Any]] = []
+        self.away = threading.Event()
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        if self.away.is_set():
+            raise ConnectionError("away")
+        if any(math.isnan(r.get("values", {}).get("bad", 0.0)) for r in records):
+            raise Refused("no such number")
+        self.got += records
+
+
+def test_an_outage_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    server, outbox = Server(), Outbox(tmp_path, "r", new=True)
+    sender = Sender(outbox, server.write)
+    for step in range(50):
+        if step == 10:
+            assert sender.drain(20)
+            server.away.set()
+        if step == 40:
+            assert not sender.drain(0.2)
+            assert "away" in sender.trouble
+            server.away.clear()
+        outbox.append_metrics({"a": float(step)}, step)
+    assert sender.close(30)
+    assert [record["step"] for record in server.got] == list(range(50))
+    assert outbox.pending(10) == []
+
+
+def test_what_the_server_never_takes_is_kept_aside_and_the_rest_goes_on(tmp_path: Path) -> None:
+    server, outbox = Server(), Outbox(tmp_path, "r", new=True)
+    for step in range(5):
+        outbox.append_metrics({"bad": math.nan} if step == 2 else {"a": 1.0}, step)
+    assert Sender(outbox, server.write).close(20)
+    assert [record["step"] for record in server.got] == [0, 1, 3, 4]
+    (kept,) = outbox.refused()
+    assert kept["step"] == 2
+    assert outbox.losses() == Losses(refused=1)
+    assert outbox.counts() == (0, 1)
+
+
+def test_a_log_handler_that_fails_does_not_end_the_sending(tmp_path: Path) -> None:
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("no flow run here")
+
+    server, outbox, handler = Server(), Outbox(tmp_path, "r", new=True), Failing()
+    logger = logging.getLogger("dphybrid.tracking.sender")
+    logger.addHandler(handler)
+    try:
+        server.away.set()
+        outbox.append_metrics({"a": 1.0}, 1)
+        sender = Sender(outbox, server.write)
+        assert not sender.drain(0.3)
+        server.away.clear()
+        assert sender.close(20)
+    finally:
+        logger.removeHandler(handler)
+    assert [record["step"] for record in server.got] == [1]
+
+
+def test_what_the_sender_tells_is_told_in_the_callers_context(tmp_path: Path) -> None:
+    where: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
+    told: list[str] = []
+
+    class Telling(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(where.get())
+
+    handler, server = Telling(), Server()
+    logger = logging.getLogger("dphybrid.tracking.sender")
+    logger.addHandler(handler)
+    token = where.set("flow run 7")
+    try:
+        server.away.set()
+        outbox = Outbox(tmp_path, "r", new=True)
+        outbox.append_metrics({"a": 1.0}, 1)
+        sender = Sender(outbox, server.write)
+        assert not sender.close(0.5)
+    finally:
+        where.reset(token)
+        logger.removeHandler(handler)
+    assert told == ["flow run 7"]
+
+
+def test_closing_without_a_server_is_quick_and_leaves_the_records(tmp_path: Path) -> None:
+    server, outbox = Server(), Outbox(tmp_path, "r", new=True)
+    server.away.set()
+    outbox.append_metrics({"a": 1.0}, 1)
+    sender = Sender(outbox, server.write)
+    start = time.monotonic()
+    assert not sender.close(0.3)
+    assert time.monotonic() - start < 30
+    server.away.clear()
+    assert Sender(Outbox(tmp_path, "r", new=True), server.write).close(20)
+    assert [record["step"] for record in server.got] == [1]
+
+
+def test_appending_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
+    release = threading.Event()
+    outbox = Outbox(tmp_path, "r", new=True)
+    sender = Sender(outbox, lambda records: release.wait(60) and None)
+    for step in range(1000):
+        outbox.append_metrics({"a": 1.0}, step)
+    assert len(outbox.pending(2000)) == 1000  # all on disk although nothing was taken
+    release.set()
+    assert sender.close(30)
+
+
+def test_a_refusal_that_passes_is_tried_again_at_once(tmp_path: Path) -> None:
+    outbox, server, refusals = Outbox(tmp_path, "r", new=True), Server(), iter([True, True])
+
+    def write(records: list[dict[str, Any]]) -> None:
+        if next(refusals, False):
+            raise Refused("UNIQUE constraint failed", again=True)
+        server.write(records)
+
+    outbox.append({"op": "dataset", "values": {"a": 1.0}})
+    assert Sender(outbox, write).deliver(20) == (True, Losses())
+    assert [record["op"] for record in server.got] == ["dataset"]
+
+
+@pytest.mark.parametrize("error", [KeyError("uid"), FileNotFoundError("gone"), TypeError("no number")])
+def test_a_record_that_cannot_be_written_holds_up_none_behind_it(tmp_path: Path, error: Exception) -> None:
+    outbox, server = Outbox(tmp_path, "r", new=True), Server()
+
+    def write(records: list[dict[str, Any]]) -> None:
+        if any("bad" in record.get("values", {}) for record in records):
+            raise error
+        server.write(records)
+
+    for name in ("a", "bad", "b"):
+        outbox.append_metrics({name: 1.0}, 1)
+    assert Sender(outbox, write).deliver(20) == (True, Losses(refused=1))
+    metrics = [record["values"] for record in server.got if record["op"] == "metrics"]
+    assert [list(values) for values in metrics] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "loss(a)",
+        "x//y",
+        "/lead",
+        "a/../b",
+        "p@1",
+        "naïve/größe",
+        "a,b|c",
+        "x" * 400,
+        "",
+        "%",
+        "a=b",
+        "..",
+        "tab\tname",
+    ],
+)
+def test_odd_names_become_names_that_mlflow_takes(name: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    _validate_metric_name(safe_name(name))
+
+
+def test_good_names_stay_and_different_ones_stay_different() -> None:
+    for name in ("train/loss", "timing/row_update_ms", "größe", "a b.c-d:e"):
+        assert safe_name(name) == name
+    odd = ["loss(a)", "loss[a]", "loss_a_", "x" * 300, "x" * 301]
+    assert len({safe_name(name) for name in odd}) == len(odd)
