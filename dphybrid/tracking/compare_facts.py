@@ -104,17 +104,19 @@ def combination(run: RunFacts, param: str, names: Sequence[str]) -> tuple[tuple[
 
 def speeds(runs: Sequence[RunFacts], param: str) -> dict[str, Speed]:
     """Return run id -> speed. The baseline is the first value of `param` among runs that agree in all else
-    that differs."""
+    that differs; a run without a partner that has another value has no speed-up."""
     names, found = differing(runs), {}
     groups: dict[tuple[tuple[str, str], ...], list[RunFacts]] = {}
     for run in ordered(runs, param):
         groups.setdefault(combination(run, param, names), []).append(run)
     for members in groups.values():
         first = members[0].value(param)
-        base = [run.samples_per_s for run in members if run.value(param) == first and run.samples_per_s]
-        for run in members:
-            if base and run.samples_per_s:
-                ratio = run.samples_per_s / statistics.median(base)
+        timed = {run.run_id: run.samples_per_s for run in members if run.samples_per_s}
+        base = [timed[run.run_id] for run in members if run.value(param) == first and run.run_id in timed]
+        partners = [run for run in members if run.run_id in timed and run.value(param) != first]
+        for run in members if base and partners else []:
+            if run.run_id in timed:
+                ratio = timed[run.run_id] / statistics.median(base)
                 fair = ratio * members[0].replicas / run.replicas if param == DEVICES else None
                 found[run.run_id] = Speed(ratio, fair, first)
     return found
@@ -137,8 +139,8 @@ def overview(runs: Sequence[RunFacts], param: str) -> list[dict[str, str]]:
             | {name.removeprefix("final/"): number(run.metrics.get(name)) for name in finals(runs)}
             | {
                 "samples/s": number(run.samples_per_s),
-                "speed-up": "" if own is None else f"{own.ratio:.2f}",
-                "efficiency": "" if own is None or own.efficiency is None else f"{own.efficiency:.0%}",
+                "speed-up": f"{own.ratio:.2f}" if own else "-" if run.samples_per_s else "",
+                "efficiency": f"{own.efficiency:.0%}" if own and own.efficiency is not None else "",
                 "step p50, ms": number(run.metrics.get("summary/step_ms_p50")),
                 "step p95, ms": number(run.metrics.get("summary/step_ms_p95")),
                 "training, s": number(run.metrics.get("summary/train_s")),

@@ -20,6 +20,7 @@ from dphybrid.tracking.compare_facts import (
     speeds,
     split_table,
 )
+from dphybrid.tracking.figures import COLOURS
 
 MAX_POINTS = 600
 """Points of a curve that the page keeps: more than a screen shows."""
@@ -55,6 +56,7 @@ def page_data(runs: Sequence[RunFacts], param: str) -> dict[str, Any]:
     )
     return {
         "param": param,
+        "colours": COLOURS,
         "params": by,
         "differing": names,
         "finals": finals(runs),

@@ -7,7 +7,7 @@ from typing import Any
 
 from dphybrid.util.text import printable
 
-_COLOURS = (
+COLOURS = (
     "#2f6f9f",
     "#d1793b",
     "#4f9d69",
@@ -18,7 +18,18 @@ _COLOURS = (
     "#4aa3a3",
     "#7d6b57",
     "#888888",
+    "#e3b23c",
+    "#1b4d3e",
+    "#f28aa0",
+    "#9bc1e0",
+    "#6d1f3c",
+    "#b7d968",
+    "#c9a0dc",
+    "#3d3d3d",
+    "#f2c6a0",
+    "#00b3d7",
 )
+"""As many as a step has stages, so that no two of them look alike."""
 
 
 def _figure(width: float, height: float) -> Any:
@@ -52,7 +63,7 @@ def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
     place, ticks, labels = 0.0, [], []
     for number, (_, group) in enumerate(shown):
         for replica, row in enumerate(group):
-            axes.barh(place, row["rows"], color=_COLOURS[number % len(_COLOURS)])
+            axes.barh(place, row["rows"], color=COLOURS[number % len(COLOURS)])
             axes.text(row["rows"], place, f" {row['rows']}", va="center", fontsize=8)
             ticks.append(place)
             labels.append(f"replica {replica} ({row['device']})")
@@ -84,7 +95,7 @@ def stage_figure(stages: Mapping[str, float]) -> bytes:
     figure = _figure(8, 1.0 + 0.32 * max(1, len(ordered)))
     axes = figure.subplots()
     for place, (name, seconds) in enumerate(ordered):
-        axes.barh(place, seconds, color=_COLOURS[place % len(_COLOURS)])
+        axes.barh(place, seconds, color=COLOURS[place % len(COLOURS)])
         axes.text(seconds, place, f" {seconds:.2f} s, {seconds / total:.0%}", va="center", fontsize=8)
         axes.text(0, place, f"{name} ", ha="right", va="center", fontsize=8)
     axes.set_yticks([])
@@ -106,7 +117,7 @@ def curves_figure(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: s
             [x for x, _ in points],
             [y for _, y in points],
             marker="o" if len(points) < 30 else None,
-            color=_COLOURS[number],
+            color=COLOURS[number],
         )
         axes.set_title(_plain(name), loc="left")
         axes.set_xlabel(xlabel)
@@ -126,7 +137,7 @@ def against_figure(
         axes.axhline(0.0, linestyle="--", color="#999999")
     else:
         axes.plot(ends, ends, linestyle="--", color="#999999")
-    axes.scatter([x for x, _ in points], [y for _, y in points], s=14, color=_COLOURS[0])
+    axes.scatter([x for x, _ in points], [y for _, y in points], s=14, color=COLOURS[0])
     axes.set_title(_plain("\n".join(textwrap.wrap(title, 60))), loc="left", fontsize=10)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
@@ -180,14 +191,14 @@ def scaling_figure(series: Mapping[str, Sequence[tuple[float | str, float]]], na
             [ratio for _, ratio in points],
             marker="o",
             linestyle="-" if counts else "",
-            color=_COLOURS[number % len(_COLOURS)],
+            color=COLOURS[number % len(COLOURS)],
             label=_plain(label),
         )
     axes.set_title("speed-up", loc="left")
     axes.set_xlabel("devices" if counts else _plain(name))
     axes.set_ylim(bottom=0)
     axes.margins(x=0.12)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower left", frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
     return _png(figure)
@@ -200,8 +211,8 @@ def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
     for stages in runs.values():
         for stage, value in stages.items():
             totals[stage] = totals.get(stage, 0.0) + value
-    large = sorted(totals, key=lambda stage: -totals[stage])[: len(_COLOURS) - 1]
-    figure = _figure(10, 1.8 + 0.45 * len(runs))
+    large = sorted(totals, key=lambda stage: -totals[stage])[: len(COLOURS) - 1]
+    figure = _figure(10, 2.2 + 0.45 * len(runs))
     axes = figure.subplots()
     left = [0.0] * len(runs)
     for number, stage in enumerate([*large, "rest"]):
@@ -212,7 +223,7 @@ def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
         else:
             widths = [stages.get(stage, 0.0) for stages in runs.values()]
         if any(widths):
-            axes.barh(range(len(runs)), widths, left=left, label=stage, color=_COLOURS[number])
+            axes.barh(range(len(runs)), widths, left=left, label=stage, color=COLOURS[number])
             left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, total in enumerate(left):
         axes.text(total, place, f" {total:.2f} ms", va="center", fontsize=8)
@@ -220,9 +231,7 @@ def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("milliseconds of a step")
-    axes.legend(
-        frameon=False, fontsize=8, ncols=5, loc="upper left", bbox_to_anchor=(0, -0.25 - 0.35 / len(runs))
-    )
+    figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=5)
     axes.spines[["top", "right"]].set_visible(False)
     return _png(figure)
 
@@ -240,7 +249,7 @@ def overlay_figure(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float
                 [x for x, _ in points],
                 [y for _, y in points],
                 label=_plain(label),
-                color=_COLOURS[labels.index(label) % len(_COLOURS)],
+                color=COLOURS[labels.index(label) % len(COLOURS)],
                 marker="o" if len(points) < 12 else None,
                 markersize=4,
                 linewidth=1.4,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dphybrid.util import files
-from dphybrid.util.system import NO_LINK, NOT_INHERITED
+from dphybrid.util.system import NO_LINK
 
 Row = tuple[int, int, str, str, str | None, bytes | None]
 """Number, milliseconds, kind, JSON, why it is kept although nobody sends it, content of a file."""
@@ -134,7 +134,7 @@ class OutboxFile:
         files.make_folder(folder, 0o700)
         files.clear_leftovers(folder, self.path.name)
         partial = files.temporary(self.path)
-        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | NOT_INHERITED | NO_LINK, PRIVATE))
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | NO_LINK, PRIVATE))
         try:
             with closing(connect(partial)) as database:
                 database.executescript(_SCHEMA)

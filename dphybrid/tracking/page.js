@@ -1,6 +1,6 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const colours = ["#2f6f9f", "#d1793b", "#4f9d69", "#a3497d", "#8a8f3c", "#5b5ea6", "#b84a4a", "#4aa3a3", "#7d6b57", "#888888"];
+const colours = data.colours;
 const at = (id) => document.getElementById(id);
 const runOf = Object.fromEntries(data.runs.map((run) => [run.id, run]));
 const hidden = new Set();
@@ -34,6 +34,7 @@ function rows() {
 
 const labelOf = (run) => (run.members ? run.name : `${run.params[group]} · ${run.name}`);
 const mean = (numbers) => numbers.reduce((a, b) => a + b) / numbers.length;
+const median = (numbers) => { const all = numbers.toSorted((a, b) => a - b), half = all.length >> 1; return all.length % 2 ? all[half] : (all[half - 1] + all[half]) / 2; };
 const deviation = (numbers) => Math.sqrt(numbers.reduce((sum, x) => sum + (x - mean(numbers)) ** 2, 0) / (numbers.length - 1));
 
 function merged(members, names) {
@@ -43,7 +44,7 @@ function merged(members, names) {
   for (const name of new Set(members.flatMap((member) => Object.keys(member.metrics)))) {
     const numbers = members.map((member) => member.metrics[name]).filter((value) => typeof value === "number");
     if (!numbers.length) continue;
-    run.metrics[name] = mean(numbers);
+    run.metrics[name] = name.startsWith("summary/") ? median(numbers) : mean(numbers);
     if (numbers.length > 1) run.spread[name] = deviation(numbers);
   }
   for (const stage of new Set(members.flatMap((member) => Object.keys(member.stages))))
@@ -51,10 +52,10 @@ function merged(members, names) {
   return run;
 }
 
-/* A run's speed against its baseline; of several seeds the mean, undefined where none is known. */
+/* A run's speed against its baseline; of several seeds the median, undefined where none is known. */
 function speedOf(run, what) {
   const known = own(run).map((member) => data.speeds[group][member.id]?.[what]).filter((value) => typeof value === "number");
-  return known.length ? mean(known) : undefined;
+  return known.length ? median(known) : undefined;
 }
 
 function element(name, parent, text, style) {
@@ -77,13 +78,13 @@ function columns() {
     made.push({ title: name.slice(6), of: (run) => run.metrics[name], spread: (run) => run.spread?.[name], best: /loss|mse|mae|perplexity|rank|error|deviance/.test(name) ? "least" : "most" });
   const summary = (title, name, best) => made.push({ title, of: (run) => run.metrics[`summary/${name}`], spread: (run) => run.spread?.[`summary/${name}`], best });
   summary("samples/s", "samples_per_s_median", "most");
-  made.push({ title: "speed-up", of: (run) => speedOf(run, "ratio"), show: (value) => value.toFixed(2) });
+  made.push({ title: "speed-up", of: (run) => speedOf(run, "ratio"), show: (value) => value.toFixed(2), none: "-" });
   made.push({ title: "efficiency", of: (run) => speedOf(run, "efficiency"), show: (value) => `${Math.round(100 * value)}%` });
   summary("step p50, ms", "step_ms_p50", "least");
   summary("step p95, ms", "step_ms_p95");
   summary("training, s", "train_s");
   made.push({ title: "started", of: (run) => run.started, text: true }, { title: "status", of: (run) => run.status, text: true });
-  return made.filter((column) => data.runs.some((run) => ![undefined, null].includes(column.of(run))));
+  return made.filter((column) => data.runs.some((run) => ![undefined, null].includes(column.of(run)) || (column.none && "summary/samples_per_s_median" in run.metrics)));
 }
 
 function sorted(runs, column) {
@@ -128,7 +129,7 @@ function drawTable() {
     if (/^https?:/.test(run.url)) Object.assign(link, { href: run.url, target: "_blank", rel: "noopener" });
     for (const column of all) {
       const value = column.of(run), empty = [undefined, null].includes(value);
-      const cell = element("td", row, empty ? "" : column.text ? value : (column.show ?? format)(value), column.text ? "" : "number");
+      const cell = element("td", row, empty ? column.none ?? "" : column.text ? value : (column.show ?? format)(value), column.text ? "" : "number");
       const spread = column.spread?.(run);
       if (spread !== undefined) element("small", cell, ` ±${format(Number(spread.toPrecision(2)))}`);
       const others = visible.map(column.of).filter((other) => typeof other === "number");
@@ -136,7 +137,7 @@ function drawTable() {
       if (!empty && value === best && others.length > 1) cell.classList.add("best");
     }
   }
-  const means = "Means over the seeds, ± their standard deviation; untick \u201cseeds as one\u201d for each run.";
+  const means = "Means over the seeds (medians of times and speeds), ± their standard deviation; untick \u201cseeds as one\u201d for each run.";
   at("same").textContent = !data.differing.length ? "Nothing differs in the configs of these runs." : rows().some((run) => run.members) ? means : "";
 }
 
@@ -183,7 +184,7 @@ function drawStages() {
   const letters = window.innerWidth < 640 ? 16 : 36;
   const label = (run) => plain(labelOf(run).slice(0, letters));
   const traces = stages.map((stage, number) => ({
-    type: "bar", orientation: "h", name: plain(stage), marker: { color: colours[number % colours.length], opacity: number < colours.length ? 1 : 0.55 },
+    type: "bar", orientation: "h", name: plain(stage), marker: { color: colours[number % colours.length] },
     y: runs.map((run) => run.id), x: runs.map((run) => run.stages[stage] ?? 0), customdata: runs.map(label),
     hovertemplate: `%{customdata}<br>${plain(stage)}: %{x:.3f} ms<extra></extra>`,
   }));

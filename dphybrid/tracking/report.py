@@ -28,6 +28,7 @@ def run_report_markdown(
     results = ", ".join(f"{as_markdown(name)} **{value:.4f}**" for name, value in report["metrics"].items())
     where = f"batch {config['train']['batch_size']}, seed {config['train']['seed']}"
     parts = [f"**{config['recipe']}** on `{report['devices']}`, {where}: {results}"]
+    parts.append("  \n".join(filter(None, (_split_line(report["splits"]), _largest_stages(report)))))
     parts.append(" · ".join(f"[{as_markdown(name)}]({address})" for name, address in (links or {}).items()))
     parts += [f"> **Note:** {as_markdown(warning)}" for warning in report["warnings"]]
     parts += (
@@ -178,6 +179,25 @@ def _how_to_load(report: Mapping[str, Any]) -> str:
     if report["tabular"]:
         lines.append(f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows")
     return "### Load the best checkpoint\n\n```python\nimport dphybrid\n\n" + "\n".join(lines) + "\n```"
+
+
+def _split_line(splits: Sequence[Mapping[str, Any]]) -> str:
+    """Return how the first, that is the full, batch was split."""
+    full = [row for row in splits if row["number"] == 1]
+    rows = [row["rows"] for row in full if row["block"] == full[0]["block"]]
+    if not rows:
+        return ""
+    shown = " + ".join(map(str, rows[:8])) + (" + ..." if len(rows) > 8 else "")
+    devices = f"{len(rows)} devices" if len(rows) > 1 else "one device"
+    return f"A batch of {full[0]['batch_rows']} rows on {devices}: {shown}"
+
+
+def _largest_stages(report: Mapping[str, Any]) -> str:
+    stages = sorted(report["stages"].items(), key=lambda item: -item[1])[:3]
+    total = sum(report["stages"].values()) or 1.0
+    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in stages)
+    step = f"; a step took {report['step_ms']['p50']:.3g} ms (median)" if report["step_ms"] else ""
+    return f"Largest stages: {shares}{step}" if stages else ""
 
 
 def _table(rows: Any, columns: tuple[str, ...], more: str = "`split_shapes.json`") -> str:

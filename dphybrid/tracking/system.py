@@ -53,6 +53,7 @@ def system_metrics(
     own = psutil.Process()
     psutil.cpu_percent()
     own.cpu_percent()
+    begun = max(0.0, time.time() - since) - time.monotonic()  # no clock that may be set back
     seen = (time.monotonic(), page_faults())
 
     def sample() -> bool:
@@ -70,7 +71,7 @@ def system_metrics(
             values |= {f"system/gpu{index}_{name}": value for name, value in reading.items()}
         if averages is not None:
             averages.add(values)
-        tracker.log_metrics(values, int(time.time() - since))
+        tracker.log_metrics(values, int(begun + time.monotonic()))
         return False
 
     try:

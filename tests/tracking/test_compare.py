@@ -112,7 +112,16 @@ def test_each_combination_of_the_other_values_has_its_own_baseline() -> None:
 
 def test_a_combination_without_a_known_baseline_has_no_speed_up() -> None:
     runs = [facts("a", "cpu", None), facts("b", "cpu*2", 5.0), facts("c", "cpu*2", 6.0, **{"model.dim": "8"})]
-    assert set(speeds(runs, "devices.resolved")) == {"c"}
+    assert speeds(runs, "devices.resolved") == {}
+    runs.append(facts("d", "cpu", 3.0, **{"model.dim": "8"}))
+    assert {name: speed.ratio for name, speed in speeds(runs, "devices.resolved").items()} == {"c": 2, "d": 1}
+
+
+def test_a_run_without_a_partner_that_differs_in_the_compared_value_alone_has_no_speed_up() -> None:
+    runs = [facts("a", "cpu", 5.0, lr="1"), facts("b", "cpu*2", 9.0, lr="2")]
+    assert speeds(runs, "devices.resolved") == {}
+    assert [row["speed-up"] for row in overview(runs, "devices.resolved")] == ["-", "-"]
+    assert "efficiency" not in overview(runs, "devices.resolved")[0]
 
 
 def test_values_of_numbers_are_in_their_order() -> None:
