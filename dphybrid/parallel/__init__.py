@@ -3,7 +3,13 @@
 from dphybrid.parallel.applying import current_replica, parallel_apply
 from dphybrid.parallel.comparison import SplitDifference, compare_split, refuse_split_differences
 from dphybrid.parallel.data_parallel import DataParallel, data_parallel
-from dphybrid.parallel.devices import Devices, resolve_devices
+from dphybrid.parallel.devices import (
+    Devices,
+    before_cuda_starts,
+    device_count,
+    resolve_devices,
+    start_on,
+)
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Parts, Whole, parts
 from dphybrid.parallel.placing import RowSource
@@ -11,7 +17,6 @@ from dphybrid.parallel.regions import LossInside, compile_regions, find_data_par
 from dphybrid.parallel.replication import replicate
 from dphybrid.parallel.scattering import scatter, scatter_kwargs
 from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes, splits_table
-from dphybrid.parallel.starting import before_cuda_starts, start_on
 
 __all__ = [
     "DataParallel",
@@ -28,6 +33,7 @@ __all__ = [
     "compile_regions",
     "current_replica",
     "data_parallel",
+    "device_count",
     "find_data_parallel",
     "gather",
     "parallel_apply",

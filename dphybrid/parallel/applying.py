@@ -4,7 +4,7 @@ torch.nn.parallel.parallel_apply."""
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Literal
 
@@ -17,32 +17,25 @@ from dphybrid.parallel.replication import under_functorch
 from dphybrid.parallel.scattering import Places
 from dphybrid.util.errors import UserError
 
-Mode = Literal["inline", "serial", "threads"]
-
-
-def default_mode(devices: Devices) -> Mode:
-    """Return how replicas run unless asked otherwise: at once on GPUs of their own, else one after the
-    other."""
-    return "threads" if devices.home.type == "cuda" and not devices.virtual else "inline"
+Mode = Literal["inline", "threads"]
 
 
 def parallel_apply(
     replicas: Sequence[nn.Module],
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     kwargs: Sequence[dict[str, Any]] | None = None,
     devices: Places | None = None,
     mode: Mode | None = None,
-    around: Callable[[int], AbstractContextManager[Any]] | None = None,
+    before: Callable[[int], object] | None = None,
 ) -> list[Any]:
     """Call each replica on its inputs (a tuple or list of arguments, or one argument); return the outputs in
     device order.
 
     devices: None for those of the replicas' first inputs. mode: `inline` calls one after the other in this
-    thread (deterministic, fit for a debugger), `serial` one after the other in threads of their own, as
-    strangers to this thread as on GPUs, `threads` all at once. None: threads for GPUs of their own, else
-    inline; always inline below a transform of torch.func, which other threads know nothing of.
-    around: makes a context to enter around the call of replica i. When all have ended the first failing
-    replica's exception is raised, its place noted.
+    thread (deterministic, fit for a debugger), `threads` all at once; None: threads for GPUs of their own.
+    Always inline below a transform of torch.func, which other threads know nothing of. before: called with i
+    ahead of replica i, in its thread. When all have ended the first failing replica's exception is raised,
+    its place noted. Raises UserError for numbers that do not fit.
     """
     count = len(replicas)
     places = _places(inputs) if devices is None else resolve_devices(devices)
@@ -52,23 +45,21 @@ def parallel_apply(
             f"parallel_apply: {count} replicas, {len(inputs)} inputs, kwargs: {given}, {len(places)} "
             "devices; give one of each a replica"
         )
-    mode = mode or default_mode(places)
 
     def call(index: int, stream: "torch.cuda.Stream | None" = None) -> Any:
         place, given = places.replicas[index], inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
         try:
-            with (
-                as_replica(index, count),
-                _on(place, stream),
-                around(index) if around else nullcontext(),
-            ):
+            with as_replica(index, count), _on(place, stream):
+                if before is not None:
+                    before(index)
                 return replicas[index](*arguments, **(kwargs[index] if kwargs is not None else {}))
         except Exception as error:
             error.add_note(f"in replica {index} of {count} on {places.labels[index]}")
             raise
 
-    if mode == "inline" or count == 1 or under_functorch():
+    at_once = places.at_once if mode is None else mode == "threads"
+    if not at_once or count == 1 or under_functorch():
         return [call(index) for index in range(count)]
     enter = _thread_state(places.home.type)
     # Streams are a thread's own affair: work of the replicas belongs behind what the caller has queued in its
@@ -82,16 +73,26 @@ def parallel_apply(
         with enter():
             return call(index, streams[index])
 
-    if mode == "serial":
-        return [_pool(count).submit(call_in_thread, index).result() for index in range(count)]
     futures = [_pool(count).submit(call_in_thread, index) for index in range(count)]
-    # All of them, before one's failure is told: whoever mends it and tries again shall not meet replicas that
-    # still run.
+    # All of them, before one's failure is raised: a second try must not meet replicas that still run.
     wait(futures)
     return [future.result() for future in futures]
 
 
-def _places(inputs: Sequence[Any]) -> Devices:
+@contextmanager
+def independent_streams(gpus: Sequence[torch.device]) -> Iterator[Callable[[int], object]]:
+    """Seed each GPU's generator by torch's CPU generator while the block runs; yields the `before` of
+    `parallel_apply`. GPUs seeded alike would draw equal dropout masks for equal shares."""
+    torch.cuda.init()
+    generators = [torch.cuda.default_generators[gpu.index or 0] for gpu in gpus]
+    seeds = torch.randint(2**62, (len(gpus),), device="cpu").tolist()
+    states = [generator.get_state() for generator in generators]
+    yield lambda index: generators[index].manual_seed(seeds[index])
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def _places(inputs: Sequence[object]) -> Devices:
     """The devices of the first tensors of each replica's inputs."""
     found = [
         next((tensor.device for _, tensor in tensors_of(given)), torch.device("cpu")) for given in inputs
@@ -99,12 +100,11 @@ def _places(inputs: Sequence[Any]) -> Devices:
     return Devices(",".join(map(str, found)), tuple(found), len(set(found)) < len(found))
 
 
-def _on(place: torch.device, stream: "torch.cuda.Stream | None") -> AbstractContextManager[Any]:
-    if place.type != "cuda":
-        return nullcontext()
+def _on(place: torch.device, stream: "torch.cuda.Stream | None") -> ExitStack:
     stack = ExitStack()
-    stack.enter_context(torch.cuda.device(place))
-    stack.enter_context(torch.cuda.stream(stream))
+    if place.type == "cuda":
+        stack.enter_context(torch.cuda.device(place))
+        stack.enter_context(torch.cuda.stream(stream))
     return stack
 
 
@@ -117,10 +117,9 @@ def _thread_state(kind: str) -> Callable[[], ExitStack]:
     """Return a function that enters the caller's thread-local torch state: grad and inference mode, autocast
     with its number format."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    kinds = {kind, "cpu"}
     casts = [
         (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), torch.is_autocast_cache_enabled())
-        for k in kinds
+        for k in {kind, "cpu"}
     ]
 
     def enter() -> ExitStack:

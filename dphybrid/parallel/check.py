@@ -138,65 +138,70 @@ def _bound_to_module(value: Any) -> bool:
 
 
 def _source(part: nn.Module) -> Iterator[Words]:
-    if type(part).__module__.startswith("torch."):
-        return
-    try:
-        lines, first = inspect.getsourcelines(type(part).forward)
-        file = inspect.getsourcefile(type(part)) or "?"
-    except (OSError, TypeError):
-        return  # made without a source file
-    text = textwrap.dedent("".join(lines))
-    has_recurrent = any(isinstance(child, nn.RNNBase) for child in part.children())
-    if has_recurrent and "flatten_parameters" not in text:
+    """Findings in the source of `forward` and of the module's own methods that it calls."""
+    waiting, seen = ["forward"], {"forward"}
+    while waiting and not type(part).__module__.startswith("torch."):
+        function = inspect.unwrap(getattr(type(part), waiting.pop(), len))
+        try:
+            lines, first = inspect.getsourcelines(function)
+            file = inspect.getsourcefile(function) or "?"
+        except (OSError, TypeError):
+            continue  # made without a source file, or no function
+        text = textwrap.dedent("".join(lines))
+        if "flatten_parameters" not in text and any(isinstance(c, nn.RNNBase) for c in part.children()):
+            yield (
+                False,
+                f"{file}:{first}",
+                "a recurrent layer's weights lie in pieces in a replica: slower, more memory, and a warning",
+                "call flatten_parameters() of the layer first in forward",
+            )
+        for node in ast.walk(ast.parse(text)):
+            place = f"{file}:{first + vars(node).get('lineno', 1) - 1}"
+            found = _in_node(node, function.__name__)
+            yield from ((breaks, place, problem, remedy) for breaks, problem, remedy in found)
+            called = _dotted(node.func) if isinstance(node, ast.Call) else ""
+            name = called.removeprefix("self.")
+            if called.startswith("self.") and name in vars(type(part)) and name not in seen:
+                seen.add(name)
+                waiting.append(name)
+
+
+def _in_node(node: ast.AST, method: str) -> Iterator[tuple[bool, str, str]]:
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for name in (attribute for target in targets for attribute in _own_attributes(target)):
+            yield (
+                False,
+                f"{method} writes self.{name}: lost on every replica but the first, and there too unless it "
+                "is a buffer changed in place",
+                "return the value instead, or keep it outside the block",
+            )
+    if isinstance(node, ast.If | ast.IfExp | ast.While) and (drawn := _drawn(node.test)):
         yield (
             False,
-            f"{file}:{first}",
-            "a recurrent layer's weights lie in pieces in a replica: slower, more memory, and a warning",
-            "call flatten_parameters() of the layer first in forward",
+            f"decides by chance ({drawn[0]}): each replica by itself, so that results depend on the number "
+            "of devices",
+            "decide outside of the block and pass the decision in",
         )
-    for node in ast.walk(ast.parse(text)):
-        place = f"{file}:{first + vars(node).get('lineno', 1) - 1}"
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for name in (attribute for target in targets for attribute in _own_attributes(target)):
-                yield (
-                    False,
-                    place,
-                    f"forward writes self.{name}: lost on every replica but the first, and there too unless "
-                    "it is a buffer changed in place",
-                    "return the value instead, or keep it outside the block",
-                )
-        if isinstance(node, ast.If | ast.IfExp | ast.While) and (drawn := _drawn(node.test)):
+    if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef):
+        own = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        tests = [node.test] if isinstance(node, ast.If | ast.While) else []
+        if drawn := [name for child in own if child not in tests for name in _drawn(child)]:
             yield (
                 False,
-                place,
-                f"decides by chance ({drawn[0]}): each replica by itself, so that results depend on the "
-                "number of devices",
-                "decide outside of the block and pass the decision in",
+                f"draws from a generator that all share ({', '.join(drawn)}): what each sample gets depends "
+                "on the number of devices",
+                "draw outside of the block, a row a sample, and pass it in; or live with it, as with dropout",
             )
-        if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef):
-            own = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-            tests = [node.test] if isinstance(node, ast.If | ast.While) else []
-            if drawn := [name for child in own if child not in tests for name in _drawn(child)]:
-                yield (
-                    False,
-                    place,
-                    f"draws from a generator that all share ({', '.join(drawn)}): what each sample gets "
-                    "depends on the number of devices",
-                    "draw outside of the block, a row a sample, and pass it in; or live with it, as with "
-                    "dropout",
-                )
-        if isinstance(node, ast.Call) and (axis := _over_the_batch(node)):
-            yield (
-                False,
-                place,
-                f"{axis}: if that is the batch, each replica computes over its own rows alone, which cannot "
-                "be made right",
-                "compute it outside of the block; train.check_split compares the first batch with itself "
-                "unsplit",
-            )
-        if isinstance(node, ast.Call) and (device := _fixed_device(node)):
-            yield True, place, f"names the device {device}", "use the device of an input, x.device"
+    if isinstance(node, ast.Call) and (axis := _over_the_batch(node)):
+        yield (
+            False,
+            f"{axis}: if that is the batch, each replica computes over its own rows alone, which cannot be "
+            "made right",
+            "compute it outside of the block; train.check_split compares the first batch with itself unsplit",
+        )
+    if isinstance(node, ast.Call) and (device := _fixed_device(node)):
+        yield True, f"names the device {device}", "use the device of an input, x.device"
 
 
 _TORCH_DRAWS = {

@@ -13,15 +13,13 @@ from dphybrid.parallel.data_parallel import DataParallel
 from dphybrid.parallel.nests import (
     Parts,
     batch_rows,
-    is_nest,
-    items_of,
+    map_leaves,
     map_tensors,
-    rebuild,
     tensors_of,
 )
 from dphybrid.parallel.probing import own_random_state
 from dphybrid.parallel.regions import find_data_parallel
-from dphybrid.parallel.replication import throwaway
+from dphybrid.parallel.replication import OF_TORCH, throwaway
 from dphybrid.parallel.scattering import split
 from dphybrid.parallel.splits import split_sizes
 from dphybrid.util.errors import UserError
@@ -35,7 +33,7 @@ class SplitDifference:
     """Where a block first differs from itself unsplit.
 
     block, module: dotted names, of the block in the model and of the module in the block. what: its output,
-    or what it gives to a module within.
+    what it gives to a module within, or an attribute or buffer that its forward writes.
     largest: absolute difference, infinite where sizes differ. sizes: rows of each share.
     """
 
@@ -48,6 +46,11 @@ class SplitDifference:
     def text(self) -> str:
         """Return the finding as a sentence with its remedy."""
         name = ".".join(part for part in (self.block, self.module) if part) or "the model"
+        if self.what.startswith("self."):
+            return (
+                f"{name}: forward writes {self.what}, which is lost on all replicas but the first; return "
+                "the value, or keep it outside of the data-parallel block"
+            )
         return (
             f"{name}: {self.what} differs by {self.largest:.3g} between the batch as a whole and in shares "
             f"of {','.join(map(str, self.sizes))} rows: it computes across the batch, or draws at random; "
@@ -108,16 +111,23 @@ def compare_block(
 ) -> SplitDifference | None:
     """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs,
     or None."""
-    args, kwargs = _joined_parts((args, block.with_wholes(kwargs)), block)
+
+    def joined(value: Any) -> Any:
+        if isinstance(value, Parts):
+            return torch.cat([part.detach().to(block.devices.home) for part in value.tensors], block.dim)
+        return value
+
+    args, kwargs = map_leaves(joined, (args, block.with_wholes(kwargs)))
     rows = batch_rows(args, kwargs, block.dim)
     if rows is None or rows < 2:
         return None
     sizes = block.sizes(rows) if len(block.devices) > 1 else split_sizes(rows, 2)
     home = block.devices.home
     with torch.no_grad(), own_random_state(home):
-        whole = _events(
-            throwaway(block.module, home), *map_tensors(lambda t: t.to(home, copy=True), (args, kwargs))
-        )
+        copy = throwaway(block.module, home)
+        before = _state(copy)
+        whole = _events(copy, *map_tensors(lambda t: t.to(home, copy=True), (args, kwargs)))
+        after = _state(copy)
         shares = []
         places = [home] * len(sizes)
         for share_args, share_kwargs in zip(
@@ -136,7 +146,26 @@ def compare_block(
         largest = max(apart, default=0.0)
         if largest > 0:
             return SplitDifference(name, module, what, largest, tuple(sizes))
+    for place, (held, version) in after.items():
+        old, old_version = before.get(place, (None, 0))
+        if held is not old or version != old_version:
+            return SplitDifference(name, *place, float("inf"), tuple(sizes))
     return None
+
+
+def _state(module: nn.Module) -> dict[tuple[str, str], tuple[object, int]]:
+    """Return the value of each attribute and buffer of a module's parts, and how often it was changed in
+    place."""
+    return {
+        (name, f"self.{key}"): (
+            held,
+            held._version if isinstance(held, Tensor) and not held.is_inference() else 0,
+        )
+        for name, part in module.named_modules()
+        if not part._forward_pre_hooks  # those of torch's own, such as weight_norm, write attributes
+        for key, held in (vars(part) | part._buffers).items()
+        if key not in OF_TORCH and key not in part._parameters
+    }
 
 
 def _events(module: nn.Module, args: Any, kwargs: Any) -> list[_Event]:
@@ -205,14 +234,6 @@ def _distance(one: Tensor, two: Tensor, rtol: float, atol: float) -> float:
     apart = (one.to(torch.complex128 if one.is_complex() else torch.float64) - two).abs()
     largest = float(apart[apart.isfinite()].max()) if bool(apart.isfinite().any()) else 0.0
     return largest or float("inf")
-
-
-def _joined_parts(value: Any, block: DataParallel) -> Any:
-    if isinstance(value, Parts):
-        return torch.cat([part.detach().to(block.devices.home) for part in value.tensors], block.dim)
-    if is_nest(value):
-        return rebuild(value, [_joined_parts(item, block) for item in items_of(value)])
-    return value
 
 
 @contextmanager

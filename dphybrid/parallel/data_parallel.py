@@ -10,15 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dphybrid.parallel.applying import Mode, default_mode, parallel_apply
+from dphybrid.parallel.applying import independent_streams, parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.gathering import Join, Joining, Leaf, as_device, gather
-from dphybrid.parallel.in_place import all_tensors, refuse_changes, refuse_late_change, versions
+from dphybrid.parallel.gathering import Join, Leaf, as_device, gather
+from dphybrid.parallel.in_place import all_tensors, refuse_changes, versions
 from dphybrid.parallel.nests import Parts, Whole, batch_rows, map_tensors, parts
 from dphybrid.parallel.placing import RowSource, place
 from dphybrid.parallel.probing import refuse_chance_rows
-from dphybrid.parallel.randomness import Randomness, random_streams
-from dphybrid.parallel.record import Key, Record, first_size
+from dphybrid.parallel.record import Record, first_size
 from dphybrid.parallel.replication import (
     differing_replicas,
     refuse_unsuitable,
@@ -27,23 +26,22 @@ from dphybrid.parallel.replication import (
     under_functorch,
 )
 from dphybrid.parallel.scattering import Places, scatter_kwargs, split
-from dphybrid.parallel.splits import Size, Split, split_sizes
+from dphybrid.parallel.shared_inputs import note_shares, refuse_shared_inputs
+from dphybrid.parallel.splits import Split, split_sizes
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
+from dphybrid.util.out_of_memory import is_out_of_memory
 
 
 class DataParallel(nn.DataParallel):
     """Runs one module on every device, each on its share of the batch, and joins the outputs in order.
 
     module: moved to the first device, where its parameters live. device_ids (or devices): device text,
-    `Devices`, a list of CUDA indices, texts or torch devices, or None for auto. output_device: where outputs
-    are joined, the first device unless said. dim: the batch dimension of inputs and outputs. weights: shares
-    for unlike devices, "memory" for their memory. whole: names of keyword arguments that every replica gets
-    unsplit. gather: what becomes of outputs with one value a replica, see `Joining`. mode, randomness: see
-    `parallel_apply` and `random_streams`; randomness is "shared", one stream through all replicas, where they
-    run one after the other on one generator, else "independent". probe: see `probing`. strict: on virtual
-    devices, refuse a replica that uses another one's tensor. The number of used devices is that of
-    torch.chunk: a short batch uses fewer.
+    `Devices`, a list of CUDA indices, texts or torch devices, or None for `DPHYBRID_DEVICES` or else auto.
+    output_device: where outputs are joined, the first device unless said. dim: the batch dimension of inputs
+    and outputs. weights: shares for unlike devices, "memory" for their memory. whole: names of keyword
+    arguments that every replica gets unsplit. The number of used devices is that of torch.chunk: a short
+    batch uses fewer.
 
     What differs from torch.nn.DataParallel, and why, is a table in docs/data-parallel.md. The least: virtual
     devices; what cannot be split or joined is refused with its place; state-dict keys carry no `module.`, so
@@ -62,11 +60,6 @@ class DataParallel(nn.DataParallel):
         devices: Places | None = None,
         weights: Sequence[float] | Literal["memory"] | None = None,
         whole: Iterable[str] = (),
-        gather: Joining = "rows",
-        mode: Mode | None = None,
-        randomness: Randomness | None = None,
-        probe: bool = True,
-        strict: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         if devices is not None and device_ids is not None:
@@ -80,27 +73,8 @@ class DataParallel(nn.DataParallel):
             weights = memory_weights(self.devices)
         if weights is not None:
             split_sizes(1, len(self.devices), weights)
-        real = home.type == "cuda" and not self.devices.virtual
-        threads = (mode or default_mode(self.devices)) == "threads" and len(self.devices) > 1
-        if randomness == "shared" and threads:
-            raise UserError(
-                "DataParallel: randomness='shared' needs mode inline or serial; in threads the order of "
-                "draws is chance: use 'independent' or 'same'"
-            )
-        if strict and real:
-            raise UserError(
-                "DataParallel: strict=True is for virtual devices; GPUs of their own refuse foreign tensors "
-                "by themselves"
-            )
-        if gather not in ("rows", "concat", "weighted mean"):
-            raise UserError(f"DataParallel: gather={gather!r}; use rows, concat or weighted mean")
         if len(self.devices) > 1:
             refuse_unsuitable(module)
-        self.mode: Mode | None = mode
-        self.randomness: Randomness = randomness or ("independent" if threads else "shared")
-        self.joining: Joining = gather
-        self.probe = probe
-        self.strict = strict
         self.module = module.to(home)
         self.dim = dim
         self.weights = None if weights is None else tuple(weights)
@@ -109,66 +83,36 @@ class DataParallel(nn.DataParallel):
         self._target = _output_device(output_device, home)
         self.output_device = self._target  # type: ignore[assignment] # upstream keeps an index, we a device
         self.src_device_obj = home
-        kind = type(self)
-        self._overridden = frozenset(
-            name
-            for name in ("scatter", "replicate", "parallel_apply", "gather")
-            if getattr(kind, name) is not getattr(DataParallel, name)
-        )
-        self._bare = len(self.devices) == 1 and home == self._target == torch.device("cpu") and not self.whole
+        steps = ("scatter", "replicate", "parallel_apply", "gather")
+        self._overridden = {n for n in steps if getattr(type(self), n) is not getattr(DataParallel, n)}
+        self._bare = len(self.devices) == 1 and home == self._target == torch.device("cpu")
         self._record = Record()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
         and outputs that cannot be joined."""
         # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
-        if self._bare:
-            attributes = self.__dict__
-            record, module = attributes["_record"], attributes["_modules"]["module"]
-            key: Key
-            if record.in_place is False and len(inputs) == 1 and not kwargs and type(inputs[0]) is Tensor:
-                x = inputs[0]
-                try:
-                    version = x._version
-                except RuntimeError:  # an inference tensor, which does not count
-                    output = module(x)
-                else:
-                    output = module(x)
-                    if x._version != version:
-                        refuse_late_change("input 0")
-                try:
-                    key = ((x.shape,), (output.shape if type(output) is Tensor else first_size(output),))
-                except RuntimeError:  # a nested tensor, which has no shape
-                    key = ((first_size(x),), (first_size(output),))
-            else:
-                given: list[Tensor] = []
-                if record.in_place is False and all_tensors((inputs, kwargs), given):
-                    before = versions(given)
-                    output = module(*inputs, **kwargs)
-                    if versions(given) != before:
-                        refuse_changes((inputs, kwargs), given, before)
-                    key = ((first_size(given),), (first_size(output),))
-                else:
-                    output = self._watched(inputs, kwargs)
-                    key = ((first_size((inputs, kwargs)),), (first_size(output),))
-            if key == record.last:
-                record.repeats += 1
-            else:
-                record.note(key)
-            return output
+        attributes = self.__dict__
+        record = attributes["_record"]
+        if attributes["_bare"] and record.in_place is False:
+            given: list[Tensor] = []
+            if all_tensors((inputs, kwargs), given):
+                before = versions(given)
+                output = attributes["_modules"]["module"](*inputs, **kwargs)
+                if versions(given) != before:
+                    refuse_changes((inputs, kwargs), given, before)
+                record.note(((first_size(given),), (first_size(output),)))
+                return output
         if len(self.devices) == 1 and not ("scatter" in self._overridden and self.device_ids):
             return self._on_one(inputs, kwargs)
         return self._split_and_joined(inputs, kwargs)
 
     @outside_of_graphs
     def _split_and_joined(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        overridden = self._overridden
-        if self.whole:
-            kwargs = self.with_wholes(kwargs)
-        stage = self.stage if self.stage is not None and self.training else _untimed
+        kwargs = self.with_wholes(kwargs)
         sizes: list[int] | None = None
-        if "scatter" in overridden:
-            with stage("scatter"):
+        if "scatter" in self._overridden:
+            with self._timed("scatter"):
                 replica_inputs, replica_kwargs = _in_step(*self.scatter(inputs, kwargs, self.device_ids))
             if len(self.devices) == 1:
                 return self.module(*replica_inputs[0], **replica_kwargs[0])
@@ -177,35 +121,46 @@ class DataParallel(nn.DataParallel):
             if not rows:  # nothing to split: once, on the first device
                 return self._on_one(inputs, kwargs)
             sizes = self.sizes(rows)
+            if len(sizes) > 1 and not under_functorch():
+                refuse_shared_inputs(self.module, inputs, kwargs, self.dim, self.devices.home, self._record)
             places = self.devices.replicas[: len(sizes)]
-            with stage("scatter"):
+            with self._timed("scatter"):
                 seen: dict[int, list[Any]] = {}
                 replica_inputs = split(inputs, places, sizes, self.dim, seen)
                 replica_kwargs = split(kwargs, places, sizes, self.dim, seen)
-        with stage("replicate"):
+        with self._timed("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(replica_inputs)])
         if self.check_synchrony and (names := differing_replicas(replicas)):
             raise RuntimeError(f"replicas start from different parameters: {', '.join(names)}")
-        outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
-        self._note(
-            tuple(first_size((i, k)) for i, k in zip(replica_inputs, replica_kwargs, strict=True)),
-            tuple(map(first_size, outputs)),
+        try:
+            outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if sizes is not None and len(sizes) > 1 and not is_out_of_memory(error):
+                note_shares(error, inputs, kwargs, sizes, self.dim)
+            raise
+        self._record.note(
+            (
+                tuple(first_size(given) for given in zip(replica_inputs, replica_kwargs, strict=True)),
+                tuple(map(first_size, outputs)),
+            )
         )
-        with stage("gather"):
-            if "gather" in overridden:
+        with self._timed("gather"):
+            if "gather" in self._overridden:
                 return self.gather(outputs, self.output_device)
-            join = Join(self._target, self.dim, sizes, self.joining)
+            join = Join(self._target, self.dim, sizes)
             joined = join(list(outputs), "output")
-        if self.probe and sizes is not None and len(sizes) > 1:
+        if sizes is not None and len(sizes) > 1:
             self._settle(join.leaves, (inputs, kwargs), outputs, sizes)
         return joined
 
     def with_wholes(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments, those named in `whole` marked as such; rows in parts are joined for
         it."""
+        if not self.whole:
+            return kwargs
         return {name: Whole(self._joined(v)) if name in self.whole else v for name, v in kwargs.items()}
 
-    def _joined(self, value: Any) -> Any:
+    def _joined(self, value: object) -> object:
         if not isinstance(value, Parts):
             return value
         return torch.cat([part.to(self.devices.home) for part in value.tensors], self.dim)
@@ -257,16 +212,14 @@ class DataParallel(nn.DataParallel):
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each replica on its inputs; return the outputs in device order. May be overridden."""
         used = Devices(self.devices.text, self.devices.replicas[: len(replicas)], self.devices.virtual)
-        watch = _strictly(replicas, inputs, kwargs) if self.strict else None
-        if self.randomness == "shared" or under_functorch():  # vmap has a say of its own about draws
-            return parallel_apply(replicas, inputs, kwargs, used, self.mode, watch)
-        at_once = (self.mode or default_mode(used)) == "threads"
-        with random_streams(self.randomness, used.replicas, at_once) as streams:
-            return parallel_apply(replicas, inputs, kwargs, used, self.mode, _both(streams, watch))
+        if not used.at_once or under_functorch():  # vmap has a say of its own about draws
+            return parallel_apply(replicas, inputs, kwargs, used)
+        with independent_streams(used.replicas) as seed:
+            return parallel_apply(replicas, inputs, kwargs, used, before=seed)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join the outputs on a device. May be overridden. Raises UserError for what cannot be joined."""
-        return gather(outputs, output_device, self.dim, joining=self.joining)
+        return gather(outputs, output_device, self.dim)
 
     stage: Callable[[str], AbstractContextManager[None]] | None = None
     """Set it to time the parts of a forward in training mode: called with scatter, replicate, host_to_device
@@ -276,54 +229,36 @@ class DataParallel(nn.DataParallel):
     """Compare the replicas' parameters before each forward. Set it on the class in tests; it costs one read
     of all parameters."""
 
-    def _on_one(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = self._watched(inputs, kwargs)
-        self._note((first_size((inputs, kwargs)),), (first_size(output),))
-        if self._target != self.devices.home:
-            output = map_tensors(lambda t: t.to(self._target), output)
-        return output
+    def _timed(self, part: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.stage is None or not self.training else self.stage(part)
 
-    def _watched(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module on the first device without that the caller's tensors change, as on several
-        devices.
+    def _on_one(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module on the first device without changing the caller's tensors, as on several devices.
 
         The first call gets copies and shows whether the module works in place on its inputs. One that does
-        gets copies always; of one that did not and does later, in another branch perhaps, the caller hears.
+        gets copies always; one that did not and does later, in another branch perhaps, is refused.
         """
         home, record = self.devices.home, self._record
-        if record.in_place is not False:
-            place = nullcontext() if self.stage is None or not self.training else self.stage("host_to_device")
-            with place:
-                copies: dict[int, Tensor] = {}  # a tensor given twice stays one
+        may_change = record.in_place is not False
+        copies: dict[int, Tensor] = {}  # a tensor given twice stays one
 
-                def copied(t: Tensor) -> Tensor:
-                    if id(t) not in copies:
-                        copies[id(t)] = t.clone() if t.device == home else t.to(home, non_blocking=True)
-                    return copies[id(t)]
+        def moved(t: Tensor) -> Tensor:
+            if id(t) not in copies:
+                copies[id(t)] = t.to(home, non_blocking=True, copy=may_change)
+            return copies[id(t)]
 
-                inputs, kwargs = map_tensors(copied, (inputs, kwargs))
-            given: list[Tensor] = []
-            all_tensors((inputs, kwargs), given)
-            before = versions(given)
-            output = self.module(*inputs, **kwargs)
-            # without versions, in inference mode, it cannot be seen
-            if not record.in_place and None not in before:
-                record.in_place = versions(given) != before
-            return output
-        given = []
-        plain = all_tensors((inputs, kwargs), given)
+        with self._timed("host_to_device"):
+            args, named = map_tensors(moved, (inputs, kwargs))
+        given: list[Tensor] = []
+        all_tensors((args, named) if may_change else (inputs, kwargs), given)
         before = versions(given)
-        args, named = inputs, kwargs
-        if not plain or home.type != "cpu":
-            with nullcontext() if self.stage is None or not self.training else self.stage("host_to_device"):
-                args, named = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         output = self.module(*args, **named)
-        if versions(given) != before:
+        if not may_change and versions(given) != before:
             refuse_changes((inputs, kwargs), given, before)
-        return output
-
-    def _note(self, input_sizes: tuple[Size, ...], output_sizes: tuple[Size, ...]) -> None:
-        self._record.note((input_sizes, output_sizes))
+        if record.in_place is None and None not in before:  # in inference mode it cannot be seen
+            record.in_place = versions(given) != before
+        record.note(((first_size((inputs, kwargs)),), (first_size(output),)))
+        return output if self._target == home else map_tensors(lambda t: t.to(self._target), output)
 
     @contextmanager
     def off_the_record(self) -> Iterator[None]:
@@ -337,18 +272,39 @@ class DataParallel(nn.DataParallel):
     @property
     def last_split(self) -> Split | None:
         """The split of the latest forward, or None before the first."""
-        key = self._record.last
-        return None if key is None else self._as_split(key)
+        last = self._record.last
+        return next((split for key, split in self._splits() if key == last), None)
 
     def splits(self) -> list[Split]:
         """Return every split seen, in order of first appearance, with how often it happened."""
-        return [self._as_split(key) for key in self._record.counts()]
+        return [split for _, split in self._splits()]
 
-    def _as_split(self, key: Key) -> Split:
-        inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
-        return Split(
-            inputs, outputs, devices=self.devices.labels[: len(inputs)], count=self._record.counts()[key]
-        )
+    def _splits(self) -> Iterator[tuple[Any, Split]]:
+        for key, count in self._record.counts().items():
+            inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
+            yield key, Split(inputs, outputs, self.devices.labels[: len(inputs)], count)
+
+    def __getattr__(self, name: str) -> Any:
+        # functional_call and get_parameter go through modules by the names of the state dict: ours has no
+        # `module.`
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            for held in self._named(name):
+                return held[name]
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for held in self._named(name) if isinstance(value, Tensor) else ():
+            held[name] = value
+            return
+        super().__setattr__(name, value)
+
+    def _named(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield what of the module has a parameter, buffer or part of this name."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is not None:
+            yield from (h for h in (module._parameters, module._buffers, module._modules) if name in h)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state dict: keys without `module.`."""
@@ -369,10 +325,6 @@ class DataParallel(nn.DataParallel):
 
     def extra_repr(self) -> str:
         return f"devices={self.devices.text!r}"
-
-
-def _untimed(_: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _device_ids(devices: Devices) -> list[Any]:
@@ -409,32 +361,6 @@ def memory_weights(devices: Devices) -> list[float] | None:
     return [float(torch.cuda.get_device_properties(device).total_memory) for device in devices.replicas]
 
 
-_Around = Callable[[int], AbstractContextManager[Any]]
-
-
-def _strictly(replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> _Around:
-    from dphybrid.parallel.placement import Placement
-
-    placement = Placement()
-    for index, replica in enumerate(replicas):
-        placement.tag((inputs[index], kwargs[index] if kwargs else {}), index)
-        for part in replica.modules():
-            placement.tag((vars(part).get("_former_parameters", {}), dict(part._buffers)), index)
-    return placement.running
-
-
-def _both(outer: _Around, inner: _Around | None) -> _Around:
-    if inner is None:
-        return outer
-
-    @contextmanager
-    def both(index: int) -> Iterator[None]:
-        with outer(index), inner(index):
-            yield
-
-    return both
-
-
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -445,7 +371,5 @@ def data_parallel(
 ) -> Any:
     """Call `module` once, split over the devices; return the joined output. inputs: a tensor, a tuple of
     arguments, or None for none."""
-    if inputs is None:
-        inputs = ()
-    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*arguments, **(module_kwargs or {}))

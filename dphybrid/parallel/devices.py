@@ -1,5 +1,6 @@
-"""Device texts given their hardware."""
+"""Device texts given their hardware, and what must be set before CUDA starts."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,11 @@ class Devices:
         return self.replicas[0]
 
     @property
+    def at_once(self) -> bool:
+        """Do replicas run at the same time, in threads? They do on GPUs of their own."""
+        return len(self.replicas) > 1 and self.home.type == "cuda" and not self.virtual
+
+    @property
     def noun(self) -> str:
         """ "GPUs" for GPUs of their own, "devices" otherwise."""
         return "GPUs" if self.home.type == "cuda" and not self.virtual else "devices"
@@ -49,18 +55,38 @@ class Devices:
 
 
 def resolve_devices(spec: "str | Devices | Sequence[int | str | torch.device] | None") -> Devices:
-    """Return the devices that a text, a list (of CUDA indices, device texts or torch devices), or None (auto)
-    names. -1 is the CPU.
+    """Return the devices that a text or a list (of CUDA indices, device texts or torch devices) names. -1 is
+    the CPU; None stands for `DPHYBRID_DEVICES` where that is set, else for auto.
 
     Raises UserError for texts that cannot be read and for GPUs that are not there.
     """
     if isinstance(spec, Devices):
         return spec
     if spec is None or isinstance(spec, str):
-        parsed = parse_device_spec("auto" if spec is None else spec)
+        parsed = parse_device_spec(spec or os.environ.get("DPHYBRID_DEVICES") or "auto")
     else:
         parsed = parse_device_spec(",".join(_name(item) for item in spec))
     return _with_hardware(parsed)
+
+
+def device_count() -> int:
+    """Return the number of replicas of `DataParallel(module)`: the visible GPUs, or the devices that
+    `DPHYBRID_DEVICES` names."""
+    return len(resolve_devices(None))
+
+
+def before_cuda_starts() -> None:
+    """Have cuBLAS, and cuDNN's RNNs with it, use workspaces of their own for each stream: the same bits every
+    time. Read once, as CUDA starts; what the user has set stays."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+
+
+def start_on(devices: Devices) -> None:
+    """Make the devices' home the current one: events and streams that are made without a device belong to
+    it."""
+    before_cuda_starts()
+    if devices.home.type == "cuda":
+        torch.cuda.set_device(devices.home)
 
 
 def _name(item: int | str | torch.device) -> str:

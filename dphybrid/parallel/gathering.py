@@ -2,18 +2,14 @@
 with its place."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from dphybrid.parallel.nests import is_nest, items_of, names_of, rebuild
+from dphybrid.parallel.nests import is_nest, items_of, names_of, rebuild, refuse_attributes
 from dphybrid.util.errors import UserError
-
-Joining = Literal["rows", "concat", "weighted mean"]
-"""What becomes of a tensor with one value a replica, such as a loss: refused, one value a replica, or the
-mean weighted by the shares."""
 
 
 class Leaf(NamedTuple):
@@ -30,7 +26,6 @@ def gather(
     target_device: torch.device | str | int,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
-    joining: Joining = "rows",
 ) -> Any:
     """Join the replicas' outputs on `dim`, on the device `target_device` (an int is a GPU, -1 the CPU).
 
@@ -38,7 +33,7 @@ def gather(
     each sample: one that has its batch elsewhere, such as an RNN's state (layers, B, H), is refused instead
     of joined on the wrong dim. Raises UserError for what cannot be joined, with its place.
     """
-    return Join(as_device(target_device), dim, sizes, joining)(list(outputs), "output")
+    return Join(as_device(target_device), dim, sizes)(list(outputs), "output")
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
@@ -52,10 +47,10 @@ class Join:
     """Joins one forward's outputs. leaves: what was joined by rows, for whoever wants to know whether it
     could be chance."""
 
-    __slots__ = ("dim", "joining", "leaves", "sizes", "target")
+    __slots__ = ("dim", "leaves", "sizes", "target")
 
-    def __init__(self, target: torch.device, dim: int, sizes: Sequence[int] | None, joining: Joining) -> None:
-        self.target, self.dim, self.sizes, self.joining = target, dim, sizes, joining
+    def __init__(self, target: torch.device, dim: int, sizes: Sequence[int] | None) -> None:
+        self.target, self.dim, self.sizes = target, dim, sizes
         self.leaves: list[Leaf] = []
 
     def __call__(self, outputs: list[Any], path: str) -> Any:
@@ -85,6 +80,7 @@ class Join:
 
     def _nests(self, outputs: list[Any], path: str) -> Any:
         first, names = outputs[0], names_of(outputs[0])
+        refuse_attributes(first, path)
         if isinstance(names, range):
             columns = [items_of(output) for output in outputs]
             if len({len(column) for column in columns}) > 1:
@@ -107,14 +103,11 @@ class Join:
 
     def _tensors(self, outputs: list[Tensor], path: str) -> Tensor:
         first, dim, sizes = outputs[0], self.dim, self.sizes
-        if self.joining != "rows" and all(_is_lone(output, dim) for output in outputs):
-            return self._lone(outputs)
         rank = first.dim()
         if not -rank <= dim < rank:
             raise UserError(
                 f"{path}: a {rank}-dim tensor has no dim {dim} to join on; return one value a sample, such "
-                'as a loss of shape (B,), or ask for one value a replica (gather="concat") or their mean '
-                '(gather="weighted mean")'
+                'as a loss with reduction="none" (see LossInside), and take the mean outside'
             )
         if first.is_nested or first.layout not in (torch.strided, torch.sparse_coo):
             raise UserError(
@@ -136,18 +129,6 @@ class Join:
         target = self.target
         return torch.cat([output.to(target) for output in outputs], dim)
 
-    def _lone(self, outputs: list[Tensor]) -> Tensor:
-        moved = [output.to(self.target) for output in outputs]
-        if self.joining == "concat":
-            return torch.cat(
-                [output.unsqueeze(0) if output.dim() == 0 else output for output in moved], self.dim
-            )
-        sizes = self.sizes or [1] * len(outputs)
-        total = moved[0] * sizes[0]
-        for output, size in zip(moved[1:], sizes[1:], strict=True):
-            total = total + output * size
-        return total / sum(sizes)
-
     def _check_rows(self, outputs: list[Tensor], path: str, sizes: Sequence[int]) -> None:
         dim = self.dim
         per_sample, rest = divmod(outputs[0].shape[dim], sizes[0])
@@ -163,7 +144,3 @@ def _not_rows(path: str, output: Tensor, size: int, dim: int) -> str:
         "with the same number of rows for each sample (transpose an RNN's state, expand a value of the "
         "whole share)"
     )
-
-
-def _is_lone(output: Tensor, dim: int) -> bool:
-    return output.dim() == 0 or (-output.dim() <= dim < output.dim() and output.shape[dim] == 1)

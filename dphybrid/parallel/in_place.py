@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dphybrid.parallel.nests import PLAIN, Whole, map_tensors, tensors_of
+from dphybrid.parallel.nests import PLAIN, Whole, map_tensors, named_inputs, tensors_of
 from dphybrid.util.errors import UserError
 
 
@@ -37,16 +37,12 @@ def versions(tensors: list[Tensor]) -> list[int | None]:
 
 
 def refuse_changes(inputs: Any, given: list[Tensor], before: list[int | None]) -> None:
-    """Raise UserError that names the changed one of the tensors `given` of a nest of inputs. before: their
+    """Raise UserError that names the changed one of the tensors `given` of (args, kwargs). before: their
     versions."""
     now = versions(given)
     changed = {id(tensor) for tensor, one, two in zip(given, before, now, strict=True) if one != two}
-    opened = map_tensors(lambda t: t, inputs)
-    refuse_late_change(next(path for path, t in tensors_of(opened, "inputs") if id(t) in changed))
-
-
-def refuse_late_change(path: str) -> None:
-    """Raise UserError about the tensor at this path."""
+    opened = named_inputs(*map_tensors(lambda t: t, inputs))
+    path = next(p for name, value in opened.items() for p, t in tensors_of(value, name) if id(t) in changed)
     raise UserError(
         f"DataParallel: the module has changed {path} in place, which it did not at its first call; on "
         "several devices the caller's tensor stays as it is: clone it first in forward, or do not work in "

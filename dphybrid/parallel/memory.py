@@ -75,7 +75,7 @@ def block_memory(
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     by_rows: dict[int, int] = {}
     for rows in set(sizes):
-        part = map_tensors(lambda t, rows=rows: t.narrow(dim, 0, rows), (args, kwargs))  # type: ignore[misc]
+        part = map_tensors(lambda t, rows=rows: t.narrow(dim, 0, rows) if t.dim() else t, (args, kwargs))  # type: ignore[misc]
         by_rows[rows] = activation_bytes(module, *part)
     return [
         DeviceMemory(

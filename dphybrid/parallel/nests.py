@@ -46,23 +46,21 @@ def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
     return tensors[0] if len(tensors) == 1 else Parts(tensors)
 
 
-def is_nest(value: Any) -> bool:
+def is_nest(value: object) -> bool:
     """Is it a container whose items are known?"""
     if isinstance(value, tuple | list | dict | UserDict):
         return not isinstance(value, PackedSequence)
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Whole | Parts)
 
 
-def names_of(value: Any) -> Sequence[Any]:
+def names_of(value: object) -> Sequence[Any]:
     """Return the keys, places or attributes of a nest's items."""
     if isinstance(value, dict | UserDict):
         return list(value)
     if isinstance(value, tuple | list):
         return range(len(value))
     # All attributes of a dataclass, also those that its __post_init__ set beside the fields.
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    held = [name for name in slots if not name.startswith("__") and hasattr(value, name)]
-    return [*held, *getattr(value, "__dict__", {})]
+    return [*_filled_slots(value), *getattr(value, "__dict__", {})]
 
 
 def items_of(value: Any) -> list[Any]:
@@ -75,43 +73,63 @@ def items_of(value: Any) -> list[Any]:
 
 
 def rebuild(like: Any, items: list[Any]) -> Any:
-    """Return a nest like `like` with other items. No constructor runs: a `__post_init__` would compute from a
-    share what it did for the batch."""
+    """Return a nest like `like` with other items; attributes that mirror an item are those of the new one. No
+    constructor runs: a `__post_init__` would compute from a share what it did for the batch."""
     if type(like) is dict:
         return dict(zip(like, items, strict=True))
-    if isinstance(like, tuple):
-        return like._make(items) if hasattr(like, "_make") else type(like)(items)
     if type(like) is list:
         return items
-    new = copy.copy(like)
+    if isinstance(like, tuple):
+        if not hasattr(like, "__dict__"):
+            return like._make(items) if hasattr(like, "_make") else type(like)(items)
+        new: Any = tuple.__new__(type(like), items)
+    else:
+        new = copy.copy(like)
     if isinstance(like, list):
         new[:] = items
     elif isinstance(like, dict | UserDict):
         for name, item in zip(like, items, strict=True):
             new[name] = item
-    else:
+    elif not isinstance(like, tuple):
         for name, item in zip(names_of(like), items, strict=True):
             object.__setattr__(new, name, item)
+        return new
+    if getattr(like, "__dict__", None) is like:  # a dict whose attributes are its items
+        object.__setattr__(new, "__dict__", new)
+        return new
+    mirrored = {id(old): item for old, item in zip(items_of(like), items, strict=True)}
+    for name, held in getattr(like, "__dict__", {}).items():
+        if not (isinstance(like, UserDict) and name == "data"):
+            object.__setattr__(new, name, mirrored.get(id(held), held))
     return new
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return the nest with `function` applied to every tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Whole):
-        return map_tensors(function, value.value)
-    if isinstance(value, Parts):
-        raise UserError(
-            f"{len(value.tensors)} parts for a region with one device; place the table on this region's "
-            "devices"
-        )
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the nest with `function` applied to every item that is no nest."""
     if is_nest(value):
-        return rebuild(value, [map_tensors(function, item) for item in items_of(value)])
-    return value
+        return rebuild(value, [map_leaves(function, item) for item in items_of(value)])
+    return function(value)
 
 
-def tensors_of(value: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return the nest with `function` applied to every tensor, those in `Whole` included."""
+
+    def leaf(value: object) -> object:
+        if isinstance(value, Tensor):
+            return function(value)
+        if isinstance(value, Whole):
+            return map_tensors(function, value.value)
+        if isinstance(value, Parts):
+            raise UserError(
+                f"{len(value.tensors)} parts for a region with one device; place the table on this region's "
+                "devices"
+            )
+        return value
+
+    return map_leaves(leaf, value)
+
+
+def tensors_of(value: object, path: str = "output") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a nest with its path."""
     if isinstance(value, Tensor):
         yield path, value
@@ -120,48 +138,41 @@ def tensors_of(value: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]
             yield from tensors_of(item, f"{path}[{name!r}]")
 
 
-def batch_rows(args: Any, kwargs: Any, dim: int) -> int | None:
-    """Return the rows on `dim` that all tensors share, or None when there is no tensor.
+def named_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by the names that messages give them."""
+    return {f"input {index}": value for index, value in enumerate(args)} | kwargs
+
+
+def batch_rows(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> int | None:
+    """Return the rows on `dim` that all tensors share, or None when there is none: a number (0-dim) has no
+    rows, and each replica gets it.
 
     Raises UserError that lists the sizes when they disagree, instead of losing the rows beyond the smallest;
     and for what carries tensors or data and cannot be split.
     """
-    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
-        return _rows(args[0], dim, "input 0") if args[0].dim() else _disagree({"input 0": None}, dim)
     sizes: dict[str, int | None] = {}
-    for index, value in enumerate(args):
-        _collect(value, dim, f"input {index}", sizes)
-    for name, value in kwargs.items():
+    for name, value in named_inputs(args, kwargs).items():
         _collect(value, dim, name, sizes)
-    if not sizes:
-        return None
     found = set(sizes.values())
-    return _disagree(sizes, dim) if len(found) > 1 or None in found else found.pop()
-
-
-def _disagree(sizes: dict[str, int | None], dim: int) -> int:
-    listed = ", ".join(f"{path}: {'0-dim' if size is None else size}" for path, size in sizes.items())
-    raise UserError(
-        f"tensors disagree on their rows (dim {dim}): {listed}; give each one row a sample, or wrap what "
-        "all replicas share in Whole(...)"
-    )
+    if len(found) > 1 or None in found:
+        listed = ", ".join(
+            f"{path}: {f'no dim {dim}' if size is None else size}" for path, size in sizes.items()
+        )
+        raise UserError(
+            f"tensors disagree on their rows (dim {dim}): {listed}; give each one row a sample, or wrap what "
+            "all replicas share in Whole(...)"
+        )
+    return found.pop() if found else None
 
 
 def _rows(value: Tensor, dim: int, path: str) -> int | None:
     if value.layout is not torch.strided or value.is_nested:
         _refuse_layout(value, path)
-    try:
-        return value.shape[dim]
-    except IndexError:
-        return None
+    return value.shape[dim] if -value.dim() <= dim < value.dim() else None
 
 
 def _refuse_layout(value: Tensor, path: str) -> None:
-    kind = (
-        "a nested (jagged) tensor"
-        if value.is_nested
-        else f"a {str(value.layout).removeprefix('torch.')} tensor"
-    )
+    kind = f"{'a nested (jagged)' if value.is_nested else f'a {value.layout}'.replace('torch.', '')} tensor"
     if value.is_nested or value.layout is not torch.sparse_coo:
         raise UserError(
             f"{path}: {kind} cannot be split; give values and offsets a sample, a padded tensor, or one in "
@@ -176,34 +187,20 @@ def _refuse_layout(value: Tensor, path: str) -> None:
 
 def _collect(value: Any, dim: int, path: str, sizes: dict[str, int | None]) -> None:
     if isinstance(value, Tensor):
-        sizes[path] = _rows(value, dim, path)
+        if value.dim():
+            sizes[path] = _rows(value, dim, path)
     elif isinstance(value, Parts):
         sizes[path] = sum(part.shape[dim] for part in value.tensors)
     elif is_nest(value):
-        if type(value) not in _PLAIN_NESTS:
-            _refuse_attributes(value, path)
+        refuse_attributes(value, path)
         for name, item in zip(names_of(value), items_of(value), strict=True):
             _collect(item, dim, f"{path}[{name!r}]", sizes)
     elif type(value) not in PLAIN and not isinstance(value, Whole):
         refuse_unsplittable(value, path)
 
 
-_PLAIN_NESTS = frozenset({tuple, list, dict})
-PLAIN = frozenset(
-    {
-        types.NoneType,
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        slice,
-        range,
-    }
+PLAIN: frozenset[type] = frozenset(
+    (types.NoneType, bool, int, float, complex, str, bytes, slice, range, torch.dtype, torch.device)
 )
 """Types of values that neither are nor hold tensors."""
 
@@ -233,10 +230,10 @@ def refuse_unsplittable(value: Any, path: str) -> None:
         )
 
 
-def _refuse_attributes(value: Any, path: str) -> None:
-    """A subclass of a container may hold tensors beside its items."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, tuple | list | dict | UserDict):
-        return  # its attributes are its items
+def refuse_attributes(value: Any, path: str) -> None:
+    """Raise UserError for an instance of a container's subclass that holds tensors beside its items."""
+    if type(value) in (tuple, list, dict) or not isinstance(value, tuple | list | dict | UserDict):
+        return  # a dataclass's attributes are its items
     inside = {id(item) for item in items_of(value)}
     for name, held in getattr(value, "__dict__", {}).items():
         if id(held) in inside or (isinstance(value, UserDict) and name == "data"):
@@ -259,33 +256,35 @@ def _carried(value: Any, path: str, depth: int = 0) -> str | None:
         return None
     if isinstance(value, nn.Module):
         return next((f"{path}.{name}" for name, _ in value.named_parameters()), None)
-    inner: list[tuple[str, Any]] = []
+    found = (_carried(held, name, depth + 1) for name, held in _held(value, path))
+    return next((where for where in found if where is not None), None)
+
+
+def _held(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, with its path."""
     if isinstance(value, functools.partial):
-        inner = [(f"{path}(...)", held) for held in (value.func, *value.args, *value.keywords.values())]
+        yield from ((f"{path}(...)", held) for held in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, types.MethodType):
-        inner = [(f"{path}.__self__", value.__self__)]
+        yield f"{path}.__self__", value.__self__
     elif isinstance(value, types.FunctionType):
-        names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        inner = [(f"{path}'s {name}", cell.cell_contents) for name, cell in names if _is_filled(cell)]
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((f"{path}'s {name}", held) for name, cell in cells for held in _content(cell))
+        return
     elif isinstance(value, Mapping):
-        inner = [(f"{path}[{name!r}]", held) for name, held in value.items()]
+        yield from ((f"{path}[{name!r}]", held) for name, held in value.items())
     elif isinstance(value, tuple | list | deque | Set):
-        inner = [(f"{path}[...]", held) for held in value]
-    if not isinstance(value, types.FunctionType):
-        inner += [(f"{path}.{name}", held) for name, held in getattr(value, "__dict__", {}).items()]
-        slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-        inner += [
-            (f"{path}.{name}", getattr(value, name))
-            for name in slots
-            if name[:2] != "__" and hasattr(value, name)
-        ]
-    return next(
-        (where for name, held in inner if (where := _carried(held, name, depth + 1)) is not None), None
-    )
+        yield from ((f"{path}[...]", held) for held in value)
+    yield from ((f"{path}.{name}", held) for name, held in getattr(value, "__dict__", {}).items())
+    yield from ((f"{path}.{name}", getattr(value, name)) for name in _filled_slots(value))
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def _content(cell: types.CellType) -> list[Any]:
     try:
-        return cell.cell_contents is not None
+        return [cell.cell_contents]
     except ValueError:  # a name that has no value yet
-        return False
+        return []
+
+
+def _filled_slots(value: object) -> list[str]:
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    return [name for name in slots if not name.startswith("__") and hasattr(value, name)]

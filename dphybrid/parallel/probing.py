@@ -12,7 +12,7 @@ forward without gradients; of three where an output has several rows a sample.
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dphybrid.parallel.applying import as_replica
 from dphybrid.parallel.gathering import Leaf
-from dphybrid.parallel.nests import Parts, Whole, is_nest, items_of, map_tensors, rebuild, tensors_of
+from dphybrid.parallel.nests import Parts, Whole, is_nest, items_of, map_leaves, map_tensors, tensors_of
 from dphybrid.parallel.replication import throwaway
 from dphybrid.util.errors import UserError
 
@@ -43,12 +43,13 @@ def refuse_chance_rows(
     if not _may_be_chance(module, inputs, outputs, leaves, share, dim):
         return
     try:
-        found = dict(tensors_of(_with_rows(module, inputs, share + 1, len(sizes), dim, home)))
+        more = first_rows(inputs, share + 1, dim, home)
+        found = dict(tensors_of(computed(module, more, home, len(sizes))))
     except Exception as error:  # noqa: BLE001 # a module may refuse any other size, and is right so far
         warnings.warn(
             f"DataParallel: outputs have {share} rows for shares of {share} samples, and it could not be "
             f"seen whether by chance: with {share + 1} samples the module raised {type(error).__name__}: "
-            f"{error}; probe=False does not ask",
+            f"{error}",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -128,7 +129,7 @@ def _sample_minor(
         return None
     try:
         one, two = (
-            dict(tensors_of(_with_rows(module, inputs, rows, count, dim, home, training=False)))
+            dict(tensors_of(computed(module, first_rows(inputs, rows, dim, home), home, count, False)))
             for rows in (share, share + 1)
         )
     except Exception:  # noqa: BLE001 # not made to be evaluated
@@ -171,30 +172,41 @@ def _lengths(value: Any) -> Iterator[int]:
 
 
 @torch.no_grad()
-def _with_rows(
-    module: nn.Module, inputs: Any, rows: int, count: int, dim: int, home: torch.device, training: bool = True
+def computed(
+    module: nn.Module, inputs: tuple[Any, Any], home: torch.device, count: int = 1, training: bool = True
 ) -> Any:
-    args, kwargs = _first_rows(inputs, rows, dim, home)
+    """Return what a throwaway copy of the module makes of (args, kwargs) on `home`; nothing else is left of
+    the call. count: of replicas, for who asks. training: as the module is, else in evaluation mode."""
+    args, kwargs = inputs
     with own_random_state(home), as_replica(0, count):
         copy = throwaway(module, home)
         return (copy if training else copy.eval())(*args, **kwargs)
 
 
-def _first_rows(value: Any, rows: int, dim: int, home: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        part = (
-            torch.narrow_copy(value, dim, 0, rows)
-            if value.layout is torch.sparse_coo
-            else value.narrow(dim, 0, rows)
-        )
-        return part.detach().to(home, copy=True)
-    if isinstance(value, Whole):
-        return map_tensors(lambda t: t.detach().to(home, copy=True), value.value)
-    if isinstance(value, Parts):
-        return torch.cat([part.detach().to(home) for part in value.tensors], dim).narrow(dim, 0, rows).clone()
-    if is_nest(value):
-        return rebuild(value, [_first_rows(item, rows, dim, home) for item in items_of(value)])
-    return value
+def first_rows(
+    value: Any, rows: int, dim: int, home: torch.device, instead: Mapping[int, Tensor] | None = None
+) -> Any:
+    """Return the first rows of each tensor of a nest, copied to `home`. instead: tensors in the place of
+    those with these ids."""
+
+    def leaf(value: Any) -> Any:
+        if instead and id(value) in instead:
+            return instead[id(value)]
+        if isinstance(value, Tensor):
+            if not value.dim():
+                part = value
+            elif value.layout is torch.sparse_coo:
+                part = torch.narrow_copy(value, dim, 0, rows)
+            else:
+                part = value.narrow(dim, 0, rows)
+            return part.detach().to(home, copy=True)
+        if isinstance(value, Whole):
+            return map_tensors(lambda t: t.detach().to(home, copy=True), value.value)
+        if isinstance(value, Parts):
+            return torch.cat([t.detach().to(home) for t in value.tensors], dim).narrow(dim, 0, rows).clone()
+        return value
+
+    return map_leaves(leaf, value)
 
 
 @contextmanager

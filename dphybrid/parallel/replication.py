@@ -1,6 +1,8 @@
 """replicate: one copy of a module a device, gradients summed on the way back. Like
 torch.nn.parallel.replicate, for virtual devices too."""
 
+import copy
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from dphybrid.parallel.devices import resolve_devices
+from dphybrid.parallel.nests import PLAIN, is_nest, map_leaves
 from dphybrid.parallel.scattering import Places
 from dphybrid.util.errors import UserError
 
@@ -73,7 +76,10 @@ def replicate_modules(
     if places[0].type == "cuda" and len(set(places)) == len(places) > 1:
         from torch.nn.parallel import replicate as torch_replicate
 
-        return list(torch_replicate(modules[0], list(places), detach))
+        replicas = list(torch_replicate(modules[0], list(places), detach))
+        for part in (part for replica in replicas for part in replica.modules()):
+            part._parameters = part._former_parameters | part._parameters  # type: ignore[operator]
+        return replicas
     parameters = list(
         {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
     )
@@ -100,35 +106,63 @@ def replicate_modules(
 
 
 def throwaway(module: nn.Module, home: torch.device) -> nn.Module:
-    """Return a replica on `home` that shares nothing with the module: what it changes in place is lost."""
-    return replicate_modules(list(module.modules()), (home, home), detach=True)[1]
+    """Return a replica on `home` that shares nothing with the module: what it changes is lost, also in lists
+    of its own, and the user's hooks do not see it."""
+    replica = replicate_modules(list(module.modules()), (home, home), detach=True)[1]
+    for part in replica.modules():
+        held = vars(part)
+        for name, value in held.items():
+            if name in _HOOKS:
+                held[name] = type(value)(
+                    (key, hook) for key, hook in value.items() if type(hook).__module__.startswith("torch.")
+                )
+            elif name not in OF_TORCH:
+                held[name] = _of_its_own(value)
+    return replica
+
+
+OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights", "_flat_weight_refs"}
+"""Attributes of a module that torch keeps for itself."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def _of_its_own(value: Any) -> Any:
+    """Return a copy of what a module holds besides parameters, buffers and modules."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, nn.Module | types.FunctionType | types.MethodType | type) or type(value) in PLAIN:
+        return value
+    try:
+        return map_leaves(_of_its_own, value) if is_nest(value) else copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 # what cannot be copied stays shared
+        return value
 
 
 def _replica(
     modules: list[nn.Module], parameters: dict[int, Tensor], buffers: dict[int, Tensor]
 ) -> nn.Module:
-    """The structure of torch's own replicas: shallow module copies whose parameters are plain tensor
-    attributes."""
+    """The structure of torch's own replicas, shallow module copies whose parameters are plain tensor
+    attributes; `parameters()` finds these too, which torch's replicas have none of."""
     copies: dict[int, Any] = {id(module): module._replicate_for_data_parallel() for module in modules}
     for module in modules:
-        copy = copies[id(module)]
-        copy._former_parameters = {}
+        made = copies[id(module)]
+        made._former_parameters = {}
         for key, child in module._modules.items():
             if child is None:
-                copy._modules[key] = None
+                made._modules[key] = None
             else:
-                setattr(copy, key, copies[id(child)])
+                setattr(made, key, copies[id(child)])
         for key, parameter in module._parameters.items():
             if parameter is None:
-                copy._parameters[key] = None
+                made._parameters[key] = None
             else:
-                setattr(copy, key, parameters[id(parameter)])
-                copy._former_parameters[key] = parameters[id(parameter)]
+                setattr(made, key, parameters[id(parameter)])
+                made._former_parameters[key] = made._parameters[key] = parameters[id(parameter)]
         for key, buffer in module._buffers.items():
             if buffer is None:
-                copy._buffers[key] = None
+                made._buffers[key] = None
             else:
-                setattr(copy, key, buffers[id(buffer)])
+                setattr(made, key, buffers[id(buffer)])
     replica: nn.Module = copies[id(modules[0])]
     return replica
 
@@ -150,6 +184,11 @@ def refuse_unsuitable(module: nn.Module, home: torch.device | None = None) -> No
             raise UserError(
                 f"DataParallel: {place} is compiled, and replicas would run the original's code; compile "
                 "outside or not at all"
+            )
+        if isinstance(part, nn.SyncBatchNorm):
+            raise UserError(
+                f"DataParallel: {place} is a SyncBatchNorm, which synchronises processes, not replicas; use "
+                "GroupNorm or LayerNorm, or BatchNorm, which normalises each share by itself"
             )
         if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():  # type: ignore[misc]
             raise UserError(

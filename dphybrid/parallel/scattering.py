@@ -63,11 +63,11 @@ def split(
             if id(value) not in seen:
                 seen[id(value)] = split(value, places, sizes, dim)
             return seen[id(value)]
+        shares = _rows(value, sizes, dim) if value.dim() else [value] * len(places)
         # A copy also where the device is the same: an in-place first operation must not reach the caller's
         # batch.
         return [
-            part.to(place, non_blocking=True, copy=True)
-            for part, place in zip(_rows(value, sizes, dim), places, strict=True)
+            part.to(place, non_blocking=True, copy=True) for part, place in zip(shares, places, strict=True)
         ]
     if isinstance(value, Whole):
         copies = [partial(Tensor.to, device=place, non_blocking=True, copy=True) for place in places]

@@ -10,12 +10,8 @@ from dphybrid.parallel import (
     DataParallel,
     Whole,
     current_replica,
-    data_parallel,
-    gather,
     parallel_apply,
-    replicate,
     resolve_devices,
-    scatter,
     split_plan,
     split_sizes,
     splits_table,
@@ -115,33 +111,6 @@ def test_state_dict_keys_are_those_of_the_bare_module() -> None:
     alone.load_state_dict(nn.Linear(2, 2).state_dict())
 
 
-def test_a_short_batch_with_a_keyword_that_is_no_tensor_works() -> None:
-    class Masked(nn.Module):
-        def forward(self, x: torch.Tensor, mask: None = None) -> torch.Tensor:
-            assert mask is None
-            return 2 * x
-
-    x = torch.arange(10.0)[:, None]
-    assert torch.equal(DataParallel(Masked(), "cpu*8")(x, mask=None), 2 * x)
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((torch.ones(30, 5), torch.ones(1)), ["30", "1", "Whole"]),
-        ((torch.tensor(3.0),), ["0-dim", "Whole"]),
-        (({"a": torch.ones(4, 1), "b": [torch.ones(5, 1)]},), ["input 0['a']: 4", "input 0['b'][0]: 5"]),
-    ],
-)
-def test_inputs_that_disagree_are_refused_before_rows_are_lost(
-    args: tuple[object, ...], words: list[str]
-) -> None:
-    with pytest.raises(ValueError) as caught:
-        DataParallel(nn.Identity(), "cpu*8")(*args)
-    for word in words:
-        assert word in str(caught.value)
-
-
 def test_what_every_replica_needs_whole_is_not_split() -> None:
     class Shifted(nn.Module):
         def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -151,43 +120,6 @@ def test_what_every_replica_needs_whole_is_not_split() -> None:
     x, table = torch.randn(7, 2), torch.ones(3)
     assert torch.equal(DataParallel(Shifted(), "cpu*4")(x, Whole(table)), x + 3)
     assert torch.equal(DataParallel(Shifted(), "cpu*4", whole=["table"])(x, table=table), x + 3)
-
-
-@pytest.mark.parametrize(
-    ("function", "word"),
-    [
-        (lambda x: x.sum(), "0-dim"),
-        (lambda x: "text", "str"),
-        (lambda x: x.T, "for a share of . samples"),
-        (lambda x: torch.ones(2, len(x), 4), "for a share of . samples"),
-        (lambda x: x.new_ones(1), "for a share of . samples"),
-        (lambda x: x[:, : len(x)], "cannot be joined"),
-        (lambda x: [x] * len(x), "items"),
-    ],
-)
-def test_outputs_that_cannot_be_joined_are_refused(function: object, word: str) -> None:
-    class Odd(nn.Module):
-        def forward(self, x: torch.Tensor) -> object:
-            return function(x)  # type: ignore[operator]
-
-    with pytest.raises(ValueError, match=word):
-        DataParallel(Odd(), "cpu*2")(torch.ones(5, 3))
-
-
-@pytest.mark.parametrize(
-    ("module", "word"),
-    [(DataParallel(nn.Linear(1, 1), "cpu*2"), "data-parallel itself"), (nn.LazyLinear(3), "without a size")],
-)
-def test_unsuitable_modules_are_refused(module: nn.Module, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        DataParallel(nn.Sequential(module), "cpu*2")
-
-
-# torch's own, from importing its compiler
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-def test_compiled_modules_are_refused() -> None:
-    with pytest.raises(ValueError, match="compiled"):
-        DataParallel(torch.compile(nn.Linear(2, 2)), "cpu*2")
 
 
 def test_replicas_are_copies_and_only_the_first_keeps_buffers() -> None:
@@ -225,17 +157,6 @@ def test_unused_parameters_get_zero_gradients_as_upstream() -> None:
     wrapped = DataParallel(Half(), "cpu*2")
     wrapped(torch.ones(4, 2)).sum().backward()
     assert torch.equal(wrapped.module.unused.weight.grad, torch.zeros(2, 2))
-
-
-def test_the_primitives_make_a_data_parallel_call() -> None:
-    module, x = make("mlp"), torch.randn(10, 5, dtype=torch.float64)
-    devices = resolve_devices("cpu*4")
-    parts = scatter((x,), devices)
-    replicas = replicate(module, devices)
-    for mode in ("inline", "serial", "threads"):
-        outputs = parallel_apply(replicas, parts, [{}] * 4, devices, mode=mode)  # type: ignore[arg-type]
-        torch.testing.assert_close(gather(outputs, "cpu"), module(x), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(data_parallel(module, x, "cpu*3"), module(x), rtol=1e-12, atol=1e-12)
 
 
 def test_threads_see_the_callers_modes() -> None:

@@ -10,23 +10,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel, Devices, compile_regions, gather, parallel_apply, parts
-from dphybrid.parallel.placement import PlacementError
+from dphybrid.parallel import DataParallel, compile_regions, gather, parallel_apply, parts
 from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
+from tests.parallel.zoo import Does
 
 TWO = "cpu*2"
 X = torch.ones(8, 3)
 PACKED = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
-
-
-class Does(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(3, 3), function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 class Carrier:
@@ -43,7 +34,7 @@ class Batch(dict):  # type: ignore[type-arg]
 def gives(*found: Any) -> None:
     """Return these from the replicas, from the first on."""
     left = list(found)
-    DataParallel(Does(lambda x: left.pop(0)), TWO, probe=False)(X)
+    DataParallel(Does(lambda x: left.pop(0)), TWO)(X)
 
 
 def computes(function: Callable[[Tensor], Any]) -> None:
@@ -68,9 +59,8 @@ def changes_later() -> None:
     region(X.clone())
 
 
-def uses_a_foreign_tensor() -> None:
-    foreign = torch.ones(3)
-    DataParallel(Does(lambda x: x + foreign), TWO, strict=True)(X)
+def shares_weights() -> None:
+    DataParallel(Does(lambda x, weight: x * weight.sum()), TWO)(X, torch.rand(8))
 
 
 def wraps(module: nn.Module | None = None, devices: Any = TWO, **options: Any) -> None:
@@ -81,27 +71,23 @@ def nested() -> Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
-GPUS = Devices("cuda:0,cuda:1", (torch.device("cuda", 0), torch.device("cuda", 1)), False)
 REFUSED: dict[str, Callable[[], Any]] = {
     "`device_ids` and `devices`": lambda: DataParallel(nn.Identity(), TWO, devices=TWO),
     "a GPU that is not there": lambda: wraps(devices="cuda:97"),
     "an output device that is not there": lambda: wraps(output_device="cuda:7"),
-    "another way of joining": lambda: wraps(gather="mean"),
     "a wrong number of weights": lambda: wraps(weights=[1.0]),
-    "one stream of draws in threads": lambda: wraps(mode="threads", randomness="shared"),
-    "`strict` on GPUs of their own": lambda: wraps(devices=GPUS, strict=True),
     "is or holds a data-parallel one": lambda: wraps(nn.Sequential(DataParallel(nn.Identity(), TWO))),
     "is or holds a compiled one": lambda: wraps(nn.Sequential(torch.compile(nn.Identity()))),
     "has parameters without a size": lambda: wraps(nn.LazyLinear(3)),
     "holds a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
     "has parameters on another device": moved_after_wrapping,
-    "touches another replica's tensor, with `strict=True`": uses_a_foreign_tensor,
+    "is or holds a SyncBatchNorm": lambda: wraps(nn.Sequential(nn.SyncBatchNorm(3))),
     "begins to change its input in place after the first call, on one device": changes_later,
     "is to be compiled by `compile_regions`, on several devices": lambda: compile_regions(
         nn.Sequential(DataParallel(nn.Linear(3, 3), TWO))
     ),
     "tensors of different numbers of rows": lambda: takes(torch.ones(6), torch.ones(1)),
-    "a number as a tensor": lambda: takes(torch.tensor(1.0)),
+    "a tensor that all samples share, with a row for each by chance": shares_weights,
     "a nested (jagged) tensor": lambda: takes(nested()),
     "a CSR tensor": lambda: takes(torch.eye(4).to_sparse_csr()),
     "a COO tensor that requires a gradient": lambda: takes(torch.eye(4).to_sparse().requires_grad_()),
@@ -109,7 +95,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a generator": lambda: takes(row for row in X),
     "a numpy array": lambda: takes(X.numpy()),
     "an object or a set that carries tensors": lambda: takes(Carrier(X)),
-    "a list or dict of a class of its own with a tensor as an attribute": lambda: takes(Batch(X)),
+    "a list, dict or tuple of a class of its own with a tensor beside its items": lambda: takes(Batch(X)),
     "`parts` of other sizes than the split's": lambda: takes(parts([torch.ones(1), torch.ones(5)])),
     "`parts` for one device": lambda: DataParallel(nn.Identity(), "cpu")(parts([X, X])),
     "other numbers of replicas, inputs and devices for `parallel_apply`": lambda: parallel_apply(
@@ -148,7 +134,7 @@ def test_each_line_of_the_page_has_its_case() -> None:
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_it_is_refused_as_the_page_says(what: str) -> None:
-    with pytest.raises((UserError, PlacementError)) as caught:
+    with pytest.raises(UserError) as caught:
         REFUSED[what]()
     for words in listed()[what]:
         assert words in str(caught.value)

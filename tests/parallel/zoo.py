@@ -1,9 +1,38 @@
 """Networks of many kinds, small, each a function without arguments: checked, split and compared by the tests,
-and by `dphybrid check`."""
+and by `dphybrid check`. And two helpers: a module made of a function, and replicas in threads on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from dphybrid.parallel import DataParallel, parallel_apply
+
+MODES = ("inline", "threads")
+
+
+class Does(nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(3, 3), function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class Running(DataParallel):
+    """Replicas run as the mode says: in threads on the CPU, too."""
+
+    def __init__(self, module: nn.Module, devices: Any = None, mode: Any = "threads", **options: Any) -> None:
+        super().__init__(module, devices, **options)
+        self.mode = mode
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)], self.mode)
 
 
 def mlp_batchnorm() -> nn.Module:

@@ -26,6 +26,7 @@ from dphybrid.training.checkpoint import _restore_generators, generator_states
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
 from dphybrid.training.precision import lower_precision, precisely, summed
 from dphybrid.util.errors import UserError
+from tests.parallel.zoo import MODES, Running
 from tests.training import test_memory
 
 
@@ -65,7 +66,7 @@ def test_replicas_of_a_recurrent_network_put_their_weights_into_one_piece_and_on
 
     monkeypatch.setattr(nn.LSTM, "flatten_parameters", seen)
     x = torch.randn(4, 2, 3)
-    one, two = DataParallel(network, "cpu"), DataParallel(network, "cpu*2", probe=False)
+    one, two = DataParallel(network, "cpu"), DataParallel(network, "cpu*2")
     calls.clear()  # of moving it there
     whole = one(x)
     assert calls == []
@@ -272,7 +273,7 @@ def test_states_that_do_not_fit_are_told_before_the_first_step(monkeypatch: pyte
         make_states(optimizer, 8, model)
 
 
-@pytest.mark.parametrize("mode", ["inline", "serial", "threads"])
+@pytest.mark.parametrize("mode", MODES)
 def test_lower_precision_reaches_every_replica_and_neither_rows_nor_parameters(mode: Any) -> None:
     seen: list[tuple[torch.dtype, torch.dtype]] = []
 
@@ -287,7 +288,7 @@ def test_lower_precision_reaches_every_replica_and_neither_rows_nor_parameters(m
             return out_B
 
     table = HostEmbedding(50, 4)
-    region = DataParallel(Scores(), "cpu*3", mode=mode, probe=False)
+    region = Running(Scores(), "cpu*3", mode)
     with lower_precision("bfloat16", region):
         loss_B = region(table(torch.arange(6)))
     assert seen == [(torch.float32, torch.bfloat16)] * 3

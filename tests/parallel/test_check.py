@@ -1,5 +1,4 @@
-"""Ways to run replicas, their random streams, foreign tensors, losses inside the region, memory and the
-checker."""
+"""The checker, losses inside the region, replicas that differ, and memory."""
 
 import functools
 from collections.abc import Callable
@@ -12,28 +11,9 @@ from benchmarks.parallel import run, text
 from dphybrid.parallel import DataParallel, Devices, LossInside, resolve_devices, split_sizes
 from dphybrid.parallel.check import check_module
 from dphybrid.parallel.memory import activation_bytes, block_memory, memory_text
-from dphybrid.parallel.placement import PlacementError
 from dphybrid.parallel.replication import differing_replicas, replicate
 from dphybrid.training.memory import own_gpus
 from tests.parallel import zoo
-
-
-def test_random_streams() -> None:
-    x = torch.ones(60, 8)
-    results: dict[str, Tensor] = {}
-    for kind in ("shared", "same", "independent"):
-        for mode in ("inline", "serial"):
-            wrapped = DataParallel(nn.Dropout(0.5), "cpu*2", randomness=kind, mode=mode)  # type: ignore[arg-type]
-            torch.manual_seed(5)
-            first = wrapped(x)
-            after = torch.rand(1)
-            torch.manual_seed(5)
-            assert torch.equal(wrapped(x), first)
-            assert torch.equal(torch.rand(1), after)
-            assert torch.equal(first[:30], first[30:]) == (kind == "same")
-            assert torch.equal(results.setdefault(kind, first), first), "the mode changes nothing"
-    with pytest.raises(ValueError, match="randomness='shared' needs mode inline or serial"):
-        DataParallel(nn.Dropout(0.5), "cpu*2", randomness="shared", mode="threads")
 
 
 class Unregistered(nn.Module):
@@ -87,23 +67,15 @@ class Unflattened(nn.Module):
         return self.layer(x)[0]
 
 
-@pytest.mark.parametrize("make", [Unregistered, Stored, ListedModules])
-def test_strict_placement_catches_what_two_gpus_would(make: Callable[[], nn.Module]) -> None:
-    x = torch.ones(4, 3)
-    DataParallel(make(), "cpu*2")(x)  # unseen on shared hardware
-    with pytest.raises(PlacementError, match="replica 1 uses a tensor of size"):
-        DataParallel(make(), "cpu*2", strict=True)(x)
-
-
 @pytest.mark.parametrize(
     ("make", "breaks", "words"),
     [
         (Unregistered, True, ["self.table", "register_buffer"]),
         (Stored, True, ["self.function", "bound method"]),
         (ListedModules, True, ["self.parts", "nn.ModuleList"]),
-        (Caching, False, ["self.cache", "test_modes.py:"]),
-        (FixedDevice, True, ["'cuda:0'", "x.device", "test_modes.py:"]),
-        (Unflattened, False, ["flatten_parameters", "test_modes.py:"]),
+        (Caching, False, ["self.cache", "test_check.py:"]),
+        (FixedDevice, True, ["'cuda:0'", "x.device", "test_check.py:"]),
+        (Unflattened, False, ["flatten_parameters", "test_check.py:"]),
         (lambda: nn.LSTM(3, 3), True, ["batch_first=True"]),
         (lambda: nn.TransformerEncoderLayer(4, 2, 8), True, ["self_attn", "batch_first=True"]),
         (zoo.mlp_batchnorm, False, ["BatchNorm1d", "GroupNorm"]),

@@ -1,0 +1,392 @@
+"""Classes of mistakes that nn.DataParallel makes in silence, by letter: each is right here, or refused by
+name."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.parallel import DataParallel, LossInside, Whole, compare_split, device_count
+from dphybrid.parallel.check import check_module
+from dphybrid.util.errors import UserError
+from tests.parallel.zoo import Does
+
+X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+
+# P: outputs and inputs of classes that mirror their items as attributes
+
+
+class Mirrored(dict):  # type: ignore[type-arg]
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        vars(self).update(items)
+
+
+class Itself(dict):  # type: ignore[type-arg]
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class Ordered(OrderedDict):  # type: ignore[type-arg]
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        for name, value in items.items():
+            setattr(self, name, value)
+
+
+class Listed(list):  # type: ignore[type-arg]
+    def __init__(self, logits: Any) -> None:
+        super().__init__([logits])
+        self.logits = logits
+
+
+class Pair(tuple):  # type: ignore[type-arg]
+    logits: Any
+
+    def __new__(cls, logits: Any) -> "Pair":
+        pair = super().__new__(cls, (logits, -logits))
+        pair.logits = logits
+        return pair
+
+
+@pytest.mark.parametrize("kind", [Mirrored, Itself, Ordered, Listed, Pair])
+def test_p_attributes_that_mirror_items_are_joined_and_split_with_them(kind: Any) -> None:
+    out = DataParallel(Does(lambda x: kind(logits=2 * x)), "cpu*2")(X)
+    item = out["logits"] if isinstance(out, dict) else out[0]
+    assert type(out) is kind
+    assert item is out.logits
+    assert torch.equal(out.logits, 2 * X)
+    seen: list[int] = []
+    region = DataParallel(Does(lambda given: (seen.append(len(given.logits)), given.logits)[1]), "cpu*2")
+    assert torch.equal(region(kind(logits=X)), X)
+    assert seen[-2:] == [4, 4]
+
+
+def test_p_a_tensor_beside_an_outputs_items_is_refused() -> None:
+    def extra(x: Tensor) -> Mirrored:
+        found = Mirrored(logits=x)
+        found.hidden = 2 * x
+        return found
+
+    with pytest.raises(UserError, match=r"output: a Mirrored carries a tensor beside its items \(.hidden\)"):
+        DataParallel(Does(extra), "cpu*2")(X)
+
+
+# Q: functional_call
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_q_functional_call_takes_the_names_of_the_state_dict(devices: str, direct: bool) -> None:
+    def inner() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(3, 3) if direct else made()
+
+    bare, model = nn.Sequential(inner()), nn.Sequential(DataParallel(inner(), devices))
+    other = {name: torch.rand_like(value) for name, value in bare.state_dict().items() if value.dim()}
+    assert other.keys() <= model.state_dict().keys()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = torch.func.functional_call(bare, other, (X,))
+    torch.testing.assert_close(torch.func.functional_call(model, other, (X,)), expected)
+    named = {name.replace("0.", "0.module.", 1): value for name, value in other.items()}
+    torch.testing.assert_close(torch.func.functional_call(model, named, (X,)), expected)
+    for name, value in model.state_dict().items():  # as it was
+        assert torch.equal(value, before[name])
+        assert torch.equal(model.get_parameter(name) if "weight" in name else value, value)
+
+
+# R and S: parameters and state in a replica's self
+
+
+class Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.stack([p.square().sum() for p in self.parameters()]).sum()
+        named = dict(self.layer.named_parameters())["bias"].sum()
+        return self.layer(x).squeeze(1) + own + named + next(self.parameters()).mean()
+
+
+def test_r_parameters_summed_in_a_replica_are_all_of_them() -> None:
+    torch.manual_seed(0)
+    module = Penalised()
+    expected = module(X)
+    (expected.sum()).backward()
+    grads = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    found = DataParallel(module, "cpu*3")(X)
+    found.sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close([p.grad for p in module.parameters()], grads)
+    assert check_module(module) == []
+    with torch.no_grad():
+        torch.testing.assert_close(DataParallel(module, "cpu*3")(X), expected)
+
+
+class Counts(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.total = how, 0.0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(x)
+        return x
+
+    def note(self, x: Tensor) -> None:
+        if self.how == "attribute":
+            self.total += float(x.sum())
+        elif self.how == "buffer":
+            self.seen += len(x)
+
+
+@pytest.mark.parametrize("how", ["attribute", "buffer"])
+def test_s_state_summed_in_a_replica_is_named_by_check_and_comparison(how: str) -> None:
+    name = {"attribute": "total", "buffer": "seen"}[how]
+    module = nn.Sequential(nn.Linear(3, 3), Counts(how))
+    found = [finding for finding in check_module(module) if f"note writes self.{name}" in finding.problem]
+    assert [finding.module for finding in found] == ["1"]
+    region = DataParallel(module, "cpu*2")
+    (difference,) = compare_split(region, X)
+    assert difference.text().startswith(
+        f"1: forward writes self.{name}, which is lost on all replicas but the first"
+    )
+    assert compare_split(DataParallel(nn.Sequential(nn.Linear(3, 3), Counts("not")), "cpu*2"), X) == []
+
+
+def test_s_a_sync_batch_norm_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+    assert "processes" in check_module(module)[0].problem
+    with pytest.raises(UserError, match="module '1' is a SyncBatchNorm, which synchronises processes"):
+        DataParallel(module, "cpu*2")
+    region = DataParallel(nn.Sequential(nn.Identity()), "cpu*2")
+    region(X)
+    region.module[0] = nn.SyncBatchNorm(3)
+    with pytest.raises(UserError, match="module '0' is a SyncBatchNorm"):
+        region(X)
+
+
+# T: the call that looks for rows by chance leaves nothing behind
+
+
+@dataclasses.dataclass
+class Meter:
+    count: int = 0
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.seen: list[int] = []
+        self.held = {"last": deque[int](), "nested": [[0]]}
+        self.meter = Meter()
+        self.sums = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        self.held["last"].append(len(x))
+        self.held["nested"][0].append(len(x))  # type: ignore[union-attr]
+        self.meter.count += 1
+        self.sums += 1
+        return self.layer(x)
+
+
+def test_t_the_second_look_appends_to_no_list_and_calls_no_hook() -> None:
+    module, hooked = Remembers(), []
+    module.layer.register_forward_hook(lambda *call: hooked.append(len(call[-1])))
+    x = torch.randn(6, 3)  # shares of 3 rows and of 3 features: looked at again
+    DataParallel(module, "cpu*2")(x)
+    assert module.seen == list(module.held["last"]) == hooked == [3, 3]
+    assert module.held["nested"] == [[0, 3, 3]]
+    assert (module.meter.count, int(module.sums)) == (2, 2)
+    compare_split(DataParallel(module, "cpu*2"), x)
+    assert len(module.seen) == 4  # of the model's own forward
+
+
+# U: what all samples share
+
+
+def weighted(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight.sum()
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+SHARED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
+    "weights that are summed": (weighted, X, torch.rand(8)),
+    "weights of the features": (torch.mul, torch.randn(2, 2), torch.rand(2)),
+    "normalised weights": (lambda x, w: x * w.softmax(0)[:, None], X, torch.rand(8)),
+    "weights of the classes": (
+        lambda x, w: F.cross_entropy(x, x.argmax(1), w, reduction="none"),
+        torch.randn(8, 8),
+        torch.rand(8),
+    ),
+    "a matrix": (lambda x, w: x @ w, torch.randn(3, 3), torch.rand(3, 3)),
+    "a mask of as many steps": (masked, torch.randn(4, 4, 6), torch.ones(4, 4).tril().bool()),
+    "a mask that would be broadcast": (masked, torch.randn(2, 2, 6), torch.ones(2, 2).tril().bool()),
+}
+
+
+@pytest.mark.parametrize("devices", ["cpu*2", "cpu*8"])
+@pytest.mark.parametrize("name", SHARED)
+def test_u_a_shared_tensor_is_refused_before_it_counts(name: str, devices: str) -> None:
+    function, x, shared = SHARED[name]
+    computed: list[int] = []
+
+    class Watched(Does):
+        def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+            if self.training:
+                computed.append(len(x))
+            return function(x, shared)
+
+    region = DataParallel(Watched(function), devices)
+    with pytest.raises(
+        UserError, match=r"input 1: size .* rows as there are samples by chance.*Whole\(...\)"
+    ):
+        region(x, shared)
+    assert computed == []
+    if name != "normalised weights":  # whose gradient is a matter of all samples
+        torch.testing.assert_close(region(x, Whole(shared)), function(x, shared))
+
+
+def test_u_a_tensor_of_the_samples_passes() -> None:
+    def loss(x: Tensor, weight: Tensor, labels: Tensor, flags: Tensor) -> Tensor:
+        return F.cross_entropy(x, labels, reduction="none") * weight * flags
+
+    region = DataParallel(nn.Sequential(nn.BatchNorm1d(3)), "cpu*2")
+    assert region(X).shape == X.shape
+    given = X, torch.rand(8), torch.arange(8) % 3, torch.rand(8) > 0.5
+    torch.testing.assert_close(DataParallel(Does(loss), "cpu*2")(*given), loss(*given))
+
+
+# Numbers, samples alone, masks
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+def test_a_number_as_a_tensor_reaches_every_replica(devices: str) -> None:
+    def loss(x: Tensor, *, num_items_in_batch: Tensor) -> Tensor:
+        return x.sum(1) / num_items_in_batch
+
+    number = torch.tensor(16.0, requires_grad=True)
+    out = DataParallel(Does(loss), devices)(X, num_items_in_batch=number)
+    torch.testing.assert_close(out, X.sum(1) / 16)
+    out.sum().backward()
+    torch.testing.assert_close(number.grad, -X.sum() / 256)
+    assert torch.equal(DataParallel(Does(lambda n: n * 2), devices)(torch.tensor(3)), torch.tensor(6))
+
+
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [
+        (nn.Linear(8, 3), (torch.ones(8),)),
+        (nn.Conv2d(1, 2, 3), (torch.ones(1, 9, 9),)),
+        (nn.LSTM(3, 4, batch_first=True), (torch.ones(6, 3),)),
+        (Does(lambda x, ids: x[ids]), (X, torch.arange(8))),
+    ],
+)
+def test_an_error_in_a_replica_says_what_was_split_and_what_may_be_meant(
+    module: nn.Module, given: tuple[Tensor, ...]
+) -> None:
+    region = DataParallel(module, "cpu*2")
+    try:
+        out = region(*given)
+    except (RuntimeError, ValueError, IndexError, UserError) as error:
+        told = f"{error} {' '.join(error.__notes__) if hasattr(error, '__notes__') else ''}"
+        assert "batch dim" in told or "return the batch on dim" in told
+    else:
+        torch.testing.assert_close(out, module(*given))
+
+
+def test_a_loss_of_one_number_names_the_way_out() -> None:
+    with pytest.raises(UserError, match='0-dim tensor.*reduction="none".*LossInside'):
+        DataParallel(Does(lambda x: x.mean()), "cpu*2")(X)
+    region = DataParallel(LossInside(nn.Linear(3, 3), nn.MSELoss(reduction="none")), "cpu*3")
+    assert region(X, X).mean().dim() == 0
+
+
+# The tutorial's script
+
+
+def test_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_DEVICES", "cpu*3")
+    assert device_count() == 3
+    assert len(DataParallel(nn.Linear(3, 3)).devices) == 3
+    assert len(DataParallel(nn.Linear(3, 3), "cpu*2").devices) == 2
+    monkeypatch.setenv("DPHYBRID_DEVICES", "gpu7")
+    with pytest.raises(UserError, match="cannot read 'gpu7'"):
+        DataParallel(nn.Linear(3, 3))
+
+
+TUTORIAL = """
+import torch
+import torch.nn as nn
+from torch.utils.data import Dataset, DataLoader
+IMPORT
+
+device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+class RandomDataset(Dataset):
+    def __init__(self, size, length):
+        self.len, self.data = length, torch.randn(length, size)
+    def __getitem__(self, index):
+        return self.data[index]
+    def __len__(self):
+        return self.len
+
+class Model(nn.Module):
+    def __init__(self, input_size, output_size):
+        super().__init__()
+        self.fc = nn.Linear(input_size, output_size)
+    def forward(self, input):
+        output = self.fc(input)
+        print("In Model: input size", tuple(input.size()), "output size", tuple(output.size()))
+        return output
+
+model = Model(5, 2)
+if device_count() > 1:
+    print("Let's use", device_count(), "GPUs!")
+    model = DataParallel(model)
+model.to(device)
+for data in DataLoader(RandomDataset(5, 100), batch_size=30):
+    output = model(data.to(device))
+    print("Outside: input size", tuple(data.size()), "output_size", tuple(output.size()))
+"""
+
+
+def test_the_tutorials_script_runs_by_its_import_alone() -> None:
+    script = TUTORIAL.replace("IMPORT", "from dphybrid.parallel import DataParallel, device_count")
+    environment = os.environ | {"DPHYBRID_DEVICES": "cpu*3"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == "Let's use 3 GPUs!"
+    assert lines[1:5] == [
+        *["In Model: input size (10, 5) output size (10, 2)"] * 3,
+        "Outside: input size (30, 5) output_size (30, 2)",
+    ]
+    assert lines[-4:] == [
+        *["In Model: input size (4, 5) output size (4, 2)"] * 2,
+        "In Model: input size (2, 5) output size (2, 2)",
+        "Outside: input size (10, 5) output_size (10, 2)",
+    ]
