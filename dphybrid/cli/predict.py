@@ -5,7 +5,7 @@ examples:
   %(prog)s retrieval-cpu-1121-044553 --data.path users.csv --out top.parquet --top 20
   %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
 
-The file of predictions has a row for each row read: its file, its line, and the probability of the label's
+Without --out the predictions are printed. They have a row for each row read: its file, its line, and the probability of the label's
 positive value (the likeliest of several classes and the probability of each, or the number); with --threshold
 the predicted one of two classes, with --keep columns of the input. A model of recipe retrieval writes user,
 rank, item and score instead, --top items for each user of the files.
@@ -28,7 +28,7 @@ def flags(parser: Parser) -> None:
     add("model", metavar="RUN_OR_MODEL", help=model)
     path = "CSV, TSV or Parquet: a file, folder or pattern"
     add("--data.path", dest="path", required=True, metavar="PATH", help=path)
-    add("--out", type=Path, required=True, metavar="FILE", help="predictions, as .parquet or .csv")
+    add("--out", type=Path, metavar="FILE", help="predictions, as .parquet or .csv (printed as CSV)")
     add("--devices", default="cpu", help="where the model runs (cpu)")
     rows = "rows of a batch over all devices (8192)"
     add("--batch-size", type=at_least_one, default=8192, metavar="N", help=rows)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     given: dict[str, Any] = reading_from_args(args)
     check_data_path(args.path)
     from dphybrid.serving.load import find_checkpoint
-    from dphybrid.serving.predict import Predictor, open_predictor
+    from dphybrid.serving.predict import Predictor, open_predictor, print_predictions
     from dphybrid.training.display import preparation_progress
 
     predictor = open_predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
@@ -53,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(predictor, Predictor):
             raise UserError(f"--top {args.top}: this model scores rows; only recommending models take it")
         given["top"] = args.top
+    given |= {"keep": args.keep, "threshold": args.threshold}
+    if args.out is None:
+        print_predictions(predictor, args.path, **given)
+        return 0
     with preparation_progress() as progress:
-        done = predictor.predict_file(args.path, args.out, progress, args.keep, args.threshold, **given)
+        done = predictor.predict_file(args.path, args.out, progress, **given)
     print("\n".join(predictor.told(done)))
     return 0

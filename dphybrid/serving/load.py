@@ -19,7 +19,8 @@ from dphybrid.util.files import given_path
 
 
 def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: bool = False) -> nn.Module:
-    """Build the model of a checkpoint folder on `devices` and fill it, whatever devices it was trained on.
+    """Build the model of a checkpoint folder on `devices` and fill it, whatever devices it was trained on; it
+    is in evaluation mode.
 
     mapped: its tables stay in the checkpoint's files, and memory holds only rows that were looked up.
     Raises UserError when the folder is no checkpoint or does not fit, and when it comes from elsewhere and
@@ -30,7 +31,7 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, state.info, resolve_devices(devices))
     load_weights(Path(folder), model, mapped)
-    return model
+    return model.eval()
 
 
 def find_checkpoint(which: str, settings: Settings) -> Path:
@@ -58,10 +59,11 @@ def _named_run(which: str, settings: Settings) -> Run:
     raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
 
 
-def load_model(which: str, devices: str = "cpu") -> nn.Module:
+def load_model(which: str, devices: str = "cpu", *, train: bool = False) -> nn.Module:
     """Return the trained module of any recipe: of a run (its best checkpoint, by the run's name or MLflow's
     id), a checkpoint folder, or a registered model such as `models:/clicks@champion`.
 
-    devices: where it computes, whatever it was trained on. Raises UserError when there is none.
+    devices: where it computes, whatever it was trained on. train: in training mode, to go on with; else in
+    evaluation mode (no dropout). Raises UserError when there is none.
     """
-    return model_from_checkpoint(find_checkpoint(which, load_settings()), devices)
+    return model_from_checkpoint(find_checkpoint(which, load_settings()), devices).train(train)

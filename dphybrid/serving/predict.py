@@ -5,10 +5,13 @@ Files are read, scored and written chunk by chunk; the table stays in the checkp
 looked-up rows are read.
 """
 
+import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -92,7 +95,7 @@ class Predictor:
         self.task = label_task(state.info)
         assert isinstance(config.data, TableDataConfig)  # what an encoder comes with
         self._recipe, self._data = config.recipe, config.data
-        self._model = model_from_checkpoint(self.folder, devices, mapped=True).eval()
+        self._model = model_from_checkpoint(self.folder, devices, mapped=True)
 
     def __repr__(self) -> str:
         columns = self.encoder.names
@@ -313,6 +316,21 @@ def open_predictor(folder: Path, devices: str = "cpu", batch_size: int = 8192) -
         folder, config, lambda: model_from_checkpoint(folder, devices, mapped=True), batch_size
     )
     return Predictor(folder, devices, batch_size) if own is None else own
+
+
+def print_predictions(predictor: Any, path: str, **options: Any) -> None:
+    """Print what a predictor says of the rows of files as CSV, and on standard error what became of the rows.
+
+    options: of its `predict_file`. Raises UserError as that does.
+    """
+    with TemporaryDirectory(prefix="dphybrid-predict-") as folder:
+        out = Path(folder) / "predictions.csv"
+        done = predictor.predict_file(path, out, **options)
+        with out.open(encoding="utf-8") as file:
+            shutil.copyfileobj(file, sys.stdout)
+    sys.stdout.flush()
+    if done.num_rejected:
+        print(f"{done.num_rejected:,} rows cannot be read; --out FILE says which and why", file=sys.stderr)
 
 
 def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Any:

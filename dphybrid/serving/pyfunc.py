@@ -38,7 +38,7 @@ class LoadedCheckpoint:
 
     @cached_property
     def _module(self) -> nn.Module:
-        return self.model().eval()
+        return self.model()
 
     @cached_property
     def _predictor(self) -> Any:

@@ -1,5 +1,5 @@
 """A close look at chosen steps: torch's profiler, written as a trace that opens in Perfetto
-(https://ui.perfetto.dev), and a picture of one of them."""
+(https://ui.perfetto.dev)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,6 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from dphybrid.tracking import Tracker
-from dphybrid.training.timeline import draw, read_bars
-from dphybrid.util.files import write_text
 
 
 class StepProfiler:
@@ -53,10 +51,6 @@ class StepProfiler:
             flush=True,
         )
         self._tracker.log_file(path, "profile")
-        if bars := read_bars(path):
-            picture = path.with_name(f"{path.name.removesuffix('.json.gz')}.svg")
-            write_text(picture, draw(bars, f"One step: {bars[-1].end_ms:.2f} ms and what happened when"))
-            self._tracker.log_file(picture, "profile")
 
 
 @contextmanager

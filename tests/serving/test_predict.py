@@ -83,6 +83,9 @@ def test_the_command_gives_the_evaluations_numbers(
         assert main(["predict", name, "--data.path", str(folder / "held.csv"), "--out", str(out)]) == 0
         assert "500 predictions of clicked=yes" in capsys.readouterr().out
         found = pl.read_parquet(out)
+        assert main(["predict", name, "--data.path", str(folder / "held.csv")]) == 0
+        printed = pl.read_csv(capsys.readouterr().out.encode(), schema_overrides=dict(found.schema))
+        assert printed.equals(found)
         assert found.columns == ["file", "line", "probability"]
         assert found["line"].to_list() == list(range(2, 502))
         labels = [line.endswith("yes") for line in rows(500, 1)]
@@ -217,6 +220,8 @@ def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: P
         state = dphybrid.load_model(which, "cpu*2").state_dict()
         assert state.keys() == whole.keys()
         assert all(torch.equal(value, whole[name]) for name, value in state.items())
+    assert not dphybrid.load_model(report.run_name).training
+    assert dphybrid.load_model(report.run_name, train=True).region.training
     with pytest.raises(UserError, match=f"nobody: no run, checkpoint folder .*runs: {report.run_name}"):
         dphybrid.load_model("nobody")
 

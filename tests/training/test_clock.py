@@ -5,7 +5,6 @@ import json
 import time
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -13,7 +12,6 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes, percentile
-from dphybrid.training.timeline import draw, read_bars
 from dphybrid.util.errors import UserError
 
 
@@ -140,9 +138,6 @@ def test_named_stages_explain_where_a_run_went(devices: str, data_dir: Path) -> 
     report = run_job(
         load_config(None, ["recipe=hybrid", f"devices={devices}", "train.epochs=2"]), load_settings()
     )
-    total = sum(report.stages.values())
-    # steps of a millisecond, on a machine that does other things, too
-    assert report.stages["other"] < 0.1 * total
     named = {
         "data",
         "lookup",
@@ -171,50 +166,6 @@ def test_chosen_steps_are_profiled_into_a_trace(data_dir: Path, monkeypatch: pyt
     labels = {event["name"] for event in events if str(event.get("name")).startswith("dphybrid/")}
     stages = set(report.stages) - {"profile", "other", "host_to_device"}  # the first step's
     assert {label.removeprefix("dphybrid/") for label in labels} >= stages, "the trace reads like the report"
-    bars = read_bars(path)
-    assert {bar.lane for bar in bars} == {"main thread"}
-    assert {"zero_grad", "forward", "loss", "backward", "dense_update", "row_update"} <= {
-        b.label for b in bars
-    }
-    assert min(bar.begin_ms for bar in bars) == 0
-    assert (run / "trace-steps-4-6.svg").read_text().count("<rect") == len(bars) + 1
-
-
-def test_a_picture_of_a_step_has_a_lane_for_each_thread_and_device(tmp_path: Path) -> None:
-    def event(
-        name: str, thread: int, begin: float, length: float, cat: str = "user_annotation"
-    ) -> dict[str, Any]:
-        return {"ph": "X", "name": name, "tid": thread, "pid": 0, "ts": begin, "dur": length, "cat": cat}
-
-    events = [
-        event("dphybrid/zero_grad", 1, 500, 100),
-        event("dphybrid/zero_grad", 1, 1000, 100),
-        event("dphybrid/forward", 1, 1100, 2000),
-        event("dphybrid/lookup", 1, 1200, 300),
-        event("dphybrid/prepare rows", 2, 900, 1100),
-        event("dphybrid/update later", 3, 1100, 400),
-        event("Memcpy HtoD", 7, 1500, 50, "gpu_memcpy"),
-        event("sgemm", 8, 1600, 900, "kernel"),
-        event("dphybrid/zero_grad", 1, 4000, 100),
-        event("aten::mm", 1, 1300, 5, "cpu_op"),
-    ]
-    path = tmp_path / "trace.json.gz"
-    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    bars = read_bars(path)
-    assert [(b.lane, b.label, b.begin_ms, b.end_ms, b.depth) for b in bars] == [
-        ("thread: prepare rows", "prepare rows", 0.0, 1.0, 0),
-        ("main thread", "zero_grad", 0.0, 0.1, 0),
-        ("main thread", "forward", 0.1, 2.1, 0),
-        ("thread: update later", "update later", 0.1, 0.5, 0),
-        ("main thread", "lookup", 0.2, 0.5, 1),
-        ("copies of device 0", "Memcpy HtoD", 0.5, 0.55, 0),
-        ("device 0", "sgemm", 0.6, 1.5, 0),
-    ]
-    picture = draw(bars, "a < b")
-    ElementTree.fromstring(picture)
-    assert picture.count("<rect") == 8
-    path.write_bytes(gzip.compress(b'{"traceEvents": []}'))
-    assert read_bars(path) == []
 
 
 @pytest.mark.parametrize("steps", ["6-4", "0-3", "x", "1-2-3"])
