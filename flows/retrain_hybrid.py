@@ -17,7 +17,8 @@ from dphybrid.cli.flags import add_experiment_flags, config_from_args, flow_pars
 from dphybrid.cli.parser import run_cli
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
+from dphybrid.lifecycle.comparing import Decision
+from dphybrid.lifecycle.retrain import CHAMPION_TAG, Plan, judge, plan_retraining, reason_to_wait
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, too_late

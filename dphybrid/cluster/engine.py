@@ -1,35 +1,18 @@
-"""The engine of several ranks: they take a step, evaluate and write checkpoints as one process does."""
+"""The engine of several ranks, in the process that starts them."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dphybrid.cluster.launch import OUTCOME, Meeting, train_in_ranks
-from dphybrid.cluster.ranks import Ranks
 from dphybrid.cluster.refusals import refuse_label_for_ranks, refuse_model_for_ranks, refuse_ranks
-from dphybrid.cluster.spread import Spread
-from dphybrid.cluster.table import spread_table
-from dphybrid.config import ExperimentConfig, TrainConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
-from dphybrid.data.batches import part_of
-from dphybrid.embedding import dense_parameters
 from dphybrid.embedding.storage import deferred_rows
-from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import Progress, Trained, dense_state
-from dphybrid.training.engine import Engine, Step
-from dphybrid.training.finite import NotFinite, first_bad_row, kept_buffers
-from dphybrid.training.memory import num_rows
-from dphybrid.training.metrics import Task
-from dphybrid.training.saving import CheckpointWriter
-from dphybrid.training.session import Session
+from dphybrid.training.engine import Engine
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 
@@ -37,53 +20,10 @@ NODES = "dphybrid.nodes"
 """Tag of a run: its machines."""
 
 
-class SpreadWriter(CheckpointWriter):
-    """Writes full checkpoints while all ranks stand still: rank 0, which asks the others for their rows."""
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        spread: Spread,
-        folder: Path,
-        trained: Trained,
-        encoder: Path | None,
-        encoder_sums: Mapping[str, str],
-    ) -> None:
-        super().__init__(folder, trained, 1, encoder, encoder_sums, in_place=True)
-        self._ranks, self._spread = ranks, spread
-
-    def save(self, *given: Any, **more: Any) -> Path:
-        """Write a checkpoint; see `CheckpointWriter.save`. Raises UserError on all ranks when rank 0 does."""
-        path, problem = "", ""
-        if not self._ranks.leads:
-            self._spread.serve()
-        else:
-            with self._spread.served():
-                try:
-                    path = str(super().save(*given, **more))
-                except (UserError, OSError) as error:  # a full disk, say
-                    problem = str(error)
-        path, problem = self._ranks.told((path, problem))
-        if problem:
-            raise UserError(problem)
-        return Path(path)
-
-
 class ClusterEngine(Engine):
-    """Training by `cluster.ranks` processes, which share the rows of the model's one table.
-
-    ranks: this process among them; None in the process that starts them.
-    """
+    """Training by `cluster.ranks` processes, which share the rows of the model's one table."""
 
     mapped = True
-
-    def __init__(self, config: ExperimentConfig, ranks: Ranks | None = None) -> None:
-        super().__init__(config)
-        if ranks is not None:
-            self.ranks, self.part = ranks, (ranks.rank, ranks.size)
-        self._asked = False
-        self._batch_rows = self._steps = 0
-        self._bytes = 0.0
 
     def check(
         self, one_process: bool, settings: Settings, devices: str, callbacks: Sequence[Callback], here: int
@@ -128,209 +68,5 @@ class ClusterEngine(Engine):
     def num_parts(self, devices: str, in_first_split: int = 0) -> int:
         return in_first_split or self.config.cluster.ranks  # a resume may have changed their number
 
-    def devices(self, text: str) -> Devices:
-        return resolve_devices(str(self.ranks.device))
-
     def new_tables(self, filled: bool) -> AbstractContextManager[None]:
         return deferred_rows()
-
-    def place(self, model: nn.Module) -> None:
-        """Spread the one table of a model that was built without rows over all ranks. Raises UserError when
-        it does not fit."""
-        config = self.config
-        self.table = spread_table(model, self.ranks, config.table, config.train.batch_size, first_bad_row)
-        self._parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
-
-    def obey(self, stop: StopRequest, when: str) -> None:
-        """All agree on it in their first step."""
-
-    def step(self, session: Session, batch: dict[str, Tensor], alone: Step) -> tuple[Tensor, Tensor]:
-        """Take one step with this rank's part of the batch; return loss and weight over all ranks."""
-        trained, clock, config = session.trained, session.clock, session.config.train
-        buffers = kept_buffers(trained.model) if config.on_nonfinite == "skip" else []
-        assert trained.rows is not None
-        torch.manual_seed(_seed(config, trained.progress, self.ranks))
-        with clock.stage("zero_grad"):
-            if trained.dense is not None:
-                trained.dense.zero_grad(set_to_none=True)
-            trained.rows.zero_grad()
-            self.table.lr = trained.rows.lr
-        with clock.stage("forward"):
-            outputs = trained.model(batch)
-        with clock.stage("loss"):
-            loss, weight = outputs["loss"].sum(), outputs["weight"].sum()
-            own = [float(loss.detach()), float(weight.detach()), num_rows(batch)]
-            sums = self.ranks.sum(torch.tensor([*own, session.stop.pending, self._new_bytes()]).double())
-            self._asked, self._batch_rows = bool(sums[3] > 0), int(sums[2])
-            self._bytes, self._steps = self._bytes + float(sums[4]), self._steps + 1
-        with clock.stage("backward"):
-            (loss / float(sums[1])).backward()
-        with clock.stage("all_reduce"):
-            grads, sound = self._dense_gradients()
-        if not (sound and math.isfinite(float(sums[0]))):
-            session.skip_or_stop(self._not_finite(trained, float(sums[0])))
-            for buffer, before in buffers:
-                buffer.copy_(before)
-            return torch.zeros_like(sums[0]), torch.zeros_like(sums[1])
-        factors: list[float] = []
-
-        def clipped(squares: float) -> float:
-            total = self.ranks.sum(torch.tensor([squares]).double())
-            norm = math.sqrt(float(total) + sum(float(g.double().square().sum()) for g in grads))
-            factors.append(min(1.0, config.clip_norm / (norm + 1e-6)))
-            return factors[-1]
-
-        with clock.stage("row_update"):  # before the dense update: the norm of its gradients is known there
-            self.table.update(clipped if config.clip_norm > 0 else None)
-        assert len(factors) == (config.clip_norm > 0)
-        with clock.stage("dense_update"):
-            if factors and factors[0] < 1:
-                for grad in grads:
-                    grad.mul_(factors[0])
-            if trained.dense is not None:
-                trained.dense.step()
-        return sums[0], sums[1]
-
-    def num_rows(self, batch: dict[str, Tensor]) -> int:
-        return self._batch_rows
-
-    def asked(self, stop: StopRequest) -> bool:
-        if self._asked and not stop.pending:
-            stop.ask("another rank's request to end")
-        return self._asked
-
-    def metrics(self, outputs: dict[str, Tensor], rows: int, batch_size: int, task: Task) -> dict[str, float]:
-        """Compute the task's metrics over all ranks' outputs, which rank 0 puts in the order of rows."""
-        whole = {name: self._gathered(values, rows, batch_size) for name, values in sorted(outputs.items())}
-        return self.ranks.told(task.compute(whole) if self.ranks.leads else None)
-
-    def writer(self, folder: Path, trained: Trained, *encoder: Any) -> CheckpointWriter:
-        return SpreadWriter(self.ranks, self.table.spread, folder, trained, *encoder)
-
-    def read(self, trained: Trained, load: Callable[[], Any] | None) -> Any:
-        """Have rank 0 read a checkpoint, rows into all ranks; all then hold its blocks and progress.
-
-        load: on rank 0, or None there to start anew. Returns what it returned.
-        """
-        loads, problem, result = self.ranks.told(load is not None), "", None
-        if loads and not self.ranks.leads:
-            self.table.spread.serve()
-        elif load is not None and self.ranks.leads:
-            with self.table.spread.served():
-                try:
-                    result = load()
-                except UserError as error:
-                    problem = str(error)
-        if problem := self.ranks.told(problem):
-            raise UserError(problem)
-        if not loads:
-            self.table.fill()
-        blocks = dense_state(trained.model)
-        dense = trained.dense.state_dict() if trained.dense is not None and loads else None
-        given = (blocks, dense, trained.progress, result) if self.ranks.leads else None
-        blocks, dense, progress, result = self.ranks.told(given)
-        with torch.no_grad():
-            for name, value in dense_state(trained.model).items():
-                value.copy_(blocks[name])
-        if dense is not None and trained.dense is not None:
-            trained.dense.load_state_dict(dense)
-        vars(trained.progress).update(vars(progress))
-        return result
-
-    def measured(self) -> Mapping[str, float]:
-        """Return, of a step on average since the last call: what all ranks together sent to others for its
-        rows, and how long rank 0 took to look up, waiting included; and how even the rows lie."""
-        steps, self._steps = max(1, self._steps), 0
-        sent, self._bytes = self._bytes, 0.0
-        waited, self.table.look_up_ms = self.table.look_up_ms, 0.0
-        rows = [stop - first for first, stop in self.table.spread.bounds]
-        return {
-            "cluster/all_to_all_mib": sent / steps / 2**20,
-            "cluster/look_up_ms": waited / steps,
-            "cluster/rows_of_rank_max": max(rows),
-            "cluster/rows_of_rank_min": min(rows),
-        }
-
-    def split(self, split: Split) -> Split:
-        number, size = self.part
-        sizes = [
-            len(range(self._batch_rows)[part_of(self._batch_rows, (rank, size))]) for rank in range(size)
-        ]
-        if len(split.input_sizes) != 1 or split.input_sizes[0][:1] != (sizes[number],):
-            return split  # a block that is given something else than the batch's rows
-
-        def spread(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-            return tuple((rows, *shape[1:]) if shape else () for rows in sizes)
-
-        return Split(
-            spread(split.input_sizes[0]),
-            spread(split.output_sizes[0]),
-            tuple(f"rank {rank}" for rank in range(size)),
-            split.count,
-        )
-
-    def _new_bytes(self) -> float:
-        new, self.table.bytes_sent = self.table.bytes_sent, 0.0
-        return new
-
-    def _dense_gradients(self) -> tuple[list[Tensor], bool]:
-        """Sum the gradients of the blocks over all ranks, in one go; return them, and whether they, and the
-        rows', are finite numbers.
-
-        A parameter that no rank has a gradient for keeps none, as in one process.
-        """
-        parameters = self._parameters
-        held = [p.grad is not None for p in parameters]
-        flat = torch.cat(
-            [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters]
-            + [torch.tensor(held, device=self.ranks.device, dtype=torch.float32)]
-            + [self.table.gradient_sum().reshape(1)]
-        )
-        self.ranks.sum(flat)
-        sound = math.isfinite(float(flat.sum()))
-        sizes = [p.numel() for p in parameters]
-        *grads, counts, _ = flat.split([*sizes, len(sizes), 1])
-        for parameter, part, count in zip(parameters, grads, counts.tolist(), strict=True):
-            parameter.grad = part.view_as(parameter) if count else None
-        return [p.grad for p in parameters if p.grad is not None], sound
-
-    def _not_finite(self, trained: Trained, loss: float) -> NotFinite:
-        """Say what of a step is no finite number, the same on all ranks."""
-        bad = [
-            f"the gradient of parameter {name}"
-            for name, value in trained.model.named_parameters()
-            if value.grad is not None and not bool(torch.isfinite(value.grad).all())
-        ]
-        weights = [
-            f"parameter {name}"
-            for name, value in trained.model.named_parameters()
-            if not bool(torch.isfinite(value).all())
-        ]
-        rows = sorted({row for row in self.ranks.all_told(self.table.bad_gradient()) if row is not None})
-        found = [
-            f"the loss is {loss}",
-            *weights[:1],
-            *bad[:2],
-            *[f"the gradient of row {r}" for r in rows[:2]],
-        ]
-        return NotFinite("; ".join(found) + ": no finite numbers", weight=bool(weights))
-
-    def _gathered(self, values: Tensor, rows: int, batch_size: int) -> Tensor:
-        size, sizes = self.ranks.size, []
-        for start in range(0, rows, batch_size):
-            count = min(batch_size, rows - start)
-            sizes.append([len(range(count)[part_of(count, (rank, size))]) for rank in range(size)])
-        if not self.ranks.leads:
-            dist.send(values.contiguous(), 0)
-            return values
-        parts = [values.split([row[0] for row in sizes])]
-        for rank in range(1, size):
-            there = values.new_empty((sum(row[rank] for row in sizes), *values.shape[1:]))
-            dist.recv(there, rank)
-            parts.append(there.split([row[rank] for row in sizes]))
-        return torch.cat([piece for of_batch in zip(*parts, strict=True) for piece in of_batch])
-
-
-def _seed(config: TrainConfig, progress: Progress, ranks: Ranks) -> int:
-    """Where a rank's random choices of a step start: no generator states of all ranks need be kept."""
-    return ((config.seed * 1_000_003 + progress.step) * 65_537 + ranks.rank) % 2**63

@@ -1,43 +1,30 @@
 """Retraining: is there something new, the config that goes on from the champion, and whether the challenger
-takes its place.
-
-Champion and challenger answer the same validation rows, none of which either was trained on. The difference
-gets an interval by the paired bootstrap (Efron 1979): both are scored on the same resampled rows, many times
-over.
-"""
+takes its place."""
 
 import shutil
 from pathlib import Path
 
 import numpy as np
-import torch
-from pydantic import BaseModel, Field, SerializeAsAny
+from pydantic import BaseModel, SerializeAsAny
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, open_prepared, source_digest
 from dphybrid.data.table.extend import old_ids, open_base
-from dphybrid.embedding.storage import unfilled_rows
-from dphybrid.parallel import resolve_devices
+from dphybrid.lifecycle.comparing import Decision, compare_on_validation_rows
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.run.folder import read_run
-from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.tracking.registry import Registry, Version
-from dphybrid.training.checkpoint import load_weights, read_state, verify_checkpoint
-from dphybrid.training.loop import validation_outputs
-from dphybrid.training.metrics import Task
-from dphybrid.training.warm_start import warm_start
+from dphybrid.training.checkpoint import read_state
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import clear_leftovers, making
 from dphybrid.util.locks import locked
-from dphybrid.util.pages import Page
 
 CHAMPION_TAG = "dphybrid.champion"
-NUM_RESAMPLES = 300
 TOP_VALUES = 20
 """Most frequent values of a column whose shares count for drift; the others count together."""
 
@@ -55,21 +42,6 @@ class Plan(BaseModel):
     champion: str = ""
     stop: str = ""
     undecided: str = ""
-
-
-class Decision(Page):
-    """Champion against challenger on the same validation rows; gain > 0: the challenger is better. low, high:
-    of the 95 % interval."""
-
-    promoted: bool
-    why: str
-    metric: str = ""
-    num_rows: int = 0
-    champion: dict[str, float] = Field(default_factory=dict)
-    challenger: dict[str, float] = Field(default_factory=dict)
-    gain: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
 
 
 def open_registry(settings: Settings) -> Registry:
@@ -256,80 +228,7 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
     if run.config.train.warm_start is None:
         decision = Decision(promoted=True, why="the first model of its name has nobody to be compared with")
     else:
-        decision = compare_on_validation_rows(run_folder, settings, min_gain)
+        decision = compare_on_validation_rows(run, settings, min_gain)
     registry.decide(challenger, decision.promoted, decision.why)
     decision.write(run.folder / "decision.json")
     return decision
-
-
-def compare_on_validation_rows(run_folder: str, settings: Settings, min_gain: float) -> Decision:
-    """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's
-    validation rows."""
-    run = read_run(run_folder)
-    experiment = run.experiment(settings)
-    config, data, task = experiment.config, experiment.data, experiment.task
-    devices, outputs = resolve_devices(run.page.devices), []
-    for name in ("champion", "challenger"):
-        with unfilled_rows():
-            network = experiment.build(devices)
-        if name == "champion":
-            assert config.train.warm_start is not None
-            warm_start(Path(config.train.warm_start), network, data)
-        else:
-            best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
-            verify_checkpoint(best)
-            load_weights(best, network)
-        outputs.append(validation_outputs(network, data.dataset("valid"), config.train.batch_size, task))
-        del network  # before the next one needs its memory
-    champion, challenger = (task.compute(output) for output in outputs)
-    gains = bootstrap_gains(outputs[0], outputs[1], task, config.train.seed)
-    low, high = (float(value) for value in np.quantile(gains, [0.025, 0.975]))
-    sign = 1 if task.higher_is_better else -1
-    gain = sign * (challenger[task.metric] - champion[task.metric])
-    num_rows = len(next(iter(outputs[0].values())))
-    promoted = low > min_gain
-    verdict = "better" if promoted else "not surely better" if high > min_gain else "not better"
-    why = (
-        f"{verdict}: validation {task.metric} {challenger[task.metric]:.5f} against the champion's "
-        f"{champion[task.metric]:.5f} on the same "
-        f"{num_rows:,} rows; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
-        + (f", wanted {min_gain:+g}" if min_gain else "")
-    )
-    return Decision(
-        promoted=promoted,
-        why=why,
-        metric=task.metric,
-        num_rows=num_rows,
-        champion=champion,
-        challenger=challenger,
-        gain=gain,
-        low=low,
-        high=high,
-    )
-
-
-def bootstrap_gains(
-    champion: dict[str, torch.Tensor],
-    challenger: dict[str, torch.Tensor],
-    task: Task,
-    seed: int,
-    resamples: int = NUM_RESAMPLES,
-) -> np.ndarray:
-    """Return the challenger's gain in the task's metric on `resamples` resampled sets of the same rows
-    (resamples,)."""
-    num_rows = len(next(iter(champion.values())))
-    random = np.random.default_rng(seed)
-    gains: list[float] = []
-    while len(gains) < resamples:
-        rows = torch.from_numpy(random.integers(0, num_rows, num_rows))
-        try:
-            values = [
-                task.compute({n: v[rows] for n, v in out.items()})[task.metric]
-                for out in (champion, challenger)
-            ]
-        except UserError:  # a few rows, drawn all of one label
-            if len(set(champion["labels_B"].tolist())) < 2:
-                raise
-            continue
-        gains.append(values[1] - values[0])
-    return np.array(gains) * (1 if task.higher_is_better else -1)

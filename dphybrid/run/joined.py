@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from dphybrid.cluster.engine import NODES, ClusterEngine
+from dphybrid.cluster.engine import NODES
 from dphybrid.cluster.launch import OUTCOME, Outcome, asked_from_outside, own_addresses, refuse_public
+from dphybrid.cluster.rank_engine import RankEngine
 from dphybrid.cluster.ranks import LostRanks, Ranks, joined
 from dphybrid.cluster.refusals import refuse_differences
 from dphybrid.config import ExperimentConfig
@@ -62,7 +63,7 @@ def be_a_rank(run: Run, settings: Settings) -> Outcome:
 
 def _train(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks) -> Outcome:
     try:
-        train_here(run, run.experiment(settings), stop, ClusterEngine(run.config, ranks))
+        train_here(run, run.experiment(settings), stop, RankEngine(run.config, ranks))
     except UserError as error:
         return Outcome(state="refused", words=str(error))
     except Interrupted as interruption:
@@ -110,7 +111,7 @@ def join_job(
 
         run = _built_by_the_first(ranks, experiment, build)
         with closing_run(run, settings) if ranks.leads else nullcontext():
-            train_here(run, experiment, stop, ClusterEngine(config, ranks))
+            train_here(run, experiment, stop, RankEngine(config, ranks))
         ranks.all_told(None)
     if not ranks.leads:
         return None

@@ -1,4 +1,4 @@
-"""The data folders of these tests lie elsewhere than the settings' one: their runs name the tests' own models."""
+"""The runs of these tests name the tests' own models, in data folders that are not the settings'."""
 
 from collections.abc import Iterator
 

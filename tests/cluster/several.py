@@ -9,7 +9,7 @@ import traceback
 
 import torch
 
-from dphybrid.cluster.engine import ClusterEngine
+from dphybrid.cluster.rank_engine import RankEngine
 from dphybrid.cluster.ranks import joined
 from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import read_run
@@ -21,7 +21,7 @@ try:
     with joined(60.0, torch.device("cpu")) as ranks:
         for folder in sys.argv[1:]:
             run = read_run(folder)
-            engine = ClusterEngine(run.config, ranks)
+            engine = RankEngine(run.config, ranks)
             train_here(run, run.experiment(load_settings()), StopRequest(), engine)
 except BaseException:  # noqa: BLE001 - printed, and the end of this process
     traceback.print_exc()

@@ -14,7 +14,8 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.data import open_prepared
 from dphybrid.data.table.extend import open_base
-from dphybrid.lifecycle.retrain import bootstrap_gains, largest_drift, open_registry
+from dphybrid.lifecycle.comparing import bootstrap_gains
+from dphybrid.lifecycle.retrain import largest_drift, open_registry
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import read_run
 from dphybrid.serving.load import model_from_checkpoint

@@ -8,7 +8,8 @@ import polars as pl
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.retrain import Decision, judge, open_registry, plan_retraining
+from dphybrid.lifecycle.comparing import Decision
+from dphybrid.lifecycle.retrain import judge, open_registry, plan_retraining
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError

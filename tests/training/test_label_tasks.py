@@ -12,7 +12,7 @@ import torch
 import dphybrid
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.retrain import bootstrap_gains
+from dphybrid.lifecycle.comparing import bootstrap_gains
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.context import ModelContext
