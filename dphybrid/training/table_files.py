@@ -33,9 +33,7 @@ def rows_of(name: str) -> str:
 
 def table_file(checkpoint: Path, table: str) -> Path:
     """Return the file that holds all rows of a table, as they were at the last full checkpoint."""
-    file = checkpoint / "tables" / f"{table}.safetensors"
-    before = file.with_name(f"{table}.flat.safetensors")  # what a collection's was called
-    return before if before.is_file() and not file.is_file() else file
+    return checkpoint / "tables" / f"{table}.safetensors"
 
 
 def changed_file(checkpoint: Path, table: str) -> Path:

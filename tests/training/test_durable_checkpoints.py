@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dphybrid.config.settings import load_settings
-from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, make_row_optimizer
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.pages import ResultPage, SplitsPage
 from dphybrid.run.train import run_job
@@ -17,7 +17,6 @@ from dphybrid.training.checkpoint import (
     Progress,
     Trained,
     complete_checkpoints,
-    load_weights,
     read_state,
     verify_checkpoint,
 )
@@ -144,18 +143,3 @@ def test_a_resumed_run_records_the_same_as_an_undisturbed_one(
     assert list(records["whole"].losses) == [5, 10]
     assert splits == whole[0]
     assert (result.steps_timed, result.history) == (whole[1].steps_timed, whole[1].history)
-
-
-def test_the_file_of_a_collection_is_found_under_its_earlier_name(tmp_path: Path) -> None:
-    def model() -> nn.Module:
-        return nn.ModuleDict({"columns": HostEmbeddingCollection({"user": 30, "item": 5}, 4, seed=seed)})
-
-    seed = 1
-    old = model()
-    path = save_checkpoint(tmp_path, Trained(old, None, None, Progress(step=3)), {}, {"info": {}})
-    file = path / "tables" / "columns.safetensors"
-    file.rename(file.with_name("columns.flat.safetensors"))
-    seed = 2
-    new = model()
-    load_weights(path, new)
-    assert torch.equal(find_tables(new)["columns"].weight, find_tables(old)["columns"].weight)

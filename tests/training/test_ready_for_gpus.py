@@ -22,7 +22,7 @@ from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import IGNORED, FullSoftmax, Recurrent
 from dphybrid.run.train import run_job
-from dphybrid.training.checkpoint import _restore_generators, generator_states
+from dphybrid.training.checkpoint import Generators
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
 from dphybrid.training.precision import lower_precision, precisely, summed
 from dphybrid.util.errors import UserError
@@ -130,12 +130,13 @@ def test_a_run_makes_its_first_gpu_the_current_one_and_one_on_the_cpu_asks_cuda_
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     start_on(resolve_devices("cpu*2"))
     cuda_calls.clear()
-    states = generator_states()
-    _restore_generators(states.model_copy(update={"cuda": ["00"]}))
-    assert states.cuda == []
+    generators = Generators()
+    states = generators.state_dict()
+    generators.load_state_dict({**states, "cuda": ["00"]})
+    assert states["cuda"] == []
     assert cuda_calls == []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    _restore_generators(generator_states())
+    generators.load_state_dict(generators.state_dict())
     assert [name for name, _ in cuda_calls] == ["get_rng_state_all", "device_count", "set_rng_state"]
 
 
