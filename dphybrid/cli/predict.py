@@ -5,10 +5,10 @@ examples:
   %(prog)s retrieval-cpu-1121-044553 --data.path users.csv --out top.parquet --top 20
   %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
 
-Without --out the predictions are printed. They have a row for each row read: its file, its line, and the probability of the label's
-positive value (the likeliest of several classes and the probability of each, or the number); with --threshold
-the predicted one of two classes, with --keep columns of the input. A model of recipe retrieval writes user,
-rank, item and score instead, --top items for each user of the files.
+Predictions have a row for each row read: its file, its line, and the probability of the label's positive
+value (the likeliest of several classes and the probability of each, or the number); with --threshold the
+predicted one of two classes, with --keep columns of the input. A model of recipe retrieval gives user, rank,
+item and score instead, --top items for each user of the files. Without --out they are printed as CSV.
 """
 
 import argparse

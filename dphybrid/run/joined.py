@@ -111,7 +111,7 @@ def join_job(
 
         run = _built_by_the_first(ranks, experiment, build)
         with closing_run(run, settings) if ranks.leads else nullcontext():
-            train_here(run, experiment, stop, RankEngine(config, ranks))
+            train_here(run, experiment, stop, RankEngine(experiment.config, ranks))
         ranks.all_told(None)
     if not ranks.leads:
         return None

@@ -89,7 +89,8 @@ def test_the_command_gives_the_evaluations_numbers(
         assert found.columns == ["file", "line", "probability"]
         assert found["line"].to_list() == list(range(2, 502))
         labels = [line.endswith("yes") for line in rows(500, 1)]
-        assert roc_auc_score(labels, found["probability"]) == pytest.approx(report.metrics["auc"], abs=1e-6)
+        # float32 probabilities may tie where logits differ: each such pair counts half
+        assert roc_auc_score(labels, found["probability"]) == pytest.approx(report.metrics["auc"], abs=1e-4)
 
 
 def test_any_form_of_the_file_gives_the_same(
