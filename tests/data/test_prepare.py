@@ -14,8 +14,8 @@ from dphybrid.data import Prepared, batches, num_batches, open_prepared
 from dphybrid.data import store as store_module
 from dphybrid.data.table import roles
 from dphybrid.recipes import find_recipe
+from dphybrid.recipes.text.config import TextDataConfig
 from dphybrid.recipes.text.data import repeated_shares, tokenize
-from dphybrid.recipes.text.recipe import TextDataConfig
 from dphybrid.util.errors import UserError
 from tests.conftest import SHARED
 from tests.preparing import prepare

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from dphybrid.recipes.text.config import TextDataConfig
 from dphybrid.recipes.text.data import held_out
-from dphybrid.recipes.text.recipe import TextDataConfig
 from tests.preparing import prepare
 
 

@@ -14,6 +14,7 @@ from dphybrid.data.batches import ArrayDataset
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
+from dphybrid.recipes.ctr.config import CtrModelConfig
 from dphybrid.recipes.ctr.model import DeepFM
 from dphybrid.recipes.ctr.numbers import (
     BIN_ROWS,
@@ -25,7 +26,6 @@ from dphybrid.recipes.ctr.numbers import (
     quantile_bins,
     sample_dense,
 )
-from dphybrid.recipes.ctr.recipe import CtrModelConfig
 from dphybrid.run.train import Report, run_job
 from dphybrid.serving.load import load_model
 from dphybrid.serving.predict import Predictor

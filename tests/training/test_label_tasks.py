@@ -16,8 +16,8 @@ from dphybrid.lifecycle.comparing import bootstrap_gains
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.ctr.config import CtrModelConfig
 from dphybrid.recipes.ctr.model import build_ctr
-from dphybrid.recipes.ctr.recipe import CtrModelConfig
 from dphybrid.serving.predict import Predictor
 from dphybrid.tracking.checkpoint_models import _signature
 from dphybrid.training.label_tasks import label_task

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.ctr.config import CtrModelConfig
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Periodic, PiecewiseLinear, bins_of
-from dphybrid.recipes.ctr.recipe import CtrModelConfig
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
 

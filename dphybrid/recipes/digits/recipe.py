@@ -1,11 +1,10 @@
 """Recipe digits: scikit-learn's handwritten digits, by a convolutional or a capsule network."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.config import DataConfig
+from dphybrid.recipes.digits.config import DigitsModelConfig
 from dphybrid.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -14,17 +13,6 @@ if TYPE_CHECKING:
     from dphybrid.data.store import Source
     from dphybrid.recipes.context import ModelContext
     from dphybrid.training.metrics import Task
-
-
-class DigitsModelConfig(ModelConfig):
-    """Which network, and how large."""
-
-    kind: Literal["convnet", "capsule"] = "convnet"
-    """Network: convolutions, or capsules with routing by agreement."""
-    hidden: int = Field(default=128, ge=1, le=65536)
-    """Width of the hidden layer (capsule: of the network that redraws the image)."""
-    dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
-    """Share of activations dropped while training (convnet)."""
 
 
 class Digits(Recipe):

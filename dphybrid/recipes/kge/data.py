@@ -19,7 +19,7 @@ from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.delimited import SHOWN
 from dphybrid.data.table.rows import check_rejected
-from dphybrid.recipes.kge.recipe import KgeDataConfig, files_of
+from dphybrid.recipes.kge.config import KgeDataConfig, files_of
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel, Parts
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.kge.recipe import KgeModelConfig
+from dphybrid.recipes.kge.config import KgeModelConfig
 from dphybrid.recipes.softmax import linear_cross_entropy
 from dphybrid.util.errors import UserError
 

@@ -21,7 +21,7 @@ from dphybrid.data.table.chunks import read_chunks
 from dphybrid.data.table.files import find_files
 from dphybrid.data.table.rows import Rows, check_rejected
 from dphybrid.data.table.times import seconds
-from dphybrid.recipes.retrieval.recipe import RetrievalDataConfig
+from dphybrid.recipes.retrieval.config import RetrievalDataConfig
 from dphybrid.util.errors import UserError, suggestion
 
 SAMPLE_USERS, SAMPLE_ITEMS, SAMPLE_GROUPS, SAMPLE_ROWS = 1000, 600, 15, 20_000

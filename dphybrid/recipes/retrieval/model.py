@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.retrieval.recipe import RetrievalModelConfig
+from dphybrid.recipes.retrieval.config import RetrievalModelConfig
 
 SCORES = 2**23
 """Scores that are computed at a time when all items are ranked."""

@@ -23,9 +23,9 @@ from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import check_rejected
 from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.retrieval.config import RetrievalDataConfig
 from dphybrid.recipes.retrieval.dataset import lists_of
 from dphybrid.recipes.retrieval.model import Best, RetrievalModel, score_blocks
-from dphybrid.recipes.retrieval.recipe import RetrievalDataConfig
 from dphybrid.util.errors import UserError
 
 COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}

@@ -4,10 +4,9 @@ answer."""
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from dphybrid.config import DataConfig, ModelConfig
 from dphybrid.recipes.recipe import Recipe
+from dphybrid.recipes.tutorial.config import BlocksModelConfig, ConvnetModelConfig, HybridModelConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,27 +16,6 @@ if TYPE_CHECKING:
     from dphybrid.training.metrics import Task
 
 PLAIN = {"schedule": "constant", "clip_norm": 0.0}
-
-
-class HybridModelConfig(ModelConfig):
-    """How large."""
-
-    dim: int = Field(default=10, ge=1, le=65536)
-    """Width of an embedding row."""
-
-
-class BlocksModelConfig(ModelConfig):
-    """How large."""
-
-    hidden: int = Field(default=20, ge=1, le=65536)
-    """Width of the middle layer."""
-
-
-class ConvnetModelConfig(ModelConfig):
-    """How large."""
-
-    hidden: int = Field(default=64, ge=1, le=65536)
-    """Channels of the convolution."""
 
 
 class _Tutorial(Recipe):

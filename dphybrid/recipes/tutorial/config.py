@@ -1,0 +1,26 @@
+"""The tutorials' recipes' own configs."""
+
+from pydantic import Field
+
+from dphybrid.config import ModelConfig
+
+
+class HybridModelConfig(ModelConfig):
+    """How large."""
+
+    dim: int = Field(default=10, ge=1, le=65536)
+    """Width of an embedding row."""
+
+
+class BlocksModelConfig(ModelConfig):
+    """How large."""
+
+    hidden: int = Field(default=20, ge=1, le=65536)
+    """Width of the middle layer."""
+
+
+class ConvnetModelConfig(ModelConfig):
+    """How large."""
+
+    hidden: int = Field(default=64, ge=1, le=65536)
+    """Channels of the convolution."""
