@@ -1,6 +1,7 @@
-"""Shared by all tests: one torch thread, and folders of their own."""
+"""Shared by all tests: one torch thread, folders of their own, groups that share servers, nightly forms."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,56 @@ SHARED = REPOSITORY.parent / "shared"
 LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
 """Whether the nightly forms of tests are wanted, too."""
 
+NIGHTLY = [
+    "tests/cluster/test_launching.py",
+    "tests/cluster/test_machines.py",
+    "tests/cluster/test_same_numbers.py::test_four_ranks_are_as_four_virtual_devices",
+    "tests/cluster/test_same_numbers.py::test_from_two_ranks_to_four_to_one",
+    "tests/embedding/test_order_of_accesses.py",
+    "tests/embedding/test_trainers.py::test_accelerate",
+    "tests/embedding/test_trainers.py::test_lightning",
+    "tests/embedding/test_trainers.py::test_transformers",
+    "tests/flows/test_forms.py::test_a_form_filled_in_by_mouse_trains_what_it_says",
+    "tests/flows/test_machines.py::test_machines_gather_and_all_end_when_the_first_is_cancelled",
+    "tests/flows/test_workers.py",
+    "tests/reliability/test_fuzz.py::test_config_files",
+    "tests/reliability/test_fuzz.py::test_schema_files",
+    "tests/reliability/test_fuzz.py::test_triples_pairs_and_texts",
+    "tests/reliability/test_soak.py",
+]
+"""Files and tests that take minutes and defend what few changes touch. Shorter neighbours run always."""
+
+SERVERS = {"team": "prefect", "postgres_uri": "mlflow"}
+"""Session fixture -> the group of the tests that share its servers: one process runs and starts them once."""
+
+USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT", "PROFILE")]
+"""Variables that commands set in their process."""
+
 torch.set_num_threads(1)
 DataParallel.check_synchrony = True
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:  # in the background and under nohup; children inherit it
+        signal.signal(_number, _handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the nightly tests, and deal each test to a group: its server's, else its file's."""
+    for item in items:
+        path, _, name = item.nodeid.partition("::")
+        fixtures = getattr(item, "fixturenames", ())
+        server = next((group for fixture, group in SERVERS.items() if fixture in fixtures), path)
+        item.add_marker(pytest.mark.xdist_group(server))
+        if path in NIGHTLY or f"{path}::{name.partition('[')[0]}" in NIGHTLY:
+            item.add_marker(pytest.mark.nightly)
+            if not LONG:
+                item.add_marker(pytest.mark.skip(reason="nightly: set DPHYBRID_LONG_TESTS=1"))
 
 
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data folder for this test, and none of the caller's own settings."""
-    for name in (
-        "MLFLOW_TRACKING_URI",
-        "DPHYBRID_TRACKING_URI",
-        "DPHYBRID_DEVICES",
-        "DPHYBRID_EXPERIMENT",
-        "DPHYBRID_PROFILE",
-    ):
+    for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_TRACKING"))] + USED:
         monkeypatch.setenv(name, "")  # so that what a command puts there goes with this test
         monkeypatch.delenv(name)
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))

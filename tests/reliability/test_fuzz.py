@@ -1,7 +1,8 @@
 """Wrong input of every kind: it works, or it is told as a UserError; no error foreign to the user, and
 nothing longer than 20 s.
 
-A seeded few of each by default; DPHYBRID_FUZZ=N takes N of each, with another seed each time.
+A seeded few of each by default. DPHYBRID_LONG_TESTS=1 takes ten times as many, DPHYBRID_FUZZ=N takes N, with
+another seed each time.
 """
 
 import json
@@ -33,7 +34,7 @@ from dphybrid.training.checkpoint import CheckpointState
 from dphybrid.util.device_spec import MAX_DEVICES, parse_device_spec
 from dphybrid.util.digests import value_digest
 from dphybrid.util.errors import UserError
-from tests.conftest import REPOSITORY
+from tests.conftest import LONG, REPOSITORY
 from tests.reliability.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, SCHEMA, edited
 from tests.reliability.scenarios import options_of, write_files
 
@@ -43,8 +44,8 @@ COUNT = int(os.environ.get("DPHYBRID_FUZZ", "0"))
 def fuzzed(few: int) -> Callable[[Any], Any]:
     """So many examples by default, the same each time."""
     return settings(
-        max_examples=COUNT or few,
-        derandomize=not COUNT,
+        max_examples=COUNT or (10 * few if LONG else few),
+        derandomize=not (COUNT or LONG),
         database=None,
         deadline=timedelta(seconds=20),
         suppress_health_check=list(HealthCheck),
