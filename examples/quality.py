@@ -42,8 +42,9 @@ import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared, batches
-from dphybrid.data.table.chunks import read_rows
-from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table.encoder import Encoder
+from dphybrid.data.table.kinds import Numeric
+from dphybrid.data.table.rows import read_rows
 from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables, make_row_optimizer
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import build_from_config, find_recipe
@@ -133,24 +134,21 @@ def trees(table: Path, data: TableDataConfig, prepared: Prepared, seed: int) -> 
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.metrics import roc_auc_score
 
-    encoder = TableEncoder.load(prepared.path / "encoder")
+    encoder = Encoder.load(prepared.path / "encoder")
     rows, arrays = read_rows(table, data), prepared.arrays
     train_rows, valid_rows = arrays["train_rows"], arrays["valid_rows"]
-    labels_B = (rows.column(encoder.label) == encoder.classes[1]).to_numpy()
+    labels_B = (rows.column(encoder.label.name) == encoder.classes[1]).to_numpy()
     same = len(labels_B) == len(arrays["labels_B"]) and bool((labels_B == arrays["labels_B"]).all())
-    if encoder.bags or encoder.times or not same:
+    if encoder.bags or not all(isinstance(c, Numeric) for c in encoder.numbers) or not same:
         raise UserError(
             f"{table}: has bags, dates, or rows that cannot be read or have no label; give a table of "
             "numbers and categories in which every row counts"
         )
-    columns = [
-        rows.column(c.name).cast(pl.Float64, strict=False).fill_null(float("nan")).to_numpy()
-        for c in encoder.numeric
-    ]
+    columns = [c.read(rows.column(c.name)).to_numpy() for c in encoder.numbers]
     columns += [codes(rows.column(c.name), train_rows) for c in encoder.categories]
     cells_BF = np.stack(columns, 1)
     times: Page = {}
-    categorical = list(range(len(encoder.numeric), len(columns)))
+    categorical = list(range(len(encoder.numbers), len(columns)))
     with taking(times):
         model = HistGradientBoostingClassifier(categorical_features=categorical, random_state=seed)
         model.fit(cells_BF[train_rows], labels_B[train_rows])

@@ -1,11 +1,15 @@
 """Preparing data by a recipe's name, as tests of single parts need it."""
 
 from pathlib import Path
+from typing import Any, cast
 
 from dphybrid.config import DataConfig
 from dphybrid.data import Prepared
 from dphybrid.data.store import Progress
+from dphybrid.data.table.kinds import table_config
 from dphybrid.recipes import find_recipe
+
+TableDataConfig = cast(Any, table_config())  # its fields follow from the kinds of columns
 
 
 def prepare(

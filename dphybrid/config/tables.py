@@ -1,6 +1,5 @@
 """The data section of recipes whose samples are rows of a table: CSV, TSV or Parquet files."""
 
-import re
 from collections.abc import Sequence
 from typing import Literal, Self
 
@@ -27,28 +26,18 @@ NO_VALUE = (
 )
 """Texts that mean "no value" in any table: those of pandas, and the question mark."""
 
-Role = Literal["numeric", "categorical", "bag", "text", "time", "ignore"]
-"""What a column is used as."""
-ROLE_FIELDS: dict[str, Role] = {
-    "numeric": "numeric",
-    "categorical": "categorical",
-    "bags": "bag",
-    "text": "text",
-    "times": "time",
-    "ignore": "ignore",
-}
-"""Fields that list columns, and the role that each gives them."""
-COLUMN_FIELDS = ("label", "weight", "split_column", *ROLE_FIELDS)
-"""All fields that name columns."""
+COLUMN_FIELDS = ("label", "weight", "split_column")
+"""Fields that name a column, besides those that list columns of a kind."""
 READING_FIELDS = ("header", "delimiter", "missing", "decimal", "thousands", "dayfirst", "max_rejected")
 """How files are written, and how many of their rows may be unreadable: new rows may come otherwise."""
 
-_ALONE = ("?", "NA", "NaN", "null")
-"""What `data.missing` was by default when it named all of them. Configs on record mean these four alone."""
-
 
 class TableDataConfig(DataConfig):
-    """Which files, which column is the label, and what the others are read as."""
+    """Which files, which column is the label, and what the others are read as.
+
+    `dphybrid.data.table.kinds.table_config` adds a field for each kind of column: names of columns to read as
+    that kind.
+    """
 
     path: str | None = None
     """Your table: CSV, TSV or Parquet; a file, a folder of them, or a pattern such as day-*.csv.gz."""
@@ -59,21 +48,6 @@ class TableDataConfig(DataConfig):
     below 100; regression with other numbers. Counts are never inferred."""
     weight: str | None = None
     """Column with each row's weight in loss and metrics, a number from 0 on; it is no feature."""
-    numeric: Names = ()
-    """Columns to read as numbers, separated by commas; the rest is inferred."""
-    categorical: Names = ()
-    """Columns to read as categories, separated by commas."""
-    bags: Names = ()
-    """Columns to read as bags: several values in a cell, such as drama|comedy, separated by commas."""
-    text: Names = ()
-    """Columns to read as free text, whose words are a bag, separated by commas."""
-    times: Names = ()
-    """Columns to read as dates or times, by commas: hour, weekday and day become numbers. Columns of dates
-    such as 2024-12-31 are inferred."""
-    dayfirst: bool = False
-    """Is 3/12/2024 the third of December? Else it is the twelfth of March."""
-    ignore: Names = ()
-    """Columns to leave out, separated by commas."""
     schema_file: str | None = None
     """Roles and encodings of the columns, as a prepared folder's schema.toml has them."""
     base: str | None = None
@@ -86,10 +60,12 @@ class TableDataConfig(DataConfig):
     missing: Names = ()
     """More texts that mean "no value", separated by commas; the empty one, ?, NA, NaN, None, null and the
     like always do."""
-    decimal: Literal[".", ","] = "."
-    """Sign before the decimals of numbers."""
-    thousands: Literal["", ",", ".", " ", "'", "_"] = ""
-    """Sign between groups of three digits, as in 1,206.73; empty: none."""
+    decimal: Literal["auto", ".", ","] = "auto"
+    """Sign before the decimals of numbers; auto looks at each column."""
+    thousands: Literal["auto", "", ",", ".", " ", "'", "_"] = "auto"
+    """Sign between groups of three digits, as in 1,206.73; empty: none; auto looks at each column."""
+    dayfirst: bool | None = None
+    """Is 3/12/2024 the third of December? No: it is the twelfth of March. Empty: looks at each column."""
     min_count: int = Field(default=2, ge=1)
     """Categories seen fewer times in the training split become the unknown one."""
     buckets: int = Field(default=32, ge=0, le=4096)
@@ -113,37 +89,38 @@ class TableDataConfig(DataConfig):
     max_expansion: int = Field(default=200, ge=2)
     """Unpacked bytes for each packed one above which a .gz file is not read further."""
 
+    @classmethod
+    def role_fields(cls) -> dict[str, str]:
+        """Return the fields that list columns of a kind, each with the kind's role."""
+        extras = ((name, field.json_schema_extra) for name, field in cls.model_fields.items())
+        return {name: str(extra["role"]) for name, extra in extras if isinstance(extra, dict)}
+
     @property
     def named_columns(self) -> list[tuple[str, str]]:
         """The columns that are named, each with the field that names it."""
-        given = ((name, getattr(self, name)) for name in COLUMN_FIELDS)
-        listed = ((name, (value,) if isinstance(value, str) else value or ()) for name, value in given)
-        return [(name, column) for name, columns in listed for column in columns]
+        given = [(name, getattr(self, name)) for name in COLUMN_FIELDS]
+        listed = [(field, name) for field in self.role_fields() for name in getattr(self, field)]
+        return [(field, name) for field, name in given if name is not None] + listed
 
     def left_out(self, columns: Sequence[str]) -> Sequence[str]:
         """Return the columns to leave out: of the others, those that nothing names have a role by what they
         hold."""
-        return self.ignore
+        return [name for field, name in self.named_columns if self.role_fields().get(field) == "ignore"]
 
     @property
     def no_value(self) -> tuple[str, ...]:
         """All texts that mean "no value", but for the empty one."""
-        return _ALONE if self.missing == _ALONE else tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
+        return tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
 
     @property
-    def notation(self) -> str | None:
-        """A pattern of numbers with groups and decimals, where they are not written as programs write
-        them."""
-        if self.decimal == "." and not self.thousands:
-            return None
-        group = re.escape(self.thousands)
-        whole = rf"(?:\d{{1,3}}(?:{group}\d{{3}})+|\d+)" if group else r"\d+"
-        decimals = rf"{re.escape(self.decimal)}\d*"
-        return rf"^[+-]?(?:{whole}(?:{decimals})?|{re.escape(self.decimal)}\d+)(?:[eE][+-]?\d+)?$"
+    def reading(self) -> dict[str, str | bool]:
+        """The notations that are given, by the key of a column's section: they overrule what columns have."""
+        given = {"decimal": self.decimal, "thousands": self.thousands, "dayfirst": self.dayfirst}
+        return {key: value for key, value in given.items() if value not in ("auto", None)}
 
     @model_validator(mode="after")
     def _signs_differ(self) -> Self:
-        if self.decimal == self.thousands:
+        if self.decimal == self.thousands != "auto":
             raise ValueError(f"decimal={self.decimal!r} and thousands={self.thousands!r}: give two signs")
         return self
 

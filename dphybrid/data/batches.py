@@ -5,10 +5,12 @@ A data set is a view of prepared arrays: it has a length and fetches the samples
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = np.ndarray
 
@@ -23,7 +25,7 @@ class Dataset(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+    def fetch(self, index_B: Array) -> "dict[str, Tensor]":
         """Return the samples of `index_B` (B,) int64 as CPU tensors with samples on dim 0."""
 
     def at_epoch(self, seed: int, epoch: int) -> "Dataset":
@@ -41,7 +43,9 @@ class ArrayDataset(Dataset):
     def __len__(self) -> int:
         return len(self.part_rows)
 
-    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+    def fetch(self, index_B: Array) -> "dict[str, Tensor]":
+        import torch  # the command line's help, too, imports this module
+
         rows_B = self.part_rows[index_B]
         return {
             name: torch.from_numpy(_wide(np.ascontiguousarray(array[rows_B])))
@@ -75,7 +79,7 @@ def batches(
     start_batch: int = 0,
     shuffle_rows: int | None = None,
     part: tuple[int, int] = (0, 1),
-) -> Iterator[dict[str, Tensor]]:
+) -> "Iterator[dict[str, Tensor]]":
     """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: at most so many are shuffled
     as one, see `shuffled_windows`; None: all. part: only these rows of each batch, see `part_of`."""
     view = dataset.at_epoch(seed, epoch) if shuffle else dataset

@@ -9,7 +9,6 @@ from pathlib import Path
 from dphybrid.data.batches import Dataset
 from dphybrid.data.store import (
     ENCODER_VERSION,
-    INFERRED,
     Content,
     Prepared,
     Progress,
@@ -43,7 +42,7 @@ def prepare_source(
     try:
         before = _stamps(source)
         digests = source.digests(progress)
-        digest = _digest(name, source, seed, digests, folder)
+        digest = _digest(name, source, seed, digests)
     except OSError as error:
         raise _unreadable(error) from error
 
@@ -76,19 +75,15 @@ def find_prepared(
     """Return the prepared data of a source where it is there, else None. Raises UserError for a source that
     is not there."""
     try:
-        path = prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent), folder))
+        path = prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent)))
     except OSError as error:
         raise _unreadable(error) from error
     return replace(open_prepared(path), view=view) if path.exists() else None
 
 
-def _digest(name: str, source: Source, seed: int, digests: list[bytes], folder: Path) -> str:
+def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
     facts = {"recipe": name, "seed": seed, "encoder": ENCODER_VERSION, **source.options}
-    before = {key: value for key, value in facts.items() if key != INFERRED}
-    earlier, now = (
-        combined_digest([json.dumps(page, sort_keys=True).encode(), *digests]) for page in (before, facts)
-    )
-    return earlier if prepared_path(folder, name, earlier).exists() else now
+    return combined_digest([json.dumps(facts, sort_keys=True).encode(), *digests])
 
 
 def source_digest(source: Source) -> str:

@@ -7,13 +7,12 @@ left.
 
 import hashlib
 import io
-import itertools
 import json
 import shutil
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,12 +29,8 @@ from dphybrid.util.files import clear_leftovers, make_folder, making, naming, sy
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
-ENCODER_VERSION = 6
+ENCODER_VERSION = 7
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
-
-INFERRED = "inferred"
-"""Among a source's options: what its first rows tell by rules younger than the encoder's version. Data that
-was prepared without them goes on."""
 
 PIECE_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
@@ -135,11 +130,10 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Streamed:
-    """An array that is written block by block along dim 0."""
+    """Arrays that are written side by side, block by block along dim 0. shapes: with the type, by name."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    blocks: Callable[[], Iterator[Array]]
+    shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+    blocks: Callable[[], Iterator[Mapping[str, Array]]]
 
 
 def _no_more_files(_: Path) -> None:
@@ -149,16 +143,17 @@ def _no_more_files(_: Path) -> None:
 @dataclass(frozen=True)
 class Content:
     """What a source comes to: arrays to save, facts for models, lines for people, rejected rows. save: writes
-    more files into the folder."""
+    more files into the folder. streamed: more arrays, too large for memory."""
 
     kind: str
-    arrays: Mapping[str, Array | Streamed]
+    arrays: Mapping[str, Array]
     info: dict[str, Any]
     description: list[str]
     batch_arrays: tuple[str, ...] = ()
     extra: dict[str, Any] | None = None
     rejected: Iterable[dict[str, Any]] = ()
     save: Callable[[Path], None] = _no_more_files
+    streamed: Streamed | None = None
 
 
 class Source(Protocol):
@@ -270,16 +265,12 @@ def _told(folder: Path) -> Iterator[None]:
 def _write(partial: Path, content: Content, digest: str) -> Manifest:
     with ThreadPoolExecutor(1) as beside:
         others = beside.submit(content.save, partial)
-        sums = mapped(lambda name: _save(partial / f"{name}.npy", content.arrays[name]), content.arrays)
-        arrays = {
-            name: ArrayFacts(
-                shape=array.shape,
-                dtype=str(array.dtype),
-                bytes=(partial / f"{name}.npy").stat().st_size,
-                sha256=found,
-            )
-            for (name, array), found in zip(content.arrays.items(), sums, strict=True)
-        }
+        saved = mapped(
+            lambda name: _save_blocks(partial, _as_stream(name, content.arrays[name])), content.arrays
+        )
+        arrays = {name: facts for each in saved for name, facts in each.items()}
+        if content.streamed:
+            arrays |= _save_blocks(partial, content.streamed)
         others.result()
     shutil.rmtree(partial / "scratch")
     num_rejected = 0
@@ -308,26 +299,40 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     return manifest
 
 
-def _save(file: Path, array: Array | Streamed) -> str:
-    """Write an array as numpy's format has it; return the file's sha256."""
-    total, head = hashlib.sha256(), io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        head,
-        {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape},
-    )
-    with naming(file), file.open("wb") as stream:
-        for piece in itertools.chain([head.getbuffer()], _pieces(array)):
-            total.update(piece)
-            stream.write(piece)
-    sync(file)  # beside the other arrays, not after them all
-    return total.hexdigest()
+def _as_stream(name: str, array: Array) -> Streamed:
+    return Streamed({name: (array.shape, array.dtype)}, lambda: iter([{name: array}]))
 
 
-def _pieces(array: Array | Streamed) -> Iterator[memoryview]:
-    for block in array.blocks() if isinstance(array, Streamed) else [array]:
-        data = np.ascontiguousarray(block, array.dtype).reshape(-1).view(np.uint8).data
-        for start in range(0, len(data), PIECE_BYTES):
-            yield data[start : start + PIECE_BYTES]
+def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, ArrayFacts]:
+    """Write arrays as numpy's format has them; return the facts about them."""
+    files = {name: folder / f"{name}.npy" for name in streamed.shapes}
+    sums = {name: hashlib.sha256() for name in files}
+    with ExitStack() as opened:
+        streams = {name: opened.enter_context(file.open("wb")) for name, file in files.items()}
+
+        def write(name: str, piece: memoryview) -> None:
+            with naming(files[name]):
+                sums[name].update(piece)
+                streams[name].write(piece)
+
+        for name, (shape, dtype) in streamed.shapes.items():
+            head = io.BytesIO()
+            descr = np.lib.format.dtype_to_descr(dtype)
+            np.lib.format.write_array_header_1_0(
+                head, {"descr": descr, "fortran_order": False, "shape": shape}
+            )
+            write(name, head.getbuffer())
+        for block in streamed.blocks():
+            for name, (_, dtype) in streamed.shapes.items():
+                data = np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data
+                for start in range(0, len(data), PIECE_BYTES):
+                    write(name, data[start : start + PIECE_BYTES])
+    found = {}
+    for name, (shape, dtype) in streamed.shapes.items():
+        sync(files[name])  # beside the other arrays, not after them all
+        size = files[name].stat().st_size
+        found[name] = ArrayFacts(shape=shape, dtype=str(dtype), bytes=size, sha256=sums[name].hexdigest())
+    return found
 
 
 def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:

@@ -8,7 +8,7 @@ looked-up rows are read.
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,13 +21,10 @@ from polars.selectors import by_name
 
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
-from dphybrid.data.table.bags import SEPARATOR, is_list_of_items, list_texts
-from dphybrid.data.table.chunks import read_chunks
-from dphybrid.data.table.encode import TableEncoder
-from dphybrid.data.table.files import find_files
+from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.labels import Label
-from dphybrid.data.table.rows import Rows, as_numbers, check_rejected, plain_notation
+from dphybrid.data.table.rows import Rows, check_rejected, clean, find_files, read_chunks
 from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
@@ -90,7 +87,7 @@ class Predictor:
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
                 f"of a recipe that reads tables ({', '.join(tabular_names())})"
             )
-        self.encoder = TableEncoder.load(self.folder / "encoder")
+        self.encoder = Encoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
         self.task = label_task(state.info)
         assert isinstance(config.data, TableDataConfig)  # what an encoder comes with
@@ -108,7 +105,7 @@ class Predictor:
     @property
     def predicts(self) -> str:
         """What is predicted, in words."""
-        return self.encoder.answer.text(self.encoder.label)
+        return self.encoder.label.text()
 
     def predict(self, rows: Any) -> np.ndarray:
         """Return the prediction for rows given by column name; other columns are ignored. It is, by the
@@ -131,10 +128,11 @@ class Predictor:
             pieces = wanted.collect_batches(chunk_size=PIECE_ROWS, maintain_order=True)
         scores, wrong = [self.task.nothing], 0
         for piece in pieces:
-            columns = {name: _no_value(piece[name], self._data) for name in self.encoder.names}
-            self._in_plain_notation(columns, self._data)
-            lists = {name for name in self.encoder.names if is_list_of_items(piece[name].dtype)}
-            scores_B, odd = self._scores(columns, lists)
+            cells = piece.select(by_name(*self.encoder.names))
+            cells.columns = [str(place) for place in range(cells.width)]
+            cells = clean(cells, self._data.no_value, numbers=True)
+            columns = dict(zip(self.encoder.names, cells.get_columns(), strict=True))
+            scores_B, odd = self._scores(columns, self.encoder)
             scores.append(scores_B)
             wrong += odd
         _warn(wrong)
@@ -180,7 +178,7 @@ class Predictor:
         label = self.task.label
         if threshold is not None and label.task != "binary":
             raise UserError(
-                f"--threshold {threshold}: is for a label of two values, and {self.encoder.label!r} is "
+                f"--threshold {threshold}: is for a label of two values, and {label.name!r} is "
                 f"{label.task}; leave it out, the file has predictions anyway"
             )
         if threshold is not None and not 0 <= threshold <= 1:
@@ -224,7 +222,8 @@ class Predictor:
         """The config that new files are read by: as the training files, and a header is known by the columns'
         names."""
         known = {"path": path, "numeric": tuple(self.encoder.names)}
-        kept = self._data.model_dump(exclude={"valid_path", "split", *COLUMN_FIELDS})
+        named = {*COLUMN_FIELDS, *self._data.role_fields()}
+        kept = self._data.model_dump(exclude={"valid_path", "split", *named})
         data = {**kept, **known, **values}
         read = build_config({"recipe": self._recipe, "data": data}).data
         assert isinstance(read, TableDataConfig)
@@ -250,19 +249,10 @@ class Predictor:
     def _predicted(self, chunk: Rows, done: Predicted, data: TableDataConfig) -> np.ndarray:
         self._check_columns(chunk.names, str(chunk.file))
         columns = {name: chunk.column(name) for name in self.encoder.names}
-        self._in_plain_notation(columns, data)
-        predicted, wrong = self._scores(columns, chunk.lists)
+        predicted, wrong = self._scores(columns, self.encoder.written(data.reading))
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong
         return predicted
-
-    def _in_plain_notation(self, columns: dict[str, pl.Series], data: TableDataConfig) -> None:
-        """Have the texts of numeric columns as programs write numbers; what is none stays none."""
-        for column in self.encoder.numeric if data.notation is not None else ():
-            texts = columns[column.name]
-            if texts.dtype == pl.String:
-                is_none = texts.is_not_null() & as_numbers(texts, data).is_null()
-                columns[column.name] = plain_notation(texts, data).set(is_none, "?")
 
     def _check_columns(self, names: list[str], where: str) -> None:
         if missing := [name for name in self.encoder.names if name not in names]:
@@ -271,19 +261,15 @@ class Predictor:
                 f"{', '.join(names)}"
             )
 
-    def _scores(self, columns: dict[str, pl.Series], lists: Set[str]) -> tuple[np.ndarray, int]:
-        """lists: columns that came as lists, with `SEPARATOR` between the items now; they may have been text
-        with another one in training."""
-        for bag in self.encoder.bags:
-            if bag.name in lists and bag.separator is not None:
-                columns[bag.name] = columns[bag.name].str.replace_all(SEPARATOR, bag.separator, literal=True)
-        arrays, wrong = self.encoder.encode(columns)
+    def _scores(self, columns: dict[str, pl.Series], encoder: Encoder) -> tuple[np.ndarray, int]:
+        arrays, wrong = encoder.encode(columns)
         num_rows = len(arrays["ids_BF"])
         scores = [self.task.nothing]
         with torch.inference_mode():
             for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)
                 batch = {name: torch.from_numpy(array[rows]) for name, array in arrays.items()}
+                batch |= {name: ids.long() for name, ids in batch.items() if ids.dtype == torch.int32}
                 batch["labels_B"] = torch.zeros(len(batch["ids_BF"]))  # only the loss needs them
                 outputs = self._model(batch)
                 scores.append(self.task.link(outputs["logits"]).cpu().numpy())
@@ -295,17 +281,6 @@ def _warn(wrong: int) -> None:
         warnings.warn(
             f"{wrong:,} values of numeric columns are no numbers and count as missing", stacklevel=3
         )
-
-
-def _no_value(series: pl.Series, data: TableDataConfig) -> pl.Series:
-    if series.dtype.is_numeric() or series.dtype == pl.Boolean:
-        return series
-    text = (
-        list_texts(series, "the rows")
-        if is_list_of_items(series.dtype)
-        else series.cast(pl.String).str.strip_chars()
-    )
-    return text.set(text.is_in(["", *data.no_value]).fill_null(False), None)
 
 
 def open_predictor(folder: Path, devices: str = "cpu", batch_size: int = 8192) -> Any:

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from dphybrid.config.settings import load_settings
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared
-from dphybrid.data.table.bags import PADDING_ID, BagColumn, take_apart
-from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.extend import old_ids
+from dphybrid.data.table.kinds import PADDING_ID, Bag, Text
 from dphybrid.lifecycle.retrain import largest_drift
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
@@ -25,7 +24,7 @@ from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError
-from tests.preparing import prepare
+from tests.preparing import TableDataConfig, prepare
 
 
 def write(file: Path, rows: list[tuple[object, ...]], header: str = "tags,title,y") -> Path:
@@ -99,15 +98,21 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_cells_are_taken_apart() -> None:
     dirty = pl.Series(["a|b", " a | |b|", "||", None, "a", "a|a|b|c", "ä b|c"])
-    cells = take_apart(dirty, "|", 3)
-    assert cells.items_N.to_list() == ["a", "b", "a", "b", "a", "a", "a", "b", "ä b", "c"]
-    assert cells.lengths_B.tolist() == [2, 2, 0, 0, 1, 3, 2]
-    assert (cells.cut, cells.left_out) == (1, 1)
-    words = take_apart(pl.Series(["Don't PANIC, it's 42!", "--", None, "Übung_1 macht"]), None, 16)
-    assert words.items_N.to_list() == ["don't", "panic", "it's", "42", "übung_1", "macht"]
-    assert words.lengths_B.tolist() == [4, 0, 0, 2]
-    assert take_apart(pl.Series([None, "|"], dtype=pl.String), "|", 4).items_N.to_list() == []
-    assert take_apart(pl.Series([12, None]), "|", 4).items_N.to_list() == ["12"]
+    bag, text = Bag(name="tags", max_items=3), Text(name="title")
+    assert bag.read(dirty).to_list() == [
+        ["a", "b"],
+        ["a", "b"],
+        [],
+        None,
+        ["a"],
+        ["a", "a", "b"],
+        ["ä b", "c"],
+    ]
+    assert bag.left_out(dirty) == (1, 1)
+    words = text.read(pl.Series(["Don't PANIC, it's 42!", "--", None, "Übung_1 macht"]))
+    assert words.to_list() == [["don't", "panic", "it's", "42"], [], None, ["übung_1", "macht"]]
+    assert bag.read(pl.Series([None, "|"], dtype=pl.String)).to_list() == [None, []]
+    assert bag.read(pl.Series([12, None])).to_list() == [["12"], None]
 
 
 def test_prepared_bags_and_the_encoder_agree(tmp_path: Path) -> None:
@@ -118,13 +123,13 @@ def test_prepared_bags_and_the_encoder_agree(tmp_path: Path) -> None:
     assert prepared.info["num_ids"] == [32, 2 + 7]
     bags_BFL = prepared.arrays["bags_BFL"]
     assert bags_BFL.shape == (3000, 2, 5)
-    encoder = TableEncoder.load(prepared.path / "encoder")
+    encoder = Encoder.load(prepared.path / "encoder")
     frame = pl.read_csv(tmp_path / "x.csv", infer_schema=False)
     arrays, wrong = encoder.encode({"tags": frame["tags"], "title": frame["title"]})
     assert wrong == 0
     assert np.array_equal(arrays["bags_BFL"], bags_BFL)
     assert arrays["ids_BF"].shape == (3000, 0)
-    tags = encoder.bags[0].vocabulary.to_list()
+    tags = encoder.bags[0].learned.to_list()
     assert [tags[i - 2] if i >= 2 else int(i) for i in bags_BFL[5, 0]] == ["t1", "t2", -1, -1, -1]
     assert bags_BFL[5, 1].tolist() == [0, -1, -1, -1, -1]  # no word: the row of "no value"
     schema = tmp_path / "schema.toml"
@@ -155,8 +160,8 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
         "delimiter": ",",
     }
     prepared = made(tmp_path, rows, **told)
-    (tags,) = TableEncoder.load(prepared.path / "encoder").bags
-    assert (tags.vocabulary.to_list(), tags.separator, tags.max_items) == (["a", "b", "c"], ";", 3)
+    (tags,) = Encoder.load(prepared.path / "encoder").bags
+    assert (tags.learned.to_list(), tags.separator, tags.max_items) == (["a", "b", "c"], ";", 3)
     bags_BL = prepared.arrays["bags_BFL"][:, 0]
     # the third holds a rare item (seen once), the last no value
     assert bags_BL[[0, 1, 6, 3]].tolist() == [
@@ -272,9 +277,10 @@ def test_a_grown_bag_answers_as_before(quiet: Path) -> None:
         1,
     )
     assert len(grown.arrays["new_rows"]) > 700
-    earlier, now = (TableEncoder.load(path / "encoder") for path in (base, grown.path))
-    assert isinstance(now.bags[0], BagColumn)
-    assert set(now.bags[0].vocabulary) > set(earlier.bags[0].vocabulary)
+    earlier, now = (Encoder.load(path / "encoder") for path in (base, grown.path))
+    assert isinstance(now.bags[0], Bag)
+    assert set(now.bags[0].learned) > set(earlier.bags[0].learned)
+    assert grown.arrays["bags_BFL"][:, 0].max() == now.bags[0].num_ids - 1 > earlier.bags[0].num_ids
     config = load_config(
         None, ["recipe=ctr", "model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"]
     )
@@ -335,26 +341,17 @@ def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> 
         assert np.array_equal(lists.arrays[name], texts.arrays[name])
 
 
-def test_lists_that_cannot_be_bags_are_told(tmp_path: Path) -> None:
+def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
     rows = [(f"a b{i % 3}", "x", i % 2) for i in range(40)]
     file, schema = tmp_path / "x.parquet", tmp_path / "schema.toml"
     as_lists(rows).write_parquet(file)
     schema.write_text('[columns.tags]\nrole = "bag"\nseparator = ","\n')
     data = {"path": str(file), "label": "y"}
-    with pytest.raises(
-        UserError, match=r"columns.tags.separator = ',': .*x.parquet has lists in this column"
-    ):
-        prepare(
-            "ctr",
-            TableDataConfig.model_validate({**data, "schema_file": str(schema)}),
-            tmp_path / "prepared",
-            0,
-        )
     pl.DataFrame({"tags": [["a|b", "c"]] * 40, "y": [0, 1] * 20}).write_parquet(file)
-    with pytest.raises(
-        UserError, match=r"column 'tags' holds the item 'a\|b' in a list; .* write it without"
-    ):
-        prepare("ctr", TableDataConfig.model_validate(data), tmp_path / "prepared", 0)
+    for given in ({}, {"schema_file": str(schema)}):  # lists need no separator, and may hold any
+        prepared = prepare("ctr", TableDataConfig(**data, **given), tmp_path / "prepared", 0)
+        (tags,) = Encoder.load(prepared.path / "encoder").bags
+        assert tags.learned.to_list() == ["a|b", "c"]
 
 
 def test_new_rows_may_come_with_lists(quiet: Path) -> None:

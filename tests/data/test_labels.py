@@ -1,18 +1,17 @@
 """What a label is taken for, weights of rows, and dates that nobody named."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dphybrid.config.tables import ROLE_FIELDS, Role, TableDataConfig
 from dphybrid.data import Prepared
-from dphybrid.data.table import reading, schema
-from dphybrid.data.table.encode import TableEncoder
+from dphybrid.data.table import schema
+from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.labels import Label
 from dphybrid.util.errors import UserError
-from tests.preparing import prepare
+from tests.preparing import TableDataConfig, prepare
 
 
 def table(folder: Path, columns: dict[str, list[Any]], **values: Any) -> Prepared:
@@ -54,9 +53,9 @@ def test_what_a_label_is_taken_for(
     tmp_path: Path, values: list[Any], more: dict[str, Any], task: str, classes: tuple[str, ...]
 ) -> None:
     prepared = labelled(tmp_path, values, **more)
-    label = Label.of(prepared.info, tuple(prepared.manifest.facts["classes"]))
+    label = Label.of(prepared.info)
     assert (label.task, label.classes) == (task, classes)
-    assert TableEncoder.load(prepared.path / "encoder").answer == label
+    assert Encoder.load(prepared.path / "encoder").label == label
     assert task in prepared.describe() or task == "binary"
     assert ("data.task" in prepared.describe()) == (task != "binary")
     labels_B, train = prepared.arrays["labels_B"], prepared.arrays["train_rows"]
@@ -72,7 +71,7 @@ def test_what_a_label_is_taken_for(
 
 
 def test_labels_that_turn_out_to_be_numbers_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "ROLE_ROWS", 10)
+    monkeypatch.setattr(schema, "LOOKED_AT", 10)
     prepared = labelled(tmp_path, [1, 2, 3] * 10 + [0.25])
     assert prepared.info["label"]["task"] == "regression"
 
@@ -134,14 +133,14 @@ def test_labels_grow_with_the_offset_and_the_classes_of_before(tmp_path: Path) -
         labelled(tmp_path, ["a", "b", "c", "d"], 120, base=str(classes.path))
 
 
-def test_dates_of_one_order_are_times_and_the_rest_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dates_of_one_order_are_times_and_the_rest_is_told(tmp_path: Path) -> None:
     columns = {
         "iso": [f"2024-01-{1 + i % 28:02d}" for i in range(60)],
         "stamp": [f"2024/1/{1 + i % 28} 18:{i % 60:02d}" for i in range(60)],
         "zone": [f"2024-02-03T04:05:{i % 60:02d}.25Z" for i in range(60)],
         "month": [f"{1 + i % 12}/13/2024" for i in range(60)],
+        "dots": [f"13.{1 + i % 12}.2024" for i in range(60)],
+        "either": [f"{1 + i % 12}/{1 + i % 11}/2024" for i in range(60)],
         "word": [f"2024-01-{1 + i % 40:02d}" for i in range(60)],
         "y": [i % 2 for i in range(60)],
     }
@@ -149,24 +148,11 @@ def test_dates_of_one_order_are_times_and_the_rest_is_told(
     def roles(prepared: Prepared) -> dict[str, str]:
         return {c["name"]: c["role"] for c in prepared.manifest.facts["columns"] if c["name"] in columns}
 
-    with monkeypatch.context() as before:  # a folder of the version that inferred none
-        before.setattr(schema, "YEAR_FIRST", "^$")
-        old = table(tmp_path, columns)
-    assert {*roles(old).values()} == {"categorical"}
-    again = table(tmp_path, columns)
-    assert (again.path, again.reused) == (old.path, True)
-    new = table(tmp_path, columns, valid_fraction=0.3)
-    assert roles(new) == dict.fromkeys(("iso", "stamp", "zone"), "time") | {
-        "month": "categorical",
+    new = table(tmp_path, columns)
+    assert roles(new) == dict.fromkeys(("iso", "stamp", "zone", "month", "dots"), "time") | {
+        "either": "categorical",
         "word": "categorical",
     }
     assert "--data.dayfirst true where the day comes first" in new.describe()
     assert "--data.categorical would look each of them up" in new.describe()
     assert roles(table(tmp_path, columns, categorical=("iso",)))["iso"] == "categorical"
-    taken = columns | {"iso (hour)": ["x"] * 60}
-    assert roles(table(tmp_path, taken))["iso"] == "categorical"
-
-
-def test_each_role_has_its_field() -> None:
-    assert {*ROLE_FIELDS.values()} == {*get_args(Role)}
-    assert {*ROLE_FIELDS} <= TableDataConfig.model_fields.keys()

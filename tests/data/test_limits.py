@@ -8,11 +8,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table import delimited
 from dphybrid.data.table.source import TableSource, open_source
 from dphybrid.util.errors import UserError
-from tests.preparing import prepare
+from tests.preparing import TableDataConfig, prepare
 
 
 def hundred_thousand_columns(file: Path) -> None:

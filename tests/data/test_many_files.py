@@ -13,14 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared
 from dphybrid.data.table import delimited
-from dphybrid.data.table.chunks import read_chunks, read_jobs
-from dphybrid.data.table.encode import TableEncoder
-from dphybrid.data.table.rows import Wanted
+from dphybrid.data.table.encoder import Encoder
+from dphybrid.data.table.rows import read_chunks
 from dphybrid.util.errors import UserError
-from tests.preparing import prepare
+from tests.preparing import TableDataConfig, prepare
 
 NUM_ROWS = 240
 
@@ -100,8 +98,8 @@ def test_partitions_of_a_parquet_folder_are_columns(tmp_path: Path) -> None:
 
 
 def vocabulary(prepared: Prepared, name: str) -> list[str]:
-    (column,) = [c for c in TableEncoder.load(prepared.path / "encoder").categories if c.name == name]
-    return column.vocabulary.to_list()
+    (column,) = [c for c in Encoder.load(prepared.path / "encoder").categories if c.name == name]
+    return column.learned.to_list()
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -133,39 +131,12 @@ def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd
         delimited.BLOCK_BYTES = usual
 
 
-def test_numbers_parsed_at_once_are_those_parsed_from_text(tmp_path: Path) -> None:
-    values = [
-        "1",
-        "-0",
-        "1e-320",
-        "123456789012345678901",
-        ".5",
-        "5.",
-        "+7",
-        "1E5",
-        "?",
-        "",
-        "0.1",
-        "00012",
-    ] * 4
-    file = write(tmp_path, "x.csv", [f"{value},a{i % 3},{i % 2}" for i, value in enumerate(values)], "n,w,y")
-    data = TableDataConfig(path=str(file))
-    (text,) = read_chunks(file, data)
-    (quick,) = (job() for job in read_jobs(file, data, Wanted({"n"})))
-    assert quick.values.dtypes == [pl.Float64, pl.String, pl.String]
-    assert quick.values["0"].equals(text.values["0"].cast(pl.Float64))
-    for odd in ("x", "inf", "-inf", "1_0"):
-        file.write_text(file.read_text() + f"{odd},b,1\n")
-        (back,) = (job() for job in read_jobs(file, data, Wanted({"n"})))
-        assert back.values["0"].to_list()[-1] == odd  # the text, for the message
-
-
 def test_any_number_of_threads_comes_to_the_same_bytes(tmp_path: Path) -> None:
     body = [f"{i * 7 % 1000},v{i * i % 701},w{i % 13},{int(i % 5 == 0)}" for i in range(5000)]
     file = write(tmp_path, "x.csv", body, "n,v,w,y")
     code = (
         "import sys, json; from pathlib import Path; "
-        "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
+        "from tests.preparing import TableDataConfig, prepare;"
         "from dphybrid.data.table import delimited;"
         "delimited.BLOCK_BYTES = 20_000;"
         f"p = prepare('ctr', TableDataConfig(path={str(file)!r}, label='y'), Path(sys.argv[1]), 0);"
@@ -306,13 +277,12 @@ def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> No
         12: "misplaced quote: ',' expected after '\"'",
         22: "a quote is opened and not closed",
         32: "data.numeric: column 'n' holds 'one', no number",
-        42: "data.numeric: column 'n' holds 'inf', no number",
     }
     assert {row["file"] for row in rejected} == {str(file)}
-    assert len(prepared.arrays["labels_B"]) == NUM_ROWS - len(odd) + 1  # nan means no value
-    assert prepared.manifest.rejected == len(odd) - 2
+    assert len(prepared.arrays["labels_B"]) == NUM_ROWS - len(odd) + 2  # nan and inf mean no value
+    assert prepared.manifest.rejected == len(odd) - 3
     assert prepared.manifest.facts["unlabelled_rows"] == 1
-    with pytest.raises(UserError, match=r"5 of 239 rows cannot be read.*the first is line 5"):
+    with pytest.raises(UserError, match=r"4 of 239 rows cannot be read.*the first is line 5"):
         ctr(tmp_path, str(file), numeric=("n",))
 
 

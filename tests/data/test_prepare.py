@@ -9,16 +9,15 @@ import numpy as np
 import polars as pl
 import pytest
 
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared, batches, num_batches, open_prepared
 from dphybrid.data import store as store_module
-from dphybrid.data.table import roles
+from dphybrid.data.table import schema
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text.config import TextDataConfig
 from dphybrid.recipes.text.data import repeated_shares, tokenize
 from dphybrid.util.errors import UserError
 from tests.conftest import SHARED
-from tests.preparing import prepare
+from tests.preparing import TableDataConfig, prepare
 
 CLICKS = "age,city,job,clicked\n" + "\n".join(
     f"{20 + i % 40},{'abc'[i % 3]},{'x' if i % 2 else '?'},{'yes' if i % 5 == 0 else 'no'}"
@@ -55,13 +54,13 @@ def test_columns_are_judged_once_for_the_digest_and_the_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[str] = []
-    asked = roles.inferred_role
+    asked = schema._claimed
 
-    def counted(name: str, *rest: Any) -> Any:
-        judged.append(name)
-        return asked(name, *rest)
+    def counted(sample: Any) -> Any:
+        judged.append(sample.name)
+        return asked(sample)
 
-    monkeypatch.setattr(roles, "inferred_role", counted)
+    monkeypatch.setattr(schema, "_claimed", counted)
     ctr(tmp_path, CLICKS)
     assert judged == ["age", "city", "job"]
 
@@ -235,7 +234,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: 
 def test_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; "
-        "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
+        "from tests.preparing import TableDataConfig, prepare;"
         f"print(prepare('text', None, Path({str(tmp_path)!r}), 0).reused)"
     )
     children = [

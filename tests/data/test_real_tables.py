@@ -10,15 +10,15 @@ import polars as pl
 import pytest
 from pandas._libs.parsers import STR_NA_VALUES
 
-from dphybrid.config.tables import NO_VALUE, TableDataConfig
+from dphybrid.config.tables import NO_VALUE
 from dphybrid.data import Prepared
 from dphybrid.data.table import delimited
-from dphybrid.data.table.encode import TableEncoder
-from dphybrid.data.table.rows import as_numbers
-from dphybrid.data.table.schema import ColumnOptions, read_schema
-from dphybrid.data.table.times import parts, seconds
+from dphybrid.data.table.encoder import Encoder
+from dphybrid.data.table.kinds import KINDS, Time
+from dphybrid.data.table.numbers import notation_of
+from dphybrid.data.table.schema import read_schema
 from dphybrid.util.errors import UserError
-from tests.preparing import prepare
+from tests.preparing import TableDataConfig, prepare
 
 
 def table(folder: Path, text: str, **values: object) -> Prepared:
@@ -84,8 +84,9 @@ def test_numbers_in_other_notations(
 ) -> None:
     data = TableDataConfig(decimal=decimal, thousands=thousands)  # type: ignore[arg-type]
     plainly = [text.replace(thousands, "").replace(decimal, ".") for text in numbers]
-    assert as_numbers(pl.Series(numbers), data).to_list() == [float(text) for text in plainly]
-    assert as_numbers(pl.Series(others), data).to_list() == [None] * len(others)
+    for texts, expected in ((numbers, [float(text) for text in plainly]), (others, [None] * len(others))):
+        cells = pl.Series(texts)
+        assert notation_of(cells, data).read(cells).to_list() == expected
 
 
 def test_a_table_in_another_notation_is_the_same_table(
@@ -117,15 +118,18 @@ def test_the_schema_shows_every_option_and_reads_back(tmp_path: Path) -> None:
     file = prepared.path / "schema.toml"
     before = read_schema(file)
     shown = file.read_text()
-    assert all(f"# {name} = " in shown for name in set(ColumnOptions.model_fields) - {"role"})
+    columns = ("n", "word", "tags")
+    kinds = [kind for kind in KINDS if f'role = "{kind.role}"' in shown]
+    assert len(kinds) == len(columns)
+    assert all(f"# {key} = " in shown for kind in kinds for key in kind.options())
     file.write_text(
         "\n".join(line.removeprefix("# ") if " = " in line else line for line in shown.splitlines())
     )
     after = read_schema(file)  # every example is a value that its option takes
-    assert after.columns["n"].buckets == 32
-    assert after.columns["tags"].separator == "|"
-    assert before.columns["word"].top is None
-    assert after.columns["word"].top == 10000
+    assert after.columns["n"]["buckets"] == 32
+    assert after.columns["tags"]["separator"] == "|"
+    assert "top" not in before.columns["word"]
+    assert after.columns["word"]["top"] == 10000
 
 
 @pytest.mark.parametrize(
@@ -148,13 +152,14 @@ def test_the_schema_shows_every_option_and_reads_back(tmp_path: Path) -> None:
     ],
 )
 def test_dates_and_times(text: str, day_first: bool, wanted: str | None) -> None:
-    found = seconds(pl.Series([text, None]), day_first)
+    column = Time(name="at", dayfirst=day_first)
+    found = column.read(pl.Series([text, None]))
     if wanted is None:
         assert found.to_list() == [None, None]
         return
     moment = datetime.fromisoformat(wanted).replace(tzinfo=UTC)
-    assert found.to_list() == [moment.timestamp(), None]
-    assert [part.to_list()[0] for part in parts(found)] == [
+    assert found.to_list() == [moment.replace(tzinfo=None), None]
+    assert [part[0] for part in column.numbers(found)] == [
         moment.hour,
         moment.isoweekday(),
         moment.timestamp() // 86_400,
@@ -182,8 +187,8 @@ def test_a_time_becomes_numbers_that_new_rows_get_too(
     shown = (prepared.path / "schema.toml").read_text()
     assert 'role = "time"' in shown
     assert "hour" not in shown
-    encoder = TableEncoder.load(prepared.path / "encoder")
-    assert encoder.names == ["w", "at"]
+    encoder = Encoder.load(prepared.path / "encoder")
+    assert encoder.names == ["at", "w"]
     kept = [i for i in range(600) if i != 300]
     found, wrong = encoder.encode(
         {
@@ -198,7 +203,7 @@ def test_a_time_becomes_numbers_that_new_rows_get_too(
 
 
 def test_a_column_of_dates_is_told(tmp_path: Path) -> None:
-    body = "\n".join(f"{1 + i % 12}/28/2024,{i % 2}" for i in range(60))
+    body = "\n".join(f"{1 + i % 12}/{1 + i % 9}/2024,{i % 2}" for i in range(60))
     assert "--data.times would read hour, weekday and day" in table(tmp_path, f"at,y\n{body}\n").describe()
 
 

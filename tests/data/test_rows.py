@@ -9,12 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.chunks import read_rows
-from dphybrid.data.table.fields import is_number
-from dphybrid.data.table.rows import Rows
+from dphybrid.data.table.numbers import is_number
+from dphybrid.data.table.rows import Rows, read_rows
 from dphybrid.util.errors import UserError
-from tests.preparing import prepare
+from tests.preparing import TableDataConfig, prepare
 
 MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PIECES = st.sampled_from(

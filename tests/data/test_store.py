@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import open_prepared, verify_prepared
 from dphybrid.data.store import Content, build_once
 from dphybrid.util.errors import UserError
-from tests.preparing import prepare
+from tests.preparing import TableDataConfig, prepare
 
 
 def small(_: Path) -> Content:
@@ -171,7 +170,7 @@ def test_a_table_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path, l
     )
     code = (
         "import resource, sys; from pathlib import Path; "
-        "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
+        "from tests.preparing import TableDataConfig, prepare;"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
         f"prepare('ctr', TableDataConfig(path={str(file)!r}, label='y', min_count=1), "
         f"Path({str(tmp_path / 'prepared')!r}), 0)"
@@ -232,10 +231,9 @@ def test_a_recipe_without_data_is_told(tmp_path: Path) -> None:
         prepare("tyo", None, tmp_path, 0)
 
 
-def test_polars_is_imported_for_tables_only(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; "
-        "from dphybrid.config.tables import TableDataConfig; from tests.preparing import prepare;"
-        f"prepare('text', None, Path({str(tmp_path)!r}), 0); assert 'polars' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_polars_is_imported_for_tables_and_torch_for_batches(tmp_path: Path) -> None:
+    text = f"recipe.prepare(recipe.data(), Path({str(tmp_path)!r}), 0); assert 'polars' not in sys.modules"
+    for name, work in (("text", text), ("ctr", "recipe.data(); assert 'torch' not in sys.modules")):
+        start = "import sys; from pathlib import Path; from dphybrid.recipes import find_recipe;"
+        code = f"{start} recipe = find_recipe({name!r}); {work}"
+        subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,13 +8,13 @@ import numpy as np
 import polars as pl
 import pytest
 
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared
-from dphybrid.data.table.categories import Dictionary, fit_categories
-from dphybrid.data.table.encode import TableEncoder, bucket_edges, fit_numeric
-from dphybrid.data.table.schema import inferred_role
+from dphybrid.data.table.column import Dictionary, Sample
+from dphybrid.data.table.encoder import Encoder
+from dphybrid.data.table.kinds import KINDS, Category
+from dphybrid.data.table.numbers import bucket_edges, fit_scale
 from dphybrid.util.errors import UserError
-from tests.preparing import prepare
+from tests.preparing import TableDataConfig, prepare
 
 
 def table(folder: Path, columns: dict[str, list[object]], **values: object) -> Prepared:
@@ -51,22 +51,21 @@ def table(folder: Path, columns: dict[str, list[object]], **values: object) -> P
     ],
 )
 def test_roles(name: str, values: list[str], role: str) -> None:
-    assert inferred_role(name, pl.Series("0", values, dtype=pl.String), 60, TableDataConfig())[0] == role
+    sample = Sample(name, pl.Series("0", values, dtype=pl.String), 60, True, TableDataConfig())
+    assert next(kind.role for kind in KINDS if kind.claims(sample)) == role
 
 
 def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
     n: list[object] = [str(i * 3 % 50) for i in range(60)]
-    n[7] = "inf"
+    n[7] = "x"
     prepared = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]})
     assert "categorical" in prepared.describe()
-    assert "'inf' is no number; data.missing can name it" in prepared.describe()
-    roles = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, missing=("inf",)).manifest.facts[
+    assert "'x' is no number; data.missing can name it" in prepared.describe()
+    roles = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, missing=("x",)).manifest.facts[
         "columns"
     ]
     assert [column["role"] for column in roles] == ["numeric"]
-    with pytest.raises(
-        UserError, match=r"line 9: .*column 'n' holds 'inf'.*data\.missing.*data\.categorical"
-    ):
+    with pytest.raises(UserError, match=r"line 9: .*column 'n' holds 'x'.*data\.missing.*data\.categorical"):
         table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, numeric=("n",))
 
 
@@ -151,17 +150,14 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
         "real": "numeric",
         "word": "categorical",
         "day": "time",
-        "day (hour)": "numeric",
-        "day (weekday)": "numeric",
-        "day (day)": "numeric",
         "cost": "numeric",
         "big": "categorical",
         "flag": "categorical",
         "none": "ignore",
     }
     assert prepared.arrays["dense_BN"][:4, 1].tolist() == [0, 1, 1, 0]
-    (word,) = [c for c in TableEncoder.load(prepared.path / "encoder").categories if c.name == "word"]
-    assert sorted(word.vocabulary) == ["a", "b", "c"]
+    (word,) = [c for c in Encoder.load(prepared.path / "encoder").categories if c.name == "word"]
+    assert sorted(word.learned) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("odd", [[1.5, 2.5], [[1], [2]], {"a": 1}, b"\xff"])
@@ -175,7 +171,7 @@ def test_parquet_columns_of_other_things_must_be_ignored(tmp_path: Path, odd: ob
 
 
 def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
-    def encoder(folder: str, held_out: list[object]) -> tuple[Prepared, TableEncoder]:
+    def encoder(folder: str, held_out: list[object]) -> tuple[Prepared, Encoder]:
         (tmp_path / folder).mkdir()
         for part, n, w in (
             ("train", [str(i) for i in range(50)], ["a", "b"] * 25),
@@ -190,14 +186,14 @@ def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
         prepared = prepare(
             "ctr", TableDataConfig(label="y", numeric=("n",), **paths), tmp_path / "prepared", 0
         )  # type: ignore[arg-type]
-        return prepared, TableEncoder.load(prepared.path / "encoder")
+        return prepared, Encoder.load(prepared.path / "encoder")
 
     (one, its) = encoder("one", ["1000000", "", "7", "8"])
     (other, others) = encoder("other", ["3", "4", "5", "6"])
-    assert its.numeric == others.numeric
+    assert its.numbers == others.numbers
     assert (
-        [c.vocabulary.to_list() for c in its.categories]
-        == [c.vocabulary.to_list() for c in others.categories]
+        [c.learned.to_list() for c in its.categories]
+        == [c.learned.to_list() for c in others.categories]
         == [["a", "b"]]
     )
     assert one.arrays["dense_BN"][:50].mean() == pytest.approx(0, abs=1e-6)
@@ -209,23 +205,23 @@ def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
 
 def test_categories_by_count_top_and_hash() -> None:
     dictionary = Dictionary()
-    codes = dictionary.codes(pl.Series(["a", "b", "b", "c", None, "d", "d", "d"]))
+    codes = dictionary.codes(pl.Series(["a", "b", "b", "c", None, "d", "d", "d"])).to_numpy()
     counts = np.bincount(codes[:-1], minlength=5)[1:]  # the last one is held out
     values = dictionary.values()
 
-    def ids(texts: list[str | None], **options: int) -> list[int]:
-        column = fit_categories("c", values, counts, **{"min_count": 1} | options)
-        found = column.ids(pl.Series(texts, dtype=pl.String))
-        assert (
-            found.tolist()
-            == column.ids_of_codes(values)[dictionary.codes(pl.Series(texts, dtype=pl.String))].tolist()
-        )
+    def ids(texts: list[str | None], least: int = 1, **options: int) -> list[int]:
+        column = Category(name="c", **options).kept(values, counts, least)
+        (found,) = column.ids(pl.Series(texts, dtype=pl.String))
+        codes = dictionary.codes(pl.Series(texts, dtype=pl.String))
+        assert found.tolist() == column.coded_by(values).ids(codes)[0].tolist()
+        (many,) = column.ids(pl.Series(texts * 1000, dtype=pl.String))
+        assert many.tolist() == found.tolist() * 1000
         assert max(found) < column.num_ids
         return list(found)
 
     texts = ["b", "d", "a", "c", None]
     assert ids(texts) == [2, 3, 4, 5, 0]  # by count, then by name
-    assert ids(texts, min_count=2) == [2, 3, 1, 1, 0]
+    assert ids(texts, least=2) == [2, 3, 1, 1, 0]
     assert ids(texts, top=1) == [2, 1, 1, 1, 0]
     hashed = ids(texts, top=1, hash_buckets=4)
     assert hashed[0] == 2
@@ -235,7 +231,7 @@ def test_categories_by_count_top_and_hash() -> None:
 
 def test_numbers_of_any_size_come_out_finite() -> None:
     for numbers in ([1e308, -1e308], [1e-300, 1e300], [5.0, 5.0], [0.0, 1e16]):
-        column = fit_numeric("n", np.array(numbers * 10)[:15], 4)
+        column = fit_scale(np.array(numbers * 10)[:15], 4)
         out = np.zeros((20, column.width))
         column.dense(np.array(numbers * 10), out)
         assert np.isfinite(out).all()

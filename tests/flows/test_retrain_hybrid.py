@@ -150,14 +150,14 @@ def test_a_grown_model_answers_as_the_champion_did(
     warm_start(checkpoint, grown, data)
     rows = data.arrays["valid_rows"]
     site = next(i for i, c in enumerate(now.encoder.id_columns) if c["name"] == "site")
-    texts = now.encoder.categories[0].vocabulary
+    texts = now.encoder.categories[0].learned
     ids_BF = np.array(data.arrays["ids_BF"][rows])
     new_B = ids_BF[:, site] >= before.encoder.categories[0].num_ids
     assert new_B.any()
     assert not new_B.all()
     old_BF = ids_BF.copy()
     old_BF[:, site] = [
-        before.encoder.categories[0].ids(texts[[int(i) - 2]])[0] if i >= 2 else i for i in ids_BF[:, site]
+        before.encoder.categories[0].ids(texts[[int(i) - 2]])[0][0] if i >= 2 else i for i in ids_BF[:, site]
     ]
     batch = {name: torch.from_numpy(np.array(data.arrays[name][rows])) for name in ("dense_BN", "labels_B")}
     with torch.no_grad():

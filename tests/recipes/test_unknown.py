@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dphybrid.data.batches import ArrayDataset, batches
-from dphybrid.data.table.categories import MISSING_ID, UNKNOWN_ID
+from dphybrid.data.table.kinds import MISSING_ID, UNKNOWN_ID
 from dphybrid.recipes.ctr.unknown import SomeUnknown
 
 ROWS = 4000

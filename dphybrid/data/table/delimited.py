@@ -11,7 +11,7 @@ import io
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from dphybrid.data.table.fields import (
     first_rows,
     has_header,
 )
-from dphybrid.data.table.rows import Job, Rows, Wanted, check_columns, clean, done
+from dphybrid.data.table.rows import Job, Rows, as_job, check_columns, clean
 from dphybrid.util.errors import UserError
 
 SHOWN = 500
@@ -56,9 +56,9 @@ class Layout:
     body: int
 
 
-def csv_jobs(file: Path, data: TableDataConfig, wanted: Wanted) -> Iterator[Job]:
-    """Yield the jobs that return the rows of a file's blocks, in order; see
-    `dphybrid.data.table.chunks.read_chunks`. Raises UserError like it."""
+def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
+    """Yield the jobs that return the rows of a file's blocks, in order. Raises UserError when it cannot be
+    read, is empty, or is no text."""
     layout: Layout | None = None
     line = offset = 0  # of what is not read yet
     found = False
@@ -95,17 +95,17 @@ def csv_jobs(file: Path, data: TableDataConfig, wanted: Wanted) -> Iterator[Job]
                     line, offset, block = layout.body, offset + start, block[start:]
             if b'"' in block or (b"\r" in block and block.count(b"\r") != block.count(b"\r\n")):
                 rows, num_lines, unread = _careful(file, block, layout, data, line, offset, last)
-                yield done(rows)
+                yield as_job(rows)
                 line, offset, rest = line + num_lines, offset + len(block) - len(unread), unread + rest
             elif block:
                 num_lines = _count(block, b"\n") + (not block.endswith(b"\n"))
-                yield partial(_block_rows, file, block, layout, data, wanted, line, offset, num_lines)
+                yield partial(_block_rows, file, block, layout, data, line, offset, num_lines)
                 line, offset = line + num_lines, offset + len(block)
             found = found or bool(block)
     if layout is None:
         raise UserError(f"data.path={file}: is empty; give a file with rows")
     if not found:
-        yield partial(_block_rows, file, b"", layout, data, wanted, line, offset, 0)
+        yield partial(_block_rows, file, b"", layout, data, line, offset, 0)
 
 
 class _text_stream:
@@ -166,60 +166,44 @@ def _layout(file: Path, block: bytes, data: TableDataConfig) -> Layout | None:
 
 
 def _block_rows(
-    file: Path,
-    block: bytes,
-    layout: Layout,
-    data: TableDataConfig,
-    wanted: Wanted,
-    line: int,
-    offset: int,
-    num_lines: int,
+    file: Path, block: bytes, layout: Layout, data: TableDataConfig, line: int, offset: int, num_lines: int
 ) -> Rows:
     """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
-    numbers = wanted.numbers - wanted.coded if data.notation is None else set()
-    values = _plain(block, num_lines, layout, data.no_value, numbers)
+    values = _plain(block, num_lines, layout, data.no_value)
     if values is None:
         return _careful(file, block, layout, data, line, offset, last=True)[0]
     lines = np.arange(line + 1, line + 1 + num_lines)
     return Rows(layout.names, values, lines, [], layout.header, "line", file, offset + len(block))
 
 
-def _plain(
-    block: bytes, num_rows: int, layout: Layout, missing: Sequence[str], numbers: Set[str]
-) -> pl.DataFrame | None:
+def _plain(block: bytes, num_rows: int, layout: Layout, missing: tuple[str, ...]) -> pl.DataFrame | None:
     """Return the columns of such a block when polars reads it as `_careful` would, else None."""
     separator, width = layout.separator.encode(), len(layout.names)
     if len(separator) > 1 or width == 1:
         return None
     if b"\r" in block:
         block = block.replace(b"\r\n", b"\n")
-    plain = block.isascii()
-    if not plain and b"\xef\xbb\xbf" in block:
+    if not block.isascii():
         block = block.replace(b"\xef\xbb\xbf", b"")
     if _count(block, separator) != num_rows * (width - 1):
         return None
-    blanks = not plain or any(blank in block for blank in _BLANKS if blank != separator)
+    blanks = not block.isascii() or any(blank in block for blank in _BLANKS if blank != separator)
     present = [] if blanks else [text for text in missing if all(sign in block for sign in text.encode())]
-    tries = [set() if blanks else {str(i) for i, name in enumerate(layout.names) if name in numbers}, set()]
-    for as_numbers in tries if tries[0] else tries[1:]:
-        try:
-            frame = pl.read_csv(
-                block,
-                has_header=False,
-                schema={str(i): pl.Float64 if str(i) in as_numbers else pl.String for i in range(width)},
-                separator=layout.separator,
-                quote_char=None,
-                null_values=present or None,
-            )
-        except pl.exceptions.PolarsError:
-            continue
-        # a row with too many fields raises; so with all separators there, every row has its own
-        if len(frame) != num_rows:
-            return None
-        # where one is not finite, the texts are needed, to say what is wrong
-        if all(frame[i].is_finite().all() for i in as_numbers):
-            return clean(frame.get_columns(), missing) if blanks else frame
-    return None
+    try:
+        frame = pl.read_csv(
+            block,
+            has_header=False,
+            schema={str(i): pl.String for i in range(width)},
+            separator=layout.separator,
+            quote_char=None,
+            null_values=present or None,
+        )
+    except pl.exceptions.PolarsError:  # a row has too many fields, or the text is no UTF-8
+        return None
+    # with all separators there, and no row with too many fields, every row has its own
+    if len(frame) != num_rows:
+        return None
+    return clean(frame, missing) if blanks else frame
 
 
 def _count(block: bytes, sign: bytes) -> int:
@@ -251,9 +235,8 @@ def _careful(
             )
         else:
             good.append((line + i + 1, row))
-    values = clean(
-        _columns([row for _, row in good], layout.separator, len(layout.names)).get_columns(), data.no_value
-    )
+    columns = _columns([row for _, row in good], layout.separator, len(layout.names))
+    values = clean(columns, data.no_value)
     numbers = np.array([number for number, _ in good], dtype=np.int64)
     unread = "".join(f"{text}\n" for text in lines[used:]).encode()
     bytes_read = offset + len(block) - len(unread)

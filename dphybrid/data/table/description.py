@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
-from dphybrid.data.table.encode import TableEncoder
-from dphybrid.data.table.labels import Label
+from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.reading import Table
 
 UNSEEN_TOLD = 0.0005
@@ -13,59 +11,64 @@ UNSEEN_TOLD = 0.0005
 
 
 def description(
-    data: TableDataConfig,
-    table: Table,
-    encoder: TableEncoder,
-    split: Mapping[str, Any],
-    unseen: Mapping[str, float],
+    table: Table, encoder: Encoder, split_text: str, sizes: Mapping[str, Any], unseen: Mapping[str, float]
 ) -> list[str]:
-    """Return what a table was taken for, in lines for people. split: rows of the parts, and their rates of a
+    """Return what a table was taken for, in lines for people. sizes: rows of the parts, and their rates of a
     binary label. unseen: by column, the share of validation values that no training row has."""
-    num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
-    columns = table.columns
-    wide = max(len("column"), *(len(_escaped(column.name)) for column in columns))
+    data, label = table.plan.data, encoder.label
+    how = "" if label.task == "binary" else f"{label.task} ({_told(data.task)}): "
     lines = [
-        f"  {data.path}: {len(table.answers_B):,} rows, label {table.label!r}: "
-        f"{_label_text(encoder.answer, data)}"
+        f"  {data.path}: {table.num_rows:,} rows, label {label.name!r}: {how}{_escaped(label.told())}",
+        *_column_lines(table, encoder),
     ]
-    lines += [f"  {'column':<{wide}}  role            ids  values such as"]
-    for column in columns:
-        samples = ", ".join(_shown(text) for text in column.samples)
-        reason = f"  ({column.reason})" if column.reason else ""
-        lines.append(
-            f"  {_escaped(column.name):<{wide}}  {column.role:<11} {num_ids.get(column.name, 0):>7,}  "
-            f"{samples}{reason}"
-        )
-    rates = {part: split.get(f"{part}_label_rate") for part in ("train", "valid")}
+    rates = {part: sizes.get(f"{part}_label_rate") for part in ("train", "valid")}
+    rows = sum(column["num_ids"] for column in encoder.id_columns)
     lines.append(
-        f"  {split['train_rows']:,} rows to train"
+        f"  {sizes['train_rows']:,} rows to train"
         + ("" if rates["train"] is None else f" ({rates['train']:.1%} of them 1)")
-        + f", {split['valid_rows']:,} to validate"
+        + f", {sizes['valid_rows']:,} to validate"
         + ("" if rates["valid"] is None else f" ({rates['valid']:.1%})")
-        + f", {sum(num_ids.values()):,} table rows"
+        + f", {rows:,} table rows"
     )
-    lines.append(f"  {table.split.text}")
-    if new := {
-        name: share
-        for name, share in sorted(unseen.items(), key=lambda item: -item[1])[:5]
-        if share >= UNSEEN_TOLD
-    }:
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in new.items())
+    lines.append(f"  {split_text}")
+    new = sorted(unseen.items(), key=lambda item: -item[1])[:5]
+    if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= UNSEEN_TOLD):
         lines.append(f"  validation values that no training row has: {shares}")
-    for name, (cells, items) in table.left_out.items():
-        lines.append(
-            f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left "
-            "out; max_items in schema.toml"
-        )
+    flags = ", ".join(f"--data.{field}" for field in data.role_fields())
     lines.append(
-        f"  Other roles: {', '.join(f'--data.{field}' for field in ROLE_FIELDS)} with column names, or "
-        "--data.schema-file with an edited schema.toml of this folder; without a header columns are "
-        "named 0, 1, ..."
+        f"  To change a column's role: {flags} with column names, or --data.schema-file with an edited "
+        "schema.toml of this folder; without a header columns are named 0, 1, ..."
     )
+    return lines + _left_out_lines(table)
+
+
+def _column_lines(table: Table, encoder: Encoder) -> list[str]:
+    num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
+    numbers = {column.name: column for column in encoder.numbers}
+    rows = []
+    for look in table.plan.looks:
+        column = look.column
+        parts = [part.name for part in numbers[column.name].parts] if column.name in numbers else []
+        ids = sum(num_ids.get(name, 0) for name in {column.name, *parts})
+        shown = ", ".join(_shown(text) for text in look.samples)
+        reason = f"  ({look.reason})" if look.reason else ""
+        rows.append((_escaped(column.name), column.role, ids, f"{shown}{reason}"))
+    wide = max(len("column"), *(len(name) for name, *_ in rows))
+    head = f"  {'column':<{wide}}  role            ids  values such as"
+    return [head, *(f"  {name:<{wide}}  {role:<11} {ids:>7,}  {shown}" for name, role, ids, shown in rows)]
+
+
+def _left_out_lines(table: Table) -> list[str]:
+    data = table.plan.data
+    lines = [
+        f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left out; "
+        "max_items in schema.toml"
+        for name, (cells, items) in table.left_out.items()
+    ]
     if table.unlabelled:
         lines.append(
-            f"  {table.unlabelled:,} rows without a value of {table.label!r} are left out: they have no "
-            "answer to learn"
+            f"  {table.unlabelled:,} rows without a value of {table.plan.label.name!r} are left out: they "
+            "have no answer to learn"
         )
     if data.weight:
         zero = f"; {table.weightless:,} rows with a weight of 0 are left out" if table.weightless else ""
@@ -77,19 +80,8 @@ def description(
     return lines
 
 
-def _label_text(answer: Label, data: TableDataConfig) -> str:
-    """Say what the label was taken for."""
-    if answer.task == "binary":
-        return f"{answer.classes[1]!r} is 1, {answer.classes[0]!r} is 0"
-    if answer.task == "multiclass":
-        shown = ", ".join(_shown(repr(name)) for name in answer.classes[:8])
-        text = f"{len(answer.classes)} classes, {shown}" + ", ..." * (len(answer.classes) > 8)
-    elif answer.task == "counts":
-        text = f"mean {answer.scale:.6g} in training"
-    else:
-        text = f"mean {answer.offset:.6g}, standard deviation {answer.scale:.6g} in training"
-    told = "as data.task says" if data.task != "auto" else "--data.task overrules"
-    return f"{answer.task} ({told}): {text}"
+def _told(task: str) -> str:
+    return "as data.task says" if task != "auto" else "--data.task overrules"
 
 
 def _shown(text: str) -> str:

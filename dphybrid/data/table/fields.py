@@ -9,9 +9,8 @@ import csv
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.table.numbers import is_number
 from dphybrid.util.errors import UserError
 
 SEPARATORS = ",\t;|"
@@ -20,14 +19,6 @@ SAMPLE = 50
 """Rows that separator, header and width are inferred from."""
 MAX_SPAN = 64
 """Lines that one quoted value may run over."""
-
-
-def is_number(text: str) -> bool:
-    """Tell whether a text is written as a number; infinity and nan are none."""
-    try:
-        return bool(np.isfinite(float(text))) and "_" not in text
-    except ValueError:
-        return False
 
 
 def cut_rows(

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from polars.selectors import by_name  # names as they are: `*` is a pattern elsewhere
 
-from dphybrid.data.table.bags import is_list_of_items
+from dphybrid.data.table.rows import check_types
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, sync, temporary
 
@@ -93,13 +93,7 @@ def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequenc
     schema = frame.collect_schema() if isinstance(frame, pl.LazyFrame) else frame.schema
     if not schema:
         raise UserError(f"{where}: has no columns")
-    for name, dtype in schema.items():
-        odd = dtype.is_nested() or dtype in (pl.Binary, pl.Object)
-        if odd and not is_list_of_items(dtype) and name not in ignored:
-            raise UserError(
-                f"{where}: column {name!r} holds {dtype}, not single values or lists of texts or whole "
-                "numbers; name it in ignore, or write it as text"
-            )
+    check_types(schema, where, "ignore", ignored)
     return schema.names()
 
 

@@ -1,4 +1,4 @@
-"""What the column with the answer is learnt as, told by its values or by `data.task`:
+"""What the column with the answer is learnt as, by its values or by `data.task`:
 
 - binary: two values;
 - multiclass: texts, or up to 20 whole numbers below 100 (either sign), three or more;
@@ -8,17 +8,17 @@
 Letters: B rows."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import polars as pl
 
+from dphybrid.config.experiment import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.fields import is_number
-from dphybrid.data.table.rows import as_numbers
-from dphybrid.data.table.schema import FEW_OTHERS
+from dphybrid.data.table.column import Column, Sample
+from dphybrid.data.table.kinds import Category, Numeric
+from dphybrid.data.table.numbers import FEW_OTHERS, is_number, notation_of
 from dphybrid.util.errors import UserError
 
 TaskName = Literal["binary", "multiclass", "regression", "counts"]
@@ -32,15 +32,12 @@ SMALL_NUMBER = 99
 """Size up to which whole numbers are taken for classes."""
 
 
-@dataclass(frozen=True)
-class Label:
-    """What a label is learnt as. classes: texts by number, the positive one of two last; none of numbers.
+class Label(Section):
+    """A kind of label. name: of its column. classes: texts by number, the positive one of two last; none of
+    numbers. offset, scale: models learn (number - offset) / scale."""
 
-    offset, scale: of numbers; models learn (number - offset) / scale, whose mean over the training rows is 0
-    with a standard deviation of 1 (regression), or 1 (counts).
-    """
-
-    task: TaskName = "binary"
+    task: ClassVar[TaskName]
+    name: str = ""
     classes: tuple[str, ...] = ()
     offset: float = 0.0
     scale: float = 1.0
@@ -48,63 +45,114 @@ class Label:
     @property
     def columns(self) -> dict[str, str]:
         """What a prediction consists of: names and numpy's types."""
-        if self.task == "binary":
-            return {"probability": "float32"}
-        if self.task == "multiclass":
-            return {"prediction": "str", **{f"probability_{name}": "float32" for name in self.classes}}
         return {"prediction": "float64"}
 
-    def text(self, column: str) -> str:
+    def text(self) -> str:
         """Say what is predicted."""
-        if self.task == "binary":
-            return f"{column}={self.classes[1]}"
-        return f"{column} ({f'{len(self.classes)} classes' if self.classes else self.task})"
+        return f"{self.name} ({self.task})"
 
-    def fitted(self, train_B: Array, weights_B: Array | None) -> "Label":
+    def told(self) -> str:
+        """Say what the label was taken for."""
+        raise NotImplementedError
+
+    def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
         """Return the label with the offset and the scale of its training rows."""
-        if self.classes:
-            return self
-        mean = float(np.average(train_B, weights=weights_B))
-        if self.task == "counts":
-            return replace(self, scale=mean or 1.0)
-        std = float(np.sqrt(np.average((train_B - mean) ** 2, weights=weights_B)))
-        return replace(self, offset=mean, scale=std or 1.0)
+        return self
 
     def encoded(self, values_B: Array) -> Array:
-        """Return what models learn (B,) float32, of class numbers or numbers."""
-        if self.classes:
-            return values_B.astype(np.float32)
+        """Return what models learn (B,) float32, of numbers, or of numbers of classes."""
         return ((values_B - self.offset) / self.scale).astype(np.float32)
 
     def facts(self) -> dict[str, Any]:
-        """Return the label as JSON has it, by the name it has in the facts about prepared data. A binary one
-        is told by their absence, as in data of before."""
-        return {} if self.task == "binary" else {"label": asdict(self)}
+        """Return the label as JSON has it, among the facts about prepared data."""
+        return {"label": {"task": self.task, **self.model_dump(mode="json")}}
 
-    @classmethod
-    def of(cls, facts: Mapping[str, Any], classes: tuple[str, ...] = ()) -> "Label":
-        """Return the label of facts. classes: of a binary one, which facts do not name."""
-        page = facts.get("label")
-        return cls(**{**page, "classes": tuple(page["classes"])}) if page else cls(classes=classes)
+    @staticmethod
+    def of(facts: Mapping[str, Any]) -> "Label":
+        """Return the label of facts about prepared data; without one a binary label."""
+        page = dict(facts.get("label", {}))
+        return LABELS[page.pop("task", "binary")](**page)
 
 
-def are_numbers(name: str, sample: pl.Series, data: TableDataConfig) -> bool:
-    """Tell by its first values, None for no value, whether a label is read as numbers, not as classes. Raises
-    UserError for numbers with a few texts among them."""
+class Binary(Label):
+    """One of two values: the probability of the second one."""
+
+    task = "binary"
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return {"probability": "float32"}
+
+    def text(self) -> str:
+        return f"{self.name}={self.classes[1]}"
+
+    def told(self) -> str:
+        return f"{self.classes[1]!r} is 1, {self.classes[0]!r} is 0"
+
+
+class Multiclass(Label):
+    """One of several values: a probability each."""
+
+    task = "multiclass"
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return {"prediction": "str", **{f"probability_{name}": "float32" for name in self.classes}}
+
+    def text(self) -> str:
+        return f"{self.name} ({len(self.classes)} classes)"
+
+    def told(self) -> str:
+        shown = ", ".join(map(repr, self.classes[:8])) + ", ..." * (len(self.classes) > 8)
+        return f"{len(self.classes)} classes, {shown}"
+
+
+class Regression(Label):
+    """A number, standardized by the training rows."""
+
+    task = "regression"
+
+    def told(self) -> str:
+        return f"mean {self.offset:.6g}, standard deviation {self.scale:.6g} in training"
+
+    def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
+        mean = float(np.average(train_B, weights=weights_B))
+        std = float(np.sqrt(np.average((train_B - mean) ** 2, weights=weights_B)))
+        return self.model_copy(update={"offset": mean, "scale": std or 1.0})
+
+
+class Counts(Label):
+    """A count, divided by the mean of the training rows."""
+
+    task = "counts"
+
+    def told(self) -> str:
+        return f"mean {self.scale:.6g} in training"
+
+    def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
+        return self.model_copy(update={"scale": float(np.average(train_B, weights=weights_B)) or 1.0})
+
+
+LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (Binary, Multiclass, Regression, Counts)}
+
+
+def label_column(sample: Sample) -> Column:
+    """Return how the cells of a label are read, by the first ones: as numbers, or as the names of classes.
+    Raises UserError for numbers with a few texts among them."""
+    data, numeric = sample.data, Numeric(name=sample.name, **Numeric.told(sample))
+    category = Category(name=sample.name, **Category.told(sample))
     if data.task != "auto":
-        return data.task in ("regression", "counts")
-    present = sample.drop_nulls()
-    numbers = as_numbers(present, data)
-    is_other = ~numbers.is_finite().fill_null(False)
-    known, others = numbers.filter(~is_other), present.filter(is_other)
-    if len(others) > FEW_OTHERS * len(present) or not _too_many_for_classes(known):
-        return False
+        return numeric if data.task in ("regression", "counts") else category
+    numbers = numeric.read(sample.cells)
+    others = sample.cells.filter(numbers.is_null())
+    if len(others) > FEW_OTHERS * len(numbers) or not _too_many_for_classes(numbers.drop_nulls()):
+        return category
     if len(others):
         raise UserError(
-            f"data.label={data.label}: column {name!r} holds {others[0]!r} among numbers; list it in "
+            f"data.label={data.label}: column {sample.name!r} holds {others[0]!r} among numbers; list it in "
             "data.missing, which leaves its rows out, mend it, or give data.task=multiclass"
         )
-    return True
+    return numeric
 
 
 def _too_many_for_classes(numbers: pl.Series) -> bool:
@@ -115,41 +163,46 @@ def _too_many_for_classes(numbers: pl.Series) -> bool:
     return numbers.n_unique() > FEW_NUMBERS or bool(odd.any())
 
 
-def decided(name: str, values: list[str], data: TableDataConfig) -> tuple[Label, Array]:
-    """Return what a label is, and the class number or the number of each of its different values.
+def label_of_numbers(name: str, numbers_B: Array, data: TableDataConfig) -> Label:
+    """Return the label of a column of numbers. Raises UserError where all are the same."""
+    if len(numbers_B) and numbers_B.min() == numbers_B.max():
+        _check_values(name, [f"{numbers_B[0]:g}"], data)
+    return LABELS["counts" if data.task == "counts" else "regression"](name=name)
+
+
+def label_of_texts(name: str, values: list[str], data: TableDataConfig) -> tuple[Label, Array]:
+    """Return the label of a column of texts, and the class number, or the number, of each different one.
 
     Raises UserError where `data.task` does not fit, or there is nothing to tell apart.
     """
-    place, there = f"data.label={data.label}", f"column {name!r} has {len(values):,}"
-    shown = ", ".join(repr(value) for value in sorted(values)[:6]) + (", ..." if len(values) > 6 else "")
-    if len(values) < 2 or (data.task == "binary" and len(values) != 2):
-        other = "" if len(values) < 2 else ", make the label two-valued, or give another data.task"
-        raise UserError(
-            f"{place}: needs two different values, {there}: {shown} ({data.path}); name another column{other}"
-        )
-    numbers = as_numbers(pl.Series(values, dtype=pl.String), data)
-    if data.task == "auto" and numbers.is_finite().fill_null(False).all() and _too_many_for_classes(numbers):
-        return Label("regression"), numbers.to_numpy()
+    _check_values(name, values, data)
+    cells = pl.Series(values, dtype=pl.String)
+    numbers = notation_of(cells, data).read(cells)
+    if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
+        return Regression(name=name), numbers.to_numpy()
     if len(values) > MAX_CLASSES:
         raise UserError(
-            f"{place}: {there} different values, such as {shown}, and classes are {MAX_CLASSES:,} at most "
-            f"({data.path}); name another column, or bring rare values together"
+            f"data.label={data.label}: column {name!r} has {len(values):,} different values, such as "
+            f"{_shown(values)}, and classes are {MAX_CLASSES:,} at most ({data.path}); name another column, "
+            "or bring rare values together"
         )
     classes = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
     two = len(classes) == 2 and data.task != "multiclass"
     if two and classes[0].lower() in POSITIVE:
         classes.reverse()
     number = {value: float(place) for place, value in enumerate(classes)}
-    label = Label("binary" if two else "multiclass", tuple(classes))
+    label = (Binary if two else Multiclass)(name=name, classes=tuple(classes))
     return label, np.array([number[value] for value in values])
 
 
-def wrong_counts(values_B: Array) -> Array:
-    """Return which numbers (B,) are no counts; nan, no value, is not told."""
-    return (values_B < 0) | (values_B != np.floor(values_B)) & ~np.isnan(values_B)
+def _check_values(name: str, values: list[str], data: TableDataConfig) -> None:
+    if len(values) < 2 or (data.task == "binary" and len(values) != 2):
+        other = "" if len(values) < 2 else ", make the label two-valued, or give another data.task"
+        raise UserError(
+            f"data.label={data.label}: needs two different values, column {name!r} has {len(values):,}: "
+            f"{_shown(values)} ({data.path}); name another column{other}"
+        )
 
 
-def wrong_weights(values_B: Array) -> Array:
-    """Return which numbers (B,) are no weights; nan, no value, is none."""
-    with np.errstate(invalid="ignore"):
-        return ~((values_B >= 0) & (values_B < np.inf))
+def _shown(values: list[str]) -> str:
+    return ", ".join(repr(value) for value in sorted(values)[:6]) + (", ..." if len(values) > 6 else "")

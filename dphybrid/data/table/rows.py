@@ -1,27 +1,33 @@
-"""Rows as they come from a file: their values as text, where they stood, and those that do not fit."""
+"""Rows as they come from files, chunk by chunk: their cells, where they stand, and those that do not fit."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import given_path
+
+SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
+"""Files of a folder that are read."""
+BLOCK_ROWS = 2**16
+"""Parquet rows read at a time."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Values as stripped text (None: no value), the line of each row from 1 on, and the rejected rows.
+    """Cells as stripped text (None: no value) or lists of texts, the line of each row from 1 on, and the
+    rejected rows.
 
-    values: columns 0, 1, ...; their names stand apart, because polars reads names such as `*` or `^a$` as
-    patterns.
+    values: columns 0, 1, ...; their names stand apart, because polars reads names such as `*` as patterns.
     header: the first line named the columns; Parquet files always do. place: what `lines` counts, "line" or
     "row".
-    lists: names of the columns whose values were lists; they come as text with `bags.SEPARATOR` between the
-    items.
     """
 
     names: list[str]
@@ -32,7 +38,6 @@ class Rows:
     place: str
     file: Path
     bytes_read: int = 0
-    lists: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -42,21 +47,77 @@ class Rows:
         return self.values.to_series(self.names.index(name))
 
 
-@dataclass
-class Wanted:
-    """Names of columns to read as numbers, and of those whose texts are coded."""
-
-    numbers: set[str] = field(default_factory=set)
-    coded: set[str] = field(default_factory=set)
-
-
 Job = Callable[[], Rows]
 """A call that reads a chunk, in any thread."""
 
 
-def done(rows: Rows) -> Job:
+def as_job(rows: Rows) -> Job:
     """Return the job of rows that are read already."""
     return lambda: rows
+
+
+def find_files(path: str, place: str) -> tuple[Path, ...]:
+    """Return the files of a file, a folder (with what is below it) or a pattern such as `logs/day-*.csv.gz`,
+    sorted by name.
+
+    Raises UserError when there are none, and for an empty file.
+    """
+    root = given_path(path, place)
+    if root.is_file():
+        files = [root]
+    elif root.is_dir():
+        below = (file for file in root.rglob("*") if file.name[0] not in "._" and file.is_file())
+        files = [file for file in below if file.name.lower().endswith(SUFFIXES)]
+        if not files:
+            raise UserError(
+                f"{place}={path}: is a folder without files of rows ({', '.join(SUFFIXES)}); name a file, "
+                "or one that has some"
+            )
+    else:
+        anchor = Path(root.anchor) if root.anchor else Path()
+        pattern = str(root.relative_to(anchor))
+        try:
+            wild = any(sign in pattern for sign in "*?[")
+            files = [file for file in anchor.glob(pattern) if file.is_file()] if wild else []
+        except ValueError as error:
+            raise UserError(f"{place}={path}: {error}") from error
+        if not files:
+            raise UserError(f"{place}={path}: there is no such file")
+    for file in files:
+        if not file.stat().st_size:
+            raise UserError(f"{place}={file}: is empty; give a file with rows")
+    return tuple(sorted(files))
+
+
+def read_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
+    """Yield the rows of a file, chunk after chunk, made by a thread of its own; a file without rows gives one
+    empty chunk.
+
+    Raises UserError when it cannot be read, is empty, or is no text.
+    """
+    return mapped(lambda job: job(), read_jobs(file, data), threads=1)
+
+
+def read_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
+    """Yield the jobs that return the chunks of `read_chunks`."""
+    from dphybrid.data.table.delimited import csv_jobs  # which needs `Rows`
+
+    if file.suffix.lower() in (".parquet", ".pq"):
+        return map(as_job, _parquet_chunks(file, data))
+    return csv_jobs(file, data)
+
+
+def read_rows(file: Path, data: TableDataConfig) -> Rows:
+    """Read a whole file into memory. Raises UserError like `read_chunks`, and when too many rows do not fit
+    or fewer than 2 do."""
+    chunks = list(read_chunks(file, data))
+    rejected = [row for chunk in chunks for row in chunk.rejected]
+    values = pl.concat([chunk.values for chunk in chunks])
+    lines = np.concatenate([chunk.lines for chunk in chunks])
+    first = chunks[0]
+    check_rejected(file, rejected, len(values) + len(rejected), data.max_rejected)
+    check_enough(file, first, len(values))
+    return Rows(first.names, values, lines, rejected, first.header, first.place, file)
 
 
 def check_enough(file: Path | str, first: Rows, num_rows: int) -> None:
@@ -94,26 +155,67 @@ def check_rejected(
         )
 
 
-def plain_notation(texts: pl.Series, data: TableDataConfig) -> pl.Series:
-    """Return texts with numbers as programs write them, where `data.decimal` and `data.thousands` say
-    otherwise; texts that are no such numbers stay."""
-    if data.notation is None:
-        return texts
-    numbers = texts.str.replace_all(data.thousands, "", literal=True) if data.thousands else texts
-    numbers = numbers.str.replace_all(data.decimal, ".", literal=True)
-    is_number = texts.str.contains(data.notation).fill_null(False)
-    return texts.zip_with(~is_number, numbers)
+def is_list_of_items(dtype: pl.DataType) -> bool:
+    """Tell whether values of a type are lists of texts or whole numbers, which can be read as bags."""
+    inner = getattr(dtype, "inner", None)
+    return inner is not None and (inner.is_integer() or inner in (pl.String, pl.Categorical, pl.Enum))
 
 
-def as_numbers(texts: pl.Series, data: TableDataConfig) -> pl.Series:
-    """Return texts, or numbers, as Float64; None for what is no number in the table's notation."""
-    if texts.dtype != pl.String or data.notation is None:
-        return texts.cast(pl.Float64, strict=False)
-    numbers = plain_notation(texts, data).cast(pl.Float64, strict=False)
-    return numbers.set(~texts.str.contains(data.notation).fill_null(True), None)
+def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) -> pl.DataFrame:
+    """Return a frame's cells as stripped text, None for what means no value; lists of items stay lists, and
+    with `numbers` columns of numbers what they are. Names of columns must be no patterns."""
+    kept = {name for name, dtype in frame.schema.items() if is_list_of_items(dtype)}
+    if numbers:
+        kept |= {name for name, dtype in frame.schema.items() if dtype.is_numeric()}
+    texts = [name for name in frame.columns if name not in kept]
+    if not texts:
+        return frame
+    stripped = frame.with_columns(pl.col(texts).cast(pl.String).str.strip_chars())
+    none = pl.Series(["", *missing]).implode()
+    return stripped.with_columns(pl.when(~pl.col(texts).is_in(none)).then(pl.col(texts)))
 
 
-def clean(columns: Sequence[pl.Series], missing: Sequence[str]) -> pl.DataFrame:
-    """Return columns 0, 1, ... of stripped text, None for what means no value."""
-    texts = [column.alias(str(i)).cast(pl.String).str.strip_chars() for i, column in enumerate(columns)]
-    return pl.DataFrame([text.set(text.is_in(["", *missing]).fill_null(False), None) for text in texts])
+def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
+    start = 1
+    try:
+        # Folders named key=value become columns.
+        lazy = pl.scan_parquet(
+            file, hive_partitioning=any("=" in part for part in file.parent.parts), try_parse_hive_dates=False
+        )
+        schema = lazy.collect_schema()
+        check_columns(file, len(schema), data.max_columns)
+        check_types(schema, f"data.path={file}", "data.ignore", data.left_out(schema.names()))
+        for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
+            yield _parquet_rows(frame, file, data, start)
+            start += len(frame)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise UserError(f"data.path={file}: cannot be read as Parquet: {error}") from error
+    if start == 1:
+        yield _parquet_rows(schema.to_frame(), file, data, start)
+
+
+def _parquet_rows(frame: pl.DataFrame, file: Path, data: TableDataConfig, start: int) -> Rows:
+    ignored = set(data.left_out(frame.columns))
+    empty = [
+        pl.Series(name, [None] * len(frame), dtype=pl.String)
+        for name in frame.columns
+        if name in ignored and _is_odd(frame.schema[name])
+    ]
+    frame = frame.with_columns(empty)
+    names, numbered = frame.columns, frame.rename({name: str(i) for i, name in enumerate(frame.columns)})
+    lines = np.arange(start, start + len(frame))
+    return Rows(names, clean(numbered, data.no_value), lines, [], True, "row", file)
+
+
+def _is_odd(dtype: pl.DataType) -> bool:
+    return (dtype.is_nested() or dtype in (pl.Binary, pl.Object)) and not is_list_of_items(dtype)
+
+
+def check_types(schema: pl.Schema, where: str, field: str, ignored: Sequence[str]) -> None:
+    """Raise UserError where a column that is not ignored holds what no file of rows could."""
+    for name, dtype in schema.items():
+        if _is_odd(dtype) and name not in ignored:
+            raise UserError(
+                f"{where}: column {name!r} holds {dtype}, not single values or lists of texts or whole "
+                f"numbers; name it in {field}, or write it as text"
+            )

@@ -1,50 +1,53 @@
-"""Tables: CSV, TSV or Parquet files with a label, categorical and numeric columns.
+"""Tables: CSV, TSV or Parquet files with a label, and columns of the kinds in `dphybrid.data.table.kinds`.
 
-Read once, chunk by chunk, into one file a column (numbers, or codes of a dictionary); then split, fitted on
-the training part, and encoded. Memory holds a chunk, the vocabularies and a few numbers a row, however large
-the input is. Letters: B rows, F id columns, N dense columns.
+Read once, chunk by chunk; then split, fitted on the training part, and encoded. Memory holds some chunks, the
+vocabularies and a few numbers a row, however large the input is. Letters: B rows.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
-from dphybrid.data.store import INFERRED, Content, Progress, Streamed, source_digests
-from dphybrid.data.table.arrays import bags_blocks, dense_blocks, ids_blocks, keys_of
-from dphybrid.data.table.bags import BagColumn
-from dphybrid.data.table.categories import CategoryColumn, fit_categories
-from dphybrid.data.table.chunks import read_jobs
-from dphybrid.data.table.columns import ColumnStore
+from dphybrid.data.store import Content, Progress, Streamed, source_digests
+from dphybrid.data.table.column import Column, Found
 from dphybrid.data.table.description import description
-from dphybrid.data.table.encode import FIT_ROWS, NumericColumn, TableEncoder, fit_numeric
-from dphybrid.data.table.extend import Base, extended, extended_split, open_base
-from dphybrid.data.table.files import find_files
-from dphybrid.data.table.reading import Reading, Table
-from dphybrid.data.table.roles import Column, bag_form
-from dphybrid.data.table.rows import Rows, Wanted
-from dphybrid.data.table.schema import INFERRED_TIME, SchemaFile, read_schema, schema_text
-from dphybrid.data.table.times import part_names
+from dphybrid.data.table.encoder import Encoder
+from dphybrid.data.table.extend import Base, extended_split, open_base, row_keys
+from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
+from dphybrid.data.table.reading import Plan, Table, read_table
+from dphybrid.data.table.rows import find_files, read_jobs
+from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
+from dphybrid.data.table.splits import RowSplit, split_rows
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
 LIMITS = ("max_columns", "max_line_mib", "max_expansion")
 """Values that refuse files and change nothing else."""
+FIT_ROWS = 2**18
+"""Training rows, evenly spaced, that tell the statistics of numbers, at most."""
+PACKED = (".gz", ".parquet", ".pq")
 
 
 @dataclass(frozen=True)
 class TableSource:
-    """Files of rows. held: files whose rows are the held-out ones."""
+    """Files of rows. held_files: those whose rows are the held-out ones."""
 
     data: TableDataConfig
     seed: int
     read_files: tuple[Path, ...]
     held_files: tuple[Path, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.read_files + self.held_files
 
     @cached_property
     def schema(self) -> SchemaFile:
@@ -56,222 +59,129 @@ class TableSource:
     def base(self) -> Base | None:
         return open_base(Path(self.data.base)) if self.data.base else None
 
-    @cached_property
-    def inferred_times(self) -> list[str]:
-        """Columns of dates or times that nobody named: the first rows tell them."""
-        return [column.name for column in self.looked if column.reason == INFERRED_TIME]
-
-    @cached_property
-    def looked(self) -> list[Column]:
-        """The columns as the first rows tell them: for the digest, and for the reading."""
-        return self._reading(ColumnStore(Path()), lambda *_: None).look()
-
-    @cached_property
-    def first(self) -> Rows:
-        """The rows that are looked at."""
-        return next(read_jobs(self.files[0], self.data, Wanted()))()
-
-    def _reading(
-        self, store: ColumnStore, progress: Progress, columns: list[Column] | None = None
-    ) -> Reading:
-        data = self.data
-        if self.base and data.task == "auto":
-            data = data.model_copy(update={"task": self.base.encoder.answer.task})
-        files, held = self.files, self.held_files
-        return Reading(data, self.schema, self.seed, files, held, store, progress, self.first, columns)
-
     @property
     def options(self) -> dict[str, Any]:
-        values = self.data.model_dump(
-            mode="json", exclude={"path", "valid_path", "schema_file", "base", *LIMITS}
-        )
+        excluded = {"path", "valid_path", "schema_file", "base", *LIMITS}
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
-        values["missing"] = self.data.no_value
-        values |= {"schema": self.schema.model_dump(mode="json")}
-        # These came later: what has none of them keeps its digest.
-        for name, absent in (
-            ("task", "auto"),
-            ("weight", None),
-            ("bags", []),
-            ("text", []),
-            ("times", []),
-            ("dayfirst", False),
-            ("decimal", "."),
-            ("thousands", ""),
-        ):
-            if values[name] == absent:
-                del values[name]
-        for column in values["schema"]["columns"].values():
-            for name in ("separator", "max_items"):
-                if column[name] is None:
-                    del column[name]
-        return values | {
-            "partitions": partitions if any(partitions) else [],
+        return self.data.model_dump(mode="json", exclude=excluded) | {
+            "schema": self.schema.model_dump(mode="json"),
+            "partitions": partitions,
             "held_files": len(self.held_files),
-            **({"base": self.base.prepared.digest} if self.base else {}),
-            **({INFERRED: self.inferred_times} if self.inferred_times else {}),
+            "base": self.base.prepared.digest if self.base else None,
             "formats": sorted(
-                {
-                    "".join(file.suffixes[-2:]).lower()
-                    for file in self.files
-                    if file.suffix.lower() in (".gz", ".parquet", ".pq")
-                }
+                {"".join(f.suffixes[-2:]).lower() for f in self.files if f.suffix.lower() in PACKED}
             ),
         }
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self.read_files + self.held_files
 
     def digests(self, progress: Progress) -> list[bytes]:
         return source_digests(self.files, progress)
 
+    def plan(self) -> Plan:
+        """Return what the first rows say. Raises UserError when they do not fit."""
+        data = self.data
+        if self.base and data.task == "auto":
+            data = data.model_copy(update={"task": self.base.encoder.label.task})
+        return Plan.of(next(read_jobs(self.files[0], data))(), data, self.schema)
+
     def read(self, progress: Progress, scratch: Path) -> Content:
-        with ColumnStore(scratch / "columns") as store:
-            reading = self._reading(store, progress, self.looked)
-            reading.run()
-        table = reading.table()
-        parts: dict[str, Array] = {}
+        plan = self.plan()
         if self.base:
-            answer = self.base.encoder.answer
-            keys = keys_of(table, store, self.base.encoder, answer.encoded(table.answers_B))
-            held, parts["new_rows"] = extended_split(table.split, self.base, keys)
-            table = replace(table, split=held)
+            self.base.encoder.check_forms(plan.columns)
+        table = read_table(plan, self.files, len(self.held_files), scratch / "rows", progress)
+        label, answers_B = _answers(table)
+        split = _split(table, self.seed)
+        texts = {c.name: table.texts(f"column {c.name}") for c in plan.columns if c.coded}
+        parts: dict[str, Array] = {}
+        weights_B = table.whole("weight").astype(np.float32) if plan.weight else None
+        if self.base:
+            earlier = self.base.encoder
+            split, parts["new_rows"] = extended_split(
+                split, self.base, _keys(table, earlier.coded_by(texts), earlier.label.encoded(answers_B))
+            )
+            label = label.model_copy(update=earlier.label.model_dump(include={"offset", "scale"}))
         else:
-            trained_B = ~table.split.held_B
-            weights_B = None if table.weights_B is None else table.weights_B[trained_B]
-            answer = table.answer.fitted(table.answers_B[trained_B], weights_B)
-            table = replace(table, answer=answer)
-        labels_B = answer.encoded(table.answers_B)
-        parts |= {
-            "train_rows": np.flatnonzero(~table.split.held_B),
-            "valid_rows": np.flatnonzero(table.split.held_B),
-        }
-        encoder, unseen = self._fit(table, store, progress)
-        split: dict[str, Any] = {part: len(rows) for part, rows in parts.items()}
-        if answer.task == "binary":
-            split |= {
-                f"{part}_label_rate": float(labels_B[parts[f"{part}_rows"]].mean())
-                for part in ("train", "valid")
-            }
-        num_rows, id_columns = len(labels_B), encoder.id_columns
-        if not id_columns:
+            kept_B = ~split.held_B
+            label = label.fitted(answers_B[kept_B], None if weights_B is None else weights_B[kept_B])
+        parts |= {"train_rows": np.flatnonzero(~split.held_B), "valid_rows": np.flatnonzero(split.held_B)}
+        encoder, unseen = _fitted(table, label, split, progress)
+        if self.base:
+            encoder = self.base.encoder.extended(encoder)
+        return self._content(table, encoder, texts, split, unseen, parts, label.encoded(answers_B), weights_B)
+
+    def _content(
+        self,
+        table: Table,
+        encoder: Encoder,
+        texts: Mapping[str, pl.Series],
+        split: RowSplit,
+        unseen: Mapping[str, float],
+        parts: dict[str, Array],
+        labels_B: Array,
+        weights_B: Array | None,
+    ) -> Content:
+        if not encoder.id_columns:
             raise UserError(
                 f"data.path={self.data.path}: no column is left to look up; ignore fewer columns or set "
                 "data.buckets above 0"
             )
-        lookups = table.lookups(encoder)
-        arrays: dict[str, Array | Streamed] = {
-            "ids_BF": Streamed(
-                (num_rows, len(id_columns) - len(encoder.bags)),
-                np.dtype(np.int32),
-                lambda: ids_blocks(encoder, lookups, store),
-            ),
-            "dense_BN": Streamed(
-                (num_rows, encoder.num_dense),
-                np.dtype(np.float32),
-                lambda: dense_blocks(encoder, store),
-            ),
-            "labels_B": labels_B,
-            **({} if table.weights_B is None else {"weights_B": table.weights_B}),
-        }
-        info: dict[str, Any] = {
-            "columns": id_columns,
-            "num_ids": [column["num_ids"] for column in id_columns],
-            "num_dense": encoder.num_dense,
-            "inputs": encoder.names,
-            **answer.facts(),
+        plan, label, num_rows = table.plan, encoder.label, table.num_rows
+        sizes: dict[str, Any] = {part: len(rows) for part, rows in parts.items()}
+        if label.task == "binary":
+            for part in ("train", "valid"):
+                sizes[f"{part}_label_rate"] = float(labels_B[parts[f"{part}_rows"]].mean())
+        num_singles = len(encoder.id_columns) - len(encoder.bags)
+        shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+            "ids_BF": ((num_rows, num_singles), np.dtype(np.int32)),
+            "dense_BN": ((num_rows, encoder.num_dense), np.dtype(np.float32)),
         }
         if encoder.bags:
-            shape = (num_rows, len(encoder.bags), table.longest_bag)
-            arrays["bags_BFL"] = Streamed(
-                shape, np.dtype(np.int32), lambda: bags_blocks(encoder, lookups, store, table.longest_bag)
-            )
-            info["num_bags"] = len(encoder.bags)
-        extra = {
-            "label": table.label,
-            "classes": list(encoder.classes),
-            "base": str(self.base.prepared.path) if self.base else None,
-            "split": split | {"most_unseen": max(unseen.values(), default=0.0)},
-            "unseen": unseen,
-            "columns": [
-                {k: v for k, v in column.__dict__.items() if k != "options"} for column in table.columns
-            ],
-            **(
-                {"left_out_items": {name: list(counts) for name, counts in table.left_out.items()}}
-                if table.left_out
-                else {}
-            ),
-            **({"unlabelled_rows": table.unlabelled} if table.unlabelled else {}),
-            **({"weight": self.data.weight} if self.data.weight else {}),
-            **({"weightless_rows": table.weightless} if table.weightless else {}),
+            shapes["bags_BFL"] = ((num_rows, len(encoder.bags), table.longest), np.dtype(np.int32))
+        arrays = {"labels_B": labels_B} | ({} if weights_B is None else {"weights_B": weights_B})
+        info: dict[str, Any] = {
+            "columns": encoder.id_columns,
+            "num_ids": [column["num_ids"] for column in encoder.id_columns],
+            "num_dense": encoder.num_dense,
+            "num_bags": len(encoder.bags),
+            "inputs": encoder.names,
+            **label.facts(),
         }
-        text = description(self.data, table, encoder, split, unseen)
+        extra = {
+            "label": label.name,
+            "classes": list(label.classes),
+            "base": str(self.base.prepared.path) if self.base else None,
+            "split": sizes | {"most_unseen": max(unseen.values(), default=0.0)},
+            "unseen": dict(unseen),
+            "columns": [
+                {
+                    "name": look.column.name,
+                    "role": look.column.role,
+                    "reason": look.reason,
+                    "samples": look.samples,
+                }
+                for look in plan.looks
+            ],
+            "left_out_items": {name: list(counts) for name, counts in table.left_out.items()},
+            "unlabelled_rows": table.unlabelled,
+            "weightless_rows": table.weightless,
+            "weight": self.data.weight,
+        }
 
         def save(folder: Path) -> None:
             encoder.save(folder / "encoder")
-            made = {part for c in table.columns if c.role == "time" for part in part_names(c.name)}
-            schema = schema_text(
-                table.label, [(c.name, c.options) for c in table.columns if c.name not in made]
-            )
-            (folder / "schema.toml").write_text(schema, encoding="utf-8")
+            text = schema_text(label.name, [look.column for look in plan.looks])
+            (folder / "schema.toml").write_text(text, encoding="utf-8")
 
-        return Content("arrays", arrays | parts, info, text, tuple(arrays), extra, table.rejected, save)
-
-    def _fit(
-        self, table: Table, store: ColumnStore, progress: Progress
-    ) -> tuple[TableEncoder, dict[str, float]]:
-        """Learn from the training rows; also return the share of validation values, a category column, that
-        no training row has."""
-        held_B = table.split.held_B
-        trained = np.flatnonzero(~held_B)
-        sample_B = np.zeros(len(held_B), bool)
-        sample_B[trained[:: -(-len(trained) // FIT_ROWS)]] = True
-        unseen: dict[str, float] = {}
-
-        def fit(column: Column) -> NumericColumn | CategoryColumn:
-            o = column.options
-            if column.role == "numeric":
-                raw_B = np.concatenate(
-                    [block[rows_B] for block, rows_B in store.with_rows(column.name, sample_B)]
-                )
-                return fit_numeric(
-                    column.name, raw_B, self.data.buckets if o.buckets is None else o.buckets, o.scale
-                )
-            values = table.values_of(column.name)
-            counts = np.zeros((len(values) + 1, 2), np.int64)
-            for codes_B, rows_B in store.with_rows(column.name, held_B):  # (B, L) of bags
-                for place, rows in enumerate((~rows_B, rows_B)):
-                    counts[:, place] += np.bincount(codes_B[rows].ravel(), minlength=len(values) + 1)
-            train, held = counts[1:].T
-            unseen[column.name] = float(held[train == 0].sum() / max(held.sum(), 1))
-            least = self.data.min_count if o.min_count is None else o.min_count
-            found = fit_categories(column.name, values, train, least, o.top, o.hash_buckets)
-            if column.role == "categorical":
-                return found
-            return BagColumn(found.name, found.vocabulary, found.hash_buckets, *bag_form(column))
-
-        used = [column for column in table.columns if column.role not in ("ignore", "time")]
-        fitted: list[NumericColumn | CategoryColumn] = []
-        for column in mapped(fit, used):
-            fitted.append(column)
-            progress("encode columns", len(fitted), len(used))
-        encoder = TableEncoder(
-            tuple(column for column in fitted if isinstance(column, NumericColumn)),
-            tuple(
-                column
-                for column in fitted
-                if isinstance(column, CategoryColumn) and not isinstance(column, BagColumn)
-            ),
-            table.label,
-            table.answer,
-            tuple(column for column in fitted if isinstance(column, BagColumn)),
-            tuple(column.name for column in table.columns if column.role == "time"),
-            self.data.dayfirst,
+        return Content(
+            "arrays",
+            arrays | parts,
+            info,
+            description(table, encoder, split.text, sizes, unseen),
+            (*shapes, *arrays),
+            extra,
+            table.rejected,
+            save,
+            Streamed(shapes, partial(_blocks, table, encoder.coded_by(texts))),
         )
-        if self.base:
-            encoder = extended(self.base.encoder, encoder)
-        return encoder, {column.name: unseen[column.name] for column in encoder.vocabularies}
 
 
 def open_source(data: TableDataConfig, seed: int) -> TableSource:
@@ -289,3 +199,72 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
             "cannot be in both parts"
         )
     return TableSource(data, seed, files, held)
+
+
+def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:
+    """Yield the arrays of the blocks."""
+    longest = table.longest
+    return mapped(lambda number: encoder.encode(table.cells(number), longest)[0], range(len(table.lengths)))
+
+
+def _keys(table: Table, encoder: Encoder, labels_B: Array) -> Array:
+    """Return the rows' keys in an earlier table's encoding, with their labels in it."""
+    ends = np.cumsum(table.lengths)[:-1]
+    blocks = zip(_blocks(table, encoder), np.split(labels_B, ends), strict=True)
+    return row_keys(({**arrays, "labels_B": block_B} for arrays, block_B in blocks), encoder.max_items)
+
+
+def _answers(table: Table) -> tuple[Label, Array]:
+    """Return the label, and its numbers (B,), or numbers of classes."""
+    column, data = table.plan.label, table.plan.data
+    values_B = table.whole("label")
+    if not column.coded:
+        return label_of_numbers(column.name, values_B, data), values_B
+    label, number = label_of_texts(column.name, table.texts("label").to_list(), data)
+    return label, np.concatenate([[np.nan], number])[values_B]
+
+
+def _split(table: Table, seed: int) -> RowSplit:
+    codes_B, texts = None, None
+    if table.plan.split:
+        codes_B, texts = table.whole("split"), table.texts("split")
+    return split_rows(table.plan.data, seed, table.num_rows, table.num_read, codes_B, texts)
+
+
+def _fitted(
+    table: Table, label: Label, split: RowSplit, progress: Progress
+) -> tuple[Encoder, dict[str, float]]:
+    """Learn from the training rows; also return the share of validation values, by column of texts, that no
+    training row has."""
+    trained = np.flatnonzero(~split.held_B)
+    sample_B = np.zeros(len(split.held_B), bool)
+    sample_B[trained[:: -(-len(trained) // FIT_ROWS)]] = True
+    unseen: dict[str, float] = {}
+
+    def numbers(name: str) -> pl.Series:
+        return pl.concat(
+            [block.filter(pl.Series(rows_B)) for block, rows_B in table.with_rows(name, sample_B)]
+        )
+
+    def texts(name: str) -> tuple[pl.Series, Array]:
+        values = table.texts(name)
+        counts = np.zeros((2, len(values) + 1), np.int64)
+        for codes, held_B in table.with_rows(name, split.held_B):
+            for place, rows_B in enumerate((~held_B, held_B)):
+                some = codes.filter(pl.Series(rows_B))
+                flat = some.explode().drop_nulls() if some.dtype == pl.List else some
+                counts[place] += np.bincount(flat.to_numpy(), minlength=len(values) + 1)
+        train, held = counts[:, 1:]
+        unseen[name.removeprefix("column ")] = float(held[train == 0].sum() / max(held.sum(), 1))
+        return values, train
+
+    def fit(column: Column) -> Column:
+        name = f"column {column.name}"
+        return column.fitted(Found(table.plan.data, partial(numbers, name), partial(texts, name)))
+
+    columns, fitted = table.plan.columns, list[Column]()
+    for column in mapped(fit, columns):
+        fitted.append(column)
+        progress("encode columns", len(fitted), len(columns))
+    encoder = Encoder(tuple(fitted), label)
+    return encoder, {c.name: unseen[c.name] for c in (*encoder.categories, *encoder.bags)}

@@ -7,7 +7,7 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.fields import is_number
+from dphybrid.data.table.numbers import is_number
 from dphybrid.util.errors import UserError
 
 _BLOCK = 2**20

@@ -31,7 +31,6 @@ class Ctr(Recipe):
         "A table with a label (yes or no, classes, a number, counts): hidden layers, Wide & Deep, DeepFM or "
         "DLRM over one table for all categorical columns."
     )
-    data = TableDataConfig
     model = CtrModelConfig
     table = {"optimizer": "adam", "lr": 0.0}
     train = {
@@ -45,6 +44,13 @@ class Ctr(Recipe):
         "average": 0.99,
     }
     tabular = True
+
+    @property
+    def data(self) -> type[TableDataConfig]:  # type: ignore[override]
+        """The data section, with a field for each kind of column; polars waits until it is asked for."""
+        from dphybrid.data.table.kinds import table_config
+
+        return table_config()
 
     def source(self, data: TableDataConfig, seed: int) -> "Source":
         from dphybrid.data.table.source import open_source

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
-from dphybrid.data.table.categories import MISSING_ID, UNKNOWN_ID
+from dphybrid.data.table.kinds import MISSING_ID, UNKNOWN_ID
 
 
 class SomeUnknown(Dataset):
@@ -29,7 +29,8 @@ class SomeUnknown(Dataset):
         num_columns = len(info["num_ids"]) - int(info.get("num_bags", 0))
         roles = [column["role"] for column in info.get("columns", [])] or ["categorical"] * num_columns
         self._stand_in_F = torch.tensor(
-            [MISSING_ID if role == "buckets" else UNKNOWN_ID for role in roles[:num_columns]]
+            [MISSING_ID if role == "buckets" else UNKNOWN_ID for role in roles[:num_columns]],
+            dtype=torch.int64,  # also where all columns are bags
         )
 
     def __len__(self) -> int:

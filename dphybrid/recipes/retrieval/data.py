@@ -16,11 +16,10 @@ import polars as pl
 
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, source_digests
-from dphybrid.data.table.categories import FIRST_ID, CategoryColumn, Dictionary, fit_categories
-from dphybrid.data.table.chunks import read_chunks
-from dphybrid.data.table.files import find_files
-from dphybrid.data.table.rows import Rows, check_rejected
-from dphybrid.data.table.times import seconds
+from dphybrid.data.table.column import Dictionary
+from dphybrid.data.table.kinds import FIRST_ID, Category
+from dphybrid.data.table.rows import Rows, check_rejected, find_files, read_chunks
+from dphybrid.data.table.times import read_times
 from dphybrid.recipes.retrieval.config import RetrievalDataConfig
 from dphybrid.util.errors import UserError, suggestion
 
@@ -39,9 +38,9 @@ class Side:
     """Users or items. ids: their column; number_N: of each row, negative where training has no such one;
     features: the columns of categories; ids_RF: the tower's ids of each user or item."""
 
-    ids: CategoryColumn
+    ids: Category
     number_N: Array
-    features: list[CategoryColumn]
+    features: list[Category]
     ids_RF: Array
 
     @property
@@ -51,7 +50,7 @@ class Side:
 
     def save(self, file: Path, **more: pl.Series) -> None:
         """Write names and ids in the order of their numbers."""
-        names = self.ids.vocabulary.alias("name")
+        names = self.ids.learned.alias("name")
         pl.DataFrame({"name": names, "ids": self.ids_RF, **more}).write_parquet(file)
 
 
@@ -160,7 +159,7 @@ class InteractionSource:
                     "data.item, data.time, data.user_features and data.item_features"
                 )
             rejected += rows.rejected
-            pieces = {name: dictionaries[name].codes(rows.column(name)) for name in names}
+            pieces = {name: dictionaries[name].codes(rows.column(name)).to_numpy() for name in names}
             whole_B = (pieces[d.user] > 0) & (pieces[d.item] > 0)
             rejected += [
                 {
@@ -214,7 +213,7 @@ class InteractionSource:
         """Return the time of each row, as numbers that sort; rows without one come first."""
         found = texts.cast(pl.Float64, strict=False)
         if found.null_count():
-            found = seconds(texts, day_first=False)
+            found = read_times(texts, day_first=False).dt.epoch("s").cast(pl.Float64)
         if found.null_count():
             odd = texts.filter(found.is_null())[0]
             raise UserError(
@@ -236,17 +235,18 @@ def _side(
     trained: the training rows, the last ones last."""
     codes_N, texts = columns[name]
     counts = np.bincount(codes_N[trained], minlength=len(texts) + 1)
-    ids = fit_categories(name, texts, counts[1:], min_count=1)
-    number_N = ids.ids_of_codes(texts)[codes_N] - FIRST_ID
+    ids = Category(name=name).kept(texts, counts[1:], least=1)
+    number_N = ids.ids_of([None, *texts.to_list()]).astype(np.int64)[codes_N] - FIRST_ID
     number_T = number_N[trained]
-    columns_RF, fitted = [np.arange(len(ids.vocabulary))], []
+    columns_RF, fitted = [np.arange(len(ids.learned))], []
     for feature in features:
         feature_N, values = columns[feature]
         feature_T = feature_N[trained]
-        last_R = np.zeros(len(ids.vocabulary), np.int64)
+        last_R = np.zeros(len(ids.learned), np.int64)
         last_R[number_T[feature_T > 0]] = feature_T[feature_T > 0]  # of several, numpy keeps the last
-        found = fit_categories(feature, values, np.bincount(last_R, minlength=len(values) + 1)[1:], 1)
-        columns_RF.append(found.ids_of_codes(values)[last_R])
+        counts_V = np.bincount(last_R, minlength=len(values) + 1)[1:]
+        found = Category(name=feature).kept(values, counts_V, least=1)
+        columns_RF.append(found.ids_of([None, *values.to_list()])[last_R])
         fitted.append(found)
     return Side(ids, number_N, fitted, np.stack(columns_RF, 1).astype(np.int32))
 

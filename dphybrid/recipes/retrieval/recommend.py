@@ -17,10 +17,8 @@ from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.chunks import read_chunks
-from dphybrid.data.table.files import find_files
 from dphybrid.data.table.frames import as_frame
-from dphybrid.data.table.rows import check_rejected
+from dphybrid.data.table.rows import check_rejected, find_files, read_chunks
 from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval.config import RetrievalDataConfig

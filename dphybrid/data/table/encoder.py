@@ -1,0 +1,194 @@
+"""From the cells of a table to the arrays that a model takes, for preparing, predicting and retraining.
+
+Letters: B rows, F columns of one id a row, L ids of a bag, N dense columns.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from dphybrid.data.batches import Array
+from dphybrid.data.store import ENCODER_VERSION
+from dphybrid.data.table.column import Column
+from dphybrid.data.table.kinds import PADDING_ID, Bag, Category, Numbers, kind_of
+from dphybrid.data.table.labels import Label
+from dphybrid.util.errors import UserError
+
+CACHED_ROWS = 2**13
+"""Rows of tens of columns that are put side by side while they lie in a core's cache."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Columns with what the training rows told, and the label. Saved beside a checkpoint.
+
+    Arrays have the columns of numbers first (`dense_BN`, and in `ids_BF` their buckets), then categories,
+    then bags (`bags_BFL`)."""
+
+    columns: tuple[Column, ...]
+    label: Label
+
+    @cached_property
+    def numbers(self) -> list[Numbers]:
+        """Columns of numbers and times."""
+        return [column for column in self.columns if isinstance(column, Numbers)]
+
+    @cached_property
+    def categories(self) -> list[Category]:
+        """Columns of one text a row."""
+        return [c for c in self.columns if isinstance(c, Category) and not isinstance(c, Bag)]
+
+    @cached_property
+    def bags(self) -> list[Bag]:
+        """Columns of several texts a row."""
+        return [column for column in self.columns if isinstance(column, Bag)]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Columns that are read."""
+        return [column.name for column in (*self.numbers, *self.categories, *self.bags)]
+
+    @cached_property
+    def id_columns(self) -> list[dict[str, Any]]:
+        """Name, role and number of ids of each column of ids_BF, then of the bags."""
+        tables = [table for c in (*self.numbers, *self.categories, *self.bags) for table in c.tables]
+        return [{"name": name, "role": role, "num_ids": num_ids} for name, role, num_ids in tables]
+
+    @cached_property
+    def num_dense(self) -> int:
+        """Columns of dense_BN."""
+        return sum(column.width for column in self.numbers)
+
+    @property
+    def max_items(self) -> int:
+        """Items of a bag, at most."""
+        return max((bag.max_items for bag in self.bags), default=1)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The label's classes, the positive one of two last; none of numbers."""
+        return self.label.classes
+
+    def encode(self, cells: Mapping[str, pl.Series], longest: int = 1) -> tuple[dict[str, Array], int]:
+        """Return the arrays of rows, and how many cells of numbers and times could not be read and count as
+        missing.
+
+        cells: those of each of `names`, stripped, None for no value. longest: items of the arrays' bags, at
+        least.
+        """
+        num_rows, wrong = len(next(iter(cells.values()))), 0
+        values: dict[str, pl.Series] = {}
+        for column in self.columns:
+            values[column.name] = column.read(cells[column.name])
+            if not column.coded:
+                wrong += values[column.name].null_count() - cells[column.name].null_count()
+        dense_BN = np.zeros((num_rows, self.num_dense), np.float32)
+        ends = itertools.accumulate((column.width for column in self.numbers), initial=0)
+        for number, start in zip(self.numbers, ends, strict=False):
+            number.dense(values[number.name], dense_BN[:, start : start + number.width])
+        ids = [ids_B for c in (*self.numbers, *self.categories) for ids_B in c.ids(values[c.name])]
+        arrays = {"ids_BF": _side_by_side(ids, num_rows), "dense_BN": dense_BN}
+        if self.bags:
+            arrays["bags_BFL"] = _one_width([bag.ids(values[bag.name])[0] for bag in self.bags], longest)
+        return arrays, wrong
+
+    def coded_by(self, texts: Mapping[str, pl.Series]) -> "Encoder":
+        """Return the encoder for cells that come as codes of dictionaries, by column."""
+        columns = (c.coded_by(texts[c.name]) if isinstance(c, Category) else c for c in self.columns)
+        return replace(self, columns=tuple(columns))
+
+    def written(self, keys: Mapping[str, Any]) -> "Encoder":
+        """Return the encoder for files with other notations: keys of columns' sections, such as decimal."""
+        columns = (
+            c.model_copy(update={key: value for key, value in keys.items() if key in c.options()})
+            for c in self.columns
+        )
+        return replace(self, columns=tuple(columns))
+
+    def extended(self, newer: "Encoder") -> "Encoder":
+        """Return the encoder with the values that `newer` has besides: old ids keep their meaning. Raises
+        UserError where the label is another; `check_forms` has compared the columns."""
+        for what, before, now in (
+            ("labels", self.label.task, newer.label.task),
+            ("classes", list(self.classes), list(newer.classes)),
+        ):
+            if before != now:
+                raise UserError(
+                    f"data.base: {what} were {before} and are {now}; a model cannot be carried over, train a "
+                    "new one"
+                )
+        by_name = {column.name: column for column in newer.columns}
+        return replace(self, columns=tuple(c.extended(by_name[c.name]) for c in self.columns))
+
+    def check_forms(self, columns: Sequence[Column]) -> None:
+        """Raise UserError where the columns of newer data cannot be encoded as these are."""
+        before, now = ({c.name: c.form for c in each} for each in (self.columns, columns))
+        for name in before:
+            if name not in now:
+                raise UserError(
+                    f"data.base: the earlier table has a column {name!r} that is used no more; train a new "
+                    "model"
+                )
+            if now[name] != before[name]:
+                raise UserError(
+                    f"data.base: column {name!r} was {before[name]} and is {now[name]}; a model cannot be "
+                    "carried over, train a new one"
+                )
+        if more := [name for name in now if name not in before]:
+            raise UserError(
+                f"data.base: the earlier table has no column {more[0]!r}; name it in data.ignore, or train a "
+                "new model"
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
+        folder.mkdir(exist_ok=True)
+        columns = [{"role": c.role, **c.model_dump(mode="json")} for c in self.columns]
+        page = {"version": ENCODER_VERSION, "columns": columns, **self.label.facts()}
+        (folder / "encoder.json").write_text(json.dumps(page, indent=1, ensure_ascii=False), encoding="utf-8")
+        texts = [c.learned.to_list() for c in self.columns if isinstance(c, Category)]
+        pl.DataFrame({"values": pl.Series(texts, dtype=pl.List(pl.String))}).write_parquet(
+            folder / "vocabularies.parquet"
+        )
+
+    @classmethod
+    def load(cls, folder: Path) -> "Encoder":
+        """Read what `save` wrote. Raises UserError for what another version wrote."""
+        page = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+        if page.get("version") != ENCODER_VERSION:
+            raise UserError(
+                f"{folder}: was written by another version of dphybrid; prepare the data and train again"
+            )
+        vocabularies = iter(pl.read_parquet(folder / "vocabularies.parquet")["values"])
+        columns = []
+        for values in page["columns"]:
+            kind = kind_of(values.pop("role"))
+            learned = {"learned": next(vocabularies)} if kind.coded else {}
+            columns.append(kind(**values, **learned))
+        return cls(tuple(columns), Label.of(page))
+
+
+def _side_by_side(columns: Sequence[Array], num_rows: int) -> Array:
+    """Return columns (B,) as (B, F) int32, some rows at a time; `np.stack` takes far longer."""
+    out_BF: Array = np.empty((num_rows, len(columns)), np.int32)
+    for start in range(0, num_rows, CACHED_ROWS):
+        rows = slice(start, start + CACHED_ROWS)
+        for place, column_B in enumerate(columns):
+            out_BF[rows, place] = column_B[rows]
+    return out_BF
+
+
+def _one_width(bags: Sequence[Array], longest: int) -> Array:
+    """Return bags (B, L) of several columns as (B, F, L), padded to the longest."""
+    width = max(longest, *(ids_BL.shape[1] for ids_BL in bags))
+    padded = (
+        np.pad(ids_BL, ((0, 0), (0, width - ids_BL.shape[1])), constant_values=PADDING_ID) for ids_BL in bags
+    )
+    return np.stack(list(padded), axis=1)

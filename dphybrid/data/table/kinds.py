@@ -1,0 +1,418 @@
+"""The kinds of columns: why each claims a column, how it reads cells, what it learns from training rows, and
+what a model gets of it.
+
+A new kind is a subclass of `Column` and an entry of `KINDS`: the flag that lists such columns, its keys in
+schema.toml and its page of the saved encoder follow from the class. Ids: 0 = no value, 1 = unknown value.
+Letters: B rows, N dense columns, L items of a bag.
+"""
+
+import zlib
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Literal, Self
+
+import numpy as np
+import polars as pl
+from pydantic import Field, PrivateAttr, create_model
+
+from dphybrid.config.experiment import Names
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.table.column import Array, Claim, Column, Dictionary, Found, Sample
+from dphybrid.data.table.numbers import (
+    Notation,
+    Scale,
+    fit_scale,
+    has_leading_zeros,
+    notation_of,
+    why_no_number,
+)
+from dphybrid.data.table.times import YEAR_FIRST, is_day_first, looks_like_dates, read_times
+from dphybrid.util.errors import UserError
+
+MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
+PADDING_ID = -1
+"""Behind the last item of a bag."""
+ROW_NUMBERS = 20
+"""Rows from which on a column that counts them is taken for a row number."""
+ROW_GAPS = 0.05
+"""Share of row numbers that may be left out: rows that were filtered out or rejected."""
+SMALL = 1024
+"""Texts up to which looking each up is faster than finding the distinct ones first."""
+
+_WORD = r"\w+(?:['’]\w+)*"
+
+
+class Ignore(Column):
+    """A column that is not read."""
+
+    role = "ignore"
+    flag = "ignore"
+    flag_help = "Columns to leave out, separated by commas."
+
+    @classmethod
+    def claims(cls, sample: Sample) -> Claim | None:
+        if not len(sample.cells):
+            return Claim("no values", {}) if sample.whole else None
+        if sample.cells.dtype != pl.String:
+            return None
+        numbers = sample.cells.cast(pl.Int64, strict=False)
+        counts = len(numbers) == sample.num_rows >= ROW_NUMBERS and not numbers.null_count()
+        if not counts or has_leading_zeros(sample.cells) or not (numbers.diff().drop_nulls() > 0).all():
+            return None
+        span = int(numbers[-1]) - int(numbers[0])
+        return Claim("a row number", {}) if span < (1 + ROW_GAPS) * sample.num_rows else None
+
+
+class Numbers(Column):
+    """One or more numbers a cell: standardized, and in quantile buckets that have an embedding each."""
+
+    scale: Literal["auto", "log", "standard", "none"] = Field(default="auto", examples=["auto"])
+    """log and standardize, standardize, neither, or by the look of the training rows."""
+    buckets: int | None = Field(default=None, ge=0, le=4096, examples=[32])
+    """Quantile buckets that get an embedding each; 0: none."""
+
+    @property
+    def parts(self) -> "tuple[Numeric, ...]":
+        """The columns of one number a cell that it becomes."""
+        raise NotImplementedError
+
+    def numbers(self, values: pl.Series) -> list[Array]:
+        """Return the numbers (B,) of its parts, nan for no value."""
+        return [values.to_numpy()]
+
+    @property
+    def width(self) -> int:
+        """Inputs of a network."""
+        return sum(part.learned.width for part in self.parts)
+
+    @property
+    def tables(self) -> list[tuple[str, str, int]]:
+        return [(part.name, "buckets", part.learned.num_ids) for part in self.parts if part.learned.num_ids]
+
+    def ids(self, values: pl.Series) -> list[Array]:
+        parts = zip(self.parts, self.numbers(values), strict=True)
+        return [part.learned.ids(numbers_B) for part, numbers_B in parts if part.learned.num_ids]
+
+    def dense(self, values: pl.Series, out_BN: Array) -> None:
+        """Write what a network gets into out_BN (B, width)."""
+        start = 0
+        for part, numbers_B in zip(self.parts, self.numbers(values), strict=True):
+            part.learned.dense(numbers_B, out_BN[:, start : start + part.learned.width])
+            start += part.learned.width
+
+
+class Numeric(Numbers):
+    """A number."""
+
+    role = "numeric"
+    flag = "numeric"
+    flag_help = "Columns to read as numbers, separated by commas; the rest is inferred."
+    noun = "number"
+
+    decimal: Literal[".", ","] = Field(default=".", examples=["."])
+    """Sign before the decimals."""
+    thousands: Literal["", ",", ".", " ", "'", "_"] = Field(default="", examples=[""])
+    """Sign between groups of three digits."""
+    learned: Scale = Scale()
+
+    @classmethod
+    def claims(cls, sample: Sample) -> Claim | None:
+        notation = notation_of(sample.cells, sample.data)
+        if not len(sample.cells) or why_no_number(sample, notation) is not None:
+            return None
+        return Claim(notation.reason(sample.cells), cls.told(sample))
+
+    @classmethod
+    def told(cls, sample: Sample) -> dict[str, Any]:
+        notation = notation_of(sample.cells, sample.data)
+        return {"decimal": notation.decimal, "thousands": notation.thousands}
+
+    def read(self, cells: pl.Series) -> pl.Series:
+        return Notation(self.decimal, self.thousands).read(cells)
+
+    def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
+        return Notation(self.decimal, self.thousands).wrong(cells, values)
+
+    def fitted(self, found: Found) -> Self:
+        return self.fitted_to(found.numbers().to_numpy(), found.data)
+
+    def fitted_to(self, numbers_B: Array, data: TableDataConfig) -> Self:
+        """Return the column with what numbers (B,) of the training rows tell, nan for no value."""
+        buckets = data.buckets if self.buckets is None else self.buckets
+        return self.model_copy(update={"learned": fit_scale(numbers_B, buckets, self.scale)})
+
+    @property
+    def parts(self) -> "tuple[Numeric, ...]":
+        return (self,)
+
+
+class Time(Numbers):
+    """Dates and times: the hour, the weekday (1: Monday) and the days since 1970 are numbers."""
+
+    role = "time"
+    flag = "times"
+    flag_help = (
+        "Columns to read as dates or times, by commas: hour, weekday and day become numbers. Dates whose "
+        "order of day and month is plain are inferred."
+    )
+    noun = "date or time"
+
+    dayfirst: bool = Field(default=False, examples=[False])
+    """Is 3/12/2024 the third of December? Else it is the twelfth of March."""
+    learned: tuple[Numeric, ...] = ()
+
+    @classmethod
+    def claims(cls, sample: Sample) -> Claim | None:
+        first = is_day_first(sample.cells, sample.data)
+        if first is None or not looks_like_dates(sample.cells, first):
+            return None
+        how = "" if sample.cells.str.contains(YEAR_FIRST).all() else f", {'day' if first else 'month'} first"
+        return Claim(f"dates or times{how}; --data.categorical would look each of them up", cls.told(sample))
+
+    @classmethod
+    def told(cls, sample: Sample) -> dict[str, Any]:
+        return {"dayfirst": bool(is_day_first(sample.cells, sample.data))}
+
+    def read(self, cells: pl.Series) -> pl.Series:
+        return read_times(cells, self.dayfirst)
+
+    def fitted(self, found: Found) -> Self:
+        values = found.numbers()
+        parts = [
+            Numeric(name=name, scale=self.scale, buckets=self.buckets).fitted_to(numbers_B, found.data)
+            for name, numbers_B in zip(self.part_names, self.numbers(values), strict=True)
+        ]
+        return self.model_copy(update={"learned": tuple(parts)})
+
+    @property
+    def part_names(self) -> list[str]:
+        """Names of its columns of numbers."""
+        return [f"{self.name} ({part})" for part in ("hour", "weekday", "day")]
+
+    @property
+    def parts(self) -> tuple[Numeric, ...]:
+        return self.learned
+
+    def numbers(self, values: pl.Series) -> list[Array]:
+        days = values.dt.epoch("d")
+        return [part.cast(pl.Float64).to_numpy() for part in (values.dt.hour(), values.dt.weekday(), days)]
+
+
+class Category(Column):
+    """Texts that have an embedding each."""
+
+    role = "categorical"
+    flag = "categorical"
+    flag_help = "Columns to read as categories, separated by commas."
+    coded = True
+
+    min_count: int | None = Field(default=None, ge=1, examples=[2])
+    """Values seen in fewer training rows become the unknown one."""
+    top: int | None = Field(default=None, ge=1, examples=[10000])
+    """At most so many values, the most frequent ones, get an embedding of their own."""
+    hash_buckets: int = Field(default=0, ge=0, examples=[1000])
+    """Embeddings that the other values share by a hash, instead of the unknown one."""
+    ignore_case: bool = Field(default=False, examples=[False])
+    """Are Yes and yes the same value?"""
+    learned: pl.Series = Field(default_factory=lambda: pl.Series("value", [], dtype=pl.String), exclude=True)
+    """Values that have an id of their own, in the order of their ids."""
+    _lookup: Array | None = PrivateAttr(default=None)
+    _known: dict[str | None, int] | None = PrivateAttr(default=None)
+
+    @classmethod
+    def claims(cls, sample: Sample) -> Claim | None:
+        cells = sample.cells
+        if not len(cells):
+            return Claim(f"no values in the first {sample.num_rows:,} rows", {})
+        reason = why_no_number(sample, notation_of(cells, sample.data))
+        told = cls.told(sample)
+        return Claim(reason or ("letters' case is ignored" if told else ""), told)
+
+    @classmethod
+    def told(cls, sample: Sample) -> dict[str, Any]:
+        distinct = sample.cells.unique().to_list() if sample.cells.dtype == pl.String else []
+        folded = {str(text).lower() for text in distinct[:8]}
+        mixed = len(folded) < len(distinct) <= 6 and folded <= {"true", "false"}
+        return {"ignore_case": True} if mixed else {}
+
+    def read(self, cells: pl.Series) -> pl.Series:
+        if self._lookup is not None and cells.dtype == pl.UInt32:
+            return cells
+        texts = cells.cast(pl.String)
+        return texts.str.to_lowercase() if self.ignore_case else texts
+
+    def fitted(self, found: Found) -> Self:
+        texts, counts = found.texts()
+        return self.kept(texts, counts, found.data.min_count if self.min_count is None else self.min_count)
+
+    def kept(self, texts: pl.Series, counts: Array, least: int) -> Self:
+        """Return the column with the texts that at least so many training rows have, most frequent first."""
+        seen = pl.DataFrame({"value": texts, "rows": counts}).filter(pl.col("rows") >= least)
+        kept = seen.sort(["rows", "value"], descending=[True, False])["value"]
+        return self._with(kept if self.top is None else kept.head(self.top))
+
+    def extended(self, newer: Column) -> Self:
+        more = newer.learned.filter(~newer.learned.is_in(self.learned.implode()))
+        return self._with(pl.concat([self.learned, more]))
+
+    def _with(self, texts: pl.Series) -> Self:
+        column = self.model_copy(update={"learned": texts})
+        column._known = None  # a copy has its original's
+        return column
+
+    @property
+    def form(self) -> str:
+        return f"{self.role} with {self.hash_buckets} hash buckets" if self.hash_buckets else self.role
+
+    @property
+    def num_ids(self) -> int:
+        return FIRST_ID + len(self.learned) + self.hash_buckets
+
+    @property
+    def tables(self) -> list[tuple[str, str, int]]:
+        return [(self.name, self.role, self.num_ids)]
+
+    def ids_of(self, texts: Iterable[str | None]) -> Array:
+        """Return the id (B,) of each text (None: no value)."""
+        if self._known is None:
+            known: dict[str | None, int] = {
+                text: number for number, text in enumerate(self.learned.to_list(), FIRST_ID)
+            }
+            self._known = {None: MISSING_ID, **known}
+        known, buckets, first = self._known, self.hash_buckets, FIRST_ID + len(self.learned)
+        if not buckets:
+            return np.fromiter((known.get(text, UNKNOWN_ID) for text in texts), np.int32)
+        found = ((text, known.get(text)) for text in texts)
+        return np.fromiter(
+            (first + zlib.crc32(str(t).encode()) % buckets if i is None else i for t, i in found), np.int32
+        )
+
+    def coded_by(self, texts: pl.Series) -> Self:
+        """Return the column for values that come as codes of a dictionary of these texts, 0 for no value."""
+        column = self.model_copy()
+        column._lookup, column._known = self.ids_of([None, *texts.to_list()]), None
+        return column
+
+    def ids(self, values: pl.Series) -> list[Array]:
+        return [self.ids_of_values(values)]
+
+    def ids_of_values(self, values: pl.Series) -> Array:
+        """Return the ids (B,) of texts, or of codes where it is `coded_by` a dictionary."""
+        if self._lookup is not None:
+            return self._lookup.take(values.to_numpy())
+        if len(values) <= SMALL:
+            return self.ids_of(values.to_list())
+        codes = Dictionary()
+        codes_B = codes.codes(values).to_numpy()
+        return self.ids_of([None, *codes.values().to_list()]).take(codes_B)
+
+
+class Bag(Category):
+    """Several values in a cell, such as drama|comedy: the mean of their embeddings. An item that comes twice
+    counts twice."""
+
+    role = "bag"
+    flag = "bags"
+    flag_help = (
+        "Columns to read as bags: several values in a cell, such as drama|comedy, separated by commas."
+    )
+
+    separator: str = Field(default="|", min_length=1, examples=["|"])
+    """Text between the items of a cell; lists have none."""
+    max_items: int = Field(default=16, ge=1, le=1024, examples=[16])
+    """Items of a cell that are looked up, the first ones."""
+
+    @classmethod
+    def claims(cls, sample: Sample) -> Claim | None:
+        return Claim("lists", {}) if sample.cells.dtype == pl.List else None
+
+    @classmethod
+    def told(cls, sample: Sample) -> dict[str, Any]:
+        return {}
+
+    @property
+    def form(self) -> str:
+        return f"a bag with {self.separator!r} between items, at most {self.max_items} of a cell" + (
+            f", {self.hash_buckets} hash buckets" if self.hash_buckets else ""
+        )
+
+    def items(self, cells: pl.Series) -> pl.Series:
+        """Return the items of cells as lists: blanks around them are stripped, empty ones dropped."""
+        item = pl.element().str.strip_chars()
+        if cells.dtype != pl.List:
+            cells = cells.cast(pl.String).str.split(self.separator)
+        return cells.cast(pl.List(pl.String)).list.eval(item.filter(item != ""))
+
+    def read(self, cells: pl.Series) -> pl.Series:
+        if cells.dtype == pl.List(pl.UInt32) and self._lookup is not None:
+            return cells
+        return self.items(cells).list.head(self.max_items)
+
+    def left_out(self, cells: pl.Series) -> tuple[int, int]:
+        """Return how many cells hold more items than are looked up, and how many items these are."""
+        beyond = self.items(cells).list.len().cast(pl.Int64) - self.max_items
+        beyond = beyond.filter(beyond > 0)
+        return len(beyond), int(beyond.sum())
+
+    def ids(self, values: pl.Series) -> list[Array]:
+        lengths_B = values.list.len().fill_null(0).to_numpy().astype(np.int64)
+        ids_BL = np.full((len(values), max(1, int(lengths_B.max(initial=1)))), PADDING_ID, np.int32)
+        items = values.filter(pl.Series(lengths_B > 0)).explode()
+        ids_BL[np.arange(ids_BL.shape[1]) < lengths_B[:, None]] = self.ids_of_values(items)
+        ids_BL[lengths_B == 0, 0] = MISSING_ID
+        return [ids_BL]
+
+
+class Text(Bag):
+    """The lower-cased words of a free text, as a bag."""
+
+    role = "text"
+    flag = "text"
+    flag_help = "Columns to read as free text, whose words are a bag, separated by commas."
+
+    @classmethod
+    def claims(cls, sample: Sample) -> Claim | None:
+        return None
+
+    @property
+    def form(self) -> str:
+        return f"words, at most {self.max_items} of a cell"
+
+    def items(self, cells: pl.Series) -> pl.Series:
+        return cells.cast(pl.String).str.to_lowercase().str.extract_all(_WORD)
+
+
+KINDS: list[type[Column]] = [Bag, Text, Time, Ignore, Numeric, Category]
+"""In the order in which they are asked; the last one claims every column."""
+
+
+def kind_of(role: str) -> type[Column]:
+    """Return the kind of a role. Raises UserError for none of `KINDS`."""
+    for kind in KINDS:
+        if kind.role == role:
+            return kind
+    raise UserError(f"role = {role!r}: there is no such kind of column; use {', '.join(roles())}")
+
+
+def roles() -> list[str]:
+    """Return the names of the kinds."""
+    return [kind.role for kind in KINDS]
+
+
+def table_config() -> type[TableDataConfig]:
+    """Return the data section of tables, with a field that lists columns for each of `KINDS`."""
+    return _table_config(tuple(KINDS))
+
+
+@cache
+def _table_config(kinds: tuple[type[Column], ...]) -> type[TableDataConfig]:
+    fields: dict[str, Any] = {
+        kind.flag: (
+            Names,
+            Field(default=(), description=kind.flag_help, json_schema_extra={"role": kind.role}),
+        )
+        for kind in kinds
+    }
+    return create_model(
+        "TableDataConfig", __base__=TableDataConfig, __doc__=TableDataConfig.__doc__, **fields
+    )

@@ -1,0 +1,219 @@
+"""How numbers are written, and what a network gets of them. Letters: B rows."""
+
+import re
+from typing import NamedTuple, cast
+
+import numpy as np
+import polars as pl
+from pydantic import Field
+
+from dphybrid.config.experiment import Section
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.table.column import Array, Sample
+from dphybrid.data.table.times import looks_like_dates
+
+MAX_DEVIATION = 100.0
+"""Standard deviations at which a number is cut off, so that one absurd value cannot drown a batch."""
+BUCKET_ROWS = 128
+"""Training rows for each bucket, at least: rows of fewer are learnt by heart."""
+FEW_EDGES = 64
+"""Edges up to which comparing with each of them is faster than a search."""
+INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity")
+"""Lower-cased texts of infinite numbers, which count as no value."""
+NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
+NOTATIONS += [(decimal, group) for decimal in ".," for group in " '_"]
+"""Signs of decimals and of groups that are tried, in this order."""
+FEW_OTHERS = 0.05
+"""Share of cells that are no numbers up to which the first one is named as the reason."""
+
+_NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
+_CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
+_WITH_MARKS = r"^[+-]?\d[\d.,' _]*$"
+_FEW = 20
+
+
+def is_number(text: str) -> bool:
+    """Tell whether a text is written as a finite number."""
+    try:
+        return bool(np.isfinite(float(text))) and "_" not in text
+    except ValueError:
+        return False
+
+
+class Notation(NamedTuple):
+    """Signs before decimals and between groups of three digits (empty: none)."""
+
+    decimal: str = "."
+    thousands: str = ""
+
+    def plain(self, cells: pl.Series) -> pl.Series:
+        """Return texts as programs write numbers; None for other texts where the notation is another."""
+        if self == (".", "") or cells.dtype != pl.String:
+            return cells
+        group = re.escape(self.thousands)
+        whole = rf"(?:\d{{1,3}}(?:{group}\d{{3}})+|\d+)" if group else r"\d+"
+        mark = re.escape(self.decimal)
+        pattern = rf"^[+-]?(?:{whole}(?:{mark}\d*)?|{mark}\d+)(?:[eE][+-]?\d+)?$"
+        texts = cells.str.replace_all(self.thousands, "", literal=True) if group else cells
+        texts = texts.str.replace_all(self.decimal, ".", literal=True)
+        return texts.set(~cells.str.contains(pattern).fill_null(True), None)
+
+    def read(self, cells: pl.Series) -> pl.Series:
+        """Return finite numbers as Float64, None for everything else."""
+        numbers = self.plain(cells).cast(pl.Float64, strict=False)
+        finite = numbers.is_finite()
+        return numbers if finite.all() else numbers.set(~finite.fill_null(True), None)
+
+    def wrong(self, cells: pl.Series, numbers: pl.Series | None = None) -> pl.Series:
+        """Return which cells (B,) hold neither a number nor infinity. numbers: what `read` gave."""
+        numbers = self.read(cells) if numbers is None else numbers
+        odd = cells.is_not_null() & numbers.is_null()
+        if not odd.any():
+            return odd
+        texts = cells.cast(pl.String).str.to_lowercase()
+        return odd & ~texts.is_in([*INFINITE, "nan"])
+
+    def reason(self, cells: pl.Series) -> str:
+        """Say what is not as programs write numbers in cells that are all read."""
+        marks = f"thousands marked by {self.thousands!r}" if self.thousands else ""
+        other = "" if self.decimal == "." else f"decimals after {self.decimal!r}"
+        overruled = "; --data.decimal and --data.thousands overrule" if marks or other else ""
+        beyond = int(self.read(cells).null_count())
+        infinite = f"{beyond:,} infinite ones count as no value" if beyond else ""
+        return ", ".join(part for part in (infinite, marks, other) if part) + overruled
+
+
+def notation_of(cells: pl.Series, data: TableDataConfig) -> Notation:
+    """Return how a column's numbers are written: as the config says, else as most of its cells are read."""
+    fits = [
+        Notation(*pair)
+        for pair in NOTATIONS
+        if data.decimal in ("auto", pair[0]) and data.thousands in ("auto", pair[1])
+    ]
+    if len(fits) == 1 or cells.dtype != pl.String:
+        return fits[0]
+    odd = cells.filter(fits[0].wrong(cells))
+    if not len(odd) or not odd.head(_FEW).str.contains(_WITH_MARKS).all():
+        return fits[0]
+    return min(fits, key=lambda notation: int(notation.wrong(cells).sum()))
+
+
+def has_leading_zeros(cells: pl.Series) -> bool:
+    """Tell whether a number of a column is written like 007."""
+    return cells.dtype == pl.String and bool(cells.str.contains(r"^-?0\d").any())
+
+
+def why_no_number(sample: Sample, notation: Notation) -> str | None:
+    """Return why a column is not read as numbers (empty: most cells are none), None where it is."""
+    cells = sample.cells
+    odd = cells.filter(notation.wrong(cells))
+    if len(odd):
+        few = len(odd) <= FEW_OTHERS * len(cells)
+        return f"{odd[0]!r} is no number; data.missing can name it" if few else _other_kind(odd)
+    if has_leading_zeros(cells):
+        return "leading zeros"
+    plain = notation.plain(cells)
+    whole = plain.cast(pl.Int64, strict=False)
+    if whole.null_count():
+        large = plain.dtype == pl.String and plain.str.contains(r"^-?\d{17,}$").any()
+        return "whole numbers beyond 2^53" if large else None
+    if cast(int, whole.abs().max()) > 2**53:
+        return "whole numbers beyond 2^53"
+    return "named like an id" if _NAMES_AN_ID.search(sample.name) or _CAMEL_ID.search(sample.name) else None
+
+
+def _other_kind(cells: pl.Series) -> str:
+    """Return what texts could be read as instead of categories."""
+    if cells.dtype == pl.String and any(looks_like_dates(cells, first) for first in (False, True)):
+        order = ", --data.dayfirst true where the day comes first"
+        return f"dates or times; --data.times would read hour, weekday and day{order}"
+    several = 2 * int(cells.cast(pl.String).str.contains("|", literal=True).sum()) > len(cells)
+    return "most cells hold '|'; --data.bags would read their items" if several else ""
+
+
+class Scale(Section):
+    """What the training rows tell of a column of numbers. log: they pass through sign(x) log(1 + |x|).
+    indicator: a second input says where there is none. edges: of the quantile buckets, None for none."""
+
+    log: bool = False
+    mean: float = 0.0
+    std: float = 1.0
+    indicator: bool = False
+    edges: tuple[float, ...] | None = Field(default=None, repr=False)
+
+    @property
+    def width(self) -> int:
+        """Inputs of the network."""
+        return 1 + self.indicator
+
+    @property
+    def num_ids(self) -> int:
+        """Ids of the buckets, 0 without."""
+        return 0 if self.edges is None else len(self.edges) + 2
+
+    def dense(self, numbers_B: Array, out_BN: Array) -> None:
+        """Write standardized numbers, 0 for nan, and the indicator into out_BN (B, width)."""
+        missing_B = np.isnan(numbers_B)
+        scaled_B = _log(numbers_B) if self.log else numbers_B
+        # numbers near the end of float64: infinite is then a fair answer to "how far"
+        with np.errstate(over="ignore"):
+            deviation_B = (scaled_B - self.mean) / self.std
+        out_BN[:, 0] = np.where(missing_B, 0.0, np.clip(deviation_B, -MAX_DEVIATION, MAX_DEVIATION))
+        if self.indicator:
+            out_BN[:, 1] = missing_B
+
+    def ids(self, numbers_B: Array) -> Array:
+        """Return the bucket (B,) of numbers: 0 for nan, then by size."""
+        edges = self.edges or ()
+        if len(edges) <= FEW_EDGES:
+            place_B: Array = np.ones(len(numbers_B), np.uint8)
+            for edge in edges:
+                place_B += (numbers_B >= edge).view(np.uint8)
+        else:
+            place_B = 1 + np.searchsorted(edges, numbers_B, side="right")
+        place_B[np.isnan(numbers_B)] = 0
+        return place_B
+
+
+def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:
+    """Learn from training rows (nan: no value). num_buckets 0: none. scale: auto (log for heavy tails), log,
+    standard or none."""
+    known = np.sort(numbers_B[~np.isnan(numbers_B)])
+    indicator = len(known) < len(numbers_B)
+    if not len(known):
+        return Scale(indicator=indicator)
+    log = scale == "log" or (scale == "auto" and _has_heavy_tail(known))
+    fit = _log(known) if log else known
+    mean, std = (0.0, 1.0) if scale == "none" else (float(fit.mean()), float(fit.std()) or 1.0)
+    num_buckets = min(num_buckets, max(2, len(known) // BUCKET_ROWS))
+    edges = tuple(bucket_edges(known, num_buckets).tolist()) if num_buckets else None
+    return Scale(log=log, mean=mean, std=std, indicator=indicator, edges=edges)
+
+
+def _has_heavy_tail(known: Array) -> bool:
+    low, middle, high, top = np.quantile(known, [0.05, 0.5, 0.95, 0.999])
+    with np.errstate(over="ignore"):
+        far = top - middle > 10 * max(high - low, 1e-12)
+    skewed = low >= 0 and high > 30 * max(middle, 1e-12)
+    return bool(far or skewed or max(abs(known[0]), abs(known[-1])) > 1e100)
+
+
+def _log(numbers_B: Array) -> Array:
+    return np.sign(numbers_B) * np.log1p(np.abs(numbers_B))
+
+
+def bucket_edges(known: Array, num_buckets: int) -> Array:
+    """Return at most `num_buckets` - 1 edges at quantiles, sorted.
+
+    A value that would fill whole buckets gets one of its own, and the rest share the others.
+    """
+    shares = np.linspace(0, 1, num_buckets + 1)[1:-1]
+    distinct, counts = np.unique(known, return_counts=True)
+    large = distinct[counts * num_buckets > len(known)]
+    rest = known[~np.isin(known, large)] if len(large) else known
+    if not len(large) or not len(rest):
+        return np.unique(np.quantile(known, shares))
+    around = np.concatenate([large, np.nextafter(large, np.inf)])
+    spare = max(0, num_buckets - 1 - len(around))
+    inner = np.quantile(rest, np.linspace(0, 1, spare + 2)[1:-1]) if spare else np.empty(0)
+    return np.unique(np.concatenate([around, inner]))
