@@ -4,15 +4,18 @@ The difference gets an interval by the paired bootstrap (Efron 1979): both are s
 rows, many times over.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from pydantic import Field
+from torch import nn
 
 from dphybrid.config.settings import Settings
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.parallel import resolve_devices
+from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import ResultPage
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
@@ -41,33 +44,31 @@ class Decision(Page):
 
 
 def compare_on_validation_rows(run: Run, settings: Settings, min_gain: float) -> Decision:
-    """Return the comparison of a run's best checkpoint with the checkpoint it started from, on the run's
-    validation rows."""
+    """Return the comparison of a run's best checkpoint, on the run's validation rows, with the checkpoint it
+    started from; of a first model with the recipe's floor, which the whole interval must beat."""
     experiment = run.experiment(settings)
-    config, data, task = experiment.config, experiment.data, experiment.task
-    devices, outputs = resolve_devices(run.page.devices), []
-    for name in ("champion", "challenger"):
-        with unfilled_rows():
-            network = experiment.build(devices)
-        if name == "champion":
-            assert config.train.warm_start is not None
-            warm_start(Path(config.train.warm_start), network, data)
-        else:
-            best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
-            verify_checkpoint(best)
-            load_weights(best, network)
-        outputs.append(validation_outputs(network, data.dataset("valid"), config.train.batch_size, task))
-        del network  # before the next one needs its memory
-    champion, challenger = (task.compute(output) for output in outputs)
-    gains = bootstrap_gains(outputs[0], outputs[1], task, config.train.seed)
+    config, task = experiment.config, experiment.task
+    best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
+    if config.train.warm_start is None:
+        name, min_gain, before = "a constant prediction's", 0.0, experiment.recipe.floor(experiment.data)
+        if before is None:
+            return Decision(promoted=True, why="the first model of its name has nobody to be compared with")
+    else:
+        warm = Path(config.train.warm_start)
+        name = "the champion's"
+        before = _outputs_of(run, experiment, lambda network: warm_start(warm, network, experiment.data))
+    verify_checkpoint(best)
+    after = _outputs_of(run, experiment, lambda network: load_weights(best, network))
+    champion, challenger = task.compute(before), task.compute(after)
+    gains = bootstrap_gains(before, after, task, config.train.seed)
     low, high = (float(value) for value in np.quantile(gains, [0.025, 0.975]))
     sign = 1 if task.higher_is_better else -1
     gain = sign * (challenger[task.metric] - champion[task.metric])
-    num_rows = len(next(iter(outputs[0].values())))
+    num_rows = len(next(iter(after.values())))
     promoted = low > min_gain
     verdict = "better" if promoted else "not surely better" if high > min_gain else "not better"
     why = (
-        f"{verdict}: validation {task.metric} {challenger[task.metric]:.5f} against the champion's "
+        f"{verdict}: validation {task.metric} {challenger[task.metric]:.5f} against {name} "
         f"{champion[task.metric]:.5f} on the same "
         f"{num_rows:,} rows; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
         + (f", wanted {min_gain:+g}" if min_gain else "")
@@ -83,6 +84,17 @@ def compare_on_validation_rows(run: Run, settings: Settings, min_gain: float) ->
         low=low,
         high=high,
     )
+
+
+def _outputs_of(
+    run: Run, experiment: Experiment, fill: Callable[[nn.Module], None]
+) -> dict[str, torch.Tensor]:
+    """Return the validation outputs of the model that `fill` gives its weights; its memory is free then."""
+    with unfilled_rows():
+        network = experiment.build(resolve_devices(run.page.devices))
+    fill(network)
+    batch_size = experiment.config.train.batch_size
+    return validation_outputs(network, experiment.data.dataset("valid"), batch_size, experiment.task)
 
 
 def bootstrap_gains(

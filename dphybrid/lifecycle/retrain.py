@@ -71,8 +71,13 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
         )
     registry = open_registry(settings)
     newest, champion = registry.newest(model), registry.champion(model)
-    if newest is None or champion is None:
+    if newest is None:
         return Plan(config=config, model=model)
+    digest = source_digest(recipe.source(config.data, config.train.seed))
+    nothing_new = not event and newest.run_tags.get("dphybrid.source_digest") == digest
+    if champion is None:
+        stop = f"no new data since version {newest.number}, which was not promoted: {newest.decision}"
+        return Plan(config=config, model=model, stop=stop if nothing_new and newest.decision else "")
     if (
         not newest.decision
         and newest.number != champion.number
@@ -84,9 +89,7 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
             champion=champion.number,
             undecided=newest.run_tags["dphybrid.run_folder"],
         )
-    if not event and newest.run_tags.get("dphybrid.source_digest") == source_digest(
-        recipe.source(config.data, config.train.seed)
-    ):
+    if nothing_new:
         return Plan(
             config=config,
             model=model,
@@ -206,8 +209,8 @@ def _shares(counts: np.ndarray) -> np.ndarray:
 
 
 def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decision:
-    """Compare the trained challenger of a run folder with the champion it started from; promote it, or keep
-    the champion; write down why.
+    """Compare the trained challenger of a run folder with the champion it started from, a first model with
+    the recipe's floor; promote it, or keep the champion; write down why.
 
     Promoted when the whole 95 % interval of the gain lies above `min_gain`. Raises UserError when MLflow does
     not answer.
@@ -225,10 +228,7 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
             f"the model of run {run.folder.name} is not registered as {model!r} yet; run `dphybrid sync`, "
             "then start the retraining again"
         )
-    if run.config.train.warm_start is None:
-        decision = Decision(promoted=True, why="the first model of its name has nobody to be compared with")
-    else:
-        decision = compare_on_validation_rows(run, settings, min_gain)
+    decision = compare_on_validation_rows(run, settings, min_gain)
     registry.decide(challenger, decision.promoted, decision.why)
     decision.write(run.folder / "decision.json")
     return decision

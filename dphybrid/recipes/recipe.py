@@ -23,7 +23,7 @@ from dphybrid.util.errors import UserError
 
 # The command line and the forms look at recipes, too: torch and polars wait until work begins.
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from dphybrid.data.batches import Dataset
     from dphybrid.data.store import Prepared, Progress, Source
@@ -87,6 +87,20 @@ class Recipe:
         """Return the training split as it is trained on: where the `model` section asks for changes that
         differ by epoch. info: facts about the prepared data."""
         return rows
+
+    def baselines(self, data: "Prepared") -> dict[str, dict[str, float]]:
+        """Return metrics of simple predictions on the validation split by name, to tell how good a model
+        is."""
+        return {}
+
+    def floor(self, data: "Prepared") -> "dict[str, Tensor] | None":
+        """Return outputs, as the model's on the validation split, of the simplest prediction: a first model
+        that does not beat it is not promoted. None: there is none."""
+        return None
+
+    def doubts(self, data: "Prepared") -> list[str]:
+        """Return what a person should know of the prepared data before training goes on."""
+        return []
 
     def sized(self, config: ExperimentConfig, num_rows: int) -> tuple[ExperimentConfig, list[str]]:
         """Return the config with what it leaves to the data, and lines that say so with the arithmetic."""

@@ -51,6 +51,8 @@ def prepare_data(
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if data.reused else 'Prepared data'}: {data.path}", flush=True)
     print(printable(data.describe()), flush=True)
+    for doubt in recipe.doubts(data):
+        print(f"Note: {doubt}", flush=True)
     experiment, sizes = Experiment.sized(recipe, config, settings, data)
     print("\n".join(sizes), end="\n" if sizes else "", flush=True)
     _note_idle_devices(experiment.config, devices)

@@ -1,5 +1,6 @@
 """What a trained run is judged by: its best checkpoint, on the validation rows and on those for a test."""
 
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from dphybrid.run.pages import MetricsPage, ResultPage
 from dphybrid.run.report import attached
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, verify_checkpoint
 from dphybrid.training.loop import evaluate, validation_outputs
+from dphybrid.training.metrics import Task
 from dphybrid.util.errors import UserError
 
 
@@ -31,10 +33,30 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
             f"test_{name}": value
             for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
         }
-    MetricsPage(metrics=metrics, charts=list(charts)).write(run.folder / "metrics.json")
+    baselines = experiment.recipe.baselines(data)
+    page = MetricsPage(metrics=metrics, charts=list(charts), beside=_beside(metrics, baselines, task))
+    page.write(run.folder / "metrics.json")
     with closing(attached(run, experiment.settings)) as tracker:
         tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
+        tracker.log_summary(
+            {
+                f"baseline/{which.replace(' ', '_')}/{name}": value
+                for which, values in baselines.items()
+                for name, value in values.items()
+            }
+        )
     return metrics
+
+
+def _beside(metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]], task: Task) -> str:
+    """Say what the run adds to its baselines, in the deciding metric: positive where it is better."""
+    sign = 1 if task.higher_is_better else -1
+    return ", ".join(
+        f"{which} {task.metric} {values[task.metric]:.4f} "
+        f"(this run is {abs(gain):.4f} {'better' if gain >= 0 else 'WORSE'})"
+        for which, values in baselines.items()
+        for gain in [sign * (metrics[task.metric] - values[task.metric])]
+    )
 
 
 def _check_best(best: Path, run: Run) -> None:

@@ -51,10 +51,11 @@ class ResultPage(Page):
 
 
 class MetricsPage(Page):
-    """`metrics.json`: the best checkpoint's metrics, and the figures of its predictions where its task has
-    some."""
+    """`metrics.json`: the best checkpoint's metrics, what they add to simple predictions, and the figures of
+    its predictions where its task has some."""
 
     metrics: dict[str, float]
+    beside: str = ""
     charts: list[Chart | Confusion] = Field(default_factory=list)
 
 
@@ -81,6 +82,7 @@ class Report(Page):
     ui_command: str
     views: dict[str, str] = Field(default_factory=dict)
     metrics: dict[str, float]
+    beside: str = ""
     best_checkpoint: str
     latest_checkpoint: str
     registered_as: str

@@ -70,6 +70,7 @@ def report_run(run: Run, experiment: Experiment) -> Report:
         ui_command=f"dphybrid ui {run.folder.name}" if embedded else tracker.ui_command,
         views=tracker.views if run.page.run_id else {},
         metrics=evaluated.metrics,
+        beside=evaluated.beside,
         best_checkpoint=result.best_checkpoint,
         latest_checkpoint=result.checkpoint,
         registered_as="" if not_registered else name,
@@ -117,6 +118,7 @@ def _closing_words(report: Report) -> str:
     lines = [
         "",
         f"Validation:  {shown}",
+        *([f"Beside:      {report.beside}"] if report.beside else []),
         f"Run:         {report.run_name}" + (f", id {report.run_id}" if report.run_id else ", not recorded"),
         f"Best:        {report.best_checkpoint}",
         f"Checkpoints: {report.saving.count} ({report.saving.full} full), "

@@ -71,9 +71,12 @@ class Registry:
         return Version(name, str(found.version), str(found.run_id), tags, found.tags.get(DECISION_TAG, ""))
 
     def decide(self, version: Version, promote: bool, why: str) -> None:
-        """Write down why a version was promoted or not; if so, it is the champion from now on."""
+        """Write down why a version was promoted or not; if so, it is the champion from now on. A first
+        version, which is registered as the champion, is none any more when it was not promoted."""
         if promote:
             self._change(version, why)
+        elif (now := self.champion(version.name)) is not None and now.number == version.number:
+            self._client.delete_registered_model_alias(version.name, CHAMPION)
         self._add_decision(version, why)
 
     def roll_back(self, name: str, to: str | None = None) -> tuple[Version, Version]:

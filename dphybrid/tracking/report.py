@@ -29,6 +29,7 @@ def run_report_markdown(
     where = f"batch {config['train']['batch_size']}, seed {config['train']['seed']}"
     parts = [f"**{config['recipe']}** on `{report['devices']}`, {where}: {results}"]
     parts.append("  \n".join(filter(None, (_split_line(report["splits"]), _largest_stages(report)))))
+    parts.append(f"Beside: {as_markdown(report['beside'])}" if report.get("beside") else "")
     parts.append(" · ".join(f"[{as_markdown(name)}]({address})" for name, address in (links or {}).items()))
     parts += [f"> **Note:** {as_markdown(warning)}" for warning in report["warnings"]]
     parts += (

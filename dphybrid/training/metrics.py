@@ -74,16 +74,17 @@ def _perplexity(outputs: dict[str, Tensor]) -> dict[str, float]:
 def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
     from sklearn.metrics import log_loss, roc_auc_score
 
-    labels_B, scores_B = outputs["labels_B"].numpy(), torch.sigmoid(outputs["logits"].double()).numpy()
+    labels_B, logits_B = outputs["labels_B"].numpy(), outputs["logits"].double()
     weights_B = sample_weights(outputs)
+    # AUC of the logits: torch's sigmoid may differ in the last bit where logits are equal.
     if len(set(labels_B.tolist())) < 2:
         raise UserError(
             "the validation rows all have the same label, so AUC has no value; set more rows aside "
             "(data.valid_fraction)"
         )
     return {
-        "auc": float(roc_auc_score(labels_B, scores_B, sample_weight=weights_B)),
-        "log_loss": float(log_loss(labels_B, scores_B, sample_weight=weights_B)),
+        "auc": float(roc_auc_score(labels_B, logits_B.numpy(), sample_weight=weights_B)),
+        "log_loss": float(log_loss(labels_B, torch.sigmoid(logits_B).numpy(), sample_weight=weights_B)),
     }
 
 

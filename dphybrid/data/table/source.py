@@ -141,6 +141,7 @@ class TableSource:
             "columns": encoder.id_columns,
             "num_ids": [column["num_ids"] for column in encoder.id_columns],
             "num_dense": encoder.num_dense,
+            "dense": [number.name for number in encoder.numbers for _ in range(number.width)],
             "num_bags": len(encoder.bags),
             "inputs": encoder.names,
             **label.facts(),

@@ -11,10 +11,10 @@ from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from dphybrid.data.batches import Dataset
-    from dphybrid.data.store import Source
+    from dphybrid.data.store import Prepared, Source
     from dphybrid.recipes.context import ModelContext
     from dphybrid.training.metrics import Task
 
@@ -81,6 +81,24 @@ class Ctr(Recipe):
         from dphybrid.training.label_tasks import label_task
 
         return label_task(info)
+
+    def baselines(self, data: "Prepared") -> dict[str, dict[str, float]]:
+        from dphybrid.recipes.ctr.baselines import baselines
+        from dphybrid.training.label_tasks import label_task
+
+        return baselines(data, label_task(data.info))
+
+    def floor(self, data: "Prepared") -> "dict[str, Tensor]":
+        from dphybrid.recipes.ctr.baselines import floor
+        from dphybrid.training.label_tasks import label_task
+
+        return floor(data, label_task(data.info))
+
+    def doubts(self, data: "Prepared") -> list[str]:
+        from dphybrid.recipes.ctr.baselines import leaks
+        from dphybrid.training.label_tasks import label_task
+
+        return leaks(data, label_task(data.info))
 
     def recognises(self, data: Mapping[str, Any]) -> str | None:
         if data.get("label") not in (None, ""):

@@ -1,0 +1,116 @@
+"""What a run is compared with, columns that give the label away, and the floor of a first model."""
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+from dphybrid.config.settings import load_settings
+from dphybrid.data import Prepared
+from dphybrid.lifecycle.comparing import bootstrap_gains
+from dphybrid.recipes.configs import build_config, load_config
+from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.pages import MetricsPage
+from dphybrid.run.train import run_job
+from dphybrid.training.label_tasks import label_task
+
+ROWS = 600
+
+
+def table(**more: object) -> pl.DataFrame:
+    random = np.random.default_rng(3)
+    price_B, shop_B = random.normal(size=ROWS), random.integers(0, 3, ROWS)
+    score_B = price_B + 0.8 * (shop_B == 1) + 0.7 * random.normal(size=ROWS)
+    columns = {"price": price_B.round(4), "shop": [f"shop {n}" for n in shop_B], "score": score_B}
+    return pl.DataFrame({**columns, "clicked": (score_B > 0).astype(int), **more})
+
+
+def thirds(frame: pl.DataFrame) -> pl.Series:
+    names = np.array(["low", "middle", "high"])
+    return pl.Series(names[np.digitize(frame["price"], [-0.5, 0.5])])
+
+
+def prepared(frame: pl.DataFrame, folder: Path, label: str, **data: object) -> Prepared:
+    file = folder / "table.csv"
+    frame.write_csv(file)
+    config = build_config({"recipe": "ctr", "data": {"path": str(file), "label": label, **data}})
+    return find_recipe("ctr").prepare(config.data, folder / "prepared", 0)
+
+
+def test_they_are_a_constant_and_scikit_learns_linear_model(tmp_path: Path) -> None:
+    data = prepared(table().drop("score"), tmp_path, "clicked", buckets=0)
+    found = find_recipe("ctr").baselines(data)
+    assert list(found) == ["majority class", "linear model"]
+    assert found["majority class"]["auc"] == 0.5
+    frame, arrays = table(), data.arrays
+    inputs = np.column_stack([frame["price"], *(frame["shop"] == f"shop {n}" for n in range(3))])
+    clicked, train, valid = frame["clicked"].to_numpy(), arrays["train_rows"], arrays["valid_rows"]
+    model = LogisticRegression().fit(inputs[train], clicked[train])
+    expected = roc_auc_score(clicked[valid], model.decision_function(inputs[valid]))
+    assert found["linear model"]["auc"] == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("label", "task", "metric"),
+    [("score", "regression", "r2"), ("visits", "counts", "mae"), ("kind", "multiclass", "accuracy")],
+)
+def test_they_are_there_for_every_kind_of_label(label: str, task: str, metric: str, tmp_path: Path) -> None:
+    frame = table()
+    visits = (2 * frame["price"].exp()).round().cast(pl.Int64)
+    kind = thirds(frame)
+    frame = frame.drop("clicked").with_columns(visits=visits, kind=kind)
+    others = {"score", "visits", "kind"} - {label}
+    data = prepared(frame.drop(others), tmp_path, label, task=task)
+    constant, linear = find_recipe("ctr").baselines(data).values()
+    better = linear[metric] - constant[metric]
+    assert (better if metric != "mae" else -better) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("label", "leaking"), [("clicked", ["score"]), ("score", ["twice"]), ("kind", ["copy"])]
+)
+def test_a_column_that_gives_the_label_away_is_named(label: str, leaking: list[str], tmp_path: Path) -> None:
+    frame = table()
+    kind = thirds(frame)
+    more = {
+        "clicked": {},
+        "score": {"twice": 2 * frame["score"] + 1},
+        "kind": {"kind": kind, "copy": "a " + kind},
+    }
+    frame = frame.with_columns(**more[label])
+    if label != "clicked":
+        frame = frame.drop("clicked", *(["score", "price"] if label == "kind" else []))
+    said = find_recipe("ctr").doubts(prepared(frame, tmp_path, label))
+    assert [line.split("'")[1] for line in said] == leaking
+    assert f"--data.ignore {leaking[0]}" in said[0]
+    honest = table().drop("score")
+    assert find_recipe("ctr").doubts(prepared(honest, tmp_path / "..", "clicked")) == []
+
+
+def test_a_run_says_what_it_adds(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    file = tmp_path / "table.csv"
+    table().write_csv(file)
+    values = ["recipe=ctr", f"data.path={file}", "data.label=clicked", "train.epochs=2"]
+    report = run_job(load_config(None, values), load_settings())
+    assert "Note: column 'score' alone predicts the label (AUC 1.0000)" in capsys.readouterr().out
+    assert report.beside.startswith("majority class auc 0.5000 (this run is 0.")
+    assert f"Beside:      {report.beside}" in report.text
+    assert MetricsPage.read(data_dir / "runs" / report.run_name / "metrics.json").beside == report.beside
+
+
+def test_a_model_of_noise_does_not_beat_the_floor_by_its_interval(tmp_path: Path) -> None:
+    data = prepared(table().drop("score"), tmp_path, "clicked")
+    task, floor = label_task(data.info), find_recipe("ctr").floor(data)
+    assert floor is not None
+    noise_B = np.random.default_rng(0).normal(size=len(floor["logits"])).astype("float32")
+    of_noise = floor | {"logits": floor["logits"] + floor["logits"].new_tensor(noise_B)}
+    gains = bootstrap_gains(floor, of_noise, task, 0)
+    assert np.quantile(gains, 0.025) <= 0
+    knowing = floor | {"logits": floor["labels_B"] + 0.3 * floor["logits"].new_tensor(noise_B)}
+    assert np.quantile(bootstrap_gains(floor, knowing, task, 0), 0.025) > 0
