@@ -175,6 +175,7 @@ def _recorded(
         **tags,
         "dphybrid.recipe": config.recipe,
         "dphybrid.devices": shown,
+        "dphybrid.replicas": str(experiment.engine.num_parts(page.devices)),
         "dphybrid.attempt": str(page.attempt),
         "dphybrid.run_folder": str(run.folder),
         "dphybrid.source_digest": data.manifest.source_digest,
@@ -185,8 +186,7 @@ def _recorded(
     else:
         values = {
             **flatten(page.config),
-            "devices.replicas": experiment.engine.num_parts(page.devices),
-            "devices.resolved": shown,
+            "devices": shown,
             **facts,
             **{f"split.{name}": value for name, value in data.manifest.split.items()},
         }

@@ -1,6 +1,7 @@
 """What a training came to, as the pages `result.json` and `splits.json`."""
 
 import sys
+from pathlib import Path
 
 from dphybrid.data import num_batches
 from dphybrid.run.folder import Run
@@ -9,6 +10,7 @@ from dphybrid.training.checkpoint import complete_checkpoints, step_of
 from dphybrid.training.observing import Meter
 from dphybrid.training.retention import best_checkpoint
 from dphybrid.training.session import Session
+from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
 
 
@@ -35,13 +37,23 @@ def result_of(session: Session, meter: Meter, system: dict[str, float]) -> Resul
         system=system,
         history=progress.history,
         best_value=progress.best_value,
-        step_ms=meter.times.summary(),
+        step_ms=meter.times.summary() or _step_ms_before(folder.parent / "result.json", progress.step),
         steps_timed=meter.times.count,
         stages={name: round(seconds, 6) for name, seconds in stages},
         saving=session.saver.costs,
         steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
         steps_skipped=progress.skipped,
     )
+
+
+def _step_ms_before(page: Path, step: int) -> dict[str, float]:
+    """Return how long steps took in the process before, where that one took the last step: it may have been
+    killed before its report."""
+    try:
+        before = ResultPage.read(page)
+    except UserError:  # there is none, or a damaged one
+        return {}
+    return before.step_ms if before.steps == step else {}
 
 
 def write_splits(run: Run, session: Session) -> None:

@@ -32,7 +32,7 @@ MAX_RUNS = 256
 PICTURED_RUNS = 24
 """More runs than this make no readable picture, which nobody can sort or filter."""
 
-SWEEP_TAG, KIND_TAG = "dphybrid.sweep", "dphybrid.kind"
+SWEEP_TAG, KIND_TAG, REPLICAS_TAG = "dphybrid.sweep", "dphybrid.kind", "dphybrid.replicas"
 COMPARISONS = "{} comparisons"
 """Name of the experiment that holds the comparisons of another one's runs, so that they do not stand among
 the trainings."""
@@ -113,6 +113,7 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         status=run.info.status,
         started=datetime.fromtimestamp(begin / 1000),
         params=dict(run.data.params),
+        replicas=int(run.data.tags.get(REPLICAS_TAG, "1")),
         metrics=metrics,
         splits=_full_split(_read_page(client, run_id, "split_shapes.json") or {}),
         stages_ms=_stages_ms(client, run_id, metrics),
@@ -128,10 +129,6 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
 def _full_split(table: Mapping[str, Any]) -> dict[tuple[int, str], str]:
     """Return the shapes of the first split by replica and block, from a run's table of splits."""
     rows = [dict(zip(table["columns"], values, strict=True)) for values in table.get("data", [])]
-    for row in rows:
-        if "number" not in row:  # a table of before these columns has the label alone
-            number, replica, _ = str(row["where"]).split(" / ", 2)
-            row |= {"number": int(number.split()[-1]), "replica": int(replica.split()[-1])}
     return {(row["replica"], row["block"]): row["split"] for row in rows if row["number"] == 1}
 
 

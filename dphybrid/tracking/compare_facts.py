@@ -6,16 +6,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
 
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import printable
 
-GROUPS = {"devices": "devices.resolved", "batch": "train.batch_size", "recipe": "recipe"}
+DEVICES, SEED = "devices", "train.seed"
+GROUPS = {"devices": DEVICES, "batch": "train.batch_size", "recipe": "recipe"}
 """Short names for what runs are often grouped by; any other name is a param's."""
 
-DEVICES, SEED = "devices.resolved", "train.seed"
-_NOT_CONFIG = ("size.", "devices.replicas", "split.")
+_NOT_CONFIG = ("size.", "split.")
 _SAME_SPEED = (SEED, "checkpoint.register_as")
 """What may differ between runs without being a reason for another baseline."""
 
@@ -41,10 +40,7 @@ class RunFacts:
     steps: Mapping[str, list[Point]] = field(default_factory=dict)
     times: Mapping[str, list[Point]] = field(default_factory=dict)
     url: str = ""
-
-    @cached_property
-    def replicas(self) -> int:
-        return int(self.params.get("devices.replicas", "1"))
+    replicas: int = 1
 
     @property
     def samples_per_s(self) -> float | None:
@@ -82,8 +78,6 @@ def differing(runs: Sequence[RunFacts]) -> list[str]:
     is left out."""
     names = sorted({name for run in runs for name in run.params if not name.startswith(_NOT_CONFIG)})
     found = [name for name in names if len({run.value(name) for run in runs}) > 1]
-    if DEVICES in found and "devices" in found:
-        found.remove("devices")
     return sorted(found, key=lambda name: (name == SEED, name != DEVICES))
 
 
@@ -163,7 +157,7 @@ def split_table(runs: Sequence[RunFacts]) -> list[dict[str, str]]:
 def text_of(runs: Sequence[RunFacts], param: str) -> str:
     """Return a comparison for a terminal."""
     rows = overview(runs, param)
-    short = {name: name.rpartition(".")[2] if name != DEVICES else "devices" for name in rows[0]}
+    short = {name: name.rpartition(".")[2] for name in rows[0]}
     titles = [short[name] for name in rows[0]]
     cells = [titles, *([printable(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[place]) for row in cells) for place in range(len(titles))]

@@ -9,7 +9,7 @@ let sorting = null;
 
 // Plotly reads a little HTML in names; what people call their runs is text.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-const short = (name) => (name === data.devices ? "devices" : name.startsWith("train.") || name.startsWith("model.") ? name.slice(6) : name);
+const short = (name) => (name.startsWith("train.") || name.startsWith("model.") ? name.slice(6) : name);
 const together = () => group !== data.seed && data.differing.includes(data.seed) && at("bands").checked;
 const own = (run) => run.members ?? [run];
 const isHidden = (run) => own(run).every((member) => hidden.has(member.id));
@@ -190,7 +190,7 @@ function drawStages() {
   }));
   at("stages").style.height = `${220 + 34 * runs.length}px`;
   draw("stages", traces, {
-    barmode: "stack", showlegend: true, xaxis: { title: { text: "ms" } }, legend: { orientation: "h", y: -60 / (100 + 34 * runs.length) },
+    barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", y: -40 / (100 + 34 * runs.length) },
     yaxis: { tickvals: runs.map((run) => run.id), ticktext: runs.map(label), automargin: true },
   });
 }
@@ -246,7 +246,7 @@ function drawSweep() {
   draw("sweep", [{
     type: "parcoords", dimensions,
     line: { color: runs.map((run) => found.indexOf(run.params[group])), colorscale: found.map((_, place) => [found.length < 2 ? 0 : place / (found.length - 1), colours[place % colours.length]]).concat(found.length < 2 ? [[1, colours[0]]] : []) },
-  }], { margin: { l: 70, r: 50, t: 50, b: 20 } });
+  }], { margin: { l: 70, r: 60, t: 70, b: 20 } });
 }
 
 function drawSplits() {

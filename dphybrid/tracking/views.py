@@ -20,7 +20,7 @@ FINALS_TAG = "dphybrid.final_metrics"
 RESULT, SPEED = "Result", "Speed"
 _OWN_NOTE, _OLD_NOTE = "dphybrid, all runs:", "dphybrid: hybrid models"
 _LEAST_IS_BEST = ("loss", "mse", "mae", "perplexity", "rank", "error", "deviance")
-_WHAT = ("params.`recipe`", "params.`devices.resolved`", "params.`train.batch_size`")
+_WHAT = ("params.`recipe`", "params.`devices`", "params.`train.batch_size`")
 _TIMES = ("summary/samples_per_s_median", "summary/step_ms_p50", "summary/step_ms_p95", "summary/train_s")
 
 

@@ -21,6 +21,9 @@ NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile", "callbacks")
 WARM_UP_STEPS = 5
 """First steps of an attempt, in which caches, threads and kernels are made: told apart from the others."""
 
+RECENT_STEPS = 1000
+"""So many steps make the running median."""
+
 
 class Event(Protocol):
     """A mark on a device's stream, as `torch.cuda.Event(enable_timing=True)` is one."""
@@ -163,6 +166,10 @@ class StepTimes:
         """Return p50 and p95 (ms) of the steps since the last call, or nothing."""
         fresh, self._told = self.ms[self._told :], len(self.ms)
         return {"p50": percentile(fresh, 0.5), "p95": percentile(fresh, 0.95)} if fresh else {}
+
+    def recent(self) -> float | None:
+        """Return the median (ms) of the newest steps, None without any."""
+        return percentile(self.ms[-RECENT_STEPS:], 0.5) if self.ms else None
 
     def summary(self) -> dict[str, float]:
         """Return p50, p95, mean (ms) and count of all steps after the warm-up, and the warm-up's mean. Empty

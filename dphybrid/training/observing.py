@@ -63,10 +63,11 @@ class Meter:
         with session.clock.stage("log"):
             window = session.clock.window()
             seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
+            step_ms = self.times.recent() or 1e3 * seconds  # without a full batch yet: of the short ones
             metrics = {
                 "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
-                "perf/step_ms": 1e3 * seconds,
-                "perf/samples_per_s": session.config.train.batch_size / seconds,
+                "perf/step_ms": step_ms,
+                "perf/samples_per_s": 1e3 * session.config.train.batch_size / step_ms,
                 "system/page_faults_per_step": (page_faults() - self._faults) / self._steps,
             }
             self._faults = page_faults()

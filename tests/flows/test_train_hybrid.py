@@ -174,7 +174,7 @@ def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> No
     assert run.info.status == "FINISHED"
     assert run.data.tags["prefect.deployment_name"] == "train-hybrid"
     assert "Prefect flow run" in run.data.tags["mlflow.note.content"]
-    assert run.data.params["devices.replicas"] == "2"
+    assert run.data.tags["dphybrid.replicas"] == "2"
     assert "perf/step_ms" in run.data.metrics
     assert "split_shapes.json" in {item.path for item in client.list_artifacts(run.info.run_id)}
     assert len(client.search_logged_models([experiment.experiment_id])) >= 1

@@ -128,6 +128,13 @@ def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(
     assert averages.means["system/gpu0_utilization_pct"] == 73
 
 
+def test_a_clock_set_back_gives_no_negative_seconds() -> None:
+    tracker = Collecting()
+    with system_metrics(tracker, time.time() + 86_400):
+        pass
+    assert [step for step, _ in tracker.seen] == [0]
+
+
 def test_a_machine_without_a_driver_has_no_gpu_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     class Without(FakePynvml):
         def nvmlInit(self) -> None:

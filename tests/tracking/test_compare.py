@@ -59,7 +59,8 @@ def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
         name=name,
         status="FINISHED",
         started=datetime(2026, 1, 1),
-        params={"devices.resolved": on, "devices.replicas": replicas, **params},
+        params={"devices": on, **params},
+        replicas=int(replicas),
         metrics={} if speed is None else {"summary/samples_per_s_median": speed},
         splits={},
     )
@@ -72,8 +73,8 @@ def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
         facts("b", "cpu*2", 150.0),
         facts("d", "cpu*4", None),
     ]
-    assert [run.name for run in ordered(runs, "devices.resolved")] == ["a", "b", "c", "d"]
-    rows = overview(runs, "devices.resolved")
+    assert [run.name for run in ordered(runs, "devices")] == ["a", "b", "c", "d"]
+    rows = overview(runs, "devices")
     assert [(row["run"], row["speed-up"], row["efficiency"]) for row in rows] == [
         ("a", "1.00", "100%"),
         ("b", "1.50", "75%"),
@@ -98,7 +99,7 @@ def test_each_combination_of_the_other_values_has_its_own_baseline() -> None:
         ]
         for seed in (0, 2)
     ]
-    found = speeds(runs, "devices.resolved")
+    found = speeds(runs, "devices")
     ratios = {name: (round(speed.ratio, 3), speed.against) for name, speed in found.items()}
     assert ratios["cpu b64 s0"] == (round(72 / 73, 3), "cpu")  # the baseline is the median of the seeds
     assert ratios["cpu b512 s0"] == (round(128 / 129, 3), "cpu")
@@ -112,16 +113,16 @@ def test_each_combination_of_the_other_values_has_its_own_baseline() -> None:
 
 def test_a_combination_without_a_known_baseline_has_no_speed_up() -> None:
     runs = [facts("a", "cpu", None), facts("b", "cpu*2", 5.0), facts("c", "cpu*2", 6.0, **{"model.dim": "8"})]
-    assert speeds(runs, "devices.resolved") == {}
+    assert speeds(runs, "devices") == {}
     runs.append(facts("d", "cpu", 3.0, **{"model.dim": "8"}))
-    assert {name: speed.ratio for name, speed in speeds(runs, "devices.resolved").items()} == {"c": 2, "d": 1}
+    assert {name: speed.ratio for name, speed in speeds(runs, "devices").items()} == {"c": 2, "d": 1}
 
 
 def test_a_run_without_a_partner_that_differs_in_the_compared_value_alone_has_no_speed_up() -> None:
     runs = [facts("a", "cpu", 5.0, lr="1"), facts("b", "cpu*2", 9.0, lr="2")]
-    assert speeds(runs, "devices.resolved") == {}
-    assert [row["speed-up"] for row in overview(runs, "devices.resolved")] == ["-", "-"]
-    assert "efficiency" not in overview(runs, "devices.resolved")[0]
+    assert speeds(runs, "devices") == {}
+    assert [row["speed-up"] for row in overview(runs, "devices")] == ["-", "-"]
+    assert "efficiency" not in overview(runs, "devices")[0]
 
 
 def test_values_of_numbers_are_in_their_order() -> None:
@@ -157,7 +158,7 @@ def test_only_what_differs_is_a_difference() -> None:
             **{"devices": "cpu*2", "train.seed": "2", "size.table_rows": "4"},
         ),
     ]
-    assert differing(runs) == ["devices.resolved", "lr", "only", "train.seed"]
+    assert differing(runs) == ["devices", "lr", "only", "train.seed"]
 
 
 def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> None:
@@ -167,7 +168,7 @@ def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> N
         ),
         facts("first", "cpu", 100.0, recipe="toy"),
     ]
-    lines = text_of(runs, "devices.resolved").splitlines()
+    lines = text_of(runs, "devices").splitlines()
     assert lines[0].split() == ["run", "devices", "samples/s", "speed-up", "efficiency"]
     assert lines[1].split() == ["first", "cpu", "100", "1.00", "100%"]
     assert lines[2].split() == ["second?[31m", "cpu*2", "150", "1.50", "75%"]
@@ -178,7 +179,7 @@ def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> N
 def test_numbers_that_json_lacks_and_long_curves_fit_on_the_page(tmp_path: Path) -> None:
     curve = [(float(step), math.nan if step == 1 else math.inf if step == 2 else 1.0) for step in range(5000)]
     runs = [dataclasses.replace(facts(name, "cpu", 1.0), steps={"train/loss": curve}) for name in "ab"]
-    points = page_data(runs, "devices.resolved")["runs"][0]["steps"]["train/loss"]
+    points = page_data(runs, "devices")["runs"][0]["steps"]["train/loss"]
     assert len(points) <= 600
     assert points[-1] == (4999.0, 1.0)
     text = write_comparison(runs, tmp_path, "devices").read_text()
@@ -213,10 +214,10 @@ def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path
     assert len(text) > 3e6  # plotly is in it
     assert re.findall(r'(?:src|href)="', text.replace(text.partition("<script>")[2], "")) == []
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    assert data["differing"] == ["devices.resolved"]
+    assert data["differing"] == ["devices"]
     assert [run["name"] for run in data["runs"]] == [report.run_name for report in reports]
     assert data["runs"][0]["url"] == reports[0].run_url
-    assert set(data["speeds"]["devices.resolved"]) == {report.run_id for report in reports}
+    assert set(data["speeds"]["devices"]) == {report.run_id for report in reports}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "index.html",
         "speed.png",

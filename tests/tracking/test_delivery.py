@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
+from dphybrid.run.train import Report, run_job
 from dphybrid.tracking import CheckpointCard, Tracker, open_tracker
 from dphybrid.tracking.opening import make_database
 from dphybrid.tracking.outbox import Outbox
@@ -120,6 +120,24 @@ def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     assert "Not everything" not in client.get_run(report.run_id).data.tags["mlflow.note.content"]
     assert main(["sync"]) == 0
     assert "Nothing to do" in capsys.readouterr().out
+
+
+def test_a_run_killed_before_its_report_has_its_whole_summary(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config, settings = load_config(None, ["recipe=toy"]), load_settings()
+    with monkeypatch.context() as killing:
+        killing.setattr(Report, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(config, settings, run_name="run")
+    report = run_job(config, settings, resume="run")
+    metrics = MlflowClient(report.tracking_uri).get_run(report.run_id).data.metrics
+    assert {"p50", "p95", "mean"} <= report.step_ms.keys()
+    assert metrics["summary/step_ms_p50"] == report.step_ms["p50"]
+    assert metrics["summary/samples_per_s_median"] > 0
 
 
 def test_nothing_counts_as_registered_where_nothing_is_recorded() -> None:

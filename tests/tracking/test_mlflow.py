@@ -40,7 +40,8 @@ def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, Ml
     run = client.get_run(report.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["train.epochs"] == "2"
-    assert run.data.params["devices.replicas"] == "3"
+    assert run.data.tags["dphybrid.replicas"] == "3"
+    assert [name for name in run.data.params if name.startswith("devices")] == ["devices"]
     assert run.data.params["size.table_rows"] == "1000"
     assert run.data.tags["version.torch"] == torch.__version__
     assert run.data.tags["dphybrid.devices"] == "cpu*3"
