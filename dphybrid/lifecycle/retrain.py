@@ -16,8 +16,8 @@ from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_conf
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.run.folder import read_run
 from dphybrid.tracking.loader import checkpoint_folder
+from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.opening import embedded_uri
-from dphybrid.tracking.registry import Registry, Version
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError

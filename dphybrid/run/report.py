@@ -11,8 +11,8 @@ from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, SplitsPage
 from dphybrid.tracking import Tracker, open_tracker
-from dphybrid.tracking.balance import balance_warnings
 from dphybrid.tracking.report import REPORT_PAGE, run_report_html, run_report_markdown
+from dphybrid.tracking.system import balance_warnings
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.metrics import Chart, Confusion

@@ -59,7 +59,7 @@ class OutboxFile:
         self.path, self._new = path, new
         self._lock = threading.RLock()
         self._database: sqlite3.Connection | None = None
-        self._inode = 0
+        self._inode, self._synced = 0, True
 
     def do(self, work: Callable[[sqlite3.Connection], _T], *, sync: bool = False) -> _T:
         """Return what `work` does in one transaction; again, in a new file, when this one is damaged.
@@ -81,7 +81,9 @@ class OutboxFile:
 
     def _try(self, work: Callable[[sqlite3.Connection], _T], sync: bool) -> _T:
         database = self._opened()
-        database.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+        if sync != self._synced:  # a statement fewer for most transactions
+            database.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+            self._synced = sync
         with _transaction(database):
             return work(database)
 
@@ -112,6 +114,7 @@ class OutboxFile:
             self._create([] if self._new else [(1, 0, LOST, "{}", "missing", None)], {"newest": "1"})
         self._new = False
         self._inode, self._database = _inode(self.path), connect(self.path)
+        self._synced = True  # as SQLite begins
         self._check(self._database)
         return self._database
 

@@ -18,7 +18,7 @@ TAG = "mlflow.sharedViewState."
 NOTE_TAG = "mlflow.note.content"
 FINALS_TAG = "dphybrid.final_metrics"
 RESULT, SPEED = "Result", "Speed"
-_OWN_NOTE, _OLD_NOTE = "dphybrid, all runs:", "dphybrid: hybrid models"
+_OWN_NOTE = "dphybrid, all runs:"
 _LEAST_IS_BEST = ("loss", "mse", "mae", "perplexity", "rank", "error", "deviance")
 _WHAT = ("params.`recipe`", "params.`devices`", "params.`train.batch_size`")
 _TIMES = ("summary/samples_per_s_median", "summary/step_ms_p50", "summary/step_ms_p95", "summary/train_s")
@@ -33,7 +33,7 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
     if names == known and TAG + SPEED in tags:
         return
     client.set_experiment_tag(experiment_id, FINALS_TAG, "\n".join(names)[:5000])
-    metrics = [f"metrics.`{name}`" for name in names[:8]]
+    metrics = [f"metrics.`{name}`" for name in names[:4]]  # so that recipe and devices stay in view
     order = (metrics[0], _least_is_best(names[0])) if metrics else ("attributes.start_time", False)
     speeds = [f"metrics.`{name}`" for name in _TIMES]
     for view, columns, (key, ascending) in (
@@ -46,7 +46,7 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
     ):
         client.set_experiment_tag(experiment_id, TAG + view, _tag_value(view, columns, key, ascending))
     # any other note is somebody's own
-    if not tags.get(NOTE_TAG, "") or tags[NOTE_TAG].startswith((_OWN_NOTE, _OLD_NOTE)):
+    if not tags.get(NOTE_TAG, "") or tags[NOTE_TAG].startswith(_OWN_NOTE):
         client.set_experiment_tag(experiment_id, NOTE_TAG, note(experiment_id))
 
 

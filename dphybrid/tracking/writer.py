@@ -10,7 +10,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.checkpoint_models import CheckpointModels
+from dphybrid.tracking.models import CheckpointModels
 from dphybrid.tracking.names import safe_name
 from dphybrid.tracking.outbox import Record
 from dphybrid.tracking.sender import Refused

@@ -14,8 +14,7 @@ from dphybrid.parallel import split_sizes
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking import Tracker
-from dphybrid.tracking.balance import balance_warnings
-from dphybrid.tracking.system import Averages, nvml_reader, system_metrics
+from dphybrid.tracking.system import Averages, balance_warnings, nvml_reader, system_metrics
 
 STAGES = {"forward": 5.0, "lookup": 4.0, "data": 1.0}
 

@@ -17,9 +17,9 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking import CheckpointCard, Tracker, open_tracker
+from dphybrid.tracking.models import Registry
 from dphybrid.tracking.opening import make_database
 from dphybrid.tracking.outbox import Outbox
-from dphybrid.tracking.registry import Registry
 from dphybrid.util.locks import lock
 
 ROUNDS = os.environ.get("DPHYBRID_ROUNDS", "1")

@@ -19,7 +19,7 @@ from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr.config import CtrModelConfig
 from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.serving.predict import Predictor
-from dphybrid.tracking.checkpoint_models import _signature
+from dphybrid.tracking.models import _signature
 from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import Confusion
 from dphybrid.util.errors import UserError
