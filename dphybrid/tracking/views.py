@@ -33,7 +33,7 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
     if names == known and TAG + SPEED in tags:
         return
     client.set_experiment_tag(experiment_id, FINALS_TAG, "\n".join(names)[:5000])
-    metrics = [f"metrics.`{name}`" for name in names[:4]]  # so that recipe and devices stay in view
+    metrics = [f"metrics.`{name}`" for name in names[:3]]  # so that recipe and devices stay in view
     order = (metrics[0], _least_is_best(names[0])) if metrics else ("attributes.start_time", False)
     speeds = [f"metrics.`{name}`" for name in _TIMES]
     for view, columns, (key, ascending) in (
