@@ -76,19 +76,16 @@ class Encoder:
         """The label's classes, the positive one of two last; none of numbers."""
         return self.label.classes
 
-    def encode(self, cells: Mapping[str, pl.Series], longest: int = 1) -> tuple[dict[str, Array], int]:
+    def encode(self, cells: Mapping[str, pl.Series]) -> tuple[dict[str, Array], int]:
         """Return the arrays of rows, and how many cells of numbers and times could not be read and count as
-        missing.
+        missing. cells: those of each of `names`, stripped, None for no value."""
+        values = {column.name: column.read(cells[column.name]) for column in self.columns}
+        odd = (values[c.name].null_count() - cells[c.name].null_count() for c in self.numbers)
+        return self.arrays(values), sum(odd)
 
-        cells: those of each of `names`, stripped, None for no value. longest: items of the arrays' bags, at
-        least.
-        """
-        num_rows, wrong = len(next(iter(cells.values()))), 0
-        values: dict[str, pl.Series] = {}
-        for column in self.columns:
-            values[column.name] = column.read(cells[column.name])
-            if not column.coded:
-                wrong += values[column.name].null_count() - cells[column.name].null_count()
+    def arrays(self, values: Mapping[str, pl.Series], longest: int = 1) -> dict[str, Array]:
+        """Return the arrays of rows whose cells were read. longest: items of the arrays' bags, at least."""
+        num_rows = len(next(iter(values.values())))
         dense_BN = np.zeros((num_rows, self.num_dense), np.float32)
         ends = itertools.accumulate((column.width for column in self.numbers), initial=0)
         for number, start in zip(self.numbers, ends, strict=False):
@@ -97,10 +94,10 @@ class Encoder:
         arrays = {"ids_BF": _side_by_side(ids, num_rows), "dense_BN": dense_BN}
         if self.bags:
             arrays["bags_BFL"] = _one_width([bag.ids(values[bag.name])[0] for bag in self.bags], longest)
-        return arrays, wrong
+        return arrays
 
     def coded_by(self, texts: Mapping[str, pl.Series]) -> "Encoder":
-        """Return the encoder for cells that come as codes of dictionaries, by column."""
+        """Return the encoder for values that come as codes of dictionaries, by column."""
         columns = (c.coded_by(texts[c.name]) if isinstance(c, Category) else c for c in self.columns)
         return replace(self, columns=tuple(columns))
 

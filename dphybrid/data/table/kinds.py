@@ -236,8 +236,6 @@ class Category(Column):
         return {"ignore_case": True} if mixed else {}
 
     def read(self, cells: pl.Series) -> pl.Series:
-        if self._lookup is not None and cells.dtype == pl.UInt32:
-            return cells
         texts = cells.cast(pl.String)
         return texts.str.to_lowercase() if self.ignore_case else texts
 
@@ -344,8 +342,6 @@ class Bag(Category):
         return cells.cast(pl.List(pl.String)).list.eval(item.filter(item != ""))
 
     def read(self, cells: pl.Series) -> pl.Series:
-        if cells.dtype == pl.List(pl.UInt32) and self._lookup is not None:
-            return cells
         return self.items(cells).list.head(self.max_items)
 
     def left_out(self, cells: pl.Series) -> tuple[int, int]:

@@ -117,8 +117,8 @@ class Table:
         """Return a block of stored columns, all of them without names."""
         return pl.read_ipc(self.folder / f"{number:06d}.arrow", columns=names)
 
-    def cells(self, number: int) -> dict[str, pl.Series]:
-        """Return a block of what a model gets, by column, as an encoder `coded_by` the texts takes it."""
+    def values(self, number: int) -> dict[str, pl.Series]:
+        """Return a block of the columns that a model gets, for an encoder `coded_by` the texts."""
         names = {f"column {column.name}": column.name for column in self.plan.columns}
         return {names[c.name]: c for c in self.block(number, list(names)).get_columns()}
 

@@ -205,7 +205,7 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
 def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:
     """Yield the arrays of the blocks."""
     longest = table.longest
-    return mapped(lambda number: encoder.encode(table.cells(number), longest)[0], range(len(table.lengths)))
+    return mapped(lambda number: encoder.arrays(table.values(number), longest), range(len(table.lengths)))
 
 
 def _keys(table: Table, encoder: Encoder, labels_B: Array) -> Array:
