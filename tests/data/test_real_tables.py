@@ -1,6 +1,8 @@
 """Tables as people have them: rows without an answer, the many ways to write no value, other notations of
 numbers."""
 
+import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -212,3 +214,54 @@ def test_cells_with_line_ends_are_printed_on_one_line(tmp_path: Path) -> None:
     told = table(tmp_path, text).describe()
     assert r"first\nsecond\x1b[31m a" in told
     assert "\x1b" not in told
+
+
+@pytest.mark.parametrize(
+    ("cells", "role", "told"),
+    [
+        (["98,000", "1,250,000", "7"], "numeric", "thousands marked by ','; --data.decimal"),
+        (["98,5", "1,25", "7"], "numeric", "decimals after ','; --data.decimal"),
+        (["1.206,73", "7"], "numeric", "thousands marked by '.', decimals after ','"),
+        (["1.5", "inf", "7"], "numeric", "20 infinite ones count as no value"),
+        (["TRUE", "true", "False"], "categorical", "letters' case is ignored"),
+        (["06/11/1996", "14/03/2000"], "time", "dates or times, day first; --data.categorical"),
+        (["31.12.2024", "1.2.2024"], "time", "dates or times, day first; --data.categorical"),
+        ([f"o{i}" for i in range(60)], "categorical", "x: hardly any value comes twice.*--data.ignore x"),
+        ([str(2**60 + i % 7) for i in range(60)], "categorical", "whole numbers beyond 2\\^53"),
+    ],
+)
+def test_how_cells_are_read_is_said_with_how_to_change_it(
+    tmp_path: Path, cells: list[str], role: str, told: str
+) -> None:
+    rows = [f"{cells[i % len(cells)]}\t{i % 2}" for i in range(60)]
+    prepared = table(tmp_path, "\n".join(["x\ty", *rows]), min_count=2)
+    assert prepared.manifest.facts["columns"][0]["role"] == role
+    assert re.search(told, prepared.describe()), prepared.describe()
+    assert prepared.manifest.rejected == 0
+
+
+def test_a_name_that_the_header_repeats_is_said(tmp_path: Path) -> None:
+    prepared = table(tmp_path, "shop,shop,y\n" + "".join(f"a{i % 3},b{i % 2},{i % 2}\n" for i in range(40)))
+    assert "'shop' names several columns; one of them is 'shop_2' here" in prepared.describe()
+
+
+def test_json_lines_are_read_as_the_same_table_and_documents_are_refused(tmp_path: Path) -> None:
+    rows = [{"n": i * i, "w": "ab"[i % 2], "tags": ["x", "y"][: i % 3], "y": i % 2 == 0} for i in range(60)]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "x.jsonl").write_text("\n".join([*lines[:30], "", '{"n": 1', '{"z": 1}', *lines[30:]]))
+    values = {"label": "y", "min_count": 1}
+    given = TableDataConfig(path=str(tmp_path / "x.jsonl"), max_rejected=0.1, **values)
+    prepared = prepare("ctr", given, tmp_path / "prepared", 0)
+    pl.DataFrame(rows).write_parquet(tmp_path / "x.parquet")
+    same = prepare(
+        "ctr", TableDataConfig(path=str(tmp_path / "x.parquet"), **values), tmp_path / "prepared", 0
+    )
+    assert prepared.manifest.arrays == same.manifest.arrays
+    rejected = [json.loads(line) for line in (prepared.path / "rejected.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["reason"].split(":")[0]) for row in rejected] == [
+        (32, "no JSON"),
+        (33, "has 'z', which the first record lacks"),
+    ]
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(UserError, match=r"x\.json: a JSON document is not read; write one record a line"):
+        prepare("ctr", TableDataConfig(path=str(tmp_path / "x.json"), label="y"), tmp_path / "prepared", 0)

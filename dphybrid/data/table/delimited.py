@@ -54,6 +54,7 @@ class Layout:
     names: list[str]
     header: bool
     body: int
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
@@ -160,7 +161,9 @@ def _layout(file: Path, block: bytes, data: TableDataConfig) -> Layout | None:
     (first, first_end), *others = first_rows(lines, starts, separator)
     check_columns(file, len(first), data.max_columns)
     if has_header(first, [cells for cells, _ in others], data):
-        return Layout(separator, column_names(first), True, first_end + 1)
+        names = column_names(first)
+        twice = tuple((cell, name) for cell, name in zip(first, names, strict=True) if cell not in ("", name))
+        return Layout(separator, names, True, first_end + 1, twice)
     width = Counter(len(cells) for cells in (first, *(cells for cells, _ in others))).most_common(1)[0][0]
     return Layout(separator, [str(i) for i in range(width)], False, 0)
 
@@ -173,7 +176,8 @@ def _block_rows(
     if values is None:
         return _careful(file, block, layout, data, line, offset, last=True)[0]
     lines = np.arange(line + 1, line + 1 + num_lines)
-    return Rows(layout.names, values, lines, [], layout.header, "line", file, offset + len(block))
+    end = offset + len(block)
+    return Rows(layout.names, values, lines, [], layout.header, "line", file, end, layout.renamed)
 
 
 def _plain(block: bytes, num_rows: int, layout: Layout, missing: tuple[str, ...]) -> pl.DataFrame | None:
@@ -241,7 +245,9 @@ def _careful(
     unread = "".join(f"{text}\n" for text in lines[used:]).encode()
     bytes_read = offset + len(block) - len(unread)
     return (
-        Rows(layout.names, values, numbers, rejected, layout.header, "line", file, bytes_read),
+        Rows(
+            layout.names, values, numbers, rejected, layout.header, "line", file, bytes_read, layout.renamed
+        ),
         used,
         unread,
     )

@@ -39,7 +39,7 @@ def description(
         f"  To change a column's role: {flags} with column names, or --data.schema-file with an edited "
         "schema.toml of this folder; without a header columns are named 0, 1, ..."
     )
-    return lines + _left_out_lines(table)
+    return lines + _left_out_lines(table, encoder)
 
 
 def _column_lines(table: Table, encoder: Encoder) -> list[str]:
@@ -58,9 +58,19 @@ def _column_lines(table: Table, encoder: Encoder) -> list[str]:
     return [head, *(f"  {name:<{wide}}  {role:<11} {ids:>7,}  {shown}" for name, role, ids, shown in rows)]
 
 
-def _left_out_lines(table: Table) -> list[str]:
+def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
     data = table.plan.data
     lines = [
+        f"  {old!r} names several columns; one of them is {new!r} here, until the file renames it"
+        for old, new in table.plan.first.renamed
+    ]
+    lines += [
+        f"  {column.name}: hardly any value comes twice, so all share one embedding; --data.ignore "
+        f"{column.name} leaves the column out"
+        for column in encoder.categories
+        if not len(column.learned) and not column.hash_buckets
+    ]
+    lines += [
         f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left out; "
         "max_items in schema.toml"
         for name, (cells, items) in table.left_out.items()

@@ -166,7 +166,8 @@ class Time(Numbers):
         first = is_day_first(sample.cells, sample.data)
         if first is None or not looks_like_dates(sample.cells, first):
             return None
-        how = "" if sample.cells.str.contains(YEAR_FIRST).all() else f", {'day' if first else 'month'} first"
+        order = "month" if not first and sample.cells.str.contains("/", literal=True).any() else "day"
+        how = "" if sample.cells.str.contains(YEAR_FIRST).all() else f", {order} first"
         return Claim(f"dates or times{how}; --data.categorical would look each of them up", cls.told(sample))
 
     @classmethod

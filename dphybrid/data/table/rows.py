@@ -1,5 +1,6 @@
 """Rows as they come from files, chunk by chunk: their cells, where they stand, and those that do not fit."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ from dphybrid.data.batches import Array
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
-SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
+SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq", ".jsonl", ".ndjson")
 """Files of a folder that are read."""
 BLOCK_ROWS = 2**16
 """Parquet rows read at a time."""
+JSON_BYTES = 2**23
+"""Text of JSON lines read at a time."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Rows:
 
     values: columns 0, 1, ...; their names stand apart, because polars reads names such as `*` as patterns.
     header: the first line named the columns; Parquet files always do. place: what `lines` counts, "line" or
-    "row".
+    "row". renamed: names that the header repeats, with those that the columns got instead.
     """
 
     names: list[str]
@@ -38,6 +41,7 @@ class Rows:
     place: str
     file: Path
     bytes_read: int = 0
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -102,8 +106,15 @@ def read_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
     """Yield the jobs that return the chunks of `read_chunks`."""
     from dphybrid.data.table.delimited import csv_jobs  # which needs `Rows`
 
-    if file.suffix.lower() in (".parquet", ".pq"):
+    suffix = file.suffix.lower()
+    if suffix in (".parquet", ".pq"):
         return map(as_job, _parquet_chunks(file, data))
+    if suffix in (".jsonl", ".ndjson"):
+        return map(as_job, _json_chunks(file, data))
+    if suffix == ".json":
+        raise UserError(
+            f"data.path={file}: a JSON document is not read; write one record a line and name the file .jsonl"
+        )
     return csv_jobs(file, data)
 
 
@@ -173,6 +184,57 @@ def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) ->
     stripped = frame.with_columns(pl.col(texts).cast(pl.String).str.strip_chars())
     none = pl.Series(["", *missing]).implode()
     return stripped.with_columns(pl.when(~pl.col(texts).is_in(none)).then(pl.col(texts)))
+
+
+def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
+    names, first, size = list[str](), 1, 0
+    with file.open("rb") as stream:
+        while texts := stream.readlines(JSON_BYTES):
+            records, lines, rejected = list[dict[str, Any]](), list[int](), list[dict[str, Any]]()
+            for line, text in enumerate(texts, first):
+                if not text.strip():
+                    continue
+                record, reason = _record(text, names)
+                if reason:
+                    rejected.append({"file": str(file), "line": line, "reason": reason})
+                else:
+                    names = names or list(record)
+                    records.append(record)
+                    lines.append(line)
+            first, size = first + len(texts), size + sum(map(len, texts))
+            check_columns(file, len(names), data.max_columns)
+            cells = [
+                _json_cells(str(place), [r.get(name) for r in records]) for place, name in enumerate(names)
+            ]
+            values = clean(pl.DataFrame(cells), data.no_value)
+            yield Rows(names, values, np.array(lines, np.int64), rejected, True, "line", file, size)
+
+
+def _record(text: bytes, names: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return the record of a line, or why it is rejected. names: of the first record."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return {}, f"no JSON: {error}"
+    if not isinstance(record, dict) or not record:
+        return {}, 'no record such as {"age": 31}'
+    if names and (more := [name for name in record if name not in names]):
+        return {}, f"has {more[0]!r}, which the first record lacks"
+    if odd := [name for name, value in record.items() if isinstance(value, dict)]:
+        return {}, f"{odd[0]!r} holds a record, not a single value or a list"
+    return record, ""
+
+
+def _json_cells(name: str, values: list[Any]) -> pl.Series:
+    """Return values as texts, lists as lists of texts."""
+    if any(isinstance(value, list) for value in values):
+        lists = [value if isinstance(value, list) else [value] for value in values]
+        return pl.Series(name, [[_text(item) for item in items] for items in lists], dtype=pl.List(pl.String))
+    return pl.Series(name, [_text(value) for value in values], dtype=pl.String)
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
