@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dphybrid.parallel import DataParallel
-
 REPOSITORY = Path(__file__).parent.parent
 SHARED = REPOSITORY.parent / "shared"
 LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
@@ -40,7 +38,6 @@ USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT",
 """Variables that commands set in their process."""
 
 torch.set_num_threads(1)
-DataParallel.check_synchrony = True
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:  # in the background and under nohup; children inherit it
         signal.signal(_number, _handler)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,11 +23,11 @@ Mode = Literal["inline", "threads"]
 def parallel_apply(
     replicas: Sequence[nn.Module],
     inputs: Sequence[object],
-    kwargs: Sequence[dict[str, Any]] | None = None,
+    kwargs: Sequence[dict[str, object]] | None = None,
     devices: Places | None = None,
     mode: Mode | None = None,
     before: Callable[[int], object] | None = None,
-) -> list[Any]:
+) -> list[object]:
     """Call each replica on its inputs (a tuple or list of arguments, or one argument); return the outputs in
     device order.
 
@@ -46,7 +46,7 @@ def parallel_apply(
             "devices; give one of each a replica"
         )
 
-    def call(index: int, stream: "torch.cuda.Stream | None" = None) -> Any:
+    def call(index: int, stream: "torch.cuda.Stream | None" = None) -> object:
         place, given = places.replicas[index], inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
         try:
@@ -69,7 +69,7 @@ def parallel_apply(
         for place in places.replicas[:count]
     ]
 
-    def call_in_thread(index: int) -> Any:
+    def call_in_thread(index: int) -> object:
         with enter():
             return call(index, streams[index])
 

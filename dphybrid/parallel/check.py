@@ -10,7 +10,6 @@ import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -117,7 +116,7 @@ def _attributes(part: nn.Module) -> Iterator[Words]:
                 )
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[object]:
     if isinstance(value, list | tuple | set):
         for item in value:
             yield from _leaves(item)
@@ -128,7 +127,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _bound_to_module(value: Any) -> bool:
+def _bound_to_module(value: object) -> bool:
     if isinstance(value, functools.partial):
         return _bound_to_module(value.func) or any(isinstance(arg, nn.Module) for arg in value.args)
     if isinstance(value, types.MethodType):

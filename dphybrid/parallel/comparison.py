@@ -60,7 +60,7 @@ class SplitDifference:
 
 @torch.no_grad()
 def compare_split(
-    model: nn.Module, *args: Any, rtol: float = 1e-3, atol: float = 1e-4, **kwargs: Any
+    model: nn.Module, *args: object, rtol: float = 1e-3, atol: float = 1e-4, **kwargs: object
 ) -> list[SplitDifference]:
     """Call `model` on one batch in eval mode and compare each data-parallel block in it, unsplit against
     split; return what differs.
@@ -71,13 +71,15 @@ def compare_split(
     atol: tolerances of float32 as in `torch.testing.assert_close`; a float64 block is held to 1e-9. A block
     with one device is compared in two shares. Empty when nothing differs or nothing is split.
     """
-    calls: dict[str, tuple[Any, Any]] = {}
+    calls: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {}
     blocks = find_data_parallel(model)
     home = next((block.devices.home for block in blocks.values()), torch.device("cpu"))
     with own_random_state(home), _evaluating(model), ExitStack() as hooks:
         for name, block in blocks.items():
 
-            def keep(_: nn.Module, given: Any, named: Any, name: str = name) -> None:
+            def keep(
+                _: nn.Module, given: tuple[object, ...], named: dict[str, object], name: str = name
+            ) -> None:
                 calls.setdefault(name, (given, named))
 
             hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
@@ -92,7 +94,7 @@ def compare_split(
     return found
 
 
-def refuse_split_differences(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+def refuse_split_differences(model: nn.Module, *args: object, **kwargs: Any) -> None:
     """Raise UserError with what `compare_split` finds on this batch, if anything."""
     if found := compare_split(model, *args, **kwargs):
         raise UserError(
@@ -102,8 +104,8 @@ def refuse_split_differences(model: nn.Module, *args: Any, **kwargs: Any) -> Non
 
 def compare_block(
     block: DataParallel,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     *,
     name: str = "",
     rtol: float = 1e-3,
@@ -112,7 +114,7 @@ def compare_block(
     """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs,
     or None."""
 
-    def joined(value: Any) -> Any:
+    def joined(value: object) -> object:
         if isinstance(value, Parts):
             return torch.cat([part.detach().to(block.devices.home) for part in value.tensors], block.dim)
         return value
@@ -168,23 +170,23 @@ def _state(module: nn.Module) -> dict[tuple[str, str], tuple[object, int]]:
     }
 
 
-def _events(module: nn.Module, args: Any, kwargs: Any) -> list[_Event]:
+def _events(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> list[_Event]:
     """Run the module; return what went into and came out of each of its parts, in the order in which it
     happened."""
     names = {id(part): name for name, part in module.named_modules()}
     stack: list[str] = [""]
     events: list[_Event] = []
 
-    def copies(value: Any) -> list[Tensor]:
+    def copies(value: object) -> list[Tensor]:
         return [tensor.detach().clone() for _, tensor in tensors_of(value)]
 
-    def enter(part: nn.Module, given: Any, named: Any) -> None:
+    def enter(part: nn.Module, given: object, named: object) -> None:
         name = names.get(id(part), "")
         if part is not module:  # what a part gets, the part around it has computed
             events.append((stack[-1], f"what it gives to {name}", copies((given, named))))
         stack.append(name)
 
-    def leave(*call: Any) -> None:
+    def leave(*call: object) -> None:
         events.append((stack.pop(), "its output", copies(call[-1])))
 
     with ExitStack() as hooks:

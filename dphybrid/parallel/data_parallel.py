@@ -19,7 +19,6 @@ from dphybrid.parallel.placing import RowSource, place
 from dphybrid.parallel.probing import refuse_chance_rows
 from dphybrid.parallel.record import Record, first_size
 from dphybrid.parallel.replication import (
-    differing_replicas,
     refuse_unsuitable,
     replicate,
     replicate_modules,
@@ -88,7 +87,7 @@ class DataParallel(nn.DataParallel):
         self._bare = len(self.devices) == 1 and home == self._target == torch.device("cpu")
         self._record = Record()
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
         and outputs that cannot be joined."""
         # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
@@ -108,7 +107,7 @@ class DataParallel(nn.DataParallel):
         return self._split_and_joined(inputs, kwargs)
 
     @outside_of_graphs
-    def _split_and_joined(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         kwargs = self.with_wholes(kwargs)
         sizes: list[int] | None = None
         if "scatter" in self._overridden:
@@ -125,13 +124,11 @@ class DataParallel(nn.DataParallel):
                 refuse_shared_inputs(self.module, inputs, kwargs, self.dim, self.devices.home, self._record)
             places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
-                seen: dict[int, list[Any]] = {}
+                seen: dict[int, list[object]] = {}
                 replica_inputs = split(inputs, places, sizes, self.dim, seen)
                 replica_kwargs = split(kwargs, places, sizes, self.dim, seen)
         with self._timed("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(replica_inputs)])
-        if self.check_synchrony and (names := differing_replicas(replicas)):
-            raise RuntimeError(f"replicas start from different parameters: {', '.join(names)}")
         try:
             outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
@@ -153,7 +150,7 @@ class DataParallel(nn.DataParallel):
             self._settle(join.leaves, (inputs, kwargs), outputs, sizes)
         return joined
 
-    def with_wholes(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def with_wholes(self, kwargs: dict[str, object]) -> dict[str, object]:
         """Return the keyword arguments, those named in `whole` marked as such; rows in parts are joined for
         it."""
         if not self.whole:
@@ -165,7 +162,7 @@ class DataParallel(nn.DataParallel):
             return value
         return torch.cat([part.to(self.devices.home) for part in value.tensors], self.dim)
 
-    def _settle(self, leaves: list[Leaf], inputs: Any, outputs: list[Any], sizes: list[int]) -> None:
+    def _settle(self, leaves: list[Leaf], inputs: object, outputs: list[object], sizes: list[int]) -> None:
         """See to it that no output has its rows by chance, the first time it is seen."""
         settled, training = self._record.settled, self.training
         if all((training, leaf) in settled for leaf in leaves):
@@ -191,12 +188,14 @@ class DataParallel(nn.DataParallel):
         """Return the rows of each used replica's share of a batch of `rows`."""
         return split_sizes(rows, len(self.devices), self.weights) if rows else [0]
 
-    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
+    def scatter(
+        self, inputs: tuple[object, ...], kwargs: dict[str, object] | None, device_ids: Places
+    ) -> Any:
         """Split arguments over devices: (tuples of positional, dicts of keyword arguments), one of each a
         used device. May be overridden."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
-    def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
+    def replicate(self, module: nn.Module, device_ids: Places) -> list[nn.Module]:
         """Return a replica a device. May be overridden. Raises UserError for modules that cannot be
         replicated."""
         if module is not self.module or not len(device_ids):
@@ -209,7 +208,12 @@ class DataParallel(nn.DataParallel):
             modules, self.devices.replicas[: len(device_ids)], not torch.is_grad_enabled()
         )
 
-    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+    def parallel_apply(
+        self,
+        replicas: Sequence[nn.Module],
+        inputs: Sequence[object],
+        kwargs: Sequence[dict[str, object]] | None,
+    ) -> list[Any]:
         """Call each replica on its inputs; return the outputs in device order. May be overridden."""
         used = Devices(self.devices.text, self.devices.replicas[: len(replicas)], self.devices.virtual)
         if not used.at_once or under_functorch():  # vmap has a say of its own about draws
@@ -217,7 +221,7 @@ class DataParallel(nn.DataParallel):
         with independent_streams(used.replicas) as seed:
             return parallel_apply(replicas, inputs, kwargs, used, before=seed)
 
-    def gather(self, outputs: Any, output_device: Any) -> Any:
+    def gather(self, outputs: Sequence[object], output_device: int | str | torch.device) -> Any:
         """Join the outputs on a device. May be overridden. Raises UserError for what cannot be joined."""
         return gather(outputs, output_device, self.dim)
 
@@ -225,14 +229,10 @@ class DataParallel(nn.DataParallel):
     """Set it to time the parts of a forward in training mode: called with scatter, replicate, host_to_device
     or gather, it gives a context."""
 
-    check_synchrony = False
-    """Compare the replicas' parameters before each forward. Set it on the class in tests; it costs one read
-    of all parameters."""
-
     def _timed(self, part: str) -> AbstractContextManager[None]:
         return nullcontext() if self.stage is None or not self.training else self.stage(part)
 
-    def _on_one(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_one(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Call the module on the first device without changing the caller's tensors, as on several devices.
 
         The first call gets copies and shows whether the module works in place on its inputs. One that does
@@ -300,18 +300,18 @@ class DataParallel(nn.DataParallel):
             return
         super().__setattr__(name, value)
 
-    def _named(self, name: str) -> Iterator[dict[str, Any]]:
+    def _named(self, name: str) -> Iterator[dict[str, object]]:
         """Yield what of the module has a parameter, buffer or part of this name."""
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None:
             yield from (h for h in (module._parameters, module._buffers, module._modules) if name in h)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> Any:
         """The module's own state dict: keys without `module.`."""
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object
     ) -> None:
         own = self.module.state_dict(keep_vars=True).keys()
         mine = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
@@ -363,11 +363,11 @@ def memory_weights(devices: Devices) -> list[float] | None:
 
 def data_parallel(
     module: nn.Module,
-    inputs: Any,
+    inputs: object,
     device_ids: Places | None = None,
     output_device: int | str | torch.device | None = None,
     dim: int = 0,
-    module_kwargs: dict[str, Any] | None = None,
+    module_kwargs: dict[str, object] | None = None,
 ) -> Any:
     """Call `module` once, split over the devices; return the joined output. inputs: a tensor, a tuple of
     arguments, or None for none."""

@@ -22,7 +22,7 @@ class Leaf(NamedTuple):
 
 
 def gather(
-    outputs: Sequence[Any],
+    outputs: Sequence[object],
     target_device: torch.device | str | int,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
@@ -78,7 +78,7 @@ class Join:
             f"dim {self.dim}"
         )
 
-    def _nests(self, outputs: list[Any], path: str) -> Any:
+    def _nests(self, outputs: list[object], path: str) -> Any:
         first, names = outputs[0], names_of(outputs[0])
         refuse_attributes(first, path)
         if isinstance(names, range):

@@ -36,7 +36,7 @@ def versions(tensors: list[Tensor]) -> list[int | None]:
         return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def refuse_changes(inputs: Any, given: list[Tensor], before: list[int | None]) -> None:
+def refuse_changes(inputs: object, given: list[Tensor], before: list[int | None]) -> None:
     """Raise UserError that names the changed one of the tensors `given` of (args, kwargs). before: their
     versions."""
     now = versions(given)

@@ -4,7 +4,6 @@ from a pass without data."""
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ class DeviceMemory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def activation_bytes(module: nn.Module, args: Any, kwargs: Any) -> int:
+def activation_bytes(module: nn.Module, args: object, kwargs: object) -> int:
     """Return the bytes that autograd keeps of one forward, its output included. Runs on the meta device: no
     memory, no data.
 
@@ -41,7 +40,7 @@ def activation_bytes(module: nn.Module, args: Any, kwargs: Any) -> int:
     ghost = copy.deepcopy(module).to("meta")
     own = {p.untyped_storage()._cdata for p in (*ghost.parameters(), *ghost.buffers())}
     kept: dict[int, int] = {}
-    alive: list[Any] = []  # a storage that is gone could lend its address to the next one
+    alive: list[object] = []  # a storage that is gone could lend its address to the next one
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -61,8 +60,8 @@ def activation_bytes(module: nn.Module, args: Any, kwargs: Any) -> int:
 
 def block_memory(
     module: nn.Module,
-    args: Any,
-    kwargs: Any,
+    args: object,
+    kwargs: object,
     sizes: Sequence[int],
     labels: Sequence[str],
     optimizer: str,

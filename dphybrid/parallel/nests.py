@@ -21,7 +21,7 @@ class Whole:
     """Marks a value (tensor, or a nest of them) that every replica gets unsplit, such as a (T, T) attention
     mask."""
 
-    value: Any
+    value: object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def names_of(value: object) -> Sequence[Any]:
     return [*_filled_slots(value), *getattr(value, "__dict__", {})]
 
 
-def items_of(value: Any) -> list[Any]:
+def items_of(value: object) -> list[object]:
     """Return a nest's items, in the order of `names_of`."""
     if isinstance(value, dict | UserDict):
         return list(value.values())
@@ -72,7 +72,7 @@ def items_of(value: Any) -> list[Any]:
     return [getattr(value, name) for name in names_of(value)]
 
 
-def rebuild(like: Any, items: list[Any]) -> Any:
+def rebuild(like: object, items: list[object]) -> Any:
     """Return a nest like `like` with other items; attributes that mirror an item are those of the new one. No
     constructor runs: a `__post_init__` would compute from a share what it did for the batch."""
     if type(like) is dict:
@@ -104,14 +104,14 @@ def rebuild(like: Any, items: list[Any]) -> Any:
     return new
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
     """Return the nest with `function` applied to every item that is no nest."""
     if is_nest(value):
         return rebuild(value, [map_leaves(function, item) for item in items_of(value)])
     return function(value)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: object) -> Any:
     """Return the nest with `function` applied to every tensor, those in `Whole` included."""
 
     def leaf(value: object) -> object:
@@ -138,12 +138,12 @@ def tensors_of(value: object, path: str = "output") -> Iterator[tuple[str, Tenso
             yield from tensors_of(item, f"{path}[{name!r}]")
 
 
-def named_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
     """Return the arguments by the names that messages give them."""
     return {f"input {index}": value for index, value in enumerate(args)} | kwargs
 
 
-def batch_rows(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> int | None:
+def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) -> int | None:
     """Return the rows on `dim` that all tensors share, or None when there is none: a number (0-dim) has no
     rows, and each replica gets it.
 
@@ -185,7 +185,7 @@ def _refuse_layout(value: Tensor, path: str) -> None:
         )
 
 
-def _collect(value: Any, dim: int, path: str, sizes: dict[str, int | None]) -> None:
+def _collect(value: object, dim: int, path: str, sizes: dict[str, int | None]) -> None:
     if isinstance(value, Tensor):
         if value.dim():
             sizes[path] = _rows(value, dim, path)
@@ -230,7 +230,7 @@ def refuse_unsplittable(value: Any, path: str) -> None:
         )
 
 
-def refuse_attributes(value: Any, path: str) -> None:
+def refuse_attributes(value: object, path: str) -> None:
     """Raise UserError for an instance of a container's subclass that holds tensors beside its items."""
     if type(value) in (tuple, list, dict) or not isinstance(value, tuple | list | dict | UserDict):
         return  # a dataclass's attributes are its items
@@ -248,7 +248,7 @@ def refuse_attributes(value: Any, path: str) -> None:
 _DEPTH = 5
 
 
-def _carried(value: Any, path: str, depth: int = 0) -> str | None:
+def _carried(value: object, path: str, depth: int = 0) -> str | None:
     """Return the path of a tensor that is somewhere inside the value, or None."""
     if isinstance(value, Tensor):
         return path
@@ -260,7 +260,7 @@ def _carried(value: Any, path: str, depth: int = 0) -> str | None:
     return next((where for where in found if where is not None), None)
 
 
-def _held(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _held(value: object, path: str) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, with its path."""
     if isinstance(value, functools.partial):
         yield from ((f"{path}(...)", held) for held in (value.func, *value.args, *value.keywords.values()))
@@ -278,7 +278,7 @@ def _held(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}.{name}", getattr(value, name)) for name in _filled_slots(value))
 
 
-def _content(cell: types.CellType) -> list[Any]:
+def _content(cell: types.CellType) -> list[object]:
     try:
         return [cell.cell_contents]
     except ValueError:  # a name that has no value yet

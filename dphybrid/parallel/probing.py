@@ -28,8 +28,8 @@ from dphybrid.util.errors import UserError
 
 def refuse_chance_rows(
     module: nn.Module,
-    inputs: Any,
-    outputs: list[Any],
+    inputs: object,
+    outputs: list[object],
     leaves: list[Leaf],
     sizes: list[int],
     dim: int,
@@ -84,7 +84,7 @@ def refuse_chance_rows(
 
 
 def _may_be_chance(
-    module: nn.Module, inputs: Any, outputs: list[Any], leaves: list[Leaf], share: int, dim: int
+    module: nn.Module, inputs: object, outputs: list[object], leaves: list[Leaf], share: int, dim: int
 ) -> bool:
     if share == 1 or any(leaf.rows != 1 for leaf in leaves):
         return True
@@ -116,7 +116,13 @@ def _others(one: torch.Size, two: torch.Size, dim: int) -> Iterator[tuple[int, i
 
 
 def _sample_minor(
-    leaves: list[Leaf], module: nn.Module, inputs: Any, share: int, count: int, dim: int, home: torch.device
+    leaves: list[Leaf],
+    module: nn.Module,
+    inputs: object,
+    share: int,
+    count: int,
+    dim: int,
+    home: torch.device,
 ) -> str | None:
     """Return the path of an output with several rows a sample that are not side by side, as those of
     torch.cat([x, -x]).
@@ -163,7 +169,7 @@ def _all_equal(tensors: list[Tensor]) -> bool:
     )
 
 
-def _lengths(value: Any) -> Iterator[int]:
+def _lengths(value: object) -> Iterator[int]:
     if is_nest(value):
         items = items_of(value)
         yield len(items)
@@ -184,12 +190,12 @@ def computed(
 
 
 def first_rows(
-    value: Any, rows: int, dim: int, home: torch.device, instead: Mapping[int, Tensor] | None = None
+    value: object, rows: int, dim: int, home: torch.device, instead: Mapping[int, Tensor] | None = None
 ) -> Any:
     """Return the first rows of each tensor of a nest, copied to `home`. instead: tensors in the place of
     those with these ids."""
 
-    def leaf(value: Any) -> Any:
+    def leaf(value: object) -> object:
         if instead and id(value) in instead:
             return instead[id(value)]
         if isinstance(value, Tensor):

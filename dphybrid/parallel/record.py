@@ -1,7 +1,5 @@
 """What a data-parallel block has seen: its splits, and what was found about its module."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from dphybrid.parallel.gathering import Leaf
@@ -46,7 +44,7 @@ class Record:
         return {key: count + self.repeats * (key == self.last) for key, count in self.earlier.items()}
 
 
-def first_size(value: Any) -> Size:
+def first_size(value: object) -> Size:
     """Return the size of the first tensor in a value that has dims, () where there is none."""
     if isinstance(value, Tensor):
         return (value.size(0),) if value.is_nested else value.shape

@@ -23,7 +23,7 @@ class LossInside(nn.Module):
         self.block = block
         self.loss = loss
 
-    def forward(self, inputs: Any, targets: Any) -> Tensor:
+    def forward(self, inputs: object, targets: object) -> Tensor:
         """Return the loss of each sample, (B,). inputs: a tensor, or a tuple of arguments. Raises UserError
         for a loss that is a mean."""
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -64,7 +64,7 @@ def _caller(module: nn.Module) -> Callable[..., Any]:
     """A function of ours around the call: `module.compile()` leaves modules of torch's own classes, such as
     nn.Sequential, as they are."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return module._call_impl(*args, **kwargs)
 
     return call

@@ -126,7 +126,7 @@ OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def _of_its_own(value: Any) -> Any:
+def _of_its_own(value: object) -> Any:
     """Return a copy of what a module holds besides parameters, buffers and modules."""
     if isinstance(value, Tensor):
         return value.detach().clone()
@@ -200,15 +200,3 @@ def refuse_unsuitable(module: nn.Module, home: torch.device | None = None) -> No
                     f"DataParallel: {key} of {place} is on {tensor.device}, and parameters live on {home}; "
                     "move the module there"
                 )
-
-
-def differing_replicas(replicas: Sequence[nn.Module]) -> list[str]:
-    """Return the names of parameters that are not equal, bit for bit, in all replicas: none, unless something
-    wrote to one of them."""
-    names: list[str] = []
-    for copies in zip(*(replica.named_modules() for replica in replicas), strict=True):
-        values = [vars(copy).get("_former_parameters", {}) for _, copy in copies]
-        for key, first in values[0].items():
-            if any(not torch.equal(first, other[key].to(first.device)) for other in values[1:]):
-                names.append(f"{copies[0][0]}.{key}".lstrip("."))
-    return names

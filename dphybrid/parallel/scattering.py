@@ -16,7 +16,7 @@ from dphybrid.util.errors import UserError
 Places = str | Devices | Sequence[int | str | torch.device]
 
 
-def scatter(inputs: Any, devices: Places, dim: int = 0, sizes: Sequence[int] | None = None) -> list[Any]:
+def scatter(inputs: object, devices: Places, dim: int = 0, sizes: Sequence[int] | None = None) -> list[Any]:
     """Split every tensor of a nest (tuples, lists, dicts, namedtuples, dataclasses) on `dim`; return one nest
     a used device.
 
@@ -31,8 +31,8 @@ def scatter(inputs: Any, devices: Places, dim: int = 0, sizes: Sequence[int] | N
 
 
 def scatter_kwargs(
-    inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Places, dim: int = 0
-) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    inputs: tuple[object, ...], kwargs: dict[str, object] | None, devices: Places, dim: int = 0
+) -> tuple[tuple[object, ...], tuple[dict[str, object], ...]]:
     """Split positional and keyword arguments alike; return one tuple and one dict a used device, as torch's
     function of this name does."""
     devices = resolve_devices(devices)
@@ -42,7 +42,7 @@ def scatter_kwargs(
     return tuple(share[0] for share in shares), tuple(share[1] for share in shares)
 
 
-def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], num_devices: int, dim: int) -> list[int]:
+def _sizes(args: tuple[object, ...], kwargs: dict[str, object], num_devices: int, dim: int) -> list[int]:
     rows = batch_rows(args, kwargs, dim)
     if rows is None:
         return [0] * num_devices
@@ -50,11 +50,11 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], num_devices: int, dim:
 
 
 def split(
-    value: Any,
+    value: object,
     places: Sequence[torch.device],
     sizes: list[int],
     dim: int,
-    seen: dict[int, list[Any]] | None = None,
+    seen: dict[int, list[object]] | None = None,
 ) -> list[Any]:
     """Split what `batch_rows` has found fit to be split. seen: tensors that were split before; one given
     twice stays one in each share."""

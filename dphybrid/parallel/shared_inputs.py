@@ -8,7 +8,6 @@ all samples.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +17,13 @@ from dphybrid.parallel.probing import computed, first_rows
 from dphybrid.parallel.record import Record
 from dphybrid.util.errors import UserError
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 def refuse_shared_inputs(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     dim: int,
     home: torch.device,
     record: Record,
@@ -57,7 +56,7 @@ def refuse_shared_inputs(
 
 
 def note_shares(
-    error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int], dim: int
+    error: Exception, args: tuple[object, ...], kwargs: dict[str, object], sizes: Sequence[int], dim: int
 ) -> None:
     """Add to an error of a replica what it was given, and what may be meant instead."""
     given = [

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.parallel import run, text
-from dphybrid.parallel import DataParallel, Devices, LossInside, resolve_devices, split_sizes
+from dphybrid.parallel import DataParallel, Devices, LossInside, split_sizes
 from dphybrid.parallel.check import check_module
 from dphybrid.parallel.memory import activation_bytes, block_memory, memory_text
-from dphybrid.parallel.replication import differing_replicas, replicate
 from dphybrid.training.memory import own_gpus
 from tests.parallel import zoo
 
@@ -121,16 +120,6 @@ def test_the_loss_inside_weighs_every_sample_alike() -> None:
         torch.testing.assert_close(loss_B.mean(), expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="reduction"):
         DataParallel(LossInside(block, nn.CrossEntropyLoss()), "cpu*2")(x, labels)
-
-
-def test_replicas_that_differ_are_found() -> None:
-    replicas = replicate(
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), resolve_devices("cpu*3"), detach=True
-    )
-    assert differing_replicas(replicas) == []
-    with torch.no_grad():
-        replicas[2][1].bias.add_(1)
-    assert differing_replicas(replicas) == ["1.bias"]
 
 
 def test_activation_estimate_counts_what_autograd_keeps() -> None:
