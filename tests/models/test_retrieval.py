@@ -58,7 +58,7 @@ def small(folder: Path, **values: object) -> Prepared:
 
 
 def model_for(data: Prepared, devices: str = "cpu", **values: object) -> RetrievalModel:
-    sizes = {"dim": 4, "hidden": 6, "width": 5, "dtype": "float64"} | values
+    sizes = {"dim": 4, "hidden": 6, "layers": 1, "width": 5, "dtype": "float64"} | values
     options = RetrievalModelConfig(**sizes)  # type: ignore[arg-type]
     model = build_model("retrieval", ModelContext(resolve_devices(devices), data.info, options, 1))
     assert isinstance(model, RetrievalModel)
@@ -249,7 +249,7 @@ def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) ->
     users, items = (pl.read_parquet(data.path / "encoder" / f"{name}s.parquet") for name in ("user", "item"))
     assert users["name"].to_list() == ["ann", "bob"]
     assert items["name"].to_list() == ["book", "film", "song"]  # by frequency, then by name
-    assert users["seen"].to_list() == [[0, 1], [1, 2]]
+    assert users["seen"].to_list() == [[0, 1, 2], [1, 2]]  # ann's song of the validation split, too
     assert data.arrays["held_items"].tolist() == [2]  # ann's song; disc and eve have no training row
     assert data.arrays["valid_users"].tolist() == [0]
     homes = ["Bonn", "Oslo"]  # Oslo is later than Rome, although its row is first; an empty one is no value

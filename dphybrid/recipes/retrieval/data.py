@@ -134,8 +134,10 @@ class InteractionSource:
 
         def save(folder: Path) -> None:
             (folder / "encoder").mkdir()
-            of_user = np.repeat(np.arange(len(users.ids_RF)), np.diff(seen_starts))
-            seen = pl.DataFrame({"user": of_user, "item": seen_items})
+            # Recommendations leave out all that is known of a user, the validation split's items, too.
+            starts, items_met = by_user(pairs_N2[(pairs_N2 >= 0).all(1)], len(users.ids_RF))
+            of_user = np.repeat(np.arange(len(users.ids_RF)), np.diff(starts))
+            seen = pl.DataFrame({"user": of_user, "item": items_met})
             lists = seen.group_by("user", maintain_order=True).agg("item")["item"]  # each user has a row
             users.save(folder / "encoder" / "users.parquet", seen=lists)
             items.save(folder / "encoder" / "items.parquet")

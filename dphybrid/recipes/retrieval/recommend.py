@@ -1,5 +1,5 @@
 """Recommendations of a trained model: for each user the items of the highest scores among all that the user
-has not met in training.
+has not met, neither in the training nor in the validation split.
 
 Exact, block by block of users and items: memory holds the items' vectors and a block of scores. Letters: B
 users, S items that a user has met, K places.
@@ -70,7 +70,7 @@ class Recommender:
 
     def recommend(self, users: Any = None, k: int = 10) -> pl.DataFrame:
         """Return user, rank (1 to k), item and score: for each user the k best of the items that the user has
-        not met in training, fewer where there are fewer.
+        not met in the data, training or validation, fewer where there are fewer.
 
         users: one, or a list, array or Series of them; None: all of the training rows. Users that training
         lacks get the most popular items, without a score. Raises UserError for a k below 1.
@@ -135,7 +135,10 @@ class Recommender:
 
     def told(self, done: Recommended) -> list[str]:
         """Return what became of a file's users, in lines for people."""
-        lines = [f"The {done.top} best items for {done.num_rows:,} users: {done.out}"]
+        lines = [
+            f"The {done.top} best items for {done.num_rows:,} users: {done.out}",
+            "Hidden: the items that a user has in the training or the validation split",
+        ]
         if done.unknown:
             lines.append(
                 f"{done.unknown:,} users have no training row and get the most popular items, without a score"
