@@ -1,53 +1,95 @@
-"""Makes the workstations' user in MLflow, or gives it the password of workstation.env: `infra/run
-mlflow-user`, on the server.
+"""Makes a user in MLflow, on the server: `infra/run mlflow-user [NAME]`.
 
-Arguments: server.env, for the address and the administrator's password; workstation.env, for the user and its
-password.
+Without a name the workstations' user with the password of workstation.env; with one a person, who gets a new
+password, printed once, and the role `team`: to read all experiments and registered models.
 """
 
 import base64
 import json
-import re
+import os
+import secrets
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
+from typing import Any
+
+TEAM = "team"
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - where a server may listen, not this program
+READABLE = ("experiment", "registered_model")
 
 
-def values(file: str) -> dict[str, str]:
-    """Read an environment file."""
-    return dict(re.findall(r"^([A-Z_]+)=(.*)$", Path(file).read_text(encoding="utf-8"), re.MULTILINE))
+class Refused(Exception):
+    """MLflow answers a request with an error, or does not answer."""
 
 
-def main(server_file: str, workstation_file: str) -> int:
+def ask(method: str, path: str, values: dict[str, Any]) -> Any:
+    """Ask MLflow's server as its administrator; return its answer. Raises Refused."""
+    host = os.environ["DPHYBRID_MLFLOW_HOST"]
+    host = "127.0.0.1" if host == EVERYWHERE else host
+    url = f"http://{host}:{os.environ['DPHYBRID_MLFLOW_PORT']}/api/{path}"
+    admin = f"admin:{os.environ['MLFLOW_AUTH_ADMIN_PASSWORD']}".encode()
+    headers = {
+        "Authorization": f"Basic {base64.b64encode(admin).decode()}",
+        "Content-Type": "application/json",
+    }
+    try:
+        page = json.dumps(values).encode()
+        wanted = urllib.request.Request(url, page, headers, method=method)
+        with urllib.request.urlopen(wanted, timeout=30) as answer:
+            return json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        raise Refused(f"{error.code} {error.read().decode(errors='replace')[:300]}") from error
+    except OSError as error:
+        raise Refused(f"MLflow does not answer at {url} ({error}); start dphybrid-mlflow first") from error
+
+
+def make_user(name: str, password: str) -> str:
+    """Make a user, or give one its password; return which."""
+    try:
+        ask("POST", "2.0/mlflow/users/create", {"username": name, "password": password})
+    except Refused as error:
+        if "RESOURCE_ALREADY_EXISTS" not in str(error):
+            raise
+        ask("PATCH", "2.0/mlflow/users/update-password", {"username": name, "password": password})
+        return "there, with this password now"
+    return "made"
+
+
+def team_role() -> int:
+    """Return the number of the role that reads everything; make it where it is missing."""
+    page = {"name": TEAM, "workspace": "default", "description": "Reads all experiments and models."}
+    try:
+        role = ask("POST", "3.0/mlflow/roles/create", page)["role"]["id"]
+    except Refused as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
+        roles = ask("GET", "3.0/mlflow/roles/list?workspace=default", {})["roles"]
+        return int(next(role["id"] for role in roles if role["name"] == TEAM))
+    for kind in READABLE:
+        given = {"role_id": role, "resource_type": kind, "resource_pattern": "*", "permission": "READ"}
+        ask("POST", "3.0/mlflow/roles/permissions/add", given)
+    return int(role)
+
+
+def main(names: list[str]) -> int:
     """Make the user; return the exit code."""
-    server, workstation = values(server_file), values(workstation_file)
-    user, password = workstation["MLFLOW_TRACKING_USERNAME"], workstation["MLFLOW_TRACKING_PASSWORD"]
-    admin = base64.b64encode(f"admin:{server['MLFLOW_AUTH_ADMIN_PASSWORD']}".encode()).decode()
-    headers = {"Authorization": f"Basic {admin}", "Content-Type": "application/json"}
-    for method, verb in (("POST", "create"), ("PATCH", "update-password")):
-        url = f"http://127.0.0.1:{server['DPHYBRID_MLFLOW_PORT']}/api/2.0/mlflow/users/{verb}"
-        page = json.dumps({"username": user, "password": password}).encode()
-        try:
-            urllib.request.urlopen(
-                urllib.request.Request(url, page, headers, method=method), timeout=30
-            ).read()
-        except urllib.error.HTTPError as error:
-            answer = error.read().decode(errors="replace")
-            if verb == "create" and "RESOURCE_ALREADY_EXISTS" in answer:
-                continue
-            print(f"MLflow user {user}: {error.code} {answer[:300]}", file=sys.stderr)
-            return 1
-        except OSError as error:
-            print(f"MLflow does not answer at {url} ({error}); start dphybrid-mlflow first", file=sys.stderr)
-            return 1
-        print(
-            f"MLflow user {user}: "
-            f"{'made' if verb == 'create' else 'there, with the password of workstation.env'}"
-        )
-        return 0
-    return 1
+    try:
+        if not names:
+            name, password = os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]
+            print(f"MLflow user {name}: {make_user(name, password)} (its password is in workstation.env)")
+        for name in names:
+            password = secrets.token_urlsafe(12)
+            print(f"MLflow user {name}: {make_user(name, password)}; password {password}")
+            try:
+                ask("POST", "3.0/mlflow/roles/assign", {"username": name, "role_id": team_role()})
+            except Refused as error:
+                if "ALREADY_EXISTS" not in str(error):
+                    raise
+    except Refused as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,33 +1,51 @@
-"""The team's files: scripts that parse, secrets that only their owner reads, units and compose file that name
-what exists."""
+"""The team's files as they are rendered: who reads which secret, what services and containers may do."""
 
+import base64
+import json
 import os
 import re
+import shutil
+import signal
 import stat
 import subprocess
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
+from tests.postgres import free_port
+from tests.waiting import wait_until
 
 INFRA = REPOSITORY / "infra"
 SCRIPTS = ["make-env", "make-databases", "run", "backup"]
 
 
 def make_env(folder: Path) -> dict[str, str]:
+    """Render the files; return their values as FILE:NAME, and what was printed."""
     done = subprocess.run(
         [INFRA / "make-env", "gpu-server", folder], capture_output=True, text=True, check=True
     )
     values: dict[str, str] = {"shown": done.stdout}
     for file in folder.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        values |= {
-            f"{file.name}:{m[1]}": m[2]
-            for m in re.finditer(r"^([A-Z_a-z]+) ?= ?(.*)$", file.read_text(), re.M)
-        }
+        found = re.finditer(r"^([A-Z_a-z]+) ?= ?(.*)$", file.read_text(), re.M)
+        values |= {f"{file.name}:{m[1]}": m[2] for m in found}
     return values
+
+
+def run(service: str, folder: Path, **more: str) -> "subprocess.CompletedProcess[str]":
+    """Call infra/run with stand-ins for the servers' commands, which print what they were given."""
+    for name in ("prefect", "mlflow"):
+        (folder / name).write_text('#!/bin/sh\necho "$@"; env\n')
+        (folder / name).chmod(0o700)
+    environment = os.environ | {"DPHYBRID_ETC": str(folder), "DPHYBRID_BIN": str(folder)} | more
+    return subprocess.run(
+        [INFRA / "run", service], capture_output=True, text=True, check=False, env=environment
+    )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -36,79 +54,204 @@ def test_scripts_parse_and_may_be_run(name: str) -> None:
     subprocess.run(["bash", "-n", INFRA / name], check=True)
 
 
-def test_environment_files_agree_and_are_made_once(tmp_path: Path) -> None:
+def test_files_agree_are_made_once_and_hold_the_secrets_of_one_service(tmp_path: Path) -> None:
     first, other = make_env(tmp_path / "etc"), make_env(tmp_path / "other")
-    auth = first["server.env:PREFECT_SERVER_API_AUTH_STRING"]
+    auth = first["prefect.env:PREFECT_SERVER_API_AUTH_STRING"]
     assert len(auth) > 30
     assert auth == first["workstation.env:PREFECT_API_AUTH_STRING"]
-    assert auth != other["server.env:PREFECT_SERVER_API_AUTH_STRING"]
+    assert auth != other["prefect.env:PREFECT_SERVER_API_AUTH_STRING"]
     assert first["workstation.env:MLFLOW_TRACKING_USERNAME"] != "admin"
-    assert (
-        first["server.env:MLFLOW_AUTH_ADMIN_PASSWORD"]
-        not in (tmp_path / "etc" / "workstation.env").read_text()
-    )
     assert first["server.env:DPHYBRID_BIND"] == "127.0.0.1"
-    assert first["server.env:DPHYBRID_DB_PASSWORD"] in first["mlflow-auth.ini:database_uri"]
+    assert first["mlflow-auth.ini:default_permission"] == "NO_PERMISSIONS"
     assert first["workstation.env:PREFECT_API_URL"] == "http://gpu-server:4200/api"
+
+    files = {file.name: file.read_text() for file in (tmp_path / "etc").iterdir()}
+    holders = {
+        files["database-password"].strip(): {
+            "database-password",
+            "prefect.env",
+            "mlflow.env",
+            "mlflow-auth.ini",
+        },
+        first["mlflow.env:MLFLOW_AUTH_ADMIN_PASSWORD"]: {"mlflow.env"},
+        auth: {"prefect.env", "workstation.env"},
+    }
+    for secret, names in holders.items():
+        assert {name for name, text in files.items() if secret in text} == names
+
+    (tmp_path / "etc" / "workstation.env").unlink()
     again = make_env(tmp_path / "etc")
     assert "kept" in again.pop("shown")
-    assert {name: first[name] for name in again} == again
+    new = "workstation.env:MLFLOW_TRACKING_PASSWORD"
+    assert {name: value for name, value in again.items() if first[name] != value}.keys() == {new}
 
 
 def test_services_refuse_secrets_that_others_can_read(tmp_path: Path) -> None:
     make_env(tmp_path)
-    (tmp_path / "workstation.env").chmod(0o644)
-    environment = os.environ | {"DPHYBRID_ETC": str(tmp_path)}
-    done = subprocess.run(
-        [INFRA / "run", "true"], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 2
-    assert "chmod 600" in done.stderr
-    (tmp_path / "workstation.env").chmod(0o600)
-    assert subprocess.run([INFRA / "run", "true"], check=False, env=environment).returncode == 0
+    for service, file in (("true", "workstation.env"), ("mlflow", "mlflow-auth.ini")):
+        (tmp_path / file).chmod(0o644)
+        done = run(service, tmp_path)
+        assert done.returncode == 2
+        assert f"chmod 600 {tmp_path / file}" in done.stderr
+        (tmp_path / file).chmod(0o600)
+    assert run("true", tmp_path).returncode == 0
 
 
-def test_servers_refuse_to_serve_everybody_without_a_password(tmp_path: Path) -> None:
-    make_env(tmp_path)
-    for name in ("prefect", "mlflow"):  # stand in for the commands
-        (tmp_path / name).write_text('#!/bin/sh\necho "$@"\n')
-        (tmp_path / name).chmod(0o700)
-    text = (
-        (tmp_path / "server.env")
-        .read_text()
-        .replace("DPHYBRID_STATE=/var/lib/dphybrid", f"DPHYBRID_STATE={tmp_path}/state")
-    )
-    environment = os.environ | {"DPHYBRID_ETC": str(tmp_path), "DPHYBRID_BIN": str(tmp_path)}
+def test_a_service_gets_its_own_secrets_and_listens_where_it_is_told(tmp_path: Path) -> None:
+    values = make_env(tmp_path)
+    text = (tmp_path / "server.env").read_text()
+    text = text.replace("DPHYBRID_STATE=/var/lib/dphybrid", f"DPHYBRID_STATE={tmp_path}/state")
     wide = text.replace("DPHYBRID_BIND=127.0.0.1", "DPHYBRID_BIND=0.0.0.0")
-    open_to_all = re.sub(r"(PREFECT_SERVER_API_AUTH_STRING|MLFLOW_AUTH_CONFIG_PATH)=.*", r"\1=", wide)
-    for page, code in ((text, 0), (wide, 0), (open_to_all, 2)):
+    for page, address in ((text, "127.0.0.1"), (wide, "0.0.0.0")):
         (tmp_path / "server.env").write_text(page)
-        for name in ("prefect", "mlflow"):
-            done = subprocess.run(
-                [INFRA / "run", name], capture_output=True, text=True, check=False, env=environment
-            )
-            assert done.returncode == code, done.stderr
-            assert ("would serve everybody" in done.stderr) == (code == 2)
-            assert code or f"--host {'0.0.0.0' if page == wide else '127.0.0.1'}" in done.stdout
+        for name, other in (("prefect", "mlflow"), ("mlflow", "prefect")):
+            done = run(name, tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert f"--host {address}" in done.stdout
+            assert f"{other.upper()}_S" not in done.stdout.replace("MLFLOW_SERVER_ALLOWED", "")
+    assert values["mlflow.env:MLFLOW_AUTH_ADMIN_PASSWORD"] in run("mlflow", tmp_path).stdout
+    assert f"MLFLOW_AUTH_CONFIG_PATH={tmp_path}/mlflow-auth.ini" in run("mlflow", tmp_path).stdout
+
+    secret = (tmp_path / "prefect.env").read_text()
+    (tmp_path / "prefect.env").write_text(re.sub(r"(SERVER_API_AUTH_STRING)=.*", r"\1=", secret))
+    done = run("prefect", tmp_path)
+    assert done.returncode == 2
+    assert "would serve everybody" in done.stderr
 
 
-def test_units_and_containers_run_the_same_script() -> None:
-    for unit in (INFRA / "systemd").glob("*.service"):
-        (command,) = re.findall(r"^ExecStart=(.*)$", unit.read_text(), re.M)
-        script, service = command.split()
-        assert script == "/opt/dphybrid/src/infra/run"
-        assert (
-            f"\n{service}) " in (INFRA / "run").read_text()
-            or f"\n{service})\n" in (INFRA / "run").read_text()
-        )
-    worker = (INFRA / "systemd" / "dphybrid-worker.service").read_text()
-    assert "KillMode=mixed" in worker
+@pytest.mark.parametrize("script", ["make-databases", "backup", "make-env"])
+def test_scripts_of_root_run_nothing_of_the_services_files(script: str, tmp_path: Path) -> None:
+    """The files belong to the services' user, who would be root by what root sources."""
+    folder, ran = tmp_path / "etc", tmp_path / "ran"
+    make_env(folder)
+    (folder / "prefect.env").unlink()
+    with (folder / "server.env").open("a") as file:
+        file.write(f"touch {ran}\nDPHYBRID_STATE=$(touch {ran})\nDPHYBRID_DB=`touch {ran}`\n")
+    (folder / "database-password").write_text(f"'; select pg_sleep(1); $(touch {ran})")
+    environment = os.environ | {"DPHYBRID_ETC": str(folder), "DPHYBRID_PSQL": "false"}
+    arguments = {"make-env": ["gpu-server", str(folder)], "backup": [str(tmp_path)]}.get(script, [])
+    done = subprocess.run(
+        [INFRA / script, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+    assert not ran.exists()
+    if script == "make-databases":
+        assert done.returncode == 2
+        assert "letters, digits" in done.stderr
+
+
+UNITS = {"NoNewPrivileges": "yes", "PrivateTmp": "yes", "ProtectHome": "yes", "ProtectSystem": "strict"}
+
+
+@pytest.mark.parametrize("service", ["prefect", "mlflow", "worker"])
+def test_units_are_hardened_and_run_the_script(service: str) -> None:
+    text = (INFRA / "systemd" / f"dphybrid-{service}.service").read_text()
+    values = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"\w+=", line))
+    assert values["ExecStart"] == f"/opt/dphybrid/src/infra/run {service}"
+    assert UNITS.items() <= values.items()
+    assert values["CapabilityBoundingSet"] == ""
+    if service == "worker":
+        assert values["KillMode"] == "mixed"
+        assert values["ReadWritePaths"] == "/run/lock/dphybrid"
+
+
+def test_containers_are_hardened_and_see_their_own_secrets_alone(tmp_path: Path) -> None:
+    make_env(tmp_path)
     services = yaml.safe_load((INFRA / "compose.yaml").read_text())["services"]
-    assert [services[name]["command"] for name in ("prefect", "mlflow", "worker")] == [
-        ["prefect"],
-        ["mlflow"],
-        ["worker"],
-    ]
+    seen = {}
+    for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["read_only"] is True
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        mounted = [volume.split(":") for volume in service["volumes"] if "/secrets/" in volume]
+        assert all(mode == "ro" and (tmp_path / Path(source).name).is_file() for source, _, mode in mounted)
+        seen[name] = {Path(source).name for source, _, _ in mounted}
+        assert name == "database" or service["command"] == [name]
+    assert seen == {
+        "database": {"database-password"},
+        "prefect": {"server.env", "prefect.env"},
+        "mlflow": {"server.env", "mlflow.env", "mlflow-auth.ini"},
+        "worker": {"workstation.env"},
+    }
+    assert (tmp_path / "database-password").read_text().strip() not in (
+        tmp_path / "workstation.env"
+    ).read_text()
+    images = (INFRA / "compose.yaml").read_text() + (INFRA / "Dockerfile").read_text()
+    assert re.search(r"postgres:\d+\.\d+", images)
+    assert re.search(r"python:3\.\d+\.\d+", images)
+    assert ":latest" not in images
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    assert ignored[1] == "*"
+    assert {"infra/secrets", "**/*.env"} <= set(ignored)
+
+
+def test_docker_reads_the_compose_file() -> None:
+    if shutil.which("docker") is None:
+        pytest.skip("docker is not installed: the compose file was checked for form alone")
+    command = ["docker", "compose", "-f", str(INFRA / "compose.yaml"), "config", "--quiet"]
+    subprocess.run(command, check=True)
+
+
+@pytest.mark.slow
+def test_a_user_sees_its_own_and_a_person_of_the_team_reads_all(tmp_path: Path) -> None:
+    pytest.importorskip("flask_wtf", reason="needs dphybrid[server]")
+    values = make_env(tmp_path)
+    port, address = free_port(), "127.0.0.2"
+    for file, old, new in (
+        ("server.env", "DPHYBRID_BIND=127.0.0.1", f"DPHYBRID_BIND={address}"),
+        ("server.env", "DPHYBRID_MLFLOW_PORT=5000", f"DPHYBRID_MLFLOW_PORT={port}"),
+        ("server.env", "DPHYBRID_STATE=/var/lib/dphybrid", f"DPHYBRID_STATE={tmp_path}/state"),
+        ("mlflow.env", "URI=postgresql.*", f"URI=sqlite:///{tmp_path}/mlflow.db"),
+        ("mlflow.env", "ALLOWED_HOSTS=.*", f"ALLOWED_HOSTS={address}:{port}"),
+        ("mlflow-auth.ini", "database_uri = .*", f"database_uri = sqlite:///{tmp_path}/auth.db"),
+    ):
+        page = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(re.sub(old, new, page))
+    own = {"DPHYBRID_ETC": str(tmp_path), "DPHYBRID_BIN": str(Path(sys.executable).parent)}
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [INFRA / "run", "mlflow"], env=os.environ | own, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def users(*names: str) -> "subprocess.CompletedProcess[str]":
+        command = [str(INFRA / "run"), "mlflow-user", *names]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | own)
+
+    def asked(user: str, password: str, path: str, **page: object) -> tuple[int, str]:
+        token = base64.b64encode(f"{user}:{password}".encode()).decode()
+        wanted = urllib.request.Request(
+            f"http://{address}:{port}/api/2.0/mlflow/{path}",
+            json.dumps(page).encode() if page else None,
+            {"Authorization": f"Basic {token}", "Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(wanted, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, ""
+
+    try:
+        made = wait_until(lambda: (done := users()).returncode == 0 and done, "MLflow answers", 150)
+        assert "MLflow user workstation: made" in made.stdout
+        workstation = ("workstation", values["workstation.env:MLFLOW_TRACKING_PASSWORD"])
+        status, page = asked(*workstation, "experiments/create", name="clicks")
+        assert status == 200
+        wanted = f"experiments/get?experiment_id={json.loads(page)['experiment_id']}"
+        people = {}
+        for name in ("ana", "ben"):
+            done = users(name)
+            assert done.returncode == 0, done.stderr
+            people[name] = re.findall(r"password (\S+)$", done.stdout.strip())[0]
+            assert asked(name, people[name], wanted)[0] == 200
+            assert asked(name, people[name], "experiments/create", name=f"of-{name}")[0] == 200
+        assert asked("ana", people["ben"], wanted)[0] == 401
+        admin = ("admin", values["mlflow.env:MLFLOW_AUTH_ADMIN_PASSWORD"])
+        assert asked(*admin, "users/create", username="guest", password="a-long-password")[0] == 200
+        assert asked("guest", "a-long-password", wanted)[0] == 403
+        again = users("ana")
+        assert "there, with this password now" in again.stdout, again.stderr
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def test_a_workstation_takes_fewer_than_ten_commands() -> None:
