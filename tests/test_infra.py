@@ -216,7 +216,7 @@ def test_a_user_sees_its_own_and_a_person_of_the_team_reads_all(tmp_path: Path) 
         command = [str(INFRA / "run"), "mlflow-user", *names]
         return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | own)
 
-    def asked(user: str, password: str, path: str, **page: object) -> tuple[int, str]:
+    def asked(user: str, password: str, path: str, page: dict[str, str] | None = None) -> tuple[int, str]:
         token = base64.b64encode(f"{user}:{password}".encode()).decode()
         wanted = urllib.request.Request(
             f"http://{address}:{port}/api/2.0/mlflow/{path}",
@@ -233,7 +233,7 @@ def test_a_user_sees_its_own_and_a_person_of_the_team_reads_all(tmp_path: Path) 
         made = wait_until(lambda: (done := users()).returncode == 0 and done, "MLflow answers", 150)
         assert "MLflow user workstation: made" in made.stdout
         workstation = ("workstation", values["workstation.env:MLFLOW_TRACKING_PASSWORD"])
-        status, page = asked(*workstation, "experiments/create", name="clicks")
+        status, page = asked(*workstation, "experiments/create", {"name": "clicks"})
         assert status == 200
         wanted = f"experiments/get?experiment_id={json.loads(page)['experiment_id']}"
         people = {}
@@ -242,11 +242,12 @@ def test_a_user_sees_its_own_and_a_person_of_the_team_reads_all(tmp_path: Path) 
             assert done.returncode == 0, done.stderr
             people[name] = re.findall(r"password (\S+)$", done.stdout.strip())[0]
             assert asked(name, people[name], wanted)[0] == 200
-            assert asked(name, people[name], "experiments/create", name=f"of-{name}")[0] == 200
+            assert asked(name, people[name], "experiments/create", {"name": f"of-{name}"})[0] == 200
         assert asked("ana", people["ben"], wanted)[0] == 401
         admin = ("admin", values["mlflow.env:MLFLOW_AUTH_ADMIN_PASSWORD"])
-        assert asked(*admin, "users/create", username="guest", password="a-long-password")[0] == 200
-        assert asked("guest", "a-long-password", wanted)[0] == 403
+        guest = {"username": "guest", "password": "a-long-password"}
+        assert asked(*admin, "users/create", guest)[0] == 200
+        assert asked(*guest.values(), wanted)[0] == 403
         again = users("ana")
         assert "there, with this password now" in again.stdout, again.stderr
     finally:

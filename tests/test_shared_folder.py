@@ -3,7 +3,8 @@
 import json
 import os
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from dphybrid.gpus import (
     try_lease,
 )
 from dphybrid.recipes.configs import build_config
+from dphybrid.run.folder import LOCK, running
 from dphybrid.run.train import prepare_data
 from dphybrid.util.errors import UserError
 from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, shared_folder_fault
@@ -180,3 +182,66 @@ def test_a_page_of_ours_still_reads(folder: Path) -> None:
         holder = find_holder(folder, units[0].uuid)
         assert holder is not None
         assert (holder.pid, holder.run) == (os.getpid(), "mine")
+
+
+def as_nobody(work: Callable[[], str]) -> str:
+    """Return what a function says in a process of another user."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            os.write(writing, work().encode())
+        except BaseException as error:  # noqa: BLE001 - told to the test, and the end of this process
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as said:
+        return said.read()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that another user reaches."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@needs_root
+@pytest.mark.usefixtures("folder")
+def test_a_lock_file_that_is_closed_costs_its_gpu_alone(open_folder: Path) -> None:
+    folder = lease_folder(open_folder / "leases")
+    units = Inventory("tests.fake_nvml").read()
+    closed = folder / f"gpu-{units[0].uuid}.lock"
+    closed.touch()
+    closed.chmod(0o600)
+
+    def work() -> str:
+        holder = find_holder(folder, units[0].uuid)
+        assert holder is not None
+        assert try_lease(folder, units[:1], "theirs") is None
+        lease = try_lease(folder, units[1:2], "theirs")
+        return f"{holder.text()}; {lease and lease.gpus[0].label}"
+
+    assert as_nobody(work) == f"cannot be leased: {closed}: is another user's and closed; remove it; GPU 1"
+
+
+@needs_root
+def test_resuming_another_users_run_tells_what_to_do(open_folder: Path) -> None:
+    run = open_folder / "theirs"
+    run.mkdir()
+    (run / LOCK).touch()
+    (run / LOCK).chmod(0o600)
+
+    def work() -> str:
+        with running(run):
+            return "taken"
+
+    said = as_nobody(work)
+    assert said.startswith("UserError: run theirs belongs to user 0, ")
+    assert "a copy in your own DPHYBRID_DATA_DIR" in said

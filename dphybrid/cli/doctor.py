@@ -56,6 +56,7 @@ def _checks(settings: Settings) -> Iterator[Check]:
     yield _mlflow_server(settings)
     yield _folder(settings)
     yield _shared(settings, with_server)
+    yield _data_folder(settings.data_dir)
     yield _secrets()
 
 
@@ -147,6 +148,13 @@ def _shared(settings: Settings, with_server: bool) -> Check:
         return True, f"checkpoints: on {kind}, which other workstations can see"
     limit = f"another workstation can resume a run only where it sees {settings.data_dir}"
     return True, f"checkpoints: on a disk of this machine ({kind}); {limit}"
+
+
+def _data_folder(folder: Path) -> Check:
+    """A folder that is there keeps its mode, for somebody may have meant it."""
+    if not folder.is_dir() or not folder.stat().st_mode & 0o077:
+        return True, f"data folder: {folder} is closed to others"
+    return False, f"data folder: others may enter {folder}; remedy: chmod 700, unless that is meant"
 
 
 def _secrets() -> Check:

@@ -255,10 +255,6 @@ def _open_shared(file: Path) -> int:
             return open_regular(file, os.O_RDWR)
         except FileNotFoundError:
             pass
-        except PermissionError as error:
-            raise UserError(
-                f"{file}: belongs to another user and cannot be opened; remove it, or `chmod 666` it"
-            ) from error
         try:
             handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:

@@ -81,7 +81,9 @@ def find_run(experiment: Experiment, which: str) -> Run:
             f"--resume {which}: no such run of recipe {config.recipe} in {settings.runs_dir}; there: {there}"
         )
     run = runs[-1]
-    if is_held(run.folder / LOCK):
+    with _own(run.folder):
+        held = is_held(run.folder / LOCK)
+    if held:
         raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
     before, now = flatten(run.config.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     changed = [
@@ -129,12 +131,26 @@ def running(folder: Path) -> Iterator[None]:
     """Be the one that runs the run of this folder; the kernel ends this with the process. Raises UserError
     when somebody else is."""
     lock = FileLock(folder / LOCK)
-    if not lock.acquire():
+    with _own(folder):
+        acquired = lock.acquire()
+    if not acquired:
         raise UserError(_RUNNING.format(folder.name))
     try:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def _own(folder: Path) -> Iterator[None]:
+    """Raise UserError where the block may not open a run's files."""
+    try:
+        yield
+    except PermissionError as error:
+        raise UserError(
+            f"run {folder.name} belongs to user {folder.stat().st_uid}, and {error.filename} is closed to "
+            "you; go on with a copy in your own DPHYBRID_DATA_DIR, or have its owner go on"
+        ) from error
 
 
 def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | None:

@@ -7,7 +7,12 @@ import stat
 from pathlib import Path
 
 MAX_BYTES = 65536
-_NO_FILE = {errno.ELOOP: "is a link", errno.EISDIR: "is a folder", errno.ENXIO: "is no regular file"}
+_NO_FILE = {
+    errno.ELOOP: "is a link",
+    errno.EISDIR: "is a folder",
+    errno.ENXIO: "is no regular file",
+    errno.EACCES: "is another user's and closed",
+}
 
 
 class OddFileError(OSError):
