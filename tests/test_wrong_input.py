@@ -1,5 +1,6 @@
 """What fuzzing found: each ended in a traceback, or never, and is told now with exit code 2."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,27 @@ def test_deployments(page: str, message: str, tmp_path: Path) -> None:
     file.write_text(f"deployments: [{{name: a, {page}}}]")
     with pytest.raises(UserError, match=message):
         check_prefect_yaml(file)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train --recipe toy --tracking http://a_b?", "MLflow server http://a b: does not answer"),
+        (
+            "train --recipe toy --tracking mysql+none://x",
+            "URI='mysql.none://x': cannot be used",
+        ),
+        (
+            "train --recipe toy --tracking postgresql://u:secret@127.0.0.1:9/x",
+            "MLFLOW_TRACKING_URI='postgresql://[*]{3}@127.0.0.1:9/x': the database does not answer",
+        ),
+        ("check torch.nn:Linear", "is no factory of a model .missing a required argument: 'out_features'"),
+        ("check builtins:int", "is no factory of a model .no signature"),
+    ],
+)
+def test_odd_servers_and_factories_are_told_in_a_line(
+    command: str, words: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word.replace("a_b?", "a b") for word in command.split()]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert re.search(words, line), line

@@ -67,7 +67,7 @@ def check_target(
     UserError when the factory gives no module.
     """
     across: list[SplitDifference] = []
-    if target is None or inspect.signature(import_callable(target, "check")).parameters:
+    if target is None or _takes_context(target):
         data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
@@ -92,6 +92,21 @@ def check_target(
         )
         for name, block in blocks.items()
     ]
+
+
+def _takes_context(target: str) -> bool:
+    """Is a factory called with a ModelContext? Raises UserError when it can be called neither with one nor
+    without."""
+    try:
+        signature = inspect.signature(import_callable(target, "check"))
+        arguments = [None] if signature.parameters else []
+        signature.bind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"check {target}: is no factory of a model ({error}); name a function without arguments, or one "
+            "that takes a ModelContext"
+        ) from error
+    return bool(arguments)
 
 
 def _finding(found: SplitDifference) -> Finding:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import socket
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from dphybrid.util.locks import locked
 from dphybrid.util.masking import without_credentials
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
+_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 REACH_SECONDS = 10
 """How long to wait for a server's first answer before saying that it is not there."""
 
@@ -109,7 +112,7 @@ def _check(uri: str) -> None:
                 return
         except urllib.error.HTTPError:
             return  # a server that answers with an error is there; MLflow's client tells what it wants
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise UserError(
                 f"MLflow server {uri}: does not answer ({error}); start it, correct MLFLOW_TRACKING_URI, "
                 "unset it for the embedded store, or record nothing with --tracking none"
@@ -127,3 +130,25 @@ def _check(uri: str) -> None:
             f"MLFLOW_TRACKING_URI={uri!r}: MLflow no longer writes file stores; "
             "use sqlite:////absolute/path/mlflow.db or a server's http address"
         )
+    if scheme in _DATABASE_PORTS:
+        _check_database(uri, _DATABASE_PORTS[scheme])
+
+
+def _check_database(uri: str, port: int) -> None:
+    """Raise UserError when a database's driver is missing or nobody listens at its address: MLflow itself
+    tries for two minutes."""
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        url = make_url(uri)
+        url.get_dialect().import_dbapi()
+        if not str(url.host or "/").startswith("/"):  # else a socket of this machine
+            socket.create_connection((url.host, url.port or port), REACH_SECONDS).close()
+    except (SQLAlchemyError, ImportError, ValueError) as error:
+        raise UserError(f"MLFLOW_TRACKING_URI={uri!r}: cannot be used ({error})") from error
+    except OSError as error:
+        raise UserError(
+            f"MLFLOW_TRACKING_URI={uri!r}: the database does not answer ({error}); start it, correct the "
+            "address, or unset it for the embedded store"
+        ) from error
