@@ -188,7 +188,7 @@ function drawStages() {
     y: runs.map((run) => run.id), x: runs.map((run) => run.stages[stage] ?? 0), customdata: runs.map(label),
     hovertemplate: `%{customdata}<br>${plain(stage)}: %{x:.3f} ms<extra></extra>`,
   }));
-  at("stages").style.height = `${220 + 34 * runs.length}px`;
+  at("stages").style.height = `${(window.innerWidth < 640 ? 420 : 220) + 34 * runs.length}px`; // the legend is long on a phone
   draw("stages", traces, {
     barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", y: -40 / (100 + 34 * runs.length) },
     yaxis: { tickvals: runs.map((run) => run.id), ticktext: runs.map(label), automargin: true },
