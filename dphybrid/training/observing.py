@@ -3,13 +3,17 @@ it of each epoch and step."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
+import torch
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 
 from dphybrid.embedding import RowPipeline
+from dphybrid.tracking import Tracker
 from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
 from dphybrid.training.display import Display
-from dphybrid.training.profiling import StepProfiler, profiled_steps
 from dphybrid.training.session import Session
 from dphybrid.util.memory import page_faults
 
@@ -92,6 +96,48 @@ class Meter:
         return f"epoch {epoch} step {step}: {shown}, {speed}"
 
 
+class StepProfiler:
+    """Profiles `steps` with torch's profiler; the trace, in `folder` and in the record, opens in Perfetto
+    (https://ui.perfetto.dev)."""
+
+    def __init__(self, steps: range, folder: Path, tracker: Tracker) -> None:
+        self._steps, self._folder, self._tracker = steps, folder, tracker
+        self._running: profile | None = None
+
+    def before(self, step: int) -> None:
+        """Step `step` (counted from 1) is about to run."""
+        if self._running is None and step in self._steps:
+            activities = [ProfilerActivity.CPU] + (
+                [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            )
+            self._running = profile(
+                activities=activities,
+                record_shapes=True,
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
+            self._running.start()
+
+    def after(self, step: int) -> None:
+        """Step `step` has run."""
+        if self._running is not None and step + 1 not in self._steps:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the profile, if there is one, and write its trace."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        running.stop()
+        path = self._folder / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json.gz"
+        running.export_chrome_trace(str(path))
+        print(
+            f"Profile of steps {self._steps[0]} to {self._steps[-1]}: {path} (opens in "
+            "https://ui.perfetto.dev)",
+            flush=True,
+        )
+        self._tracker.log_file(path, "profile")
+
+
 class Observer:
     """Clock, meter, profiler, splits and display behind the few words that the loop says."""
 
@@ -144,9 +190,9 @@ def observed(session: Session, display: Display, meter: Meter) -> Iterator[Obser
     """Yield what the loop tells of its epochs and steps; the clock runs, and the model's parts are timed,
     while the block does."""
     clock, folder = session.clock, session.checkpoints.parent
-    with (
-        timed_parts(clock, session.trained.model),
-        profiled_steps(session.profile_steps, folder, session.tracker) as profiler,
-        clock.stage("other"),
-    ):
-        yield Observer(session, display, meter, profiler)
+    profiler = StepProfiler(session.profile_steps, folder, session.tracker)
+    with timed_parts(clock, session.trained.model), clock.stage("other"):
+        try:
+            yield Observer(session, display, meter, profiler)
+        finally:
+            profiler.stop()

@@ -382,19 +382,6 @@ class CheckpointWriter:
         )
 
 
-def save_checkpoint(
-    folder: Path,
-    trained: Trained,
-    config: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    encoder: Path | None = None,
-    encoder_sums: Mapping[str, str] = MappingProxyType({}),
-) -> Path:
-    """Write one full checkpoint under `folder` and return its path; see `CheckpointWriter`."""
-    with CheckpointWriter(folder, trained, encoder=encoder, encoder_sums=encoder_sums) as writer:
-        return writer.save(config, facts)
-
-
 _OF_TENSORS = ("sha256", "since_full", "format")
 _GONE = "{}: is gone, and the next checkpoint was to be made from it; go on with --resume"
 

@@ -222,7 +222,7 @@ def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: P
         assert state.keys() == whole.keys()
         assert all(torch.equal(value, whole[name]) for name, value in state.items())
     assert not dphybrid.load_model(report.run_name).training
-    assert dphybrid.load_model(report.run_name, train=True).region.training
+    assert dphybrid.load_model(report.run_name, train=True).training
     with pytest.raises(UserError, match=f"nobody: no run, checkpoint folder .*runs: {report.run_name}"):
         dphybrid.load_model("nobody")
 
@@ -279,7 +279,7 @@ from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.parallel import resolve_devices
 from dphybrid.training.checkpoint import Progress, Trained
-from dphybrid.training.saving import save_checkpoint
+from tests.training.saving import save_checkpoint
 config, folder = build_config({"recipe": "ctr"}), Path(sys.argv[1])
 info = {"num_ids": [4_000_000], "num_dense": 0}
 if len(sys.argv) > 2:

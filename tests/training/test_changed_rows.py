@@ -36,13 +36,14 @@ from dphybrid.training.checkpoint import (
     verify_checkpoint,
 )
 from dphybrid.training.retention import prune_checkpoints
-from dphybrid.training.saving import CheckpointWriter, save_checkpoint
+from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog
 from dphybrid.training.tensor_file import stored_tensor, write_tensors
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests.reliability.test_faults import CLICKS
+from tests.training.saving import save_checkpoint
 
 
 class Tables(nn.Module):

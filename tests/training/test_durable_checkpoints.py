@@ -20,10 +20,11 @@ from dphybrid.training.checkpoint import (
     read_state,
     verify_checkpoint,
 )
-from dphybrid.training.saving import CheckpointWriter, save_checkpoint
+from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
+from tests.training.saving import save_checkpoint
 
 
 class Small(nn.Module):

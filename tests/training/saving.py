@@ -1,0 +1,15 @@
+"""One full checkpoint, as the tests of what reads checkpoints want it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dphybrid.training.checkpoint import Trained
+from dphybrid.training.saving import CheckpointWriter
+
+
+def save_checkpoint(
+    folder: Path, trained: Trained, config: Mapping[str, Any], facts: Mapping[str, Any]
+) -> Path:
+    with CheckpointWriter(folder, trained) as writer:
+        return writer.save(config, facts)
