@@ -159,7 +159,7 @@ class TrainedRun:
         return f"<run {self.name}: {shown or self.status}>"
 
     def _repr_html_(self) -> str:
-        return _table([_row(self)])
+        return Runs([self])._repr_html_()
 
 
 class RunReport:
@@ -240,7 +240,10 @@ class Runs(Sequence[TrainedRun]):
         return "\n".join(map(repr, self._runs)) or "no runs"
 
     def _repr_html_(self) -> str:
-        return _table([_row(run) for run in self._runs])
+        import polars as pl
+
+        with pl.Config(tbl_rows=-1, tbl_cols=-1, fmt_str_lengths=200, tbl_hide_dataframe_shape=True):
+            return self.frame()._repr_html_()
 
 
 def runs(recipe: str | None = None) -> Runs:
@@ -255,17 +258,3 @@ def runs(recipe: str | None = None) -> Runs:
 def _row(run: TrainedRun) -> dict[str, Any]:
     facts = {"run": run.name, "recipe": run.config.recipe, "devices": run.devices, "status": run.status}
     return {**facts, "started": run.created[:19].replace("T", " "), **run.metrics}
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    if not rows:
-        return "<p>no runs</p>"
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    head = "".join(f"<th style='text-align:left'>{html.escape(name)}</th>" for name in names)
-
-    def cell(value: Any) -> str:
-        shown = f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)
-        return f"<td style='text-align:left'>{html.escape(shown)}</td>"
-
-    body = "".join("<tr>" + "".join(cell(row.get(name)) for name in names) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
