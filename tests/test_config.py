@@ -77,8 +77,8 @@ def test_every_field_has_a_sentence_and_a_flag() -> None:
     ("override", "words"),
     [
         (
-            "train.batch_size=0",
-            ["train.batch_size", "'0'", "--train.batch-size", "greater than or equal to 1"],
+            "train.batch_size=-1",
+            ["train.batch_size", "'-1'", "--train.batch-size", "greater than or equal to 0"],
         ),
         ("recipe=txt", ["recipe", "'txt'", "'text'", "'toy'"]),
         ("devices=tpu", ["devices", "'tpu'", "cpu*8"]),
@@ -107,7 +107,7 @@ def test_rules_across_fields_are_told() -> None:
         ("[train]\nepoch = 3\n", ["train.epoch", "did you mean 'train.epochs'"]),
         ("train = 3\n", ["write [train]"]),
         ("[train\n", ["line 1"]),
-        ("[train]\nbatch_size = 0\n", ["experiment.toml", "train.batch_size = 0"]),
+        ("[train]\nbatch_size = -1\n", ["experiment.toml", "train.batch_size = -1"]),
     ],
 )
 def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -186,4 +186,4 @@ def test_settings_changed_in_a_copy_name_the_copys_server(monkeypatch: pytest.Mo
 def test_fields_that_weights_are_carried_across_are_fields() -> None:
     sections = [find_recipe(name).model for name in BUILT_IN]
     assert all(section.of_training < set(section.model_fields) for section in sections)
-    assert find_recipe("ctr").model.of_training == {"dropout", "frequency_scale"}
+    assert find_recipe("ctr").model.of_training == {"dropout", "frequency_scale", "unknown"}

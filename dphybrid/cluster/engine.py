@@ -7,7 +7,12 @@ from pathlib import Path
 from torch import nn
 
 from dphybrid.cluster.launch import OUTCOME, Meeting, train_in_ranks
-from dphybrid.cluster.refusals import refuse_label_for_ranks, refuse_model_for_ranks, refuse_ranks
+from dphybrid.cluster.refusals import (
+    refuse_label_for_ranks,
+    refuse_model_for_ranks,
+    refuse_ranks,
+    refuse_small_batch,
+)
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
 from dphybrid.embedding.storage import deferred_rows
@@ -31,6 +36,7 @@ class ClusterEngine(Engine):
         refuse_ranks(self.config, one_process, settings, devices, callbacks, here)
 
     def check_data(self, data: Prepared, tabular: bool) -> None:
+        refuse_small_batch(self.config)
         if tabular:
             refuse_label_for_ranks(self.config, data)
 

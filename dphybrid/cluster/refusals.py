@@ -64,6 +64,16 @@ def refuse_model_for_ranks(config: ExperimentConfig, model: nn.Module) -> None:
     )
 
 
+def _too_small(batch_size: int, ranks: int) -> str:
+    return f"train.batch_size={batch_size} leaves ranks without rows; use at least {ranks}"
+
+
+def refuse_small_batch(config: ExperimentConfig) -> None:
+    """Raise UserError when the batch size that the data has decided leaves ranks without rows."""
+    if (rows := config.train.batch_size) < (ranks := config.cluster.ranks):
+        raise UserError(f"cluster.ranks={ranks}: {_too_small(rows, ranks)}")
+
+
 def refuse_label_for_ranks(config: ExperimentConfig, data: Prepared) -> None:
     """Raise UserError when several ranks have not been tried with the label of a table, or its weights."""
     task = Label.of(data.info).task
@@ -137,8 +147,8 @@ def _reason(
         return "train.check_split looks at replicas of one process; check first, with one process"
     if train.warm_start and config.data.model_dump().get("base"):
         return "train.warm_start with data.base grows a table in one process; train a step there, then resume"
-    if train.batch_size < ranks:
-        return f"train.batch_size={train.batch_size} leaves ranks without rows; use at least {ranks}"
+    if 0 < train.batch_size < ranks:
+        return _too_small(train.batch_size, ranks)
     if parse_device_spec(devices).text != "cpu" and len(names) != here:
         return (
             f"devices={devices} are {len(names)}, and each rank has one; use devices=cpu, or as many GPUs as "

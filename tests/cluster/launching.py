@@ -34,6 +34,8 @@ BASE = [
     "train.patience=0",
     "checkpoint.full_every=1",
     "train.lr=0.01",
+    "table.optimizer=adagrad",
+    "table.lr=0.1",
 ]
 SMALL = ["model.dim=8", "model.hidden=16", "model.dropout=0", "data.label=clicked", "data.buckets=4"]
 

@@ -65,5 +65,5 @@ def test_the_command_plans_for_a_table_that_nobody_has_yet(
     shown = capsys.readouterr().out
     assert "30,468,750 rows" in shown
     assert "row-wise over 128 ranks on 16 machines" in shown
-    assert main([*asked[:5], "--nodes", "0"]) == 2
+    assert main([*asked, *values, "--nodes", "0"]) == 2
     assert "--nodes 0" in capsys.readouterr().err

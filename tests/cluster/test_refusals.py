@@ -28,7 +28,8 @@ from tests.preparing import prepare
 
 
 def config(*values: str, recipe: str = "ctr") -> ExperimentConfig:
-    return load_config(None, [f"recipe={recipe}", "devices=cpu", "cluster.ranks=2", *values])
+    own = [f"recipe={recipe}", "devices=cpu", "cluster.ranks=2", "table.optimizer=adagrad"]
+    return load_config(None, [*own, *values])
 
 
 @pytest.mark.parametrize(

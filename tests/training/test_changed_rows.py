@@ -241,6 +241,7 @@ OPTIONS = [
     "train.batch_size=4",
     "train.epochs=2",
     "train.clip_norm=0",
+    "table.optimizer=adagrad",
     "checkpoint.full_every=100",
     "checkpoint.keep_every=1",
     "checkpoint.every_steps=3",

@@ -115,6 +115,7 @@ def test_a_step_that_is_no_number_stops_before_its_update_and_names_place_and_ch
 def test_a_resume_with_skip_goes_on_to_what_a_run_that_skips_comes_to_on_any_devices(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", "tests")  # the data folder changes below
     with pytest.raises(UserError, match="step"):
         trained()
     resumed = trained("train.on_nonfinite=skip", resume="run")
