@@ -252,6 +252,7 @@ OPTIONS = [
 def test_all_that_reads_checkpoints_reads_changed_rows(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dphybrid.training.saving._WORTH_IT", 1.0)  # the table is small
     report = run_job(load_config(None, OPTIONS), load_settings(), run_name="run")
     folder = Path(report.best_checkpoint)
     assert read_state(folder).since_full
