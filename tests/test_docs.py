@@ -34,8 +34,10 @@ FENCES = {
 GIVEN = {
     "data-parallel.md": """
 import torch
+from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel
 module, x = torch.nn.Linear(5, 2), torch.randn(30, 5)
+table, ids = HostEmbedding(100, 5), torch.arange(30)
 model, batch = DataParallel(torch.nn.Linear(5, 2), "cpu*2"), x
 """,
 }
