@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from dphybrid.cli.main import make_parser
-from dphybrid.config.settings import Settings, load_settings
-from dphybrid.recipes.configs import field_types, load_config
+from dphybrid.config.settings import Settings
+from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN
-from dphybrid.run.train import run_job
 from tests.conftest import REPOSITORY
 
 PAGES = {
@@ -65,22 +64,6 @@ def test_the_loop_in_the_readme_learns_and_splits_as_it_says(capsys: pytest.Capt
     told = capsys.readouterr().out
     assert float(re.findall(r"loss ([\d.]+)", told)[0]) < 0.3
     assert re.findall(r"In Model: input size torch.Size\(\[(\d+), 2, 16\]\)", told) == ["8", "8", "8", "6"]
-
-
-def test_the_model_on_its_page_trains(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (code,) = python_of("model.md")
-    (tmp_path / "page_model.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-    rows = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{int(i % 4 == 0)}" for i in range(400))
-    (tmp_path / "clicks.csv").write_text("one,two,clicked\n" + rows)
-    data = [f"data.path={tmp_path / 'clicks.csv'}", "data.label=clicked", "model.factory=page_model:Bilinear"]
-    config = load_config(
-        None, ["recipe=ctr", *data, "devices=cpu*2", "train.batch_size=32", "train.epochs=5"]
-    )
-    assert run_job(config, load_settings()).metrics["auc"] > 0.95
 
 
 def commands() -> list[str]:

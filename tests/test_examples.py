@@ -14,7 +14,6 @@ import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
-from dphybrid.serving.load import load_model
 from examples import callbacks, own_loop
 from tests.conftest import REPOSITORY
 
@@ -39,34 +38,6 @@ def test_the_own_loop_learns_by_changing_its_rows(capsys: pytest.CaptureFixture[
 
 def test_the_own_loop_comes_to_the_same_on_one_device() -> None:
     assert own_loop.main("cpu")["last"] == pytest.approx(own_loop.main("cpu*4")["last"], rel=1e-3)
-
-
-def test_the_own_model_learns_pairs_and_is_prefetched_to_the_same_bits(
-    unrecorded: None, tmp_path: Path
-) -> None:
-    rows = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i % 7},{int(i % 4 == 0)}" for i in range(400))
-    (tmp_path / "clicks.csv").write_text("one,two,number,clicked\n" + rows)
-    given = [
-        "recipe=ctr",
-        f"data.path={tmp_path / 'clicks.csv'}",
-        "data.label=clicked",
-        "model.factory=examples.own_model:Factors",
-    ]
-    given += ["devices=cpu*2", "train.batch_size=32", "train.epochs=5"]
-    reports = [
-        run_job(load_config(None, [*given, f"train.pipeline={mode}"]), load_settings())
-        for mode in ("exact", "off")
-    ]
-    assert reports[0].metrics["auc"] > 0.95
-    assert reports[0].digests == reports[1].digests
-
-
-@pytest.mark.parametrize("name", ["Ratings", "FromFrame", "FromDataset"])
-def test_own_recipes_train(name: str, unrecorded: None) -> None:
-    recipe = f"recipe=examples.own_recipe:{name}"
-    report = run_job(load_config(None, [recipe, "devices=cpu*2", "data.num_ratings=2000"]), load_settings())
-    assert report.metrics["right"] > 0.95
-    assert load_model(report.run_name).users.num_rows == 50
 
 
 def test_an_own_recipe_is_on_record_under_its_import_path(data_dir: Path) -> None:

@@ -52,15 +52,28 @@ def test_help_lists_the_recipes_with_their_sentences() -> None:
         assert f"{recipe} {find_recipe(recipe).summary}" in shown
 
 
-def test_help_imports_nothing_heavy() -> None:
-    """A page of help within a second: it needs neither torch nor polars nor servers."""
-    code = (
-        "import sys\ntry:\n  from dphybrid.cli.main import main; main(['--help'])\nexcept SystemExit: pass\n"
-        "heavy = ('torch', 'polars', 'mlflow', 'prefect', 'numpy', 'rich')\n"
-        "print('heavy:', [m for m in heavy if m in sys.modules])"
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--help"], 0),
+        (["train", "--epochs", "3"], 2),
+        (["train", "--data.path", "nowhere.txt"], 2),
+        (["predict", "run", "--data.path", "nowhere.csv", "--out", "y.csv"], 2),
+        (["prepare", "--recipe", "ctr", "--data.path", "nowhere.csv", "--data.label", "x"], 2),
+    ],
+)
+def test_help_and_what_is_missing_import_nothing_heavy(argv: list[str], code: int, tmp_path: Path) -> None:
+    """They answer soon: they need neither torch nor servers; only ctr's kinds of columns need polars."""
+    program = (
+        f"import sys\nfrom dphybrid.cli.main import main\n"
+        f"try: code = main({argv})\nexcept SystemExit as end: code = end.code\n"
+        f"heavy = ('torch', 'mlflow', 'prefect', 'rich', {'' if 'csv' in str(argv) else repr('polars')})\n"
+        "print('heavy:', [m for m in heavy if m in sys.modules], code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("heavy: []\n")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout.endswith(f"heavy: [] {code}\n")
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from benchmarks.house import REPOSITORY, files_of, measured
 
-MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_MODULES = 543, 91, 22
-"""What the code holds now; the aim is 450 lines a file, 80 a function, and imports from 20 own modules."""
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_MODULES = 543, 80, 20
+"""The aim is 450 lines a file."""
 MOST_FILES, MOST_LINES_OF_ALL = 270, 36_000
 """The aim is 190 files and 26,000 lines."""
 

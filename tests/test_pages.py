@@ -1,0 +1,162 @@
+"""Trainings that docs and examples show, in one table, and the quick start's commands as they stand."""
+
+import csv
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from sklearn.metrics import roc_auc_score
+
+from dphybrid.cli.main import main
+from dphybrid.config.settings import load_settings
+from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
+from dphybrid.serving.load import load_model
+from tests.conftest import REPOSITORY, SHARED
+from tests.flows.servers import Team
+from tests.waiting import patience
+
+ADULT = SHARED / "data" / "adult" / "adult.data"
+CLICKS = ["recipe=ctr", "data.path=clicks.csv", "data.label=clicked", "devices=cpu*2"]
+CLICKS += ["train.batch_size=32", "train.epochs=20", "table.lr=0.02"]
+FILMS = ["devices=cpu*2", "data.num_ratings=2000"]
+TRAININGS = {
+    "model.md": ([*CLICKS, "model.factory=page_model:Bilinear"], "auc", 0.95),
+    "own_model.py": ([*CLICKS, "model.factory=examples.own_model:Factors"], "auc", 0.95),
+    "own_recipe.py, a recipe": (["recipe=examples.own_recipe:Ratings", *FILMS], "right", 0.95),
+    "own_recipe.py, a frame": (["recipe=examples.own_recipe:FromFrame", *FILMS], "right", 0.95),
+    "own_recipe.py, a dataset": (["recipe=examples.own_recipe:FromDataset", *FILMS], "right", 0.95),
+    "the text of the first command": (["train.epochs=3", "devices=cpu"], "perplexity", -30),
+    "UCI Adult": (["recipe=ctr", f"data.path={ADULT}", "data.label=14", "train.epochs=4"], "auc", 0.915),
+}
+"""What is trained -> its values, the metric that it reaches, and the least of it (below 0: the most)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", TRAININGS)
+def test_what_a_page_trains_reaches_its_metric(
+    what: str, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, metric, least = TRAININGS[what]
+    if what == "UCI Adult" and not ADULT.is_file():
+        pytest.skip("UCI Adult is not here")
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    page = (REPOSITORY / "docs/model.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "page_model.py").write_text(code)
+    rows = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i % 7},{int(i % 4 == 0)}" for i in range(400))
+    Path("clicks.csv").write_text("one,two,number,clicked\n" + rows)
+    report = run_job(load_config(None, values), load_settings())
+    assert report.metrics[metric] * (1 if least > 0 else -1) >= least
+    if what == "own_model.py":  # prefetched to the same bits
+        without = run_job(load_config(None, [*values, "train.pipeline=off"]), load_settings())
+        assert without.digests == report.digests
+    if metric == "right":
+        assert load_model(report.run_name).users.num_rows == 50
+
+
+HEADER = ["time", "user", "city", "tags", "price", "note", "clicked"]
+CITIES = ("Lyon, FR", 'the "Old" Town', "Zürich", "", "Oslo\nNorth")
+
+
+def write_visits(file: Path, num_rows: int, seed: int) -> list[bool]:
+    """Write messy rows; return whether each was clicked: for new tags and low prices, mostly."""
+    random = np.random.default_rng(seed)
+    clicked = []
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(HEADER)
+        for number in range(num_rows):
+            tags = random.choice(["new", "old", "red", "blue"], random.integers(0, 3), replace=False)
+            price = round(float(random.uniform(1, 20)), 2)
+            likes = ("new" in tags) + (price < 8) + random.normal(0, 0.3) > 0.8
+            shown = random.choice([f"{price:.2f}", "NA", ""], p=[0.9, 0.05, 0.05])
+            when = f"2026-10-{1 + number % 28:02d} {number % 24:02d}:{number % 60:02d}"
+            note = random.choice(['says "maybe"', "a, b", "", "None of it"])
+            user, city = f"u{random.integers(300):04d}", CITIES[random.integers(len(CITIES))]
+            rows.writerow([when, user, city, "|".join(tags), shown, note, "yes" if likes else "no"])
+            clicked.append(bool(likes))
+    return clicked
+
+
+def commands(deployed: bool) -> list[str]:
+    """The lines of the page's commands: those at hand, or those that need a server."""
+    page = (REPOSITORY / "docs/quickstart.md").read_text(encoding="utf-8")
+    at_hand, served = page.split("## Deploy it")
+    blocks = re.findall(r"^```sh\n(.*?)^```$", served if deployed else at_hand, re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_page_from_a_messy_table_to_predictions(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_visits(Path("visits.csv"), 1500, 0)
+    answers = write_visits(Path("new.csv"), 300, 1)
+    told = {}
+    for program, *argv in map(shlex.split, commands(deployed=False)):
+        assert program == "dphybrid"
+        assert main(argv) == 0, (argv, capsys.readouterr().err)
+        told[argv[0]] = capsys.readouterr().out
+    assert list(told) == ["prepare", "plan", "init", "train", "compare", "predict"]
+    assert re.search(r"tags +bag", told["train"])
+    assert "Reusing prepared data" in told["train"]
+    assert re.search(r"1,200 rows to train", told["plan"])
+    assert "'user'" not in told["prepare"]
+    assert {"first", "deep"} <= set(re.findall(r"\w+", told["compare"]))
+    assert "deepfm" in told["compare"]
+    scored = pl.read_csv("predictions.csv")
+    assert len(scored) == 300
+    assert roc_auc_score(answers, scored["probability"]) > 0.85
+    assert Path("schema.toml").read_text().count("role") >= 5
+
+
+@pytest.mark.slow
+def test_the_page_is_deployed_and_trained_again_when_rows_come(team: Team, tmp_path: Path) -> None:
+    rows = write_visits(tmp_path / "visits.csv", 1000, 0)
+    answers = write_visits(tmp_path / "new.csv", 300, 1)
+    worker = team.start_worker("quarter")
+
+    def run(*lines: str) -> str:
+        text = "\n".join(["set -e", *lines]).replace("http://127.0.0.1:4200/api", team.api)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-c", text],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=team.env(PATH=path),
+            cwd=tmp_path,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr + team.logs()
+        return done.stdout
+
+    def decision() -> str:
+        (newest, *_) = team.post("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["decision"]}}})
+        return str(newest["data"])
+
+    *first, predict = commands(deployed=True)
+    assert "Deployments: the package's own" in run(*first)
+    assert decision().startswith("Promoted visits: the first model of its name")
+    before = (tmp_path / "visits.csv").read_text(encoding="utf-8")
+    write_visits(tmp_path / "visits.csv", 1500, 2)
+    added = (tmp_path / "visits.csv").read_text(encoding="utf-8").split("\n", 1)[1]
+    (tmp_path / "visits.csv").write_text(before + added, encoding="utf-8")
+    run(first[0], first[-1])
+    assert "version 1 of visits" in decision()
+    run(predict)
+    scored = pl.read_csv(tmp_path / "scored.csv")
+    assert len(scored) == len(answers) == 300 < len(rows)
+    assert roc_auc_score(answers, scored["probability"]) > 0.8
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(patience(30)) == 0
