@@ -30,7 +30,7 @@ from benchmarks.racing import (
     zipf_ids,
 )
 from dphybrid.embedding import native
-from dphybrid.embedding.collection import HostEmbeddingCollection, look_up_columns
+from dphybrid.embedding.collection import HostEmbeddingCollection
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
 from dphybrid.embedding.table import HostEmbedding
@@ -78,7 +78,7 @@ def step_costs(
             turns: Iterator[Tensor] = for_host,
         ) -> None:
             unique_U = sort_ids(next(turns), num_rows).unique_U
-            native.gather(table.rows_VD, unique_U, buffer_ND[: len(unique_U)])
+            native.gather(table.settled(), unique_U, buffer_ND[: len(unique_U)])
             table.set_row_gradients(unique_U, grads_ND[: len(unique_U)])
             rows.step()
 
@@ -197,12 +197,11 @@ def separate_tables_costs(
 
         return step
 
-    at_once, singly = separate(), separate()
-    names = ("one flat table", "a collection", "modules, one look_up_columns", "modules, a call each")
+    singly = separate()
+    names = ("one flat table", "a collection", "modules, a call each")
     steps = (
         step_of([flat], lambda ids_BF: flat(ids_BF + offsets_F)),
         step_of([collection.flat], collection),
-        step_of(at_once, lambda ids_BF: look_up_columns(at_once, ids_BF)),
         step_of(
             singly,
             lambda ids_BF: torch.stack(

@@ -181,7 +181,7 @@ def _ways(batches: list[Tensor], num_rows: int, dim: int, where: Devices, rounds
                 rows.zero_grad()
                 dense.zero_grad()
                 region(parts(table.replica_rows(ids_BF))).square().mean().backward()
-                clip_grad_norm_(region.parameters(), {"t": table}, 1.0)
+                clip_grad_norm_([*region.parameters(), table.weight], 1.0)
                 dense.step()
                 rows.step()
                 yield

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, find_tables, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, dense_parameters, row_optimizer
 from dphybrid.parallel import DataParallel
 
 NUM_ROWS, NUM_STEPS, BATCH_SIZE = 100_000, 60, 62
@@ -47,10 +47,9 @@ def main(devices: str = "cpu*4") -> dict[str, float]:
     """Train, print what happened, and return it."""
     torch.manual_seed(0)
     model = Clicks(devices)
-    tables = find_tables(model)  # {"table": ...}
-    before = model.table.weight.clone()
-    dense = torch.optim.Adam(model.parameters(), lr=0.01)  # the table is no parameter:
-    rows = make_row_optimizer("adagrad", tables, lr=0.1)  # its rows have an optimizer of their own
+    before = model.table.weight.detach().clone()
+    dense = torch.optim.Adam(dense_parameters(model), lr=0.01)
+    rows = row_optimizer("adagrad", model, lr=0.1)  # the table's gradient is sparse: its rows alone change
     losses = []
     with RowPipeline(model) as pipeline:
         for batch in pipeline.prefetch(batches(seed=1), lambda batch: {"table": batch["ids_BF"]}):
@@ -58,7 +57,7 @@ def main(devices: str = "cpu*4") -> dict[str, float]:
             rows.zero_grad()
             loss = binary_cross_entropy_with_logits(model(batch), batch["labels_B"])
             loss.backward()
-            clip_grad_norm_(model.parameters(), tables, max_norm=1.0)  # one norm for both
+            clip_grad_norm_(model.parameters(), max_norm=1.0)  # one norm for both
             dense.step()
             rows.step()
             losses.append(loss.item())

@@ -221,7 +221,7 @@ def text(turns: int, keep: Keep) -> None:
                 rows.zero_grad()
                 outputs = model(batch)
                 (outputs["loss"].sum() / outputs["weight"].sum()).backward()
-                clip_grad_norm_(model.parameters(), tables, config.train.clip_norm)
+                clip_grad_norm_(model.parameters(), config.train.clip_norm)
                 dense.step()
                 rows.step()
 

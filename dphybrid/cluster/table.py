@@ -19,7 +19,6 @@ from dphybrid.config import TableConfig
 from dphybrid.embedding import HostEmbedding, find_tables
 from dphybrid.embedding.lookup import Occurrences, all_in_range, no_row, sort_ids, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
-from dphybrid.embedding.weight import TableWeight
 from dphybrid.util.errors import UserError
 
 
@@ -34,11 +33,9 @@ class SpreadTable(HostEmbedding):
     """Stands in for a host table whose rows lie with all ranks; every rank must look up at the same time.
 
     table: what it stands in for, without rows of its own. spread: rows and states, for checkpoints. Its
-    `rows_VD` is of use on rank 0 alone, while the others serve; its `weight` is empty. lr: set it before a
+    `settled()` is of use on rank 0 alone, while the others serve; its `weight` is empty. lr: set it before a
     lookup.
     """
-
-    over_ranks = True
 
     def __init__(
         self, table: HostEmbedding, ranks: Ranks, config: TableConfig, batch_rows: int, find_bad: FindBad
@@ -46,7 +43,8 @@ class SpreadTable(HostEmbedding):
         nn.Module.__init__(self)
         self.num_rows, self.dim, self.name = table.num_rows, table.dim, table.name
         self.padding_idx, self.start = table.padding_idx, table.start
-        self.counters, self.gradients, self.ahead = table.counters, table.gradients, table.ahead
+        self._info, self._links, self._placed = table._info, table._links, None
+        self._path, self._fresh, self.out_dtype = None, True, torch.float32
         self.ahead.place_on([torch.device("cpu")], lambda rows: [rows])  # nothing is sent ahead
         self._ranks, self.lr = ranks, config.lr
         self._lookup: _Lookup | None = None
@@ -56,15 +54,19 @@ class SpreadTable(HostEmbedding):
         bounds = ranks.all_told((shards.first, shards.first + len(shards.rows_VD)))
         self.spread = Spread(ranks, pieces, bounds, find_bad)
         whole = self.spread.tensors()
-        self.rows_VD: Any = whole[0]
-        self.anchor = table.anchor
-        self._buffers["weight"] = TableWeight.of(torch.empty(0, self.dim), self.gradients, self)
+        self._rows: Any = whole[0]
+        self.weight = nn.Parameter(torch.empty(0, self.dim), requires_grad=False)
+        self._info.make_states, self._info.over_ranks = self.zero_states, True
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
 
     @property
     def row_dtype(self) -> torch.dtype:
         return torch.float32
+
+    def settled(self) -> Any:
+        """All ranks' rows, to be read and written in blocks."""
+        return self._rows
 
     def fill(self) -> None:
         """Give this rank's rows the start values that they would have in one process."""
@@ -90,7 +92,7 @@ class SpreadTable(HostEmbedding):
 
         Raises UserError for ids that are no rows, and for a second lookup in a step.
         """
-        rows = self._rows(ids)
+        rows = self._look_up_here(ids)
         return [rows] if by_replica else rows
 
     def bags(
@@ -99,13 +101,13 @@ class SpreadTable(HostEmbedding):
         """Return pooled_BD; see `HostEmbedding.bags`."""
         if mode == "max":
             ids_N, offsets_B = self.without_padding(ids_N.cpu().reshape(-1), offsets_B.cpu())
-        rows_ND = self._rows(ids_N.reshape(-1))
+        rows_ND = self._look_up_here(ids_N.reshape(-1))
         here = torch.arange(len(rows_ND), device=rows_ND.device)
         return F.embedding_bag(
             here, rows_ND, offsets_B.to(rows_ND.device), mode=mode, per_sample_weights=weights_N
         )
 
-    def _rows(self, ids: Tensor) -> Tensor:
+    def _look_up_here(self, ids: Tensor) -> Tensor:
         ids = whole_numbers(ids, self.name)
         if not all_in_range(ids, self.num_rows):
             raise no_row(ids, self.num_rows, self.name)
@@ -154,14 +156,10 @@ class SpreadTable(HostEmbedding):
         grads_UD = lookup.leaf_UD.grad
         if grads_UD is None:
             grads_UD = torch.zeros_like(lookup.leaf_UD)
-        if self.gradients.frozen:
-            frozen_U = torch.isin(lookup.where.unique_U, torch.tensor(self.gradients.frozen))
+        if self.frozen_rows:
+            frozen_U = torch.isin(lookup.where.unique_U, torch.tensor(self.frozen_rows))
             grads_UD = grads_UD.masked_fill(frozen_U.to(grads_UD.device)[:, None], 0.0)
         self._shards.update(lookup.rows_UD, grads_UD, on_gradient)
-
-    def clear_row_gradients(self) -> None:
-        """Forget the lookup."""
-        self._lookup = None
 
 
 def spread_table(

@@ -1,6 +1,6 @@
 """Embedding tables in host memory, and the optimizers of their rows. Needs torch and numpy."""
 
-from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables, look_up_columns
+from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables
 from dphybrid.embedding.combined import CombinedOptimizer
 from dphybrid.embedding.optim import (
     LazyAdam,
@@ -10,6 +10,7 @@ from dphybrid.embedding.optim import (
     RowSGD,
     clip_grad_norm_,
     make_row_optimizer,
+    row_optimizer,
 )
 from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
 from dphybrid.embedding.table import HostEmbedding, dense_parameters
@@ -31,6 +32,6 @@ __all__ = [
     "clip_grad_norm_",
     "dense_parameters",
     "find_tables",
-    "look_up_columns",
     "make_row_optimizer",
+    "row_optimizer",
 ]

@@ -6,7 +6,6 @@ Letters: V rows of tables that are updated together, U unique rows of an update.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,12 +15,6 @@ from dphybrid.embedding.storage import zero_rows
 
 Member = tuple[str, Sequence[Tensor]]
 """Name of a table, and what an update of it changes: its rows, then their states."""
-
-
-class Settles(Protocol):
-    """Has updates that end later."""
-
-    def finish(self) -> None: ...
 
 
 @dataclass
@@ -41,14 +34,12 @@ class _Group:
 
 class ChangedRows:
     """The rows that were changed since the last `forget`. groups: members by the key that `add` names.
-    settles: waits until what is being updated is, before anything is told.
 
     A change that is no update (a loaded state dict, an edit by hand) is noticed by the tensors' versions;
     nothing is known of those tables then, until the next `forget`.
     """
 
-    def __init__(self, groups: Mapping[Hashable, Sequence[Member]], settles: Sequence[Settles] = ()) -> None:
-        self._settles = settles
+    def __init__(self, groups: Mapping[Hashable, Sequence[Member]]) -> None:
         self._groups = {
             key: _Group(members, zero_rows((sum(len(tensors[0]) for _, tensors in members),), torch.uint8))
             for key, members in groups.items()
@@ -65,7 +56,6 @@ class ChangedRows:
 
     def forget(self) -> None:
         """Begin anew: nothing has changed since now."""
-        self._settle()
         for group in self._groups.values():
             if group.updates or group.versions:
                 group.mark_V.zero_()
@@ -81,7 +71,6 @@ class ChangedRows:
 
     def rows(self) -> dict[str, Tensor | None]:
         """Return the changed rows of each table (int64, ascending), None where they are not known."""
-        self._settle()
         found: dict[str, Tensor | None] = {}
         for group in self._groups.values():
             now = [tensor._version - group.updates for tensor in group.tensors]
@@ -95,12 +84,7 @@ class ChangedRows:
 
     def versions(self) -> list[int]:
         """Return numbers that differ when anything has changed since."""
-        self._settle()
         return [tensor._version for group in self._groups.values() for tensor in group.tensors]
-
-    def _settle(self) -> None:
-        for each in self._settles:
-            each.finish()
 
     def _marks(self, group: _Group) -> list[tuple[str, Tensor]]:
         lengths = [len(tensors[0]) for _, tensors in group.members]

@@ -5,65 +5,16 @@ Letters: B samples, F columns (one id column a table here), N ids of a bag looku
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import native
-from dphybrid.embedding.gradients import Columns, Pending
-from dphybrid.embedding.lookup import no_row, whole_numbers
+from dphybrid.embedding.lookup import whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
-from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
-
-
-@outside_of_graphs
-def look_up_columns(tables: Sequence[HostEmbedding], ids_BF: Tensor) -> Tensor:
-    """Return rows_BFD of one id a table and sample, of tables that are modules of their own: values and
-    gradients of `torch.stack([table(ids_BF[:, f]) for f, table in enumerate(tables)], 1)`, in one go.
-
-    Sorting and updating are one, too, for a row optimizer that has the same tables of their width and type in
-    the same order. Raises UserError for tables of several widths or types, and for ids like
-    `HostEmbedding.forward`.
-    """
-    first, start = tables[0], time.perf_counter()
-    weights = [table.settled() for table in tables]
-    dim, dtype = weights[0].shape[1], weights[0].dtype
-    if any(weight.size(1) != dim or weight.dtype != dtype for weight in weights):
-        kinds = sorted({f"{weight.shape[1]} of {weight.dtype}" for weight in weights})
-        raise UserError(f"look_up_columns: rows are {', '.join(kinds)}; give tables of one width and type")
-    if ids_BF.dim() != 2 or ids_BF.shape[1] != len(weights):
-        raise UserError(
-            f"look_up_columns: ids are of shape {tuple(ids_BF.shape)}; give a column for each of the "
-            f"{len(weights)} tables"
-        )
-    ids_BF = whole_numbers(ids_BF, first.name).contiguous()
-    rows_BFD = torch.empty((*ids_BF.shape, dim), dtype=first.row_dtype)
-    places_B, flat = len(tables) * torch.arange(len(ids_BF)), rows_BFD.view(-1, dim)
-    found = [
-        native.gather(weight, ids_BF[:, f], flat, places_N=places_B + f) for f, weight in enumerate(weights)
-    ]
-    if not all(found):
-        wrong_BF = (ids_BF < 0) | (ids_BF >= torch.tensor([table.num_rows for table in tables]))
-        column = int(wrong_BF.any(0).nonzero()[0])
-        raise no_row(ids_BF[:, column], tables[column].num_rows, tables[column].name)
-    if not torch.is_grad_enabled():
-        return first.as_model(rows_BFD)
-    first.counters.gather_ms += 1e3 * (time.perf_counter() - start)  # of all tables, counted on the first
-    first.counters.bytes_gathered += rows_BFD.nbytes
-    first.counters.ids += ids_BF.numel()
-    members = [table.gradients for table in tables]
-    columns = first.gradients.columns
-    if columns is None or columns.members != members or any(one.columns is not columns for one in members):
-        columns = Columns(members)
-    expected = [one.expect() for one in members]
-    if any(expected):
-        rows_BFD = first.gradients.remember(rows_BFD, Pending(ids_BF.view(-1)), columns)
-    return first.as_model(rows_BFD)
 
 
 class HostEmbeddingCollection(nn.Module):
@@ -107,7 +58,7 @@ class HostEmbeddingCollection(nn.Module):
         }
         for row in self._padding.values():
             self.flat.scale_start(row, row + 1, 0.0)
-        self.flat.gradients.frozen = sorted(self._padding.values())
+        self.flat.freeze_rows(list(self._padding.values()))
 
     def _known(self, table: str, row: int) -> int:
         if not 0 <= row < self.num_rows.get(table, 0):
@@ -116,7 +67,7 @@ class HostEmbeddingCollection(nn.Module):
 
     def weight_of(self, table: str) -> Tensor:
         """Return the rows of one table as a view (num_rows, dim)."""
-        return self.flat.weight[self.starts[table] : self.starts[table] + self.num_rows[table]]
+        return self.flat.settled()[self.starts[table] : self.starts[table] + self.num_rows[table]]
 
     def flat_ids(self, ids_BF: Tensor, tables: slice = slice(None)) -> Tensor:
         """Return the ids in `flat` of ids_BF, whose columns (the last dimension) are the tables in order, or

@@ -54,9 +54,7 @@ _Sums = _struct(
     "Sums", team=_Team, bounds=_P, count=_I, places=_P, num_places=_I, base=_P, step=_I, dim=_I, stored=_I,
     target=_P, squares=_P,
 )  # fmt: skip
-_Table = _struct(
-    "Table", first_key=_I, num_rows=_I, rows=_P, mean=_P, square=_P, steps=_P, noise=c.c_uint64, factor=_F
-)
+_Table = _struct("Table", first_key=_I, num_rows=_I, rows=_P, mean=_P, square=_P, steps=_P, noise=c.c_uint64)
 _Update = _struct(
     "Update", team=_Team, keys=_P, bounds=_P, count=_I, places=_P, num_places=_I, tables=_P, num_tables=_I,
     rule=_I, stored=_I, dim=_I, lr=_F, decay=_F, eps=_F, beta1=_F, beta2=_F, fix1=_P, fix2=_P, last_fix=_I,
@@ -240,6 +238,7 @@ class Segment:
     ids_N: Tensor
     rows_XD: Tensor
     sources_N: Tensor | None = None
+    num_rows: int | None = None
 
 
 @dataclass
@@ -283,7 +282,8 @@ def arrange(
         ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
         sources = None if sources_N is None else address(sources_N, "sources", torch.int64, ids_N.shape)
         line.ids, line.count = address(ids_N, "ids", torch.int64, (len(ids_N),)), len(ids_N)
-        line.first_key, line.num_rows = first_key, num_keys - first_key
+        own = num_keys - first_key if segment.num_rows is None else segment.num_rows
+        line.first_key, line.num_rows = first_key, own
         line.rows, line.row_bytes, line.num_sources = _gradients(rows_XD, len(ids_N))
         line.sources = sources
         held.append((ids_N, rows_XD, sources_N))
@@ -403,17 +403,12 @@ class Tables:
         real, first_key = real_dtype(self.dtype), 0
         for line, (weight, states) in zip(self.lines, members, strict=True):
             line.rows, rows, dim = _rows_address(weight)
-            line.first_key, line.num_rows, line.factor = first_key, rows, 1.0
+            line.first_key, line.num_rows = first_key, rows
             first_key += rows
             for name, state in states.items():
                 whole = name == "mean" or (name == "square" and state.dim() == 2)
                 kind = torch.int32 if name == "steps" else real
                 setattr(line, _FIELDS[name], address(state, name, kind, (rows, dim) if whole else (rows,)))
-
-    def set_factors(self, factors: Sequence[float]) -> None:
-        """Say what each table's gradients shall be multiplied by."""
-        for line, factor in zip(self.lines, factors, strict=True):
-            line.factor = factor
 
     def set_noises(self, noises: Sequence[int]) -> None:
         """Say where the noise of each table's rounding starts."""

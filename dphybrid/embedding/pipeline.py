@@ -32,7 +32,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
@@ -43,7 +42,6 @@ from torch import Tensor, nn
 from dphybrid.embedding.ahead import Lookup
 from dphybrid.embedding.collection import find_tables
 from dphybrid.embedding.lookup import each_lookup
-from dphybrid.embedding.plans import UpdatePlan
 from dphybrid.embedding.replicas import pinned
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
@@ -175,12 +173,10 @@ class RowPipeline:
         # Updates between a lookup's gathering and its use: one a batch ahead, and one that was running.
         for table in self.tables.values():
             table.ahead.record_changes(self.lookahead + 2)
-            table.ahead.later = run.update_later
         try:
             while (item := run.next()) is not None:
                 for name, table in self.tables.items():
                     table.ahead.expect(item.lookups.get(name, []))
-                    table.gradients.plan = item.plans.get(name)
                 batch, handed = item.batch, handed + any(item.lookups.values())
                 del item  # the loop's body must be free to drop the batch
                 yield batch
@@ -190,15 +186,12 @@ class RowPipeline:
                         "the very ids that forward gives to region.rows"
                     )
         finally:
-            for table in self.tables.values():
-                table.ahead.later = table.gradients.plan = None
             run.stop()
             self._runs.remove(run)
             self._ended_s = [self._ended_s[0] + run.prepare_s, self._ended_s[1] + run.wait_s]
             for table in self.tables.values():
                 table.ahead.expect([])
                 table.ahead.record_changes(0)
-                table.ahead.finish()
 
     def counters(self, steps: int = 1) -> dict[str, float]:
         """Return what happened since the last call, summed over tables, divided by `steps`.
@@ -234,7 +227,6 @@ class RowPipeline:
 class _Item(Generic[Batch]):
     batch: Batch
     lookups: dict[str, list[Lookup]]
-    plans: dict[str, UpdatePlan]
 
 
 class _Run(Generic[Batch]):
@@ -254,9 +246,6 @@ class _Run(Generic[Batch]):
         self._done: queue.Queue[_Item[Batch] | BaseException | Literal["end"]] = queue.Queue()
         self._permits = threading.Semaphore(lookahead)
         self._stopping = threading.Event()
-        self._plans: dict[str, UpdatePlan] = {}
-        self._updater = ThreadPoolExecutor(1, thread_name_prefix="dphybrid-update")
-        self.update_later = self._updater.submit
         self._thread = threading.Thread(target=self._work, name="dphybrid-rows", daemon=True)
         self._thread.start()
 
@@ -278,7 +267,6 @@ class _Run(Generic[Batch]):
             self._thread.join(_JOIN_S)
         while not self._done.empty():
             self._done.get_nowait()
-        self._updater.shutdown()
 
     def _lookups(self, ids: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, list[Lookup]]:
         """Prepare a batch's lookups; none of them where a device has no memory for them: the step then looks
@@ -287,20 +275,13 @@ class _Run(Generic[Batch]):
         try:
             for name, wanted in ids.items():
                 table = self._tables[name]
-                made = [table.ahead.prepare(table, each) for each in each_lookup(wanted)]
+                made = [table.ahead.prepare(table.weight, table.name, each) for each in each_lookup(wanted)]
                 lookups[name] = [lookup for lookup in made if lookup is not None]
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             return {}
         return lookups
-
-    def _plan(self, lookups: dict[str, list[Lookup]]) -> None:
-        """Plan the batch's update, and tell the plans of the batch before what this one reads."""
-        for name, plan in self._plans.items():
-            self._tables[name].ahead.link(self._tables[name], plan, lookups.get(name, []))
-        made = {name: self._tables[name].ahead.plan(self._tables[name], lookups[name]) for name in lookups}
-        self._plans = {name: plan for name, plan in made.items() if plan is not None}
 
     def _reserve(self, lookups: dict[str, list[Lookup]], batch: Batch) -> None:
         """Before the first forward: pinned memory for the batches that will be on their way at once."""
@@ -328,15 +309,13 @@ class _Run(Generic[Batch]):
                 ids = self._ids_of(batch)
                 with labelled("prepare rows"):
                     lookups = self._lookups(ids)
-                with labelled("plan update"):
-                    self._plan(lookups)
                 if self._pins:
                     with labelled("pin batch"):
                         batch = pinned(batch)
                 if not self._reserved:
                     self._reserve(lookups, batch)
                 self.prepare_s += time.perf_counter() - start
-                self._done.put(_Item(batch, lookups, self._plans))
+                self._done.put(_Item(batch, lookups))
                 del batch, ids, lookups  # what is handed over is not kept alive here
         except BaseException as error:  # noqa: BLE001 - whatever it is, the loop that waits must get it
             self._done.put(error)

@@ -88,7 +88,6 @@ struct table { /* mean, square: of the Adams; Adagrad's sum is `square` */
     void *rows, *mean, *square;
     int32_t *steps;
     uint64_t noise; /* start of the rounding's noise, for bfloat16 */
-    double factor;  /* of the gradients */
 };
 struct update {
     struct team team;

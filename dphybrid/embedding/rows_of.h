@@ -241,8 +241,6 @@ INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id
     const REAL lr = (REAL)u->lr, decay = (REAL)u->decay, eps = (REAL)u->eps;
     const REAL rest1 = (REAL)(1.0 - u->beta1), rest2 = (REAL)(1.0 - u->beta2);
     REAL mean_square = 0, step = lr, scale = 1;
-    if (t->factor != 1)
-        EACH_VECTOR(d) OF(store)(sum + d, OF(load)(sum + d) * (REAL)t->factor);
     if (decay != 0)
         EACH_VECTOR(d) OF(store)(sum + d, OF(load)(sum + d) + decay * OF(load_row)(row + d));
     if (rule == ADAGRAD || rule == ADAM)

@@ -53,7 +53,7 @@ def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """
     size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
     if size < 2 * _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     # Private: shared anonymous memory gets no huge pages.
     pages = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages: small ones are right, only slower
@@ -112,7 +112,7 @@ def open_rows(
     """
     fill = _NEW_ROWS.get() == "filled"
     if _NEW_ROWS.get() == "deferred":
-        return torch.zeros((), dtype=dtype).expand(num_rows, dim), False
+        return torch.zeros((), dtype=dtype, device="cpu").expand(num_rows, dim), False
     size = num_rows * dim * dtype.itemsize
     shape = f"table {name!r}: {num_rows:,} rows x {dim} of {dtype} are"
     if storage == "memory":
@@ -135,6 +135,11 @@ def open_rows(
             f"{shape} {size / GIB:.3g} GiB, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it "
             "made for another table?"
         )
+    layout, told = path.with_name(f"{path.name}.layout"), f"{num_rows} x {dim} of {dtype}\n"
+    if fresh:
+        layout.write_text(told, encoding="utf-8")
+    elif layout.exists() and (found := layout.read_text(encoding="utf-8")) != told:
+        raise UserError(f"{shape} wanted, {path} holds {found.strip()}; was it made for another table?")
     return map_file(temporary(path) if fresh else path, (num_rows, dim), dtype), fresh
 
 

@@ -4,9 +4,10 @@ Letters: N ids of a lookup, U unique rows of it, B bags, D width of a row.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,41 +16,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import native
-from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.embedding.counters import Counters
-from dphybrid.embedding.gradients import Pending, RowGradients, arrange_gradients
+from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op, sparse
 from dphybrid.embedding.lookup import all_in_range, no_row, whole_numbers
-from dphybrid.embedding.native import fill_normal
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
-from dphybrid.embedding.storage import StartValues, deferred_rows, finished_file, open_rows, open_states
-from dphybrid.embedding.weight import TableWeight
-from dphybrid.util.compiling import outside_of_graphs
+from dphybrid.embedding.storage import (
+    StartValues,
+    deferred_rows,
+    finished_file,
+    open_rows,
+    open_states,
+    zero_rows,
+)
 from dphybrid.util.errors import UserError
 
 
 class HostEmbedding(nn.Module):
     """An embedding table (num_rows, dim) that stays on the CPU whatever `.to()` or `.cuda()` does.
 
-    The table is a buffer, no parameter: neither autograd nor a dense optimizer sees it. A lookup returns rows
-    whose gradients are collected by unique row, so gradients exist for the touched rows only; a row optimizer
-    of `dphybrid.embedding` applies them in place. What the model's parameters know of the table is `anchor`,
-    a parameter of one zero: `requires_grad_(False)` of table or model freezes the table, `zero_grad()` of the
-    model clears the rows' gradients.
+    `weight` is a parameter whose gradient is sparse: it holds the looked-up rows alone. The row optimizers of
+    `dphybrid.embedding` read and write only these; torch's dense optimizers refuse a sparse gradient, so give
+    them `dense_parameters(model)`.
 
     num_rows, dim: shape of the table (or num_embeddings, embedding_dim). padding_idx: a row that stays zero
-    and is never trained; counts from the end when negative. std: of the normal start values.
-    seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows are looked up
-    as float32 then, and updates are rounded stochastically). storage: "memory", or "mmap" with the file
-    `path`, which outlives the process and, once there, is opened as it is; or with a folder as `path`, for a
-    file that is gone with the process. freeze: is not trained.
+    and is never trained by a row optimizer; counts from the end when negative. std: of the normal start
+    values. seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows and
+    gradients are float32 then, and updates are rounded stochastically). storage: "memory", or "mmap" with the
+    file `path`, which outlives the process and, once there, is opened as it is; or with a folder as `path`,
+    for a file that is gone with the process. freeze: is not trained.
 
     Raises UserError, with the numbers, when the table would not fit, and for what else nn.Embedding takes
     (max_norm, ...) and a table does not do.
     """
 
-    over_ranks = False
-    """Do all processes of a group share these rows, so that each one's gradients reach them? Where not, a row
-    optimizer refuses to train one of several copies."""
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -75,24 +74,28 @@ class HostEmbedding(nn.Module):
                 f"table {name!r}: give num_rows (or num_embeddings) and dim (or embedding_dim), each once"
             )
         _refuse_foreign(foreign, name)
-        if num_rows < 1 or dim < 1:
-            raise UserError(f"table {name!r}: num_rows={num_rows}, dim={dim}; both must be at least 1")
+        if num_rows < 1 or not 1 <= dim <= native.MAX_DIM:
+            raise UserError(
+                f"table {name!r}: num_rows={num_rows}, dim={dim}; both must be at least 1, and dim "
+                f"at most {native.MAX_DIM}"
+            )
         padding_idx = _row(padding_idx, num_rows, name)
-        if dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        if dtype not in native.STORED:
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
-        rows_VD, fresh = open_rows(num_rows, dim, dtype, storage, path, name)
-        self._fresh, self._path = fresh, path
-        self.start = StartValues(std, seed)
-        with finished_file(path) if fresh and path is not None and not path.is_dir() else nullcontext():
-            if fresh:
-                fill_normal(rows_VD, std, seed)
-            self.rows_VD = rows_VD
+        self.start, self._path = StartValues(std, seed), path
+        self.out_dtype = native.real_dtype(dtype)
+        self._links = Links()
+        self._info = RowsInfo(name, num_rows, dtype, [] if padding_idx is None else [padding_idx])
+        self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
+        rows_VD, self._fresh = open_rows(num_rows, dim, dtype, storage, path, name)
+        named = self._fresh and path is not None and not path.is_dir()
+        with finished_file(path) if named and path is not None else nullcontext():
+            if self._fresh:
+                native.fill_normal(rows_VD, std, seed)
+            self.weight = nn.Parameter(rows_VD, requires_grad=not freeze)
             if padding_idx is not None:
                 self.scale_start(padding_idx, padding_idx + 1, 0.0)
-        self.counters = Counters()
-        self._hold(rows_VD, [] if padding_idx is None else [padding_idx])
-        self.requires_grad_(not freeze)
 
     @classmethod
     def from_pretrained(
@@ -106,48 +109,33 @@ class HostEmbedding(nn.Module):
         if embeddings.dim() != 2:
             raise UserError(f"from_pretrained: rows of shape {tuple(embeddings.shape)}; give (num_rows, dim)")
         with deferred_rows():
-            table = cls(
-                *embeddings.shape, padding_idx=padding_idx, dtype=embeddings.dtype, freeze=freeze, **options
-            )
-        table.weight = embeddings.detach().cpu().contiguous()
+            table = cls(*embeddings.shape, padding_idx=padding_idx, dtype=embeddings.dtype, **options)
+        table.weight = nn.Parameter(embeddings.detach().cpu().contiguous(), requires_grad=not freeze)
         table._fresh = True
         return table
 
-    def _hold(self, rows_VD: Tensor, frozen: list[int]) -> None:
-        self.anchor = nn.Parameter(torch.zeros(1, dtype=self._row_dtype_of(rows_VD)))
-        self.gradients = RowGradients(self.name, self.num_rows, self.counters, self.anchor)
-        self.gradients.frozen = frozen
-        self.ahead = LookupsAhead(self.counters)
-        self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
-        self.rows_VD = rows_VD
-        self._buffers["weight"] = TableWeight.of(rows_VD, self.gradients, self)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # nn.Module would put a tensor of a buffer's name among the buffers.
-        if name == "weight":
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Take a parameter; that of the name `weight` learns which table it belongs to."""
+        super().register_parameter(name, param)
+        if name == "weight" and param is not None:
+            self._info.make_states = partial(open_states, path=self._path, fresh=self._fresh, name=self.name)
+            param.rows_info = self._info  # type: ignore[attr-defined]
+            if param.dtype == torch.bfloat16:
+                param.grad_dtype = torch.float32
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle gets: rows and settings, not the gradients of the step in hand."""
-        self.ahead.finish()
-        state = self.__dict__.copy()
-        for made in ("gradients", "ahead"):
-            del state[made]
-        state |= {"_buffers": {}, "_parameters": {}, "_path": None, "_fresh": True}
-        return state | {"_kept": (self.gradients.frozen, self.gradients.trains, self.anchor.detach())}
+        """What a copy or a pickle gets: rows, in memory, and settings."""
+        return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        frozen, trains, anchor = state.pop("_kept")
-        placed = state["_placed"]
+        frozen = state["_info"]
         super().__setstate__(state)
-        self._hold(self.rows_VD, list(frozen))
-        self.anchor.data = anchor
-        self.requires_grad_(trains)
-        if placed is not None:
-            self.place_on(*placed)
+        self._info = RowsInfo(self.name, self.num_rows, self.weight.dtype, frozen)
+        rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)  # in huge pages, which a copy is not
+        self.weight.data = rows_VD.copy_(self.weight.detach())
+        self.register_parameter("weight", self._parameters["weight"])
+        if self._placed is not None:
+            self.place_on(*self._placed)
 
     @property
     def num_embeddings(self) -> int:
@@ -160,60 +148,59 @@ class HostEmbedding(nn.Module):
         return self.dim
 
     @property
-    def weight(self) -> Tensor:
-        """The rows (num_rows, dim), once an update of rows that the next batch does not need has ended; see
-        `TableWeight`."""
-        self.ahead.finish()
-        weight: Tensor = self._buffers["weight"]  # type: ignore[assignment]
-        return weight
+    def counters(self) -> Any:
+        """What lookups and updates did and took; see `Counters`."""
+        return self._info.counters
 
-    @weight.setter
-    def weight(self, value: Tensor) -> None:
-        self.ahead.finish()
-        rows_VD = value.rows if isinstance(value, TableWeight) else value.detach()
-        if rows_VD.shape != self.rows_VD.shape or rows_VD.dtype != self.rows_VD.dtype or rows_VD.is_cuda:
-            raise UserError(
-                f"table {self.name!r}: weight = {tuple(rows_VD.shape)} of {rows_VD.dtype} on "
-                f"{rows_VD.device}; it is {tuple(self.rows_VD.shape)} of {self.rows_VD.dtype} on the CPU"
-            )
-        self.rows_VD = rows_VD
-        self._buffers["weight"].hold(rows_VD)  # type: ignore[union-attr]
+    @property
+    def ahead(self) -> Any:
+        """The table's lookups for replicas; see `LookupsAhead`."""
+        return self._info.ahead
+
+    @property
+    def over_ranks(self) -> bool:
+        """Do all processes of a group share these rows, or make their gradients equal? Where not, a row
+        optimizer refuses to train one of several copies."""
+        return self._info.over_ranks
+
+    @over_ranks.setter
+    def over_ranks(self, value: bool) -> None:
+        self._info.over_ranks = value
 
     def settled(self) -> Tensor:
-        """The rows as a plain tensor, once all updates have ended."""
-        self.ahead.finish()
-        return self.rows_VD
+        """The rows as a plain tensor, without autograd."""
+        return self.weight.detach()
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Type of looked-up rows and of the optimizer's states: float32 for a bfloat16 table."""
-        return self._row_dtype_of(self.rows_VD)
-
-    @staticmethod
-    def _row_dtype_of(rows_VD: Tensor) -> torch.dtype:
-        return torch.float32 if rows_VD.dtype == torch.bfloat16 else rows_VD.dtype
+        """Type of gradients and of the optimizer's states: float32 for a bfloat16 table."""
+        return native.real_dtype(self.weight.dtype)
 
     def scale_start(self, first: int, last: int, factor: float) -> None:
         """Multiply the start values of the rows first to below last; rows that were in a file stay."""
         self.start.scales.append((first, last, factor))
         if self._fresh and factor:
-            self.rows_VD[first:last] *= factor
+            self.settled()[first:last] *= factor
         elif self._fresh:
-            self.rows_VD[first:last] = 0.0
+            self.settled()[first:last] = 0.0
+
+    def freeze_rows(self, rows: Sequence[int]) -> None:
+        """Have row optimizers leave these rows as they are."""
+        self._info.frozen = sorted(rows)
+
+    @property
+    def frozen_rows(self) -> Sequence[int]:
+        """Rows, ascending, that row optimizers leave as they are."""
+        return self._info.frozen
 
     def zero_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
         """Return the states of a row optimizer, in memory or files like the table's own rows; see
         `storage.open_states`."""
         return open_states(wanted, self._path, fresh=self._fresh, name=self.name)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # Moving or casting the model leaves the table as it is; looked-up rows follow the anchor's type.
-        buffers, self._buffers = self._buffers, {}
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._buffers = buffers
-        self.gradients.move_to(self.anchor)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Moving or casting the model leaves the table as it is; looked-up rows follow the model's type.
+        self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype, device="cpu")).dtype
         return self
 
     def _replicate_for_data_parallel(self) -> Self:
@@ -222,66 +209,55 @@ class HostEmbedding(nn.Module):
             "block"
         )
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.settled()
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = f"{prefix}weight"
-        if key not in state_dict:
-            if strict:
-                missing_keys.append(key)
-            return
-        if state_dict[key].shape != self.rows_VD.shape:
-            error_msgs.append(
-                f"{key}: shape {tuple(state_dict[key].shape)} in the file, {tuple(self.rows_VD.shape)} in "
-                "the table"
-            )
-            return
-        with torch.no_grad():
-            self.settled().copy_(state_dict[key])
-
-    @outside_of_graphs
     def forward(self, ids: Tensor, *, by_replica: bool = False) -> Tensor | list[Tensor]:
         """Return the rows of `ids` (any shape, int64 or int32) as (*ids.shape, dim) on the CPU.
 
-        by_replica: see `replica_rows`. With gradients enabled and the table not frozen, the rows' gradients
-        are collected until they are cleared. Raises UserError for ids of another type or out of range, naming
+        by_replica: see `replica_rows`. Raises UserError for ids of another type or out of range, naming
         table, value and position.
         """
+        if torch.compiler.is_compiling() or ids.device.type == "meta":
+            return self._in_graph(ids)
         if by_replica and self.ahead.is_placed:
             return self._rows_by_replica(ids)
         start = time.perf_counter()
         ids = whole_numbers(ids, self.name)
-        flat_N = ids.reshape(-1)
-        rows = torch.empty((*ids.shape, self.dim), dtype=self.row_dtype)
-        if not native.gather(self.settled(), flat_N, rows):
-            raise no_row(ids, self.num_rows, self.name)
+        weight = self.weight
+        if is_captured(weight, ids):
+            return self._in_graph(ids)
+        rows, flat_N = self._look_up(weight, ids)
         if torch.is_grad_enabled():
-            self.counters.gather_ms += 1e3 * (time.perf_counter() - start)
-            self.counters.bytes_gathered += rows.nbytes
-            rows = self._remembered(rows, Pending(flat_N))
+            counters = self.counters
+            counters.gather_ms += 1e3 * (time.perf_counter() - start)
+            counters.bytes_gathered += rows.nbytes
+            counters.ids += len(flat_N)
+            if weight.requires_grad:
+                rows = self._links.rows(weight, rows, flat_N)
         rows = self.as_model(rows)
         return [rows] if by_replica else rows
 
-    def _remembered(self, rows: Tensor, pending: Pending) -> Tensor:
-        self.counters.ids += len(pending.ids_N)
-        return self.gradients.remember(rows, pending) if self.gradients.expect() else rows
+    def _look_up(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (rows, the ids flat: a copy)."""
+        if weight.dim() != 2:
+            raise UserError(f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)")
+        columns = native.columns_of((weight.shape[0],), (None,))
+        try:
+            rows, flat_N, _ = native.look_up(weight.detach(), ids, columns)
+        except IndexError:
+            raise no_row(ids, len(weight), self.name) from None
+        return rows, flat_N
+
+    def _in_graph(self, ids: Tensor) -> Tensor:
+        """The lookup as one operation of a graph. torch.compile leaves those that train to Python: its
+        backward knows no sparse gradients."""
+        if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and self.weight.requires_grad:
+            torch._dynamo.graph_break()
+        rows: Tensor = rows_op(self.weight, ids)
+        return self.as_model(rows)
 
     def as_model(self, rows: Tensor) -> Tensor:
         """Rows in the type that the model was cast to."""
-        dtype = self.gradients.anchor.dtype
-        return rows if rows.dtype == dtype else rows.to(dtype)
+        return rows if rows.dtype == self.out_dtype else rows.to(self.out_dtype)
 
-    @outside_of_graphs
     def bags(
         self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None
     ) -> Tensor:
@@ -289,7 +265,7 @@ class HostEmbedding(nn.Module):
         ids_N[offsets_B[b] : offsets_B[b + 1]], perhaps empty: zeros.
 
         weights_N: a factor for each id (mode "sum" only), gets a gradient when it wants one. Raises UserError
-        like `forward`.
+        like `forward`, and for offsets that do not rise from 0 to the number of ids.
         """
         if mode not in ("sum", "mean", "max") or (mode != "sum" and weights_N is not None):
             raise UserError(
@@ -297,31 +273,35 @@ class HostEmbedding(nn.Module):
                 "sum (with or without weights_N), mean or max (without)"
             )
         ids_N = whole_numbers(ids_N, self.name).reshape(-1)
+        if torch.is_grad_enabled():
+            ids_N = ids_N.clone()  # the caller may refill its buffer before the backward
+        offsets_B = native.check_offsets(offsets_B, len(ids_N))
         if mode == "max":
             ids_N, offsets_B = self.without_padding(ids_N, offsets_B)
-        offsets_B = native.check_offsets(offsets_B, len(ids_N))
         if weights_N is not None or mode == "max":
             rows_ND = self(ids_N)
             return F.embedding_bag(
                 torch.arange(len(rows_ND)), rows_ND, offsets_B, mode=mode, per_sample_weights=weights_N
             )
-        if not all_in_range(ids_N, self.num_rows):
-            raise no_row(ids_N, self.num_rows, self.name)
-        ends_B = (
-            torch.cat([offsets_B[1:], offsets_B.new_tensor([len(ids_N)])]) if len(offsets_B) else offsets_B
-        )
-        pooled_BD = native.pool(self.settled(), ids_N, offsets_B)
-        lengths_B = ends_B - offsets_B
+        weight = self.weight
+        if not all_in_range(ids_N, len(weight)):
+            raise no_row(ids_N, len(weight), self.name)
+        pooled_BD = native.pool(weight.detach(), ids_N, offsets_B)
+        lengths_B = torch.diff(offsets_B, append=torch.tensor([len(ids_N)]))
         if torch.is_grad_enabled():
-            bags_N = torch.repeat_interleave(torch.arange(len(offsets_B)), lengths_B)
-            pooled_BD = self._remembered(pooled_BD, Pending(ids_N, bags_N))
-        return pooled_BD / lengths_B.clamp(min=1).unsqueeze(1) if mode == "mean" else pooled_BD
+            self.counters.ids += len(ids_N)
+            if weight.requires_grad:
+                bags_N = torch.repeat_interleave(torch.arange(len(offsets_B)), lengths_B)
+                pooled_BD = self._links.rows(weight, pooled_BD, ids_N, sources_N=bags_N)
+        if mode == "mean":
+            pooled_BD = pooled_BD / lengths_B.clamp(min=1).unsqueeze(1)
+        return self.as_model(pooled_BD)
 
     def without_padding(self, ids_N: Tensor, offsets_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same bags without padding ids, whose zeros would be the maximum of negative rows."""
-        if not self.gradients.frozen:
+        if not self.frozen_rows:
             return ids_N, offsets_B
-        kept_N = ~torch.isin(ids_N, torch.tensor(self.gradients.frozen))
+        kept_N = ~torch.isin(ids_N, torch.tensor(self.frozen_rows))
         before = F.pad(kept_N.cumsum(0), (1, 0))
         return ids_N[kept_N], before[offsets_B]
 
@@ -351,19 +331,20 @@ class HostEmbedding(nn.Module):
         return rows
 
     def _rows_by_replica(self, ids: Tensor) -> list[Tensor]:
-        lookup = self.ahead.lookup_of(self, whole_numbers(ids, self.name))
-        counted, trained = torch.is_grad_enabled(), self.gradients.expect()
+        weight = self.weight
+        lookup = self.ahead.lookup_of(weight, self.name, whole_numbers(ids, self.name))
+        counted, counters = torch.is_grad_enabled(), self.counters
         if counted:
-            self.counters.ids += lookup.ids.numel()
-            self.counters.unique += lookup.num_unique
-            self.counters.dedup_ms += lookup.dedup_ms
+            counters.ids += lookup.ids.numel()
+            counters.unique += lookup.num_unique
+            counters.dedup_ms += lookup.dedup_ms
         rows = []
         for channel, share in self.ahead.shares_of(lookup):
             channel.arrive(share, counted=counted)
-            leaf_UD = share.rows_UD.detach()
-            if trained:
-                self.gradients.watch(leaf_UD, Pending(share.where.unique_U, channel=channel))
-            rows_ND = DeviceRows.apply(leaf_UD, *share.indices)
+            rows_UD = share.rows_UD
+            if counted and weight.requires_grad:
+                rows_UD = self._links.rows(weight, rows_UD, share.where.unique_U, via=channel)
+            rows_ND = DeviceRows.apply(rows_UD, *share.indices)
             rows.append(self.as_model(rows_ND.view(*share.shape, self.dim)))
         return rows
 
@@ -373,36 +354,21 @@ class HostEmbedding(nn.Module):
         return asdict(self.counters)
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:
-        """Return (ids_U sorted and unique, grads_UD) over all lookups since the last clearing, or None when
-        no row has a gradient."""
-        if not self.gradients:
-            return None
-        arranged, _ = arrange_gradients([self.gradients], self.row_dtype)
-        if not len(arranged.keys_U):
-            return None
-        grads_UD, _ = native.sum_rows(arranged, self.dim, self.row_dtype)
-        return arranged.keys_U, grads_UD.mul_(self.gradients.factor)
+        """Return (ids_U sorted and unique, grads_UD) of `weight.grad`, or None when no row has a gradient."""
+        found = merged(self.weight)
+        return None if found is None or not len(found[0]) else found[:2]
 
     def set_row_gradients(self, ids_U: Tensor, grads_UD: Tensor) -> None:
-        """Put merged (and perhaps clipped) gradients in the place of those of single lookups."""
-        self.gradients.replace(ids_U, grads_UD)
-
-    def clear_row_gradients(self) -> None:
-        """Forget the gradients of all lookups."""
-        self.gradients.clear()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all lookups, as `zero_grad()` of the model does."""
-        self.gradients.clear()
+        """Make `weight.grad` hold these gradients (U, D) of rows (int64) alone."""
+        self.weight.grad = sparse(ids_U, grads_UD, self.weight.shape)
 
     def extra_repr(self) -> str:
-        return f"{self.num_rows}, {self.dim}, dtype={self.rows_VD.dtype}, in host memory"
+        return f"{self.num_rows}, {self.dim}, dtype={self.weight.dtype}, in host memory"
 
 
 def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a model, but for those that stand for its tables."""
-    anchors = {id(module.anchor) for module in model.modules() if isinstance(module, HostEmbedding)}
-    return (parameter for parameter in model.parameters() if id(parameter) not in anchors)
+    """Yield the parameters of a model, but for its tables' weights."""
+    return (parameter for parameter in model.parameters() if info_of(parameter) is None)
 
 
 def _one(ours: int | None, theirs: int | None) -> int | None:

@@ -147,7 +147,7 @@ def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
 
 
 def _sizes_of(model: nn.Module) -> dict[str, int]:
-    tables = [table.rows_VD for table in find_tables(model).values()]
+    tables = [table.settled() for table in find_tables(model).values()]
     return {
         "size.block_parameters": sum(p.numel() for p in dense_parameters(model)),
         "size.table_rows": sum(len(rows_VD) for rows_VD in tables),

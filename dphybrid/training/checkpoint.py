@@ -212,18 +212,19 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
             tensor.copy_(blocks[name])
         for name, table in tables.items():
             if mapped:
-                table.weight = mapped_weight(path, name, table.rows_VD)
+                table.weight = nn.Parameter(mapped_weight(path, name, table.settled()), requires_grad=False)
             elif name not in skip:
                 read_table(path, name, "weight", table.settled())
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers of the blocks by portable name, as references."""
-    rows = {id(table.rows_VD) for table in find_tables(model).values()}
+    weights = {id(table.weight) for table in find_tables(model).values()}
+    rows = {name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in weights}
     return {
         key: value
         for key, value in model.state_dict().items()
-        if id(value) not in rows and isinstance(value, Tensor)
+        if key not in rows and isinstance(value, Tensor)
     }
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import HostEmbedding, find_tables
-from dphybrid.embedding.weight import TableWeight
+from dphybrid.embedding import find_tables
 from dphybrid.training.checkpoint import way_on
 from dphybrid.util.errors import UserError
 
@@ -30,20 +29,19 @@ class NotFinite:
     weight: bool
 
 
-def gradient_sum(parameters: Iterable[Tensor], tables: Mapping[str, HostEmbedding]) -> float:
+def gradient_sum(parameters: Iterable[Tensor]) -> float:
     """Return the sum of all gradients: a finite number only if each of them is one, and mostly then."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    for table in tables.values():
-        grads += table.gradients.tensors()
     sums: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
-        sums.setdefault(grad.device, []).append(grad.sum().double())
+        values = grad._values() if grad.is_sparse else grad
+        sums.setdefault(values.device, []).append(values.sum().double())
     return sum(float(torch.stack(parts).sum()) for parts in sums.values())
 
 
 def kept_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return each buffer that a forward may change (running means, counts) with a copy of it."""
-    return [(buffer, buffer.clone()) for buffer in model.buffers() if not isinstance(buffer, TableWeight)]
+    return [(buffer, buffer.clone()) for buffer in model.buffers()]
 
 
 def not_finite(
@@ -69,7 +67,8 @@ def not_finite(
 
     tables = find_tables(model)
     rows = {name: got for name, table in tables.items() if (got := table.row_gradients()) is not None}
-    parameters = dict(model.named_parameters())
+    weights = {id(table.weight) for table in tables.values()}
+    parameters = {name: p for name, p in model.named_parameters() if id(p) not in weights}
     look("data", [(f"{name} of the batch's sample {{row}}", value, None) for name, value in batch.items()])
     touched = [(name, tables[name].settled()[ids_U], ids_U) for name, (ids_U, _) in rows.items()]
     weight = look("lookup", [(f"table {name} row {{row}}", values, ids_U) for name, values, ids_U in touched])
@@ -127,12 +126,13 @@ def _tensors(
     for what, tensor, ids_U in rows:
         yield what, tensor, ids_U, True
     names: dict[Tensor, str] = {}
+    weights = {id(table.weight) for table in find_tables(model).values()}
     for name, parameter in model.named_parameters():
+        if id(parameter) in weights:
+            continue  # one of the rows
         names[parameter] = name
         yield f"parameter {name}", parameter, None, True
     for name, buffer in model.named_buffers():
-        if isinstance(buffer, TableWeight):
-            continue  # one of the rows
         yield f"buffer {name}", buffer, None, False
     for weight, states in (dense.state if dense is not None else {}).items():
         for key, state in states.items():

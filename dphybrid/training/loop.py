@@ -149,11 +149,11 @@ def _update(session: Session, batch: dict[str, Tensor], loss: Tensor) -> NotFini
     """Clip, and change blocks and rows; or change nothing and return what is no finite number."""
     trained, clock, config = session.trained, session.clock, session.config.train
     with clock.stage("clip"):
-        parameters, tables = trained.model.parameters(), find_tables(trained.model)
+        parameters = trained.model.parameters()
         if config.clip_norm > 0:
-            size = clip_grad_norm_(parameters, tables, config.clip_norm)
+            size = clip_grad_norm_(parameters, config.clip_norm)
         else:
-            size = gradient_sum(parameters, tables)
+            size = gradient_sum(parameters)
         sound = math.isfinite(size) and math.isfinite(loss)
     if not sound and (found := not_finite(trained.model, batch, loss, clipped=config.clip_norm > 0)):
         return found
@@ -190,7 +190,7 @@ def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
         return sums[0]
     loss, weight = (torch.stack(values).sum() for values in zip(*sums, strict=True))
     with clock.stage("backward"):
-        scale_gradients(trained.model, find_tables(trained.model), 1 / weight)
+        scale_gradients(trained.model, 1 / weight)
     return loss, weight
 
 

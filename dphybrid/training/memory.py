@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import DeclaresIds, HostEmbedding
+from dphybrid.embedding import DeclaresIds, dense_parameters
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.parallel import find_data_parallel
 from dphybrid.training.checkpoint import Progress
@@ -55,15 +55,12 @@ def has_samples(name: str) -> bool:
     return not underscore or shape.startswith("B")
 
 
-def scale_gradients(model: nn.Module, tables: dict[str, HostEmbedding], factor: Tensor) -> None:
+def scale_gradients(model: nn.Module, factor: Tensor) -> None:
     """Multiply all gradients, of blocks and of touched rows, by a number."""
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
-    for table in tables.values():
-        if (found := table.row_gradients()) is not None:
-            ids_U, grads_UD = found
-            table.set_row_gradients(ids_U, grads_UD * factor.to(grads_UD.device, grads_UD.dtype))
+            values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+            values.mul_(factor.to(values.device, values.dtype))
 
 
 def out_of_memory_report(
@@ -71,7 +68,7 @@ def out_of_memory_report(
 ) -> str:
     """Return what used the memory when step `step` with a batch of `rows` rows did not fit, in lines for
     people."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in dense_parameters(model))
     state = sum(
         value.numel() * value.element_size()
         for entries in (optimizer.state.values() if optimizer else ())

@@ -16,6 +16,7 @@ from dphybrid.embedding import (
     CombinedOptimizer,
     HostEmbedding,
     clip_grad_norm_,
+    dense_parameters,
     find_tables,
     make_row_optimizer,
 )
@@ -66,7 +67,7 @@ def make_loader() -> "DataLoader[dict[str, Tensor]]":
 
 def make_optimizer(model: nn.Module) -> tuple[CombinedOptimizer, LambdaLR]:
     """Return one optimizer for dense parameters and rows, and a schedule that takes both rates down to 0."""
-    dense = torch.optim.AdamW(model.parameters(), lr=0.01)
+    dense = torch.optim.AdamW(dense_parameters(model), lr=0.01)
     rows = make_row_optimizer("adagrad", find_tables(model), lr=0.1)
     optimizer = CombinedOptimizer(dense, rows)
     return optimizer, LambdaLR(optimizer, lambda step: 1 - step / NUM_STEPS)
@@ -84,7 +85,7 @@ def main(accumulate: int = 1) -> tuple[list[float], Clicks]:
             (loss / accumulate).backward()
             losses.append(loss.item())
             if len(losses) % accumulate == 0:
-                clip_grad_norm_(model.parameters(), find_tables(model), MAX_NORM)
+                clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from dphybrid.embedding import clip_grad_norm_, find_tables
+from dphybrid.embedding import clip_grad_norm_
 from examples.trainers.clicks import MAX_NORM, NUM_EPOCHS, Clicks, make_loader, make_model, make_optimizer
 
 
@@ -18,7 +18,6 @@ def main(
     options: of the Accelerator."""
     accelerator = Accelerator(cpu=True, **options)
     model = make_model()
-    tables = find_tables(model)
     model, optimizer, schedule, batches = accelerator.prepare(model, *make_optimizer(model), make_loader())
     if resume is not None:
         accelerator.load_state(resume)
@@ -30,7 +29,7 @@ def main(
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.unscale_gradients()  # does nothing but with float16
-                    clip_grad_norm_(model.parameters(), tables, MAX_NORM)
+                    clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()

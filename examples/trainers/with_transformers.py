@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from dphybrid.embedding import HostEmbedding, clip_grad_norm_, find_tables
+from dphybrid.embedding import clip_grad_norm_
 from examples.trainers.clicks import BATCH_SIZE, MAX_NORM, NUM_EPOCHS, Samples, make_model, make_optimizer
 
 
@@ -36,16 +36,17 @@ def make_trainer(folder: str, optimizers: Any = None, **options: Any) -> Trainer
         train_dataset=Samples(),
         optimizers=make_optimizer(model) if optimizers is None else optimizers,
     )
-    clip_rows_too(trainer, find_tables(model))
+    clip_rows_too(trainer)
     return trainer
 
 
-def clip_rows_too(trainer: Trainer, tables: dict[str, HostEmbedding]) -> None:
-    """Have the Trainer clip rows and dense parameters by their common norm: it would leave rows out."""
+def clip_rows_too(trainer: Trainer) -> None:
+    """Have the Trainer clip rows and dense parameters by their common norm: torch's clipping
+    refuses sparse gradients."""
 
     def clip(parameters: Iterable[Tensor], max_norm: float, *_: Any) -> Tensor:
         trainer.accelerator.unscale_gradients()  # does nothing but with float16
-        return torch.tensor(clip_grad_norm_(parameters, tables, max_norm))
+        return torch.tensor(clip_grad_norm_(parameters, max_norm))
 
     trainer.accelerator.clip_grad_norm_ = clip
 

@@ -82,7 +82,8 @@ class World(TorchDispatchMode):
     # Memory
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
-        return self._memory.get(tensor.untyped_storage()._cdata)
+        dense = tensor._values() if tensor.is_sparse else tensor
+        return self._memory.get(dense.untyped_storage()._cdata)
 
     def adopt(self, tensor: Tensor, device: torch.device | None, actor: str) -> Tensor:
         """Give new memory to a tensor, one that was let go where there is some."""

@@ -90,7 +90,7 @@ def test_gradients_of_a_frequent_id_are_summed_in_short_pieces(monkeypatch: pyte
 
 def test_gradients_exist_for_touched_rows_only_and_add_up_over_lookups() -> None:
     ours = table()
-    dense = ours.weight.clone().requires_grad_()
+    dense = ours.settled().clone().requires_grad_()
     first, second = torch.tensor([[1, 2, 2], [9, 1, 1]]), torch.tensor([2, 30])
     scale = torch.randn(2, 3, DIM, dtype=torch.float64)
     ((ours(first) * scale).sum() + ours(second).square().sum()).backward()
@@ -99,7 +99,7 @@ def test_gradients_exist_for_touched_rows_only_and_add_up_over_lookups() -> None
     assert found is not None
     assert found[0].tolist() == [1, 2, 9, 30]
     torch.testing.assert_close(found[1], dense.grad[found[0]], rtol=1e-12, atol=1e-12)
-    ours.clear_row_gradients()
+    ours.weight.grad = None
     assert ours.row_gradients() is None
 
 
@@ -119,7 +119,7 @@ def test_equal_to_torch_where_every_step_touches_every_row(
     ours_kind: type, torch_kind: type, weight_decay: float
 ) -> None:
     ours = table()
-    dense = nn.Parameter(ours.weight.clone())
+    dense = nn.Parameter(ours.settled().clone())
     mine = ours_kind({"t": ours}, lr=0.05, weight_decay=weight_decay)
     theirs = torch_kind([dense], lr=0.05, weight_decay=weight_decay)
     for step in range(100):
@@ -134,7 +134,7 @@ def test_equal_to_torch_where_every_step_touches_every_row(
 
 def test_row_adagrad_equals_its_definition_on_sparse_ids() -> None:
     ours = table()
-    weight, total = ours.weight.clone(), torch.zeros(ROWS, dtype=torch.float64)
+    weight, total = ours.settled().clone(), torch.zeros(ROWS, dtype=torch.float64)
     optimizer = RowAdagrad({"t": ours}, lr=0.1)
     for step in range(100):
         ids = torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(step))
@@ -151,7 +151,7 @@ def test_row_adagrad_equals_its_definition_on_sparse_ids() -> None:
 
 def test_row_adam_counts_each_rows_own_steps() -> None:
     ours = table()
-    before = ours.weight.clone()
+    before = ours.settled().clone()
     optimizer = RowAdam({"t": ours}, lr=0.1)
     for ids in ([1, 2], [2]):
         optimizer.zero_grad()
@@ -169,11 +169,11 @@ def test_row_adam_counts_each_rows_own_steps() -> None:
 
 def test_clipping_joins_dense_parameters_and_rows() -> None:
     ours, layer = table(), nn.Linear(DIM, 1, dtype=torch.float64)
-    dense, twin = ours.weight.clone().requires_grad_(), copy.deepcopy(layer)
+    dense, twin = ours.settled().clone().requires_grad_(), copy.deepcopy(layer)
     ids = torch.tensor([3, 3, 7])
     layer(ours(ids)).square().sum().backward()
     twin(F.embedding(ids, dense)).square().sum().backward()
-    norm = clip_grad_norm_(layer.parameters(), {"t": ours}, 0.01)
+    norm = clip_grad_norm_([*layer.parameters(), ours.weight], 0.01)
     expected = nn.utils.clip_grad_norm_([*twin.parameters(), dense], 0.01)
     assert norm == pytest.approx(float(expected), rel=1e-9)
     found = ours.row_gradients()
@@ -241,8 +241,8 @@ def test_optimizer_state_round_trips(name: str) -> None:
     one, two = table(), table()
     first, second = (make_row_optimizer(name, {"t": t}, lr=0.1) for t in (one, two))
     train(one, first, range(10))
-    two.weight.copy_(one.weight)
-    second.load_state_dict({key: value.clone() for key, value in first.states().items()})
+    two.settled().copy_(one.weight)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
     train(one, first, range(5, 15))
     train(two, second, range(5, 15))
     assert torch.equal(one.weight, two.weight)
@@ -250,7 +250,7 @@ def test_optimizer_state_round_trips(name: str) -> None:
 
 def test_state_of_another_optimizer_is_refused() -> None:
     adam, adagrad = (make_row_optimizer(name, {"t": table()}, lr=0.1) for name in ("adam", "adagrad"))
-    with pytest.raises(ValueError, match=r"missing t\.sum.*unexpected t\.mean"):
+    with pytest.raises(ValueError, match="has no betas"):
         adagrad.load_state_dict(adam.state_dict())
 
 

@@ -20,7 +20,6 @@ from dphybrid.embedding import (
     make_row_optimizer,
     native,
     pipeline,
-    plans,
     replicas,
 )
 from dphybrid.embedding.counters import Counters
@@ -45,7 +44,7 @@ SYNCHRONISATIONS = {
     "start_receiving.wait_stream": "the way back waits for the gradients",
     "start_receiving.record_stream": "the gradients' memory is not given out before they were copied",
     "start_receiving.record": "the end of the way back is marked",
-    "segments.synchronize": "the host waits for the gradients",
+    "_wait.synchronize": "the host waits for the gradients",
 }
 
 
@@ -56,9 +55,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     def begin(dropped: str = "") -> World:
         world = World(dropped)
         monkeypatch.setattr(replicas, "torch", Torch(world))
-        monkeypatch.setattr(plans, "WORTH_BYTES", 1)
         pool = type("WorldsPool", (Pool,), {"world": world})
-        monkeypatch.setattr(pipeline, "ThreadPoolExecutor", pool)
         monkeypatch.setattr(applying, "_pool", pool)
         monkeypatch.setattr(pipeline, "queue", SimpleNamespace(Queue=lambda: Carried(world, queue.Queue())))
 
@@ -142,7 +139,7 @@ def train(world: World, devices: str, lookahead: int = 1, steps: int = 12) -> Te
             for loss in losses:
                 loss.square().sum().backward()
             if step % 2:
-                clip_grad_norm_([], {"t": table}, 0.1)
+                clip_grad_norm_(table.parameters(), 0.1)
             rows.step()
             del shares, inputs, losses, loss
             if step % 5 == 4:
@@ -191,7 +188,7 @@ def train_region(world: World, mode: Mode, steps: int = 8) -> float:
             losses = parallel_apply(replicas, inputs, None, devices, mode)
             loss_B = gather(losses, place, sizes=sizes)
             loss_B.mean().backward()
-            clip_grad_norm_([], {"t": table}, 0.1)
+            clip_grad_norm_(table.parameters(), 0.1)
             dense.step()
             rows.step()
             last = float(loss_B.detach().mean())

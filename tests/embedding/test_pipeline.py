@@ -93,7 +93,7 @@ def train(
             rows.zero_grad()
             loss = model(batch)
             loss.backward()
-            clip_grad_norm_(model.region.parameters(), tables, 0.05)
+            clip_grad_norm_(model.region.parameters(), 0.05)
             dense.step()
             rows.step()
             seen.append(loss.detach())

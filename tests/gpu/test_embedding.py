@@ -55,7 +55,7 @@ def train(
             rows.zero_grad()
             loss = (region(parts(table.replica_rows(ids_BF))) - 1).square().mean()
             loss.backward()
-            clip_grad_norm_(region.parameters(), {"t": table}, 0.5)
+            clip_grad_norm_([*region.parameters(), table.weight], 0.5)
             dense.step()
             rows.step()
             losses.append(loss.detach().cpu())

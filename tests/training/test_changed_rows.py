@@ -167,7 +167,7 @@ def test_a_checkpoint_needs_no_other_folder_and_another_full_one_stays(tmp_path:
 
 def by_hand(trained: Trained) -> None:
     assert isinstance(trained.model, Tables)
-    trained.model.words.weight[299] = 7.0
+    trained.model.words.settled()[299] = 7.0
 
 
 def loaded_again(trained: Trained) -> None:

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from torch import nn
 
 from dphybrid.config.settings import load_settings
-from dphybrid.embedding import HostEmbedding, clip_grad_norm_, find_tables, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, clip_grad_norm_, make_row_optimizer
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe
 from dphybrid.recipes.configs import load_config
@@ -189,7 +189,7 @@ def test_what_is_no_number_is_named_by_its_stage(small: tuple[nn.Module, HostEmb
     assert found is not None
     assert (found.text, found.weight) == ("data: dense_BN of the batch's sample 1 is inf", False)
 
-    table.weight[5, 1] = math.nan
+    table.settled()[5, 1] = math.nan
     found = not_finite(model, {}, loss, clipped=False)
     assert found is not None
     assert (found.text, found.weight) == ("lookup: table words row 5 is nan", True)
@@ -201,13 +201,13 @@ def test_the_sum_of_gradients_is_finite_where_each_of_them_is(
 ) -> None:
     model, table = small
     backward(model, table, factor)
-    assert math.isfinite(gradient_sum(model.parameters(), find_tables(model))) == (factor == 1.0)
+    assert math.isfinite(gradient_sum(model.parameters())) == (factor == 1.0)
 
 
 def test_gradients_whose_norm_alone_overflows_are_told(small: tuple[nn.Module, HostEmbedding]) -> None:
     model, table = small
     loss = backward(model, table, 1e30)
-    assert clip_grad_norm_(model.parameters(), find_tables(model), 1.0) == math.inf
+    assert clip_grad_norm_(model.parameters(), 1.0) == math.inf
     found = not_finite(model, {}, loss, clipped=True)
     assert found is not None
     assert "norm is infinite" in found.text

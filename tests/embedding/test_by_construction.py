@@ -1,0 +1,230 @@
+"""A table's weight is a parameter of torch's own: what that settles, and what is refused by name."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
+
+from dphybrid.embedding import (
+    HostEmbedding,
+    RowAdagrad,
+    RowSGD,
+    clip_grad_norm_,
+    dense_parameters,
+    row_optimizer,
+)
+from dphybrid.embedding.gradients import rows_op
+from dphybrid.util.errors import UserError
+
+
+def changed(table: HostEmbedding, before: Tensor) -> list[int]:
+    rows: list[int] = (table.settled() != before).any(1).nonzero().squeeze(1).tolist()
+    return rows
+
+
+def trained(table: HostEmbedding, lr: float = 1.0) -> tuple[RowSGD, Tensor]:
+    return RowSGD(table.parameters(), lr=lr), table.settled().clone()
+
+
+def test_a_refilled_buffer_of_ids_reaches_no_memory() -> None:  # A
+    table = HostEmbedding(8, 4)
+    rows, before = trained(table)
+    ids = torch.tensor([1, 2])
+    table(ids).sum().backward()
+    ids.copy_(torch.tensor([5, 6]))
+    table(ids).sum().backward()
+    ids.fill_(9)
+    rows.step()
+    assert changed(table, before) == [1, 2, 5, 6]
+
+
+def test_options_of_other_optimizers_are_refused() -> None:  # B
+    table = HostEmbedding(8, 4)
+    for options in ({"momentum": 0.9}, {"nesterov": True}, {"anything": 3}):
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            RowSGD(table.parameters(), lr=0.1, **options)  # type: ignore[arg-type]
+    rows = RowSGD(table.parameters(), lr=0.0)
+    before = table.settled().clone()
+    table(torch.tensor([1])).sum().backward()
+    rows.step()
+    assert not changed(table, before)
+
+
+def test_whoever_replaces_the_weight_has_its_rows_looked_up() -> None:  # C
+    model, ids = nn.Sequential(HostEmbedding(8, 4)), torch.tensor([3])
+    ones = torch.ones(8, 4)
+    assert torch.equal(torch.func.functional_call(model, {"0.weight": ones}, (ids,)), ones[:1])
+    table = model[0]
+    with torch.no_grad():
+        table.weight.set_(2 * ones)
+    assert torch.equal(table(ids), 2 * ones[:1])
+    table.weight = nn.Parameter(3 * ones)
+    assert torch.equal(table(ids), 3 * ones[:1])
+    short = nn.Parameter(torch.ones(3, 4))
+    with pytest.raises(UserError, match="rows are 0 to 2"):
+        torch.func.functional_call(model, {"0.weight": short}, (ids,))
+
+
+@pytest.mark.parametrize("offsets", [[0, 10**6], [2, 5], [], [0, 3, 2], [-1, 2]])
+def test_offsets_of_bags_are_checked(offsets: list[int]) -> None:  # D
+    ids = torch.arange(8)
+    with pytest.raises(UserError, match="offsets"):
+        HostEmbedding(8, 4).bags(ids, torch.tensor(offsets, dtype=torch.int64))
+
+
+def test_graphs_hold_a_lookup_as_one_operation() -> None:  # E
+    with torch.device("meta"):
+        assert HostEmbedding(1000, 8).weight.device.type == "cpu"
+    model, ids = nn.Sequential(HostEmbedding(10, 4), nn.Linear(4, 1)), torch.tensor([1, 2])
+    other = torch.tensor([3, 4])
+    wanted = model(other)
+    assert torch.equal(torch.export.export(model, (ids,)).module()(other), wanted)
+    assert torch.equal(torch.jit.trace(model, (ids,))(other), wanted)
+    assert torch.equal(make_fx(model)(ids)(other), wanted)
+    assert rows_op(torch.empty(10, 4, device="meta"), ids.to("meta")).shape == (2, 4)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(other), wanted)
+    torch.compile(model, backend="aot_eager")(ids).sum().backward()
+    assert model[0].weight.grad.coalesce().indices().tolist() == [[1, 2]]
+
+
+def test_what_is_fetched_ahead_holds_ids_of_its_own() -> None:  # F
+    table, ids = HostEmbedding(8, 4), torch.tensor([1, 2])
+    table.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
+    table.ahead.expect([table.ahead.prepare(table.weight, "t", ids)])
+    ids[0] = 7
+    assert torch.equal(torch.cat(table.replica_rows(ids)), table.settled()[[7, 2]])
+
+
+def test_a_clipped_gradient_is_clipped_once() -> None:  # G
+    table, ids = HostEmbedding(8, 4), torch.tensor([1])
+    grads = torch.ones(1, 4)
+    table(ids).backward(grads)
+    assert clip_grad_norm_(table.parameters(), 1.0) == pytest.approx(2.0)
+    table(ids).backward(grads)
+    torch.testing.assert_close(table.row_gradients()[1], torch.full((1, 4), 1.5), rtol=0, atol=1e-5)
+
+
+def test_a_weight_of_two_tables_is_updated_once() -> None:  # H
+    one, two = HostEmbedding(8, 4, name="one"), HostEmbedding(8, 4, name="two")
+    two.weight = one.weight
+    model = nn.ModuleList([one, two])
+    rows, before = row_optimizer("sgd", model, lr=1.0), one.settled().clone()
+    (one(torch.tensor([1])).sum() + two(torch.tensor([1, 2])).sum()).backward()
+    rows.step()
+    assert (before - one.settled())[:, 0].tolist() == pytest.approx([0, 2, 1, 0, 0, 0, 0, 0])
+
+
+def test_a_file_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:  # J
+    file = tmp_path / "rows"
+    HostEmbedding(40, 4, storage="mmap", path=file)
+    assert HostEmbedding(40, 4, storage="mmap", path=file).weight.shape == (40, 4)
+    for num_rows, dim, dtype in ((40, 2, torch.float64), (80, 2, torch.float32)):
+        with pytest.raises(UserError, match="40"):
+            HostEmbedding(num_rows, dim, dtype=dtype, storage="mmap", path=file)
+
+
+def test_bags_come_in_the_models_type_too() -> None:  # K
+    table = HostEmbedding(8, 4, dtype=torch.float64).float()
+    ids = torch.tensor([1])
+    assert table.weight.dtype == torch.float64
+    assert table(ids).dtype == table.bags(ids, torch.tensor([0])).dtype == torch.float32
+
+
+def test_state_and_groups_are_read_in_each_step() -> None:  # N
+    table, ids = HostEmbedding(8, 4), torch.tensor([1])
+    rows = RowAdagrad(table.parameters(), lr=1.0)
+    table(ids).backward(torch.ones(1, 4))
+    for _ in range(2):
+        before = table.settled().clone()
+        rows.state.clear()
+        rows.step()
+        torch.testing.assert_close(before[1] - table.settled()[1], torch.ones(4))
+    assert rows.state[table.weight]["sum"][1] == 1
+    rows.param_groups.clear()
+    before = table.settled().clone()
+    rows.step()
+    assert not changed(table, before)
+    saved = torch.optim.SGD([nn.Parameter(torch.ones(8, 4))], lr=0.1, momentum=0.9).state_dict()
+    with pytest.raises(UserError, match="momentum"):
+        RowSGD(table.parameters()).load_state_dict(saved)
+
+
+def test_torchs_dense_optimizers_refuse_tables_and_its_sparse_ones_train_them() -> None:
+    model = nn.Sequential(HostEmbedding(8, 4), nn.Linear(4, 1))
+    assert len(list(model.parameters())) == 3
+    assert [p.shape for p in dense_parameters(model)] == [(1, 4), (1,)]
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        torch.optim.Adam(model.parameters()).step()
+    before = model[0].settled().clone()
+    torch.optim.SparseAdam([model[0].weight]).step()
+    assert changed(model[0], before) == [1]
+
+
+def test_a_weight_used_as_a_whole_trains_all_rows() -> None:
+    table, plain = HostEmbedding(8, 4, dtype=torch.float64), nn.Embedding(8, 4, dtype=torch.float64)
+    plain.weight.data.copy_(table.weight)
+    rows, other = RowSGD(table.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for embedding, optimizer in ((table, rows), (plain, other)):
+        hidden = embedding(torch.tensor([1, 2, 1]))
+        (
+            nn.functional.linear(hidden, embedding.weight).sin().sum() + embedding.weight.square().sum()
+        ).backward()
+        optimizer.step()
+    torch.testing.assert_close(table.weight, plain.weight, rtol=0, atol=1e-14)
+
+
+def test_torchs_own_uses_of_a_parameter_work() -> None:
+    table, ids = HostEmbedding(8, 4), torch.tensor([1, 2])
+    rows = table(ids)
+    rows += 1.0
+    torch.relu_(rows)
+    (grad,) = torch.autograd.grad(table(ids).sum(), table.weight)
+    assert grad.is_sparse
+    seen: list[int] = []
+    table.weight.register_post_accumulate_grad_hook(lambda _: seen.append(1))
+    table(ids).sum().backward(inputs=[table.weight])
+    assert seen == [1]
+    table.weight.requires_grad_(False)
+    assert not table(ids).requires_grad
+    AveragedModel(nn.Sequential(table)).update_parameters(nn.Sequential(table))
+    prune.random_unstructured(table, "weight", 0.5)
+    assert torch.equal(table(ids), table.weight[ids])
+
+
+def test_copies_have_rows_and_gradients_of_their_own() -> None:
+    table, ids = HostEmbedding(8, 4, dtype=torch.bfloat16, padding_idx=0), torch.tensor([0, 1])
+    for other in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert torch.equal(other.weight, table.weight)
+        rows, before = trained(other)
+        other(ids).sum().backward()
+        assert other.weight.grad.dtype == torch.float32
+        assert table.weight.grad is None
+        rows.step()
+        assert changed(other, before) == [1]
+
+
+def test_lookups_and_backwards_of_one_step_add_up() -> None:
+    table, plain = (
+        HostEmbedding(20, 4, dtype=torch.float64),
+        nn.Embedding(20, 4, sparse=True, dtype=torch.float64),
+    )
+    plain.weight.data.copy_(table.weight)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        ids = [torch.randint(0, 20, (6,), generator=generator) for _ in range(3)]
+        for embedding in (table, plain):
+            (embedding(ids[0]) * embedding(ids[1])).sin().sum().backward()
+            embedding(ids[2]).square().sum().backward()
+    torch.testing.assert_close(table.weight.grad.to_dense(), plain.weight.grad.to_dense(), rtol=0, atol=1e-12)
+    rows, other = RowSGD(table.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    rows.step()
+    other.step()
+    torch.testing.assert_close(table.weight, plain.weight, rtol=0, atol=1e-12)
