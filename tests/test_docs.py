@@ -111,8 +111,9 @@ def test_a_command_is_one_that_there_is(
 
 
 def test_flags_and_settings_are_ones_that_there_are() -> None:
-    # num_ratings: of the page's own recipe
-    fields = {name for recipe in BUILT_IN for name in field_types(recipe)} | {"data.num_ratings"}
+    # of the pages' own recipe and column type
+    own = {"data.num_ratings", "data.durations"}
+    fields = {name for recipe in BUILT_IN for name in field_types(recipe)} | own
     flags = set(re.findall(r"--((?:data|model|table|train|checkpoint)\.[a-z][\w-]*)", EVERYTHING))
     assert len(flags) > 20
     assert {flag.replace("-", "_") for flag in flags} <= fields
