@@ -144,7 +144,7 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
         ('cron: "30 3 * * *"', 'cron: "30 33 * * *"', "retrain-hybrid, schedule nightly: cron '30 33"),
         (
             "        recipe: ctr",
-            "        recipe: ctr\n        train: {epochs: 0}",
+            "        recipe: ctr\n        train: {epochs: -1}",
             "retrain-hybrid: .*epochs",
         ),
         ('"auto*1", "auto*2"]', '"auto*1", "gpu2"]', "sweep-hybrid: .*gpu2"),
