@@ -165,7 +165,7 @@ def test_rows_that_do_not_fit_are_kept_apart_with_line_and_reason(tmp_path: Path
         (CLICKS, {"label": "city", "task": "binary"}, ["two different values", "'city' has 3"]),
         (CLICKS, {"numeric": ("city",)}, ["data.numeric", "'city'", "'a'", "line 2", "data.categorical"]),
         (CLICKS, {"numeric": ("aeg",)}, ["data.numeric='aeg'", "did you mean 'age'"]),
-        (CLICKS, {"numeric": ("age",), "ignore": ("age",)}, ["'age'", "already named as numeric"]),
+        (CLICKS, {"numeric": ("age",), "ignore": ("age",)}, ["'age'", "already named as ignore"]),
         (CLICKS, {"ignore": ("age", "city", "job")}, ["no column is left"]),
         (
             CLICKS.replace("\n25", "\n25,1,2"),

@@ -15,7 +15,7 @@ from dphybrid.config.tables import TableDataConfig
 Array = np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
     """What the first rows hold of a column. cells: those with a value; num_rows: of all; whole: the table has
     no other rows."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -91,7 +92,7 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
                     line, offset = line + len(_LINE_END_BYTES.findall(block)), offset + len(block)
                     continue
                 if line == 0 and layout.body:
-                    ends = [match.end() for match in _LINE_END_BYTES.finditer(block, 0)][: layout.body]
+                    ends = [match.end() for match in islice(_LINE_END_BYTES.finditer(block), layout.body)]
                     start = ends[-1] if len(ends) == layout.body else len(block)
                     line, offset, block = layout.body, offset + start, block[start:]
             if b'"' in block or (b"\r" in block and block.count(b"\r") != block.count(b"\r\n")):

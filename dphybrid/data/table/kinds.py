@@ -36,6 +36,8 @@ ROW_NUMBERS = 20
 """Rows from which on a column that counts them is taken for a row number."""
 ROW_GAPS = 0.05
 """Share of row numbers that may be left out: rows that were filtered out or rejected."""
+BUCKET_ROWS = 128
+"""Training rows for each bucket that nobody asked for, at least: rows of fewer are learnt by heart."""
 SMALL = 1024
 """Texts up to which looking each up is faster than finding the distinct ones first."""
 
@@ -117,9 +119,9 @@ class Numeric(Numbers):
 
     @classmethod
     def claims(cls, sample: Sample) -> Claim | None:
-        notation = notation_of(sample.cells, sample.data)
-        if not len(sample.cells) or why_no_number(sample, notation) is not None:
+        if not len(sample.cells) or why_no_number(sample) is not None:
             return None
+        notation = notation_of(sample.cells, sample.data)
         return Claim(notation.reason(sample.cells), cls.told(sample))
 
     @classmethod
@@ -138,7 +140,8 @@ class Numeric(Numbers):
 
     def fitted_to(self, numbers_B: Array, data: TableDataConfig) -> Self:
         """Return the column with what numbers (B,) of the training rows tell, nan for no value."""
-        buckets = data.buckets if self.buckets is None else self.buckets
+        most = max(2, int(np.count_nonzero(~np.isnan(numbers_B))) // BUCKET_ROWS)
+        buckets = min(data.buckets, most) if self.buckets is None else self.buckets
         return self.model_copy(update={"learned": fit_scale(numbers_B, buckets, self.scale)})
 
     @property
@@ -225,7 +228,7 @@ class Category(Column):
         cells = sample.cells
         if not len(cells):
             return Claim(f"no values in the first {sample.num_rows:,} rows", {})
-        reason = why_no_number(sample, notation_of(cells, sample.data))
+        reason = why_no_number(sample)
         told = cls.told(sample)
         return Claim(reason or ("letters' case is ignored" if told else ""), told)
 

@@ -1,6 +1,7 @@
 """How numbers are written, and what a network gets of them. Letters: B rows."""
 
 import re
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -14,8 +15,6 @@ from dphybrid.data.table.times import looks_like_dates
 
 MAX_DEVIATION = 100.0
 """Standard deviations at which a number is cut off, so that one absurd value cannot drown a batch."""
-BUCKET_ROWS = 128
-"""Training rows for each bucket, at least: rows of fewer are learnt by heart."""
 FEW_EDGES = 64
 """Edges up to which comparing with each of them is faster than a search."""
 INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity")
@@ -103,9 +102,10 @@ def has_leading_zeros(cells: pl.Series) -> bool:
     return cells.dtype == pl.String and bool(cells.str.contains(r"^-?0\d").any())
 
 
-def why_no_number(sample: Sample, notation: Notation) -> str | None:
+@lru_cache(maxsize=1)  # several kinds ask in turn
+def why_no_number(sample: Sample) -> str | None:
     """Return why a column is not read as numbers (empty: most cells are none), None where it is."""
-    cells = sample.cells
+    cells, notation = sample.cells, notation_of(sample.cells, sample.data)
     odd = cells.filter(notation.wrong(cells))
     if len(odd):
         few = len(odd) <= FEW_OTHERS * len(cells)
@@ -185,7 +185,6 @@ def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:
     log = scale == "log" or (scale == "auto" and _has_heavy_tail(known))
     fit = _log(known) if log else known
     mean, std = (0.0, 1.0) if scale == "none" else (float(fit.mean()), float(fit.std()) or 1.0)
-    num_buckets = min(num_buckets, max(2, len(known) // BUCKET_ROWS))
     edges = tuple(bucket_edges(known, num_buckets).tolist()) if num_buckets else None
     return Scale(log=log, mean=mean, std=std, indicator=indicator, edges=edges)
 

@@ -251,11 +251,11 @@ def _fitted(
         values = table.texts(name)
         counts = np.zeros((2, len(values) + 1), np.int64)
         for codes, held_B in table.with_rows(name, split.held_B):
-            for place, rows_B in enumerate((~held_B, held_B)):
-                some = codes.filter(pl.Series(rows_B))
+            for place, some in enumerate((codes, codes.filter(pl.Series(held_B)))):
                 flat = some.explode().drop_nulls() if some.dtype == pl.List else some
                 counts[place] += np.bincount(flat.to_numpy(), minlength=len(values) + 1)
-        train, held = counts[:, 1:]
+        held = counts[1, 1:]
+        train = counts[0, 1:] - held
         unseen[name.removeprefix("column ")] = float(held[train == 0].sum() / max(held.sum(), 1))
         return values, train
 
