@@ -32,7 +32,7 @@ AlwaysAhead = partial(RowPipeline, on_cpu=True)
 
 
 class NeverRepaired(LookupsAhead):
-    def repair(self, table: HostEmbedding, lookup: Lookup) -> None:
+    def repair(self, weight: torch.Tensor, lookup: Lookup) -> None:
         return
 
 
@@ -41,7 +41,7 @@ class Unmended(HostEmbedding):
 
     def __init__(self, *sizes: int, **options: object) -> None:
         super().__init__(*sizes, **options)  # type: ignore[arg-type]
-        self.ahead = NeverRepaired(self.counters)
+        self._info.ahead = NeverRepaired(self.counters)
 
 
 class Scores(nn.Module):
@@ -173,14 +173,14 @@ def rows_of(table: HostEmbedding, ids: torch.Tensor) -> torch.Tensor:
 def test_a_few_changed_rows_are_read_again_one_by_one() -> None:
     table = placed(100, 4)
     table.ahead.record_changes(3)
-    lookup = table.ahead.prepare(table, torch.arange(50))
+    lookup = table.ahead.prepare(table.weight, "t", torch.arange(50))
     table.set_row_gradients(torch.tensor([7, 60]), torch.ones(2, 4))
     RowSGD({"t": table}, lr=1.0).step()
-    table.ahead.repair(table, lookup)
+    table.ahead.repair(table.weight, lookup)
     assert torch.equal(torch.cat([share.rows_UD for share in lookup.shares]), table.weight[:50])
     assert table.totals()["repaired"] == 1
-    table.weight[3] = 5.0  # by hand: not on record
-    table.ahead.repair(table, lookup)
+    table.settled()[3] = 5.0  # by hand: not on record
+    table.ahead.repair(table.weight, lookup)
     assert torch.equal(torch.cat([share.rows_UD for share in lookup.shares]), table.weight[:50])
     assert table.totals()["repaired"] == 51
 

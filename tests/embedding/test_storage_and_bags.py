@@ -258,7 +258,7 @@ def test_the_benchmark_runs() -> None:
     assert shown.startswith("Milliseconds of one step")
     assert "SparseAdam / dphybrid adam" in shown
     assert "faults)" in shown
-    assert "modules, one look_up_columns / one flat table" in shown
+    assert "modules, a call each / one flat table" in shown
     json.dumps(plain(results))
 
 

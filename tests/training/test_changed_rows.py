@@ -266,7 +266,7 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
     assert not torch.equal(table.weight, base)
     mapped = next(iter(find_tables(model_from_checkpoint(folder, mapped=True)).values()))
     assert torch.equal(mapped.weight, table.weight)
-    mapped.weight[:] = 0.0
+    mapped.settled()[:] = 0.0
     assert list(verify_places([str(folder)], load_settings())) == [(f"{folder}: whole", True)]
     rows = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
     predicted = dphybrid.load("run").predict(rows)

@@ -172,12 +172,12 @@ class Full:
         self.left, self.error, self.prepare = left, error, LookupsAhead.prepare
 
     def __call__(
-        self, ahead: LookupsAhead, table: HostEmbedding, ids: Tensor, threads: int | None = 1
+        self, ahead: LookupsAhead, weight: Tensor, name: str, ids: Tensor, threads: int | None = 1
     ) -> Any:
         if threads == 1 and self.left > 0:  # the worker's
             self.left -= 1
             raise self.error
-        return self.prepare(ahead, table, ids, threads)
+        return self.prepare(ahead, weight, name, ids, threads)
 
 
 @pytest.mark.parametrize(
