@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
-from examples import callbacks, own_loop
+from examples import callbacks, own_loop, tutorial
 from tests.conftest import REPOSITORY
 
 
@@ -34,6 +35,23 @@ def test_the_own_loop_learns_by_changing_its_rows(capsys: pytest.CaptureFixture[
     assert told["last"] < 0.1 * told["first"]
     assert 50 <= told["changed"] <= 100  # ids lie below 50, of 100,000 rows
     assert capsys.readouterr().out.count("In Model: input size torch.Size([16, 2, 16])") == 3  # and one of 14
+
+
+def test_the_tutorial_splits_trains_a_table_and_a_gan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_DEVICES", "cpu*3")
+    torch.manual_seed(0)
+    tutorial.split_a_batch()
+    told = capsys.readouterr().out
+    assert told.startswith("Let's use 3 devices!")
+    shares = re.findall(r"In Model: input size torch.Size\(\[(\d+), 5\]\)", told)
+    assert shares == ["10"] * 9 + ["4", "4", "2"]
+    assert tutorial.Blocks()(torch.randn(30, 10)).shape == (30, 20)
+    assert tutorial.train_a_table(num_rows=1000) < 0.01
+    mean, spread = tutorial.train_a_gan()
+    assert abs(mean - 3) < 0.3
+    assert abs(spread - 0.5) < 0.3
 
 
 def test_the_own_loop_comes_to_the_same_on_one_device() -> None:
