@@ -112,6 +112,7 @@ class HostEmbeddingCollection(nn.Module):
         weights_N: Tensor | None = None,
     ) -> Tensor:
         """Return pooled_BD of bags of ids of one table; see `HostEmbedding.bags`."""
+        ids_N = whole_numbers(ids_N, table)
         wrong = (ids_N < 0) | (ids_N >= self.num_rows[table])
         if bool(wrong.any()):
             place = int(wrong.nonzero()[0])

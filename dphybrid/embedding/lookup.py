@@ -88,16 +88,26 @@ def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Ten
     return summed_UD
 
 
-def whole_numbers(ids: Tensor, name: str) -> Tensor:
-    """Return ids on the CPU as int64. Raises UserError for another type than int64 or int32; name: the
-    table's."""
-    if ids.dtype == torch.int32:
-        ids = ids.long()
-    if ids.dtype != torch.int64:
+def int64_ids(ids: Tensor, owner: str) -> Tensor:
+    """Return ids of any whole-number type as int64, on their device; uint64 ones keep their bits.
+
+    Raises UserError for other types and for nested or sparse ids; owner: begins its message.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(
-            f"table {name!r}: ids are {ids.dtype}; give int64 (a float holds no id above 16,777,216 exactly)"
+            f"{owner}: ids are {ids.dtype}; give int64 (a float holds no id above 16,777,216 exactly)"
         )
-    return ids.cpu()
+    if ids.is_nested or ids.layout != torch.strided:
+        raise UserError(
+            f"{owner}: ids are a nested or sparse tensor; give ids.values(), and make the result nested with "
+            "torch.nested.nested_tensor_from_jagged(rows, ids.offsets())"
+        )
+    return ids.long()
+
+
+def whole_numbers(ids: Tensor, name: str) -> Tensor:
+    """Return ids on the CPU as int64. Raises UserError as `int64_ids` does; name: the table's."""
+    return int64_ids(ids, f"table {name!r}").cpu()
 
 
 def no_row(ids: Tensor, num_rows: int, name: str) -> UserError:

@@ -210,7 +210,7 @@ class HostEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor, *, by_replica: bool = False) -> Tensor | list[Tensor]:
-        """Return the rows of `ids` (any shape, int64 or int32) as (*ids.shape, dim) on the CPU.
+        """Return the rows of `ids` (any shape, of a whole-number type) as (*ids.shape, dim) on the CPU.
 
         by_replica: see `replica_rows`. Raises UserError for ids of another type or out of range, naming
         table, value and position.

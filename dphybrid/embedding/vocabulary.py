@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from dphybrid.embedding.lookup import int64_ids
 from dphybrid.util.errors import UserError
 
 _INT64_SIGN = -(2**63)
@@ -57,7 +58,8 @@ class HashedVocabulary:
         self.num_rows, self.unknown_rows, self.seed, self.missing = num_rows, unknown_rows, seed, missing
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return the rows of int64 ids, any shape."""
+        """Return the rows of ids of a whole-number type, any shape. Raises UserError for other types."""
+        ids = int64_ids(ids, "HashedVocabulary")
         rows = mixed(ids, self.seed).remainder_(self.num_rows - self.unknown_rows).add_(self.unknown_rows)
         return rows.masked_fill_(ids == self.missing, 0)
 
@@ -101,8 +103,10 @@ class GrowingVocabulary(nn.Module):
         return int(self.used) - self.unknown_rows
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of int64 ids, any shape. In training mode, ids without a row get one as long as
-        there are free ones, in the order in which they stand."""
+        """Return the rows of ids of a whole-number type, any shape. In training mode, ids without a row get
+        one as long as there are free ones, in the order in which they stand. Raises UserError for other
+        types."""
+        ids = int64_ids(ids, "GrowingVocabulary").cpu()
         rows = self._find(ids)
         if self.training and int(self.used) < self.num_rows and bool((rows < 0).any()):
             self._add(ids[rows < 0])

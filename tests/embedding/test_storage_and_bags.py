@@ -302,3 +302,10 @@ def test_row_adagrad_equals_fbgemm() -> None:
         ours(ids).backward(grads)
         optimizer.step()
     torch.testing.assert_close(ours.weight, theirs.split_embedding_weights()[0], rtol=1e-6, atol=1e-6)
+
+
+def test_narrow_ids_of_a_collection_reach_its_later_tables() -> None:
+    collection, offsets = HostEmbeddingCollection({"first": 300, "second": 10}, 4), torch.tensor([0])
+    narrow = torch.tensor([7], dtype=torch.uint8)
+    assert torch.equal(collection.bags("second", narrow, offsets)[0], collection.weight_of("second")[7])
+    assert torch.equal(collection.flat(narrow), collection.flat(narrow.long()))

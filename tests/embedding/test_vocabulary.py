@@ -1,10 +1,14 @@
 """Ids of any size get rows: the same ones always, unknown ones apart."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from dphybrid.embedding import GrowingVocabulary, HashedVocabulary
 from dphybrid.embedding import vocabulary as vocabulary_module
+from dphybrid.util.errors import UserError
 
 ANY = torch.tensor([2**62, -5, 7, 7, -(2**63), 2**63 - 1])
 
@@ -62,6 +66,20 @@ def test_growing_equals_a_dict(block: int, monkeypatch: pytest.MonkeyPatch) -> N
     again.load_state_dict(vocabulary.state_dict())
     again.eval()
     assert again(torch.tensor(list(expected))).tolist() == list(expected.values())
+
+
+@pytest.mark.parametrize("kind", [HashedVocabulary, GrowingVocabulary])
+def test_a_row_depends_on_the_id_not_on_its_type(kind: Callable[[int], Callable[[Tensor], Tensor]]) -> None:
+    ids = torch.tensor([1, 7, 100, 7])
+    wanted = kind(50)(ids)
+    unsigned = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+    for dtype in [torch.int8, torch.int16, torch.int32, *unsigned]:
+        rows = kind(50)(ids.to(dtype))
+        assert rows.dtype == torch.int64
+        assert rows.tolist() == wanted.tolist()
+    for dtype in (torch.float32, torch.float64, torch.bool):
+        with pytest.raises(UserError, match=f"Vocabulary: ids are {dtype}"):
+            kind(50)(ids.to(dtype))
 
 
 def test_sizes_that_do_not_go_together_are_named() -> None:
