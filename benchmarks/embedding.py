@@ -33,7 +33,7 @@ from dphybrid.embedding import native
 from dphybrid.embedding.collection import HostEmbeddingCollection
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
-from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.table import HostEmbedding, dense_parameters
 from dphybrid.util.memory import keep_freed_memory
 
 LEGEND = """\
@@ -238,7 +238,7 @@ def click_costs(
         return ClickRegion(WideDeep(num_tables, dim, 13, hidden=256, layers=2, dropout=0.2))
 
     def step_of(loss_B: Callable[[dict[str, Tensor]], Tensor], blocks: nn.Module, rows: Any = None) -> Step:
-        dense = torch.optim.Adam(blocks.parameters(), fused=True)
+        dense = torch.optim.Adam(dense_parameters(blocks), fused=True)
         turns = cycle(batches)
 
         def step() -> None:

@@ -70,7 +70,7 @@ class Pieces:
     """The gradients of lookups that share a link, as backward passes bring them, perhaps side by side."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight = weakref.ref(weight)
+        self.weight, self.is_leaf = weakref.ref(weight), weight.is_leaf
         self.lookups, self.used = 0, False
         self._came: list[_Piece] = []
         self._lock = threading.Lock()
@@ -103,16 +103,24 @@ class _Link(torch.autograd.Function):
         _wait(came, info)
         if not came:
             return None, None
+        if not ctx.pieces.is_leaf:  # what computes a weight (weight_norm, ...) takes no sparse gradient
+            return _gradient(came, ctx.shape, [], accumulates=False).to_dense(), None
         accumulates = weight is not None and weight.grad is not None
-        if len(came) == 1 and came[0].sources_N is None and not accumulates:
-            return sparse(came[0].ids_N, came[0].grads_XD, ctx.shape), None
-        segments = [(native.Segment(each.ids_N, each.grads_XD, each.sources_N), 0) for each in came]
-        arranged = native.arrange(segments, ctx.shape[0], [] if info is None else info.frozen)
-        grads_UD, _ = native.sum_rows(arranged, ctx.shape[1], came[0].grads_XD.dtype)
-        if accumulates:  # torch concatenates values with gaps, and adds others row by row
-            spaced = torch.empty((len(grads_UD), ctx.shape[1] + 1), dtype=grads_UD.dtype, device="cpu")
-            grads_UD = spaced[:, :-1].copy_(grads_UD)
-        return sparse(arranged.keys_U, grads_UD, ctx.shape), None
+        frozen = [] if info is None else info.frozen
+        return _gradient(came, ctx.shape, frozen, accumulates=accumulates), None
+
+
+def _gradient(came: list[_Piece], shape: torch.Size, frozen: list[int], *, accumulates: bool) -> Tensor:
+    """Return one sparse gradient of all pieces. accumulates: is it to be added to another one?"""
+    if len(came) == 1 and came[0].sources_N is None and not accumulates:
+        return sparse(came[0].ids_N, came[0].grads_XD, shape)
+    segments = [(native.Segment(each.ids_N, each.grads_XD, each.sources_N), 0) for each in came]
+    arranged = native.arrange(segments, shape[0], frozen)
+    grads_UD, _ = native.sum_rows(arranged, shape[1], came[0].grads_XD.dtype)
+    if accumulates:  # torch concatenates values with gaps, and adds others row by row
+        spaced = torch.empty((len(grads_UD), shape[1] + 1), dtype=grads_UD.dtype, device="cpu")
+        grads_UD = spaced[:, :-1].copy_(grads_UD)
+    return sparse(arranged.keys_U, grads_UD, shape)
 
 
 def _wait(came: Sequence[_Piece], info: RowsInfo | None) -> None:

@@ -334,7 +334,7 @@ def _named(params: list[Any]) -> list[tuple[str, Tensor]]:
     for entry in params:
         name, weight = entry if isinstance(entry, tuple) else (None, entry)
         if isinstance(weight, HostEmbedding):
-            weight = weight.weight
+            weight = _leaf_of(weight)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in native.STORED:
             what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
             raise UserError(
@@ -350,12 +350,21 @@ def _named(params: list[Any]) -> list[tuple[str, Tensor]]:
     return list(named.values())
 
 
+def _leaf_of(table: HostEmbedding) -> Tensor:
+    if not table.weight.is_leaf:
+        raise UserError(
+            f"table {table.name!r}: its weight is computed (weight_norm, pruning, ...); give the row "
+            "optimizer table.parameters(), from which it is computed"
+        )
+    return table.weight
+
+
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
     lr, decay, betas = float(numbers["lr"]), numbers["weight_decay"], numbers.get("betas", ())
     if not 0 <= lr < math.inf or not 0 <= decay < math.inf or numbers.get("eps", 0.0) < 0:
         raise UserError(f"row optimizer: lr={lr}, weight_decay={decay} and eps must not be below 0")
-    if not all(0 <= beta <= _LARGEST_BETA for beta in betas):
-        raise UserError(f"row optimizer: betas={betas}; give values from 0 to {_LARGEST_BETA}")
+    if betas:
+        _corrections(*map(float, betas))
 
 
 class RowSGD(RowOptimizer):
@@ -415,7 +424,10 @@ class LazyAdam(RowAdam):
 @lru_cache(maxsize=8)
 def _corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
     """Return 1 / (1 - beta1 ** k) and 1 / sqrt(1 - beta2 ** k) for k = 0, 1, ... up to where both are 1 in
-    float64: looked up, as computing them for every row takes longer."""
+    float64: looked up, as computing them for every row takes longer. Raises UserError for a beta that has no
+    such step."""
+    if not (0 <= beta1 <= _LARGEST_BETA and 0 <= beta2 <= _LARGEST_BETA):
+        raise UserError(f"row optimizer: betas={beta1, beta2}; give values from 0 to {_LARGEST_BETA}")
     largest = max(beta1, beta2)
     last = 1 if largest == 0 else math.ceil(-60 * math.log(2) / math.log(largest)) + 1
     steps = torch.arange(last + 1, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from dphybrid.embedding import (
     HostEmbedding,
     RowAdagrad,
+    RowAdam,
     RowSGD,
     clip_grad_norm_,
     dense_parameters,
@@ -179,6 +181,54 @@ def test_a_weight_used_as_a_whole_trains_all_rows() -> None:
         ).backward()
         optimizer.step()
     torch.testing.assert_close(table.weight, plain.weight, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.utils.weight_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        lambda table: prune.l1_unstructured(table, "weight", 0.5),
+    ],
+)
+def test_a_computed_weight_trains_what_it_is_computed_from(change: Callable[[nn.Module], nn.Module]) -> None:
+    found, ids = [], torch.tensor([1, 2, 1])
+    table = HostEmbedding(8, 4)
+    for embedding in (table, nn.Embedding(8, 4, _weight=table.settled().clone())):
+        torch.manual_seed(0)  # spectral_norm's start
+        model = change(embedding)
+        model(ids).square().sum().backward()
+        found.append([p.grad.to_dense() for p in model.parameters() if p.grad is not None])
+        RowSGD(model.parameters(), lr=0.1).step()
+        found[-1] += [p.detach() for p in model.parameters()]
+    torch.testing.assert_close(*found)
+    with pytest.raises(UserError, match=r"'table': its weight is computed .* table.parameters"):
+        row_optimizer("sgd", nn.Sequential(table))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_ids_are_refused_by_name(layout: torch.layout) -> None:
+    parts = [torch.tensor([1, 2]), torch.tensor([3])]
+    nested, table = torch.nested.nested_tensor(parts, layout=layout), HostEmbedding(8, 4)
+    for use in (table, lambda ids: table.bags(ids, torch.tensor([0]))):
+        with pytest.raises(
+            UserError, match=r"'table': ids are a nested or sparse tensor; give ids.values\(\)"
+        ):
+            use(nested)
+
+
+def test_betas_without_a_correction_are_refused_whenever_they_are_set() -> None:
+    table = HostEmbedding(8, 4)
+    for betas in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (float("nan"), 0.9)):
+        with pytest.raises(UserError, match="betas"):
+            RowAdam(table.parameters(), betas=betas)
+    rows, before = RowAdam(table.parameters()), table.settled().clone()
+    table(torch.tensor([1])).sum().backward()
+    rows.param_groups[0]["betas"] = (1.0, 0.999)
+    with pytest.raises(UserError, match=r"betas=\(1.0, 0.999\)"):
+        rows.step()
+    assert not changed(table, before)
 
 
 def test_torchs_own_uses_of_a_parameter_work() -> None:
