@@ -260,7 +260,8 @@ def _gradients(rows_XD: Tensor, count: int) -> tuple[int | None, int, int]:
     """Return (address, bytes from row to row, rows)."""
     if rows_XD is PLACES:
         return None, 1, count
-    if not is_plain(rows_XD) or rows_XD.dim() != 2 or (rows_XD.shape[1] > 1 and rows_XD.stride(1) != 1):
+    gaps = rows_XD.numel() > 0 and rows_XD.shape[-1] > 1 and rows_XD.stride(-1) != 1
+    if not is_plain(rows_XD) or rows_XD.dim() != 2 or gaps:
         raise TypeError(f"gradients of shape {tuple(rows_XD.shape)}, strides {rows_XD.stride()}")
     return rows_XD.data_ptr(), rows_XD.stride(0) * rows_XD.element_size(), len(rows_XD)
 

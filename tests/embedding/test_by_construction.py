@@ -261,6 +261,13 @@ def test_copies_have_rows_and_gradients_of_their_own() -> None:
         assert changed(other, before) == [1]
 
 
+def test_a_lookup_without_ids_adds_nothing() -> None:
+    table = HostEmbedding(8, 4)
+    none, one = torch.empty(0, dtype=torch.int64), torch.tensor([1])
+    (table(none).sum() + table(one).sum() + table.bags(none, torch.tensor([0])).sum()).backward()
+    assert table.weight.grad.coalesce().indices().tolist() == [[1]]
+
+
 def test_lookups_and_backwards_of_one_step_add_up() -> None:
     table, plain = (
         HostEmbedding(20, 4, dtype=torch.float64),

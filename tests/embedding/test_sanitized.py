@@ -1,0 +1,88 @@
+"""rows.c under AddressSanitizer and UndefinedBehaviorSanitizer: no access outside of what it was given."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dphybrid.embedding.compile_rows import compile_library, levels
+
+DRIVER = """
+import torch
+from dphybrid.embedding import HostEmbedding, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding.lookup import sort_ids
+from dphybrid.util.errors import UserError
+
+generator = torch.Generator().manual_seed(0)
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for dim in (1, 16, 129):
+            for kind in ("sgd", "adagrad", "adam", "lazy-adam"):
+                table = HostEmbedding(50, dim, dtype=dtype, padding_idx=3)
+                other = HostEmbedding(9, dim, dtype=dtype, name="other")
+                rows = make_row_optimizer(kind, [table, other], lr=0.1, weight_decay=0.01)
+                for count in (0, 700):
+                    ids = torch.randint(0, 50, (count,), generator=generator)
+                    offsets = torch.tensor([0, 0, count // 2, count][: 4 if count else 2])
+                    loss = table(ids).square().sum() + table.bags(ids, offsets, mode="mean").sum()
+                    loss = loss + table.bags(ids, offsets, mode="max").sum() + other(ids % 9).sum()
+                    loss.backward()
+                    clip_grad_norm_([table.weight], 1.0)
+                    table(ids[::3]).sum().backward()
+                    rows.step()
+                    rows.zero_grad()
+                    sort_ids(ids, 50)
+                assert not table.settled()[3].any()
+    for wrong in ([50], [-1], [0, 2**62], [-(2**63)]):
+        for use in (table, lambda ids: table.bags(ids, torch.tensor([0]))):
+            try:
+                use(torch.tensor(wrong))
+            except UserError as error:
+                assert "is no row" in str(error)
+            else:
+                raise SystemExit(f"{wrong} was looked up")
+print("complete", flush=True)
+"""
+
+FAULT = """
+import ctypes
+from dphybrid.embedding import native
+
+values = torch.empty(64)
+call = native._Draw(native._Team(None, 1), values.data_ptr(), 65, 0, 0, 1, 1.0)
+native._library().draw_normal(ctypes.addressof(call))
+"""
+
+
+def test_lookups_and_updates_stay_within_their_memory(tmp_path: Path) -> None:
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        pytest.skip("the sanitizers' runtime is gcc's")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", gcc)
+        flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+        library = compile_library(levels()[0], tmp_path, flags)
+    runtimes = [
+        subprocess.run([gcc, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    sanitized = {
+        "LD_PRELOAD": " ".join(map(str.strip, runtimes)),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at exit
+        "DPHYBRID_ROWS_LIBRARY": str(library),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER + FAULT],
+        env={**os.environ, **sanitized},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "complete\n", done.stderr[-3000:]
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
+    assert "draw_normal" in done.stderr
