@@ -75,7 +75,8 @@ class TableConfig(Section):
     """Row-wise optimizer: adagrad and adam keep one number a row, lazy-adam two a weight, sgd none. Only rows
     of the batch change."""
     lr: float = Field(default=0.01, ge=0.0)
-    """Learning rate of the rows; 0, for recipe ctr: train.lr, or 0.03 of it for model.kind=mlp."""
+    """Learning rate of the rows; 0, for recipe ctr: train.lr, or 0.03 of it for model.kind=mlp, more (up to 5
+    times train.lr) where train.epochs gives it fewer than 4,000 steps."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay, applied to the rows of the batch only (lazy)."""
     dtype: Literal["model", "bfloat16"] = "model"
@@ -117,8 +118,8 @@ class TrainConfig(Section):
     """Decay a step of a moving average of the blocks' weights, which is evaluated and kept in their place; 0:
     none."""
     patience: int = Field(default=3, ge=-1)
-    """Epochs without a better validation metric after which training stops; 0: never; -1: a tenth of the
-    epochs, 3 or more."""
+    """Epochs without a better validation metric (ctr's classes: log loss) after which training stops; 0:
+    never; -1: a tenth of the epochs, 3 or more."""
     log_every: int = Field(default=20, ge=1)
     """Steps between two lines of metrics."""
     pipeline: Literal["off", "exact"] = "exact"

@@ -82,7 +82,8 @@ def train(session: Session, display: Display, meter: Meter) -> None:
         with session.clock.stage("checkpoint"):
             session.saver.wait()
     if _stale(session) and progress.epoch < config.epochs:
-        display.line(f"stopped early: no better {session.task.metric} for {progress.stale_epochs} epochs")
+        metric = session.task.chosen_by or session.task.metric
+        display.line(f"stopped early: no better {metric} for {progress.stale_epochs} epochs")
 
 
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -239,13 +240,6 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
         metrics = evaluate(model, session.valid_data, batch_size, task, session.engine)
     train_loss = progress.epoch_loss / max(progress.epoch_weight, 1e-12)
     progress.metrics = metrics
-    better = task.better(metrics[task.metric], progress.best_value)
-    if better:
-        progress.best_value = metrics[task.metric]
-        progress.best_step = progress.step
-        progress.stale_epochs = 0
-    else:
-        progress.stale_epochs += 1
     progress.history.append(
         {
             "step": progress.step,
@@ -253,6 +247,13 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
             **{f"{VALIDATION}{name}": value for name, value in metrics.items()},
         }
     )
+    better = best_steps(progress, task, 1) == [progress.step]
+    if better:
+        progress.best_value = metrics[task.metric]
+        progress.best_step = progress.step
+        progress.stale_epochs = 0
+    else:
+        progress.stale_epochs += 1
     progress.epoch += 1
     progress.batch = 0
     progress.epoch_loss = 0.0

@@ -42,6 +42,8 @@ class Task:
     outputs to named numbers. charts: from the same to the report's figures of them.
 
     reads: what compute needs of batches and outputs, samples on dim 0; losses and weights come along anyway.
+    chosen_by: the loss among the metrics, lower is better, that chooses the best checkpoint and stops the
+    training early, where few rows soon give the metric itself its highest value; "" for the metric.
     """
 
     metric: str
@@ -49,11 +51,7 @@ class Task:
     compute: Callable[[dict[str, Tensor]], dict[str, float]]
     reads: tuple[str, ...] = ()
     charts: Callable[[dict[str, Tensor]], Sequence[Chart | Confusion]] | None = None
-
-    def better(self, value: float, than: float | None) -> bool:
-        if math.isnan(value):
-            return False
-        return than is None or (value > than if self.higher_is_better else value < than)
+    chosen_by: str = ""
 
 
 def sample_weights(outputs: dict[str, Tensor]) -> np.ndarray | None:

@@ -14,10 +14,10 @@ from dphybrid.util.files import remove_folder
 
 
 def best_steps(progress: Progress, task: Task, count: int) -> list[int]:
-    """Return the steps of the `count` best evaluations, best first."""
-    metric = f"{VALIDATION}{task.metric}"
+    """Return the steps of the `count` best evaluations, best first, of equal ones the earliest."""
+    metric = f"{VALIDATION}{task.chosen_by or task.metric}"
     rows = [row for row in progress.history if not math.isnan(row[metric])]
-    rows.sort(key=lambda row: row[metric], reverse=task.higher_is_better)
+    rows.sort(key=lambda row: row[metric], reverse=task.higher_is_better and not task.chosen_by)
     return [int(row["step"]) for row in rows[:count]]
 
 

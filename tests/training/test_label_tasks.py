@@ -71,8 +71,8 @@ def test_classes(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run.metrics["accuracy"] > 0.95
     assert run.metrics["macro_f1"] > 0.95
     assert run.metrics["log_loss"] < 0.4
-    history = run.history["validation accuracy"]
-    best = run.history["step"][int(np.argmax(history))]  # type: ignore[arg-type]
+    history = run.history["validation log_loss"]
+    best = run.history["step"][int(np.argmin(history))]  # type: ignore[arg-type]
     assert run.checkpoint.name == f"step-{int(best):06d}"
     probabilities_BC = run.predict(rows())
     assert probabilities_BC.shape == (600, 3)

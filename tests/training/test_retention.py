@@ -9,6 +9,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.training.checkpoint import VALIDATION, Progress, complete_checkpoints, step_of
+from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import BINARY, LANGUAGE_MODEL
 from dphybrid.training.retention import best_checkpoint, best_steps, prune_checkpoints
 
@@ -52,6 +53,18 @@ def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:
     progress = Progress(history=[{"step": step, f"validation {loss.metric}": value} for step, value in rows])
     assert not loss.higher_is_better
     assert best_steps(progress, loss, 2) == [1, 4]
+
+
+def test_a_loss_chooses_where_the_metric_is_the_same() -> None:
+    """Of few validation rows, an early epoch's accuracy is the highest there is."""
+    rows = [(1, 1.0, 0.6), (2, 1.0, 0.2), (3, 0.95, 0.1), (4, 1.0, 0.1), (5, 1.0, float("nan"))]
+    progress = Progress(
+        history=[
+            {"step": step, f"{VALIDATION}auc": auc, f"{VALIDATION}log_loss": loss} for step, auc, loss in rows
+        ]
+    )
+    task = label_task({"label": {"name": "y", "task": "binary"}})
+    assert best_steps(progress, task, 5) == [3, 4, 2, 1]
 
 
 def test_the_best_of_those_that_are_there_is_taken(tmp_path: Path) -> None:

@@ -41,7 +41,13 @@ def test_they_follow_the_rows(rows: int, batch_size: int, epochs: int, patience:
 def test_given_values_win() -> None:
     config, lines = of_ctr(1000, batch_size=100, epochs=7, patience=0, lr=0.01)
     assert (config.train.batch_size, config.train.epochs, config.train.patience) == (100, 7, 0)
-    assert lines == ["table.lr=0.0003: 0.03 of train.lr"]
+    assert lines == ["table.lr=0.05: 5 of train.lr"]
+
+
+@pytest.mark.parametrize(("epochs", "share"), [(3, 5.0), (50, 0.1875), (125, 0.03), (500, 0.03)])
+def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for(epochs: int, share: float) -> None:
+    config, _ = of_ctr(1000, epochs=epochs)
+    assert config.table.lr == pytest.approx(share * config.train.lr)
 
 
 def test_rows_of_a_network_with_a_linear_part_are_not_slow() -> None:

@@ -1,6 +1,7 @@
 """Recipe ctr: click-through and other questions about the rows of a table: yes or no, which class, how much,
 how many."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from dphybrid.recipes.context import ModelContext
     from dphybrid.training.metrics import Task
 
-SLOW_ROWS = 0.03
-"""Share of the learning rate that rows learn at."""
+SLOW_ROWS, FAST_ROWS = 0.03, 5.0
+"""Share of the learning rate that rows learn at in a training as long as the data asks for, and at most."""
 ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
 
 
@@ -58,11 +59,16 @@ class Ctr(Recipe):
         return open_source(data, seed)
 
     def sized(self, config: ExperimentConfig, num_rows: int) -> tuple[ExperimentConfig, list[str]]:
+        from dphybrid.training.sizes import STEPS
+
         found, lines = super().sized(config, num_rows)
         if found.table.lr:
             return found, lines
         # Fast rows learn rare values by heart; a linear part, and products of rows, need them faster.
         share = SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0
+        if share == SLOW_ROWS and config.train.epochs:  # few epochs were given: slow rows would not get far
+            steps = config.train.epochs * math.ceil(num_rows / found.train.batch_size)
+            share = min(max(share * (STEPS / max(1, steps)) ** 2, share), FAST_ROWS)
         lr = share * found.train.lr
         lines.append(f"table.lr={lr:g}: {share:g} of train.lr")
         return found.model_copy(update={"table": found.table.model_copy(update={"lr": lr})}), lines
