@@ -94,7 +94,7 @@ def test_start_values_are_drawn_where_they_are_used_only(
 ) -> None:
     filled: list[int] = []
     monkeypatch.setattr(
-        "dphybrid.embedding.table.fill_normal", lambda weight, *rest: filled.append(len(fill(weight, *rest)))
+        "dphybrid.embedding.native.fill_normal", lambda weight, *rest: filled.append(len(fill(weight, *rest)))
     )
     report = train(*clicks, "devices=cpu")
     # for training; neither for a look at the sizes nor for the evaluation of a checkpoint

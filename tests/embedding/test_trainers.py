@@ -22,6 +22,7 @@ from dphybrid.embedding import (
     RowAdagrad,
     RowSGD,
     clip_grad_norm_,
+    dense_parameters,
     find_tables,
     make_row_optimizer,
 )
@@ -42,7 +43,7 @@ class Model(nn.Module):
 
 
 def pair(model: Model, kind: Any = LazyAdam) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adam(model.parameters(), lr=0.01), kind(model.table, lr=0.1)]
+    return [torch.optim.Adam(dense_parameters(model), lr=0.01), kind(model.table, lr=0.1)]
 
 
 def rows_of(model: nn.Module) -> torch.Tensor:
@@ -78,7 +79,7 @@ def test_several_as_one_step_clear_and_schedule_as_they_would_by_themselves() ->
     for wrong, words in (((), "nothing is no torch.optim"), (([both[0]],), "list is no torch.optim")):
         with pytest.raises(ValueError, match=words):
             CombinedOptimizer(*wrong)
-    mixed = CombinedOptimizer(torch.optim.SGD(apart.parameters(), 0.1, momentum=0.9), both[1])
+    mixed = CombinedOptimizer(torch.optim.SGD(dense_parameters(apart), 0.1, momentum=0.9), both[1])
     with pytest.raises(ValueError, match="momentum or beta1"):  # SGD's momentum is not Adam's beta
         OneCycleLR(mixed, max_lr=0.1, total_steps=9)
 
@@ -138,13 +139,14 @@ def test_a_scaler_skips_and_unscales_both_at_once() -> None:
     torch.testing.assert_close(rows_of(scaled), rows_of(plain), rtol=1e-12, atol=0)
 
 
-def test_states_of_rows_stay_on_the_host_when_a_trainer_moves_all_states() -> None:
+@pytest.mark.gpu
+def test_states_of_rows_return_to_the_host_when_a_trainer_moves_all_states() -> None:
     model = Model()
     one = CombinedOptimizer(*pair(model))
     for each in (one, one.optimizers[1]):
         for states in each.state.values():
             for name, state in states.items():
-                states[name] = state.to("meta")
+                states[name] = state.to("cuda")
     model(IDS).backward()
     one.step()
     assert all(state.device.type == "cpu" for state in one.optimizers[1].states().values())

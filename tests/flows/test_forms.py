@@ -47,7 +47,7 @@ def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recip
     assert all(field["description"] for field in fields.values())
     assert fields["config.recipe"]["enum"] == [recipe]
     assert f"Empty: {field_types(recipe)['train.epochs'][2]}." in fields["epochs"]["description"]
-    assert fields["config.train.epochs"]["minimum"] == 1
+    assert fields["config.train.epochs"]["minimum"] == 0
 
 
 @pytest.mark.parametrize("recipe", BUILT_IN)

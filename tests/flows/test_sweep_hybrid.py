@@ -36,7 +36,7 @@ def test_wrong_grids_are_told_before_anything_runs(data_dir: Path) -> None:
     config, settings = build_config({"recipe": "hybrid", "devices": "cpu"}), load_settings()
     for grid, words in (
         ({"train.batchsize": [1]}, "cell 1 .*did you mean 'train.batch_size'"),
-        ({"train.epochs": [1, 0]}, r"cell 2 \(train.epochs=0\).*train.epochs"),
+        ({"train.epochs": [1, -1]}, r"cell 2 \(train.epochs=-1\).*train.epochs"),
         ({"train.epochs": []}, "at least one field"),
         ({"train.epochs": list(range(1, 20)), "train.seed": list(range(20))}, "380 combinations"),
     ):

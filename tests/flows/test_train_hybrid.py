@@ -66,7 +66,7 @@ def test_the_flow_runs_in_this_process_and_a_second_run_reuses_the_data(tmp_path
     ("argv", "words"),
     [
         (["--recipe", "txt"], ["recipe", "'txt'"]),
-        (["--train.batch-size", "0"], ["train.batch_size"]),
+        (["--train.batch-size", "-1"], ["train.batch_size"]),
         (["--nonsense"], ["--nonsense", "--help"]),
     ],
 )
@@ -207,8 +207,8 @@ def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> No
             ["train.epoch", "did you mean 'train.epochs'"],
         ),
         (["train-hybrid", "--param", "epoch=3"], ["epoch", "not found on the deployment"]),
-        (["train-hybrid", "--param", "epochs=0"], ["train.epochs"]),
-        (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, 0]}'], ["train.epochs", "0"]),
+        (["train-hybrid", "--param", "epochs=-1"], ["train.epochs"]),
+        (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, -1]}'], ["train.epochs", "-1"]),
         (["retrain-hybrid"], ["checkpoint.register_as"]),
         (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
         (
