@@ -80,10 +80,10 @@ def test_wrong_flags_end_before_anything_starts(argv: list[str], words: list[str
 
 
 @pytest.mark.slow
-def test_input_found_wrong_by_a_task_is_one_message_too(tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_one_message_too(tmp_path: Path) -> None:
     ended = flow(tmp_path, "--data.path", "nowhere.txt")
     assert ended.returncode == 2
-    assert "error: data.path=nowhere.txt: there is no such file or folder" in ended.stderr
+    assert "error: data.path=nowhere.txt: there is no such file" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
