@@ -19,7 +19,7 @@ from dphybrid.cluster.refusals import versions
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.joining import SEAT, Seat, same_run
-from dphybrid.orchestration.machines import check_nodes, with_ranks
+from dphybrid.orchestration.machines import check_nodes, over_machines
 from dphybrid.recipes.configs import apply_overrides, load_config
 from dphybrid.run.pages import RunPage
 from dphybrid.util.errors import UserError
@@ -62,8 +62,8 @@ def test_each_machine_has_as_many_ranks(data_dir: Path) -> None:
     with pytest.raises(UserError, match="nodes=3 with cluster.ranks=4: .* give 3, or none"):
         check_nodes(spread(4), 3)
     three_of_each = apply_overrides(spread(0), ["devices=cpu*3"])
-    assert with_ranks(three_of_each, 2, load_settings()).cluster.ranks == 6
-    assert with_ranks(three_of_each, 1, load_settings()).cluster.ranks == 0
+    assert over_machines(three_of_each, 2, load_settings()).cluster.ranks == 6
+    assert over_machines(three_of_each, 1, load_settings()).cluster.ranks == 0
 
 
 def test_a_machine_that_sees_something_else_is_refused(data_dir: Path) -> None:

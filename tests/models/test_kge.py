@@ -68,7 +68,7 @@ def test_ranks_are_those_of_a_naive_reference(
     monkeypatch.setattr("dphybrid.recipes.kge.model.DISTANCES", 2 * 10 * 7 * 6)
     data = graph(tmp_path)
     model = model_for(data, kind, devices).eval()
-    table = model.entities.weight
+    table = model.entities.weight.detach()
     table[3] = table[4]  # equal scores
     relations = model.region.module.relations.weight.tolist()
     arrays, num_relations, num_entities = data.arrays, data.info["num_relations"], data.info["num_entities"]
@@ -105,7 +105,7 @@ def test_one_vs_all_is_the_cross_entropy_over_all_entities(devices: str, tmp_pat
     data = graph(tmp_path, negatives=0)
     (batch, *_) = batches(data.dataset("train"), 10, seed=0, epoch=0, shuffle=True)
     model = model_for(data, "complex", devices)
-    entities_VD = model.entities.weight.clone().requires_grad_()
+    entities_VD = model.entities.weight.detach().clone().requires_grad_()
     relations_RD = model.region.module.relations.weight.detach().clone().requires_grad_()
 
     def scores(asked_B: Tensor, relations_B: Tensor) -> Tensor:
