@@ -67,7 +67,9 @@ def test_several_devices_give_one_devices_losses_and_gradients(recipe: str, kind
         model = model_of(recipe, kind, devices)
         outputs = model(batch_of(recipe))
         (outputs["loss"].sum() / outputs["weight"].sum()).backward()
-        found.append((outputs["loss"].detach(), {name: p.grad.to_dense() for name, p in model.named_parameters()}))
+        found.append(
+            (outputs["loss"].detach(), {name: p.grad.to_dense() for name, p in model.named_parameters()})
+        )
     torch.testing.assert_close(found[0][0], found[1][0])
     assert found[0][1].keys() == found[1][1].keys()
     for name, gradient in found[0][1].items():

@@ -84,7 +84,7 @@ def plain_of(model: RetrievalModel, name: str) -> PlainTower:
     network = side.tower.module.network
     with torch.no_grad():
         for table, column in zip(plain.tables, side.table.num_rows, strict=True):
-            table.settled().copy_(side.table.weight_of(column))
+            table.weight.copy_(side.table.weight_of(column))
     plain.first.load_state_dict(network[0].state_dict())
     plain.last.load_state_dict(network[2].state_dict())
     return plain

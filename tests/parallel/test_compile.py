@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import HostEmbedding, RowAdam
-from dphybrid.parallel import DataParallel, compile_regions, find_data_parallel, parts
+from dphybrid.embedding import HostEmbedding, RowAdam, dense_parameters
+from dphybrid.parallel import DataParallel, compile_regions, find_data_parallel
 from dphybrid.util.errors import UserError
 
 
@@ -25,11 +25,10 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.table = HostEmbedding(50, 8, seed=1)
         self.region = DataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), devices)
-        self.table.place_on(self.region.devices.replicas, self.region.sizes)
         self.head = nn.Linear(1, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = parts(self.table.replica_rows(ids))
+        rows = self.region.rows(self.table, ids)
         return (
             self.head(self.region(rows) * 2).sum()
             + self.table.bags(ids, torch.arange(len(ids))).square().sum()
@@ -37,7 +36,7 @@ class Model(nn.Module):
 
 
 def trained(model: Model, call: Any) -> list[float]:
-    rows, dense = RowAdam({"table": model.table}, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    rows, dense = RowAdam({"table": model.table}, lr=0.1), torch.optim.SGD(dense_parameters(model), lr=0.1)
     losses = []
     for number in range(4):
         ids = torch.randint(
