@@ -12,6 +12,7 @@ import torch
 
 from dphybrid.cli.main import make_parser
 from dphybrid.config.settings import Settings
+from dphybrid.data.table.kinds import KINDS
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN
 from tests.conftest import REPOSITORY
@@ -54,7 +55,11 @@ def test_its_python_runs(page: str, data_dir: Path, monkeypatch: pytest.MonkeyPa
     code = "\n".join([GIVEN.get(page, ""), *python_of(page)])
     if torch.cuda.device_count() < 2:
         code = re.sub(r"^.*device_ids=\[0, 1\].*$", "", code, flags=re.MULTILINE)
-    exec(compile(code, page, "exec"), {"__name__": "page"})
+    kinds = list(KINDS)  # a page adds one
+    try:
+        exec(compile(code, page, "exec"), {"__name__": "page"})
+    finally:
+        KINDS[:] = kinds
 
 
 def test_the_first_screen_splits_and_learns_as_it_says(

@@ -42,7 +42,9 @@ def run(service: str, folder: Path, **more: str) -> "subprocess.CompletedProcess
     for name in ("prefect", "mlflow"):
         (folder / name).write_text('#!/bin/sh\necho "$@"; env\n')
         (folder / name).chmod(0o700)
-    environment = os.environ | {"DPHYBRID_ETC": str(folder), "DPHYBRID_BIN": str(folder)} | more
+    own = ("PREFECT_", "MLFLOW_", "DPHYBRID_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    environment |= {"DPHYBRID_ETC": str(folder), "DPHYBRID_BIN": str(folder)} | more
     return subprocess.run(
         [INFRA / "run", service], capture_output=True, text=True, check=False, env=environment
     )
@@ -128,7 +130,9 @@ def test_scripts_of_root_run_nothing_of_the_services_files(script: str, tmp_path
     with (folder / "server.env").open("a") as file:
         file.write(f"touch {ran}\nDPHYBRID_STATE=$(touch {ran})\nDPHYBRID_DB=`touch {ran}`\n")
     (folder / "database-password").write_text(f"'; select pg_sleep(1); $(touch {ran})")
-    environment = os.environ | {"DPHYBRID_ETC": str(folder), "DPHYBRID_PSQL": "false"}
+    own = ("PREFECT_", "MLFLOW_", "DPHYBRID_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    environment |= {"DPHYBRID_ETC": str(folder), "DPHYBRID_PSQL": "false"}
     arguments = {"make-env": ["gpu-server", str(folder)], "backup": [str(tmp_path)]}.get(script, [])
     done = subprocess.run(
         [INFRA / script, *arguments], capture_output=True, text=True, check=False, env=environment

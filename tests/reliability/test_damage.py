@@ -25,7 +25,7 @@ from tests.reliability.test_faults import OPTIONS
 
 COUNT = os.environ.get("DPHYBRID_DAMAGES", "12")
 ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
-SHORT = [*OPTIONS, "train.schedule=constant"]
+SHORT = [*OPTIONS, "train.schedule=constant", "checkpoint.keep_last=2"]
 LONGER = [*[text for text in SHORT if "epochs" not in text], "train.epochs=3"]
 
 
