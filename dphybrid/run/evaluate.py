@@ -1,5 +1,6 @@
 """What a trained run is judged by: its best checkpoint, on the validation rows and on those for a test."""
 
+import gc
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,7 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     (`test_...`); log it all as `final/...`."""
     data, task, mapped = experiment.data, experiment.task, experiment.engine.mapped
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
+    gc.collect()  # frames of torch's lazy imports may hold the trained table: two would not fit
     with deferred_rows() if mapped else unfilled_rows():
         model = experiment.build(resolve_devices(run.page.devices))
     _check_best(best, run)
