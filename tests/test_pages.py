@@ -1,12 +1,8 @@
 """Trainings that docs and examples show, in one table, and the quick start's commands as they stand."""
 
 import csv
-import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +16,6 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.serving.load import load_model
 from tests.conftest import REPOSITORY, SHARED
-from tests.flows.servers import Team
-from tests.waiting import patience
 
 ADULT = SHARED / "data" / "adult" / "adult.data"
 CLICKS = ["recipe=ctr", "data.path=clicks.csv", "data.label=clicked", "devices=cpu*2"]
@@ -118,45 +112,3 @@ def test_the_page_from_a_messy_table_to_predictions(
     assert len(scored) == 300
     assert roc_auc_score(answers, scored["probability"]) > 0.85
     assert Path("schema.toml").read_text().count("role") >= 5
-
-
-@pytest.mark.slow
-def test_the_page_is_deployed_and_trained_again_when_rows_come(team: Team, tmp_path: Path) -> None:
-    rows = write_visits(tmp_path / "visits.csv", 1000, 0)
-    answers = write_visits(tmp_path / "new.csv", 300, 1)
-    worker = team.start_worker("quarter")
-
-    def run(*lines: str) -> str:
-        text = "\n".join(["set -e", *lines]).replace("http://127.0.0.1:4200/api", team.api)
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", "-c", text],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=team.env(PATH=path),
-            cwd=tmp_path,
-            timeout=400,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr + team.logs()
-        return done.stdout
-
-    def decision() -> str:
-        (newest, *_) = team.post("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["decision"]}}})
-        return str(newest["data"])
-
-    *first, predict = commands(deployed=True)
-    assert "Deployments: the package's own" in run(*first)
-    assert decision().startswith("Promoted visits: the first model of its name")
-    before = (tmp_path / "visits.csv").read_text(encoding="utf-8")
-    write_visits(tmp_path / "visits.csv", 1500, 2)
-    added = (tmp_path / "visits.csv").read_text(encoding="utf-8").split("\n", 1)[1]
-    (tmp_path / "visits.csv").write_text(before + added, encoding="utf-8")
-    run(first[0], first[-1])
-    assert "version 1 of visits" in decision()
-    run(predict)
-    scored = pl.read_csv(tmp_path / "scored.csv")
-    assert len(scored) == len(answers) == 300 < len(rows)
-    assert roc_auc_score(answers, scored["probability"]) > 0.8
-    worker.send_signal(signal.SIGTERM)
-    assert worker.wait(patience(30)) == 0
