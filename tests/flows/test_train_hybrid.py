@@ -193,7 +193,7 @@ def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> No
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["train-hybrid", "--param", 'config={"train": {"epochs": 0}}'], ["epochs"]),
+        (["train-hybrid", "--param", 'config={"train": {"epochs": -1}}'], ["epochs"]),
         (
             [
                 "train-hybrid",
