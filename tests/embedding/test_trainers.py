@@ -140,6 +140,7 @@ def test_a_scaler_skips_and_unscales_both_at_once() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_states_of_rows_return_to_the_host_when_a_trainer_moves_all_states() -> None:
     model = Model()
     one = CombinedOptimizer(*pair(model))
