@@ -1,20 +1,18 @@
-"""Rows of CSV and TSV files, block by block.
+"""Rows of CSV and TSV files, block by block: RFC 4180 plus what files in the wild do (blanks around values,
+ragged rows, stray quotes).
 
-A block of a file that holds no quote and has the same number of separators in every line goes to polars as it
-is. Any other block is read row by row (`dphybrid.data.table.fields`), which gives the same values, only
-slower. Where a block without quotes ends is known before it is read, so that threads can read several at a
-time; neither blocks nor results depend on them.
+polars parses a block that holds no quote and the same number of separators in every line. Python's `csv`
+reads any other block line by line and gives the same values, only slower; a quote that opens and never closes
+costs its own row only. Separator, header and column names are inferred from the first rows.
 """
 
+import csv
 import gzip
-import io
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
@@ -23,15 +21,8 @@ import numpy as np
 import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.fields import (
-    MAX_SPAN,
-    SAMPLE,
-    column_names,
-    cut_rows,
-    find_separator,
-    first_rows,
-    has_header,
-)
+from dphybrid.data.batches import Array
+from dphybrid.data.table.numbers import is_number
 from dphybrid.data.table.rows import Job, Rows, as_job, check_columns, clean
 from dphybrid.util.errors import UserError
 
@@ -41,6 +32,12 @@ BLOCK_BYTES = 2**23
 """Text read at a time."""
 UNPACKED_BYTES = 2**26
 """Text that a packed file may always come to."""
+_SEPARATORS = ",\t;|"
+"""Separators that are looked for; the earlier one wins a tie."""
+_SAMPLE = 50
+"""Rows that separator, header and width are inferred from."""
+_MAX_SPAN = 64
+"""Lines that one quoted value may run over."""
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _LINE_END_BYTES = re.compile(rb"\r\n|\n|\r")
@@ -48,7 +45,7 @@ _BLANKS = (b" ", b"\t", b"\v", b"\f")
 
 
 @dataclass(frozen=True)
-class Layout:
+class _Layout:
     """How a delimited file is written. body: number of the first line after the header, from 0 on."""
 
     separator: str
@@ -61,89 +58,71 @@ class Layout:
 def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
     """Yield the jobs that return the rows of a file's blocks, in order. Raises UserError when it cannot be
     read, is empty, or is no text."""
-    layout: Layout | None = None
+    layout: _Layout | None = None
     line = offset = 0  # of what is not read yet
-    found = False
-    longest = data.max_line_mib * 2**20
-    with _text_stream(file, data.max_expansion) as stream:
-        rest, last = b"", False
-        while not last:
-            piece = stream.read(min(BLOCK_BYTES, longest))
-            last = not piece
-            cut = _last_line_end(piece)
-            if len(rest) + len(piece) > longest:
-                begun = len(rest) - _last_line_end(rest)
-                end = _LINE_END_BYTES.search(piece)
-                if begun + (end.start() if end else len(piece)) > longest:
-                    number = line + 1 + len(_LINE_END_BYTES.findall(rest))
-                    raise UserError(
-                        f"data.path={file}: line {number} is longer than data.max_line_mib="
-                        f"{data.max_line_mib} allows; is it text? Mend the file, or raise data.max_line_mib"
-                    )
-            if not cut and not last:
-                rest += piece
-                continue
-            block, rest = b"".join((rest, memoryview(piece)[:cut])), piece[cut:]
-            if not block:
-                continue
-            if layout is None:
-                layout = _layout(file, block, data)
-                if layout is None:  # blank lines only, so far
-                    line, offset = line + len(_LINE_END_BYTES.findall(block)), offset + len(block)
-                    continue
-                if line == 0 and layout.body:
-                    ends = [match.end() for match in islice(_LINE_END_BYTES.finditer(block), layout.body)]
-                    start = ends[-1] if len(ends) == layout.body else len(block)
-                    line, offset, block = layout.body, offset + start, block[start:]
-            if b'"' in block or (b"\r" in block and block.count(b"\r") != block.count(b"\r\n")):
-                rows, num_lines, unread = _careful(file, block, layout, data, line, offset, last)
-                yield as_job(rows)
-                line, offset, rest = line + num_lines, offset + len(block) - len(unread), unread + rest
-            elif block:
-                num_lines = _count(block, b"\n") + (not block.endswith(b"\n"))
-                yield partial(_block_rows, file, block, layout, data, line, offset, num_lines)
-                line, offset = line + num_lines, offset + len(block)
-            found = found or bool(block)
+    block, unread, found = b"", b"", False
+    for piece, last in _whole_lines(file, data):
+        if len(piece) > data.max_line_mib * 2**20:
+            _check_line(file, piece, data, line + 1 + _num_ends(unread))
+        block = unread + piece
+        if layout is None and block:
+            layout = _layout(file, block, data)
+            cut = _end_of_lines(block, layout.body) if layout else len(block)  # lines are blank so far
+            line, offset, block = line + _num_ends(block[:cut]), offset + cut, block[cut:]
+        unread = b""
+        if layout is None or not (block or (last and not found)):
+            continue
+        found, read = True, _Block(file, block, layout, data.no_value, line, offset)
+        if b'"' in block or (b"\r" in block and block.count(b"\r") != block.count(b"\r\n")):
+            rows, num_lines, unread = read.line_by_line(last)
+            yield as_job(rows)
+        else:
+            num_lines = read.num_lines
+            yield read.rows
+        line, offset = line + num_lines, offset + len(block) - len(unread)
     if layout is None:
         raise UserError(f"data.path={file}: is empty; give a file with rows")
-    if not found:
-        yield partial(_block_rows, file, b"", layout, data, line, offset, 0)
 
 
-class _text_stream:
-    """A file's bytes, unpacked when it is gzip; what is wrong with the packing is told as a UserError."""
-
-    def __init__(self, file: Path, max_expansion: int) -> None:
-        self.file, self.max_expansion = file, max_expansion
-        self.unpacked_bytes = 0
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "_text_stream":
-        self.raw = self._stack.enter_context(self.file.open("rb", buffering=0))
-        self.stream: IO[bytes] = self.raw
-        self.packed = self.file.suffix.lower() == ".gz"
-        if self.packed:
-            self.stream = cast(IO[bytes], self._stack.enter_context(gzip.GzipFile(fileobj=self.raw)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def read(self, size: int) -> bytes:
+def _whole_lines(file: Path, data: TableDataConfig) -> Iterator[tuple[bytes, bool]]:
+    """Yield the text of a file, unpacked when it is gzip, in blocks of whole lines (a line that is too long
+    unfinished), and whether a block is the last one."""
+    longest, rest, num_bytes = data.max_line_mib * 2**20, b"", 0
+    with file.open("rb", buffering=0) as raw:
+        packed = file.suffix.lower() == ".gz"
+        stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
         try:
-            piece = self.stream.read(size)
+            while piece := stream.read(min(BLOCK_BYTES, longest)):
+                num_bytes += len(piece)
+                if packed and num_bytes > max(UNPACKED_BYTES, data.max_expansion * raw.tell()):
+                    raise UserError(
+                        f"data.path={file}: unpacks to more than data.max_expansion={data.max_expansion} "
+                        f"times its size ({num_bytes:,} bytes from {raw.tell():,}); is it whole? Raise "
+                        "data.max_expansion to read it all the same"
+                    )
+                cut = _last_line_end(piece) or (len(piece) if len(rest) + len(piece) > longest else 0)
+                if cut:
+                    yield rest + piece[:cut], False
+                rest = piece[cut:] if cut else rest + piece
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(
-                f"data.path={self.file}: is no complete gzip file: {error}; pack it again, or unpack it"
+                f"data.path={file}: is no complete gzip file: {error}; pack it again, or unpack it"
             ) from error
-        self.unpacked_bytes += len(piece)
-        if self.packed and self.unpacked_bytes > max(UNPACKED_BYTES, self.max_expansion * self.raw.tell()):
-            raise UserError(
-                f"data.path={self.file}: unpacks to more than data.max_expansion={self.max_expansion} times "
-                f"its size ({self.unpacked_bytes:,} bytes from {self.raw.tell():,}); is it whole? Raise "
-                "data.max_expansion to read it all the same"
-            )
-        return piece
+    yield rest, True
+
+
+def _check_line(file: Path, block: bytes, data: TableDataConfig, number: int) -> None:
+    """Raise UserError where the first line of a block is too long."""
+    end = _LINE_END_BYTES.search(block)
+    if (end.start() if end else len(block)) > data.max_line_mib * 2**20:
+        raise UserError(
+            f"data.path={file}: line {number} is longer than data.max_line_mib={data.max_line_mib} allows; "
+            "is it text? Mend the file, or raise data.max_line_mib"
+        )
+
+
+def _num_ends(raw: bytes) -> int:
+    return len(_LINE_END_BYTES.findall(raw))
 
 
 def _last_line_end(raw: bytes) -> int:
@@ -152,63 +131,95 @@ def _last_line_end(raw: bytes) -> int:
     return cut or raw.rfind(b"\r", 0, len(raw) - 1) + 1  # \r may be the first half of a line end
 
 
-def _layout(file: Path, block: bytes, data: TableDataConfig) -> Layout | None:
-    head = block if len(block) <= 2**20 else block[: _last_line_end(block[: 2**20]) or len(block)]
-    lines = _LINE_END.split(_decode(file, head, 0, 0))
-    starts = [i for i, line in enumerate(lines) if line.strip()]
-    if not starts:
-        return None
-    separator = find_separator([lines[i] for i in starts[:SAMPLE]], data.delimiter)
-    (first, first_end), *others = first_rows(lines, starts, separator)
-    check_columns(file, len(first), data.max_columns)
-    if has_header(first, [cells for cells, _ in others], data):
-        names = column_names(first)
-        twice = tuple((cell, name) for cell, name in zip(first, names, strict=True) if cell not in ("", name))
-        return Layout(separator, names, True, first_end + 1, twice)
-    width = Counter(len(cells) for cells in (first, *(cells for cells, _ in others))).most_common(1)[0][0]
-    return Layout(separator, [str(i) for i in range(width)], False, 0)
+def _end_of_lines(raw: bytes, num_lines: int) -> int:
+    """Return where the first lines end."""
+    ends = [match.end() for match in islice(_LINE_END_BYTES.finditer(raw), num_lines)]
+    return len(raw) if len(ends) < num_lines else max(ends, default=0)
 
 
-def _block_rows(
-    file: Path, block: bytes, layout: Layout, data: TableDataConfig, line: int, offset: int, num_lines: int
-) -> Rows:
-    """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
-    values = _plain(block, num_lines, layout, data.no_value)
-    if values is None:
-        return _careful(file, block, layout, data, line, offset, last=True)[0]
-    lines = np.arange(line + 1, line + 1 + num_lines)
-    end = offset + len(block)
-    return Rows(layout.names, values, lines, [], layout.header, "line", file, end, layout.renamed)
+@dataclass(frozen=True)
+class _Block:
+    """Whole lines of a file. line, offset: lines and bytes before them."""
 
+    file: Path
+    text: bytes
+    layout: _Layout
+    no_value: tuple[str, ...]
+    line: int
+    offset: int
 
-def _plain(block: bytes, num_rows: int, layout: Layout, missing: tuple[str, ...]) -> pl.DataFrame | None:
-    """Return the columns of such a block when polars reads it as `_careful` would, else None."""
-    separator, width = layout.separator.encode(), len(layout.names)
-    if len(separator) > 1 or width == 1:
-        return None
-    if b"\r" in block:
-        block = block.replace(b"\r\n", b"\n")
-    if not block.isascii():
-        block = block.replace(b"\xef\xbb\xbf", b"")
-    if _count(block, separator) != num_rows * (width - 1):
-        return None
-    blanks = not block.isascii() or any(blank in block for blank in _BLANKS if blank != separator)
-    present = [] if blanks else [text for text in missing if all(sign in block for sign in text.encode())]
-    try:
-        frame = pl.read_csv(
-            block,
-            has_header=False,
-            schema={str(i): pl.String for i in range(width)},
-            separator=layout.separator,
-            quote_char=None,
-            null_values=present or None,
+    @property
+    def num_lines(self) -> int:
+        """Lines of a block that end in \\n or \\r\\n."""
+        return _count(self.text, b"\n") + (not self.text.endswith(b"\n")) if self.text else 0
+
+    def rows(self) -> Rows:
+        """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
+        values = self._parsed()
+        if values is None:
+            return self.line_by_line(last=True)[0]
+        return self._rows(values, np.arange(self.line + 1, self.line + 1 + len(values)), [], b"")
+
+    def _rows(
+        self, values: pl.DataFrame, lines: Array, rejected: list[dict[str, Any]], unread: bytes
+    ) -> Rows:
+        end, layout = self.offset + len(self.text) - len(unread), self.layout
+        return Rows(
+            layout.names, values, lines, rejected, layout.header, "line", self.file, end, layout.renamed
         )
-    except pl.exceptions.PolarsError:  # a row has too many fields, or the text is no UTF-8
-        return None
-    # with all separators there, and no row with too many fields, every row has its own
-    if len(frame) != num_rows:
-        return None
-    return clean(frame, missing) if blanks else frame
+
+    def _parsed(self) -> pl.DataFrame | None:
+        """Return the columns as polars reads them, None where `line_by_line` would read others."""
+        separator, width, num_rows = self.layout.separator.encode(), len(self.layout.names), self.num_lines
+        if len(separator) > 1 or width == 1:
+            return None
+        text = self.text.replace(b"\r\n", b"\n") if b"\r" in self.text else self.text
+        if not text.isascii():
+            text = text.replace(b"\xef\xbb\xbf", b"")
+        if _count(text, separator) != num_rows * (width - 1):
+            return None
+        blanks = not text.isascii() or any(blank in text for blank in _BLANKS if blank != separator)
+        present = [] if blanks else [no for no in self.no_value if all(sign in text for sign in no.encode())]
+        try:
+            frame = pl.read_csv(
+                text,
+                has_header=False,
+                schema={str(i): pl.String for i in range(width)},
+                separator=self.layout.separator,
+                quote_char=None,
+                null_values=present or None,
+            )
+        except pl.exceptions.PolarsError:  # a row has too many fields, or the text is no UTF-8
+            return None
+        # with all separators there, and no row with too many fields, every row has its own
+        if len(frame) != num_rows:
+            return None
+        return clean(frame, self.no_value) if blanks else frame
+
+    def line_by_line(self, last: bool) -> tuple[Rows, int, bytes]:
+        """Return the rows, how many lines they took, and the end of the block that needs lines of the next
+        one."""
+        width, separator = len(self.layout.names), self.layout.separator
+        lines = _lines(self.file, self.text, self.line, self.offset)
+        rows, numbers, rejected = list[list[str]](), list[int](), list[dict[str, Any]]()
+        i = 0
+        while i < len(lines):
+            row, end, reason = _row(lines, i, separator, width)
+            if reason and not last and '"' in lines[i] and i + _MAX_SPAN > len(lines):
+                break  # an open quote may close in the next block
+            number = self.line + i + 1
+            if reason:
+                page = {"file": str(self.file), "line": number, "reason": reason, "text": lines[i][:SHOWN]}
+                rejected.append(page)
+            elif row:
+                rows.append(row)
+                numbers.append(number)
+            i = end + 1
+        columns = zip(*rows, strict=True) if rows else [()] * width
+        cells = [pl.Series(str(place), column, dtype=pl.String) for place, column in enumerate(columns)]
+        unread = "".join(f"{text}\n" for text in lines[i:]).encode()
+        values = clean(pl.DataFrame(cells), self.no_value)
+        return self._rows(values, np.array(numbers, np.int64), rejected, unread), i, unread
 
 
 def _count(block: bytes, sign: bytes) -> int:
@@ -217,69 +228,136 @@ def _count(block: bytes, sign: bytes) -> int:
     return sum(int(np.count_nonzero(signs[i : i + 2**20] == sign[0])) for i in range(0, len(signs), 2**20))
 
 
-def _careful(
-    file: Path, block: bytes, layout: Layout, data: TableDataConfig, line: int, offset: int, last: bool
-) -> tuple[Rows, int, bytes]:
-    """Return the rows of a block, how many lines they took, and the end of the block that needs lines of the
-    next one."""
-    lines = _LINE_END.split(_decode(file, block, line, offset))
-    if lines[-1] == "":
-        lines.pop()
-    good: list[tuple[int, str | list[str]]] = []
-    rejected: list[dict[str, Any]] = []
-    used = len(lines)
-    starts = [i for i, text in enumerate(lines) if text.strip()]
-    for i, row, reason in cut_rows(lines, starts, layout.separator, len(layout.names)):
-        # an open quote may close in the next block
-        if reason and not last and '"' in lines[i] and i + MAX_SPAN > len(lines):
-            used = i
-            break
-        if reason:
-            rejected.append(
-                {"file": str(file), "line": line + i + 1, "reason": reason, "text": lines[i][:SHOWN]}
-            )
-        else:
-            good.append((line + i + 1, row))
-    columns = _columns([row for _, row in good], layout.separator, len(layout.names))
-    values = clean(columns, data.no_value)
-    numbers = np.array([number for number, _ in good], dtype=np.int64)
-    unread = "".join(f"{text}\n" for text in lines[used:]).encode()
-    bytes_read = offset + len(block) - len(unread)
-    return (
-        Rows(
-            layout.names, values, numbers, rejected, layout.header, "line", file, bytes_read, layout.renamed
-        ),
-        used,
-        unread,
-    )
-
-
-def _decode(file: Path, raw: bytes, line: int, offset: int) -> str:
+def _lines(file: Path, raw: bytes, line: int, offset: int) -> list[str]:
+    """Return the lines of a block. line, offset: lines and bytes before it. Raises UserError for what is no
+    UTF-8."""
     try:
-        return raw.decode("utf-8").replace("\ufeff", "")  # also between files that were joined
+        text = raw.decode("utf-8").replace("\ufeff", "")  # also between files that were joined
     except UnicodeDecodeError as error:
-        line += 1 + len(_LINE_END_BYTES.findall(raw[: error.start]))
+        line += 1 + _num_ends(raw[: error.start])
         raise UserError(
             f"data.path={file}: is no UTF-8 text (line {line}, byte {offset + error.start}); save it as "
             "UTF-8, or give a Parquet file"
         ) from error
+    lines = _LINE_END.split(text)
+    return lines[:-1] if lines[-1] == "" else lines
 
 
-def _columns(rows: list[str | list[str]], separator: str, width: int) -> pl.DataFrame:
-    """Return the columns as text: plain rows by polars, rows with quotes put in their places."""
-    names = [str(i) for i in range(width)]
-    if rows and separator.isascii() and all(isinstance(row, str) for row in rows):
-        text = "\n".join(row for row in rows if isinstance(row, str))
-        return pl.read_csv(
-            io.BytesIO(text.encode()),
-            has_header=False,
-            new_columns=names,
-            separator=separator,
-            quote_char=None,
-            infer_schema=False,
-        )
-    split = [row.split(separator) if isinstance(row, str) else row for row in rows]
-    columns = zip(*split, strict=True) if split else ([] for _ in names)
-    return pl.DataFrame(
-        [pl.Series(name, column, dtype=pl.String) for name, column in zip(names, columns, strict=True)]
+def _row(lines: list[str], start: int, separator: str, width: int | None) -> tuple[list[str], int, str]:
+    """Return the row that begins in line `start` (empty for a blank line), its last line, and what is wrong
+    with it. width None: any."""
+    text = lines[start]
+    if '"' not in text:
+        row = text.split(separator) if text.strip() else []
+        return row, start, _wrong_width(row, width) if row else ""
+    for last in range(start, min(start + _MAX_SPAN, len(lines))):
+        if last > start:
+            text += "\n" + lines[last]
+            if '"' not in lines[last]:  # cannot close the value
+                continue
+        try:
+            (row,) = csv.reader([text], delimiter=separator, skipinitialspace=True, strict=True)
+        except csv.Error as error:
+            if str(error) == "unexpected end of data":
+                continue
+            if last == start:
+                return [], start, f"misplaced quote: {error}"
+            break
+        reason = _wrong_width(row, width)
+        if reason and last > start:
+            break
+        return row, last, reason
+    return [], start, "a quote is opened and not closed"
+
+
+def _wrong_width(row: list[str], width: int | None) -> str:
+    return "" if width in (None, len(row)) else f"{len(row)} values, expected {width}"
+
+
+def _loose(line: str, separator: str) -> list[str]:
+    """Return the cells of a line that may be broken."""
+    try:
+        (cells,) = csv.reader([line], delimiter=separator, skipinitialspace=True)
+    except csv.Error:
+        cells = line.split(separator)
+    return [cell.strip() for cell in cells]
+
+
+def _layout(file: Path, block: bytes, data: TableDataConfig) -> _Layout | None:
+    """Infer the layout from the first rows; None where all lines are blank."""
+    head = block if len(block) <= 2**20 else block[: _last_line_end(block[: 2**20]) or len(block)]
+    lines = _lines(file, head, 0, 0)
+    sample = list(islice((line for line in lines if line.strip()), _SAMPLE))
+    if not sample:
+        return None
+    separator = _separator(sample, data.delimiter)
+    rows, i, body = list[list[str]](), 0, 0
+    while i < len(lines) and len(rows) < _SAMPLE:
+        row, end, reason = _row(lines, i, separator, None)
+        if row or reason:
+            body = body or end + 1
+            rows.append(_loose(lines[i], separator) if reason else [cell.strip() for cell in row])
+        i = end + 1
+    first, *others = rows
+    check_columns(file, len(first), data.max_columns)
+    if _has_header(first, others, data):
+        names = _column_names(first)
+        twice = tuple((cell, name) for cell, name in zip(first, names, strict=True) if cell not in ("", name))
+        return _Layout(separator, names, True, body, twice)
+    width = Counter(map(len, rows)).most_common(1)[0][0]
+    return _Layout(separator, [str(i) for i in range(width)], False, 0)
+
+
+def _separator(sample: Sequence[str], wanted: str) -> str:
+    """Return the wanted separator, else the one that cuts the most lines into the same number of cells, then
+    into the most cells."""
+    if wanted != "auto":
+        separator = {"tab": "\t", "\\t": "\t"}.get(wanted, wanted)
+        if len(separator) != 1 or separator in '"\r\n':
+            raise UserError(
+                f"data.delimiter={wanted!r}: give one character, no quote and no line end, or tab"
+            )
+        return separator
+
+    def score(separator: str) -> tuple[float, int]:
+        cells, lines = Counter(len(_loose(line, separator)) for line in sample).most_common(1)[0]
+        return (lines / len(sample), cells) if cells > 1 else (0.0, 0)
+
+    return max(_SEPARATORS, key=score)
+
+
+def _has_header(first: list[str], others: list[list[str]], data: TableDataConfig) -> bool:
+    """Tell whether the first line names the columns: it holds a column name that the config gives; else it
+    holds no number, and names a column whose other values are all numbers, or is complete, without
+    repetition, and none of its cells appears below it."""
+    if data.header != "auto":
+        return data.header == "yes"
+    given = {name for _, name in data.named_columns if name and not is_number(name)}
+    below = [{row[i] for row in others if i < len(row)} - {"", *data.no_value} for i in range(len(first))]
+    if any(cell in given and cell not in values for cell, values in zip(first, below, strict=True)):
+        return True
+    if any(is_number(cell) for cell in first):
+        return False
+    told = [cell not in ("", *data.no_value) for cell in first]
+    if any(name and values and all(map(is_number, values)) for name, values in zip(told, below, strict=True)):
+        return True
+    return (
+        all(told)
+        and len(set(first)) == len(first)
+        and not any(c in v for c, v in zip(first, below, strict=True))
     )
+
+
+def _column_names(header: list[str]) -> list[str]:
+    """Return distinct names: a column without a name gets its position, a repeated name a number."""
+    names: list[str] = []
+    taken: set[str] = set()
+    given = set(header)
+    for position, cell in enumerate(header):
+        name, count = cell or str(position), 1
+        while name in taken or (count > 1 and name in given):
+            count += 1
+            name = f"{cell or position}_{count}"
+        names.append(name)
+        taken.add(name)
+    return names
