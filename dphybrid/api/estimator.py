@@ -16,7 +16,7 @@ from dphybrid.data.table.frames import as_frame
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
 
-TARGET, WEIGHT = "the label", "the weight"
+_TARGET, _WEIGHT = "the label", "the weight"
 """Columns in the table that `fit` writes; with a blank, so that few tables have one of this name."""
 
 
@@ -61,7 +61,7 @@ class _HybridEstimator(BaseEstimator):
         used_B = weights_B != 0
         if not used_B.any():
             raise ValueError("sample_weight: every weight is zero; give rows that count a weight above 0")
-        return frame.with_columns(pl.Series(WEIGHT, weights_B)).filter(used_B), labels[used_B]
+        return frame.with_columns(pl.Series(_WEIGHT, weights_B)).filter(used_B), labels[used_B]
 
     def _held(self, group_B: np.ndarray) -> np.ndarray:
         """Choose the validation rows (B,) bool: a share of each group, one row at least."""
@@ -77,15 +77,15 @@ class _HybridEstimator(BaseEstimator):
         """Train a run on a table and its target. Of each group_B a share of rows validates; a row that is
         alone trains, too."""
         values: dict[str, Any] = {"seed": self.random_state, "task": task, **(self.values or {})}
-        table = frame.with_columns(pl.Series(TARGET, target_B))
-        if WEIGHT in frame.columns:
-            values["weight"] = WEIGHT
+        table = frame.with_columns(pl.Series(_TARGET, target_B))
+        if _WEIGHT in frame.columns:
+            values["weight"] = _WEIGHT
         held_B, alone_B = self._held(group_B), np.bincount(group_B)[group_B] == 1
         self.run_ = train(
             table.filter(~held_B | alone_B),
             valid=table.filter(held_B),
             recipe=self.recipe,
-            label=TARGET,
+            label=_TARGET,
             devices=self.devices,
             tracking=self.tracking,
             quiet=not self.verbose,
@@ -103,7 +103,7 @@ class _HybridEstimator(BaseEstimator):
             array = validate_data(self, X, reset=reset, dtype="numeric", ensure_all_finite="allow-nan")
             return pl.DataFrame({f"x{number}": array[:, number] for number in range(array.shape[1])})
         frame = as_frame(X, "X").lazy().collect()
-        for name in (TARGET, WEIGHT):
+        for name in (_TARGET, _WEIGHT):
             if name in frame.columns:
                 raise UserError(f"X: has a column {name!r}, which is {name}'s name here; rename it")
         if not frame.width or not frame.height:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a list of runs needs no torch
 
     from dphybrid.run.folder import Run
 
-REPORT_HEIGHT = 640
+_REPORT_HEIGHT = 640
 """Pixels of a report in a notebook's cell; the page scrolls in it."""
 
 
@@ -200,7 +200,7 @@ class RunReport:
         # A frame of its own keeps the page's style from the notebook's.
         return (
             f'<iframe srcdoc="{html.escape(self.page())}" sandbox="" '
-            f'style="width:100%;height:{REPORT_HEIGHT}px;border:1px solid #d8dee6"></iframe>'
+            f'style="width:100%;height:{_REPORT_HEIGHT}px;border:1px solid #d8dee6"></iframe>'
         )
 
 

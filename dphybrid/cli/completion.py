@@ -14,7 +14,7 @@ from dphybrid.cli.parser import Parser
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, recipe_names
 
-SHELLS = ("bash", "zsh", "fish")
+_SHELLS = ("bash", "zsh", "fish")
 _LIST = 'command ls "${DPHYBRID_DATA_DIR:-$HOME/.dphybrid}/runs" 2>/dev/null'
 _FISH_FOLDER = "(set -q DPHYBRID_DATA_DIR; and echo $DPHYBRID_DATA_DIR; or echo ~/.dphybrid)"
 _PREAMBLE = {
@@ -31,7 +31,7 @@ RUNS = {
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
-    parser.add_argument("shell", choices=SHELLS, help="your shell")
+    parser.add_argument("shell", choices=_SHELLS, help="your shell")
 
 
 def run(args: argparse.Namespace) -> int:

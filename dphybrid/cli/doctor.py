@@ -22,9 +22,8 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 from dphybrid.util.servers import ask, same_clock
 from dphybrid.util.shared_files import shared_folder_fault
-from dphybrid.util.system import num_cores
 
-PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
+_PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
 _NETWORK_DISKS = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "beegfs", "9p", "fuse.sshfs")
 
 Check = tuple[bool, str]
@@ -92,7 +91,7 @@ def _leases(settings: Settings) -> Check:
 
 
 def _threads(settings: Settings) -> Check:
-    cores = num_cores()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     spec = parse_device_spec(settings.devices)
     units = visible(Inventory(settings.nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     runs = max(1, len(units) // max(1, spec.count or 1)) if units else 1
@@ -112,7 +111,7 @@ def _prefect() -> tuple[list[Check], bool]:
         page = json.loads(done.stdout.strip().splitlines()[-1])
         return [(good, text) for good, text in page["checks"]], page["with_server"]
     last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-    return [(False, f"Prefect's server cannot be imported: {last[0]}; remedy: {PINS}")], False
+    return [(False, f"Prefect's server cannot be imported: {last[0]}; remedy: {_PINS}")], False
 
 
 def _mlflow_server(settings: Settings) -> Check:

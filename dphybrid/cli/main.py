@@ -21,7 +21,7 @@ flags. `flags(parser)` adds the flags. `run(args)` does the work and returns the
 there.
 """
 
-ELSEWHERE = {
+_ELSEWHERE = {
     "worker": ("dphybrid.orchestration.worker", "take training runs from a Prefect work pool, politely"),
     "deploy": (
         "dphybrid.orchestration.setup",
@@ -55,7 +55,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         command.recipe = recipe
         module.flags(command)
         command.set_defaults(run=module.run)
-    for name, (_, sentence) in ELSEWHERE.items():
+    for name, (_, sentence) in _ELSEWHERE.items():
         subparsers.add_parser(name, help=sentence)
     parser.commands = subparsers.choices
     return parser
@@ -63,7 +63,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
 
 def _run_elsewhere(command: str, argv: Sequence[str]) -> int:
     try:
-        command_main = import_module(ELSEWHERE[command][0]).main
+        command_main = import_module(_ELSEWHERE[command][0]).main
     except ImportError as error:
         print(
             f"error: Prefect cannot be imported ({error}); `dphybrid doctor` says what is wrong",
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # recipes and models of your own, as `python -m` finds them; last, so that nothing is shadowed
         sys.path.append(str(Path.cwd()))
-    if given and given[0] in ELSEWHERE:
+    if given and given[0] in _ELSEWHERE:
         return _run_elsewhere(given[0], given[1:])
     args = make_parser(given).parse_args(given)
     return run_cli(lambda: args.run(args))

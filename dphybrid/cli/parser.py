@@ -10,7 +10,7 @@ from dphybrid.recipes.configs import recipes_with
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.masking import masked
 
-MANY_FLAGS = 30
+_MANY_FLAGS = 30
 """More flags than this are not repeated before the description: nobody reads forty lines of them."""
 
 
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def format_help(self) -> str:
-        if self.usage is None and len(self._option_string_actions) > MANY_FLAGS:
+        if self.usage is None and len(self._option_string_actions) > _MANY_FLAGS:
             places = "".join(
                 f" [{action.metavar or action.dest}]" for action in self._get_positional_actions()
             )

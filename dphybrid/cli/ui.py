@@ -26,7 +26,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 
-FIRST_PORT, LAST_PORT = 5000, 5049
+_FIRST_PORT, _LAST_PORT = 5000, 5049
 
 
 def flags(parser: Parser) -> None:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _free_port(wanted: int | None) -> int:
     """Return the port to listen on: `wanted`, or the first free one of 5000 to 5049. Raises UserError when it
     is taken."""
-    for port in [wanted] if wanted is not None else range(FIRST_PORT, LAST_PORT + 1):
+    for port in [wanted] if wanted is not None else range(_FIRST_PORT, _LAST_PORT + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -74,11 +74,11 @@ def _free_port(wanted: int | None) -> int:
                 if wanted is not None:
                     raise UserError(
                         f"--port {port}: cannot be listened on ({error}); name another, or none for the "
-                        f"first free one from {FIRST_PORT} on"
+                        f"first free one from {_FIRST_PORT} on"
                     ) from error
                 continue
             return port
-    raise UserError(f"ports {FIRST_PORT} to {LAST_PORT} are taken; name a free one with --port")
+    raise UserError(f"ports {_FIRST_PORT} to {_LAST_PORT} are taken; name a free one with --port")
 
 
 def _ended(server: subprocess.Popen[bytes]) -> int:

@@ -28,16 +28,16 @@ from dphybrid.util.pages import Page
 from dphybrid.util.shared_files import OddFileError, own_folder
 from dphybrid.util.stop import StopRequest
 
-POLL_S = 0.2
+_POLL_S = 0.2
 END_S = 30.0
 """Time that ranks get to end after a signal, before they are killed."""
-NOTICE_S = 5.0
+_NOTICE_S = 5.0
 """Time that ranks get to notice that another one has died, before they are killed."""
 
-PARENT = "DPHYBRID_CLUSTER_PARENT"
+_PARENT = "DPHYBRID_CLUSTER_PARENT"
 STORE = "DPHYBRID_CLUSTER_STORE"
-STOP_FILE = "DPHYBRID_CLUSTER_STOP_FILE"
-LOOPBACK = "127.0.0.1"
+_STOP_FILE = "DPHYBRID_CLUSTER_STOP_FILE"
+_LOOPBACK = "127.0.0.1"
 OUTCOME = "ranks.json"
 
 PROGRAM = "dphybrid.run.joined"
@@ -63,7 +63,7 @@ class Meeting:
     job: str = field(default_factory=lambda: secrets.token_hex(8))
     nodes: int = 1
     node: int = 0
-    address: str = LOOPBACK
+    address: str = _LOOPBACK
     look: Callable[[], None] = lambda: None
 
 
@@ -114,7 +114,7 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def rank_environment(settings: Mapping[str, object], address: str = LOOPBACK) -> dict[str, str]:
+def rank_environment(settings: Mapping[str, object], address: str = _LOOPBACK) -> dict[str, str]:
     """Return the variables that all ranks here share: this process's, and the settings.
 
     address: of this machine, as the other ranks reach it. Ranks listen at its interface, unless this
@@ -124,11 +124,11 @@ def rank_environment(settings: Mapping[str, object], address: str = LOOPBACK) ->
     known = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])),
-        PARENT: _name_of(os.getpid()),
+        _PARENT: _name_of(os.getpid()),
     }
     if interface := _interface_of(address):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            known[name] = interface if address == LOOPBACK else os.environ.get(name, interface)
+            known[name] = interface if address == _LOOPBACK else os.environ.get(name, interface)
     return {**os.environ, **values, **known}
 
 
@@ -223,15 +223,15 @@ class _Starts:
         try:
             while any(rank.poll() is None for rank in ranks):
                 if code := next((rank.returncode for rank in ranks if rank.returncode), 0):
-                    _end(ranks, None, NOTICE_S)
+                    _end(ranks, None, _NOTICE_S)
                     return code
                 if self._meeting.nodes > 1 and self.newest() > attempt:
-                    _end(ranks, signal.SIGKILL, NOTICE_S)
+                    _end(ranks, signal.SIGKILL, _NOTICE_S)
                     return -signal.SIGKILL
                 if self._stop.pending and not self.stop_file.exists():
                     self.stop_file.write_text(self._stop.reason, encoding="utf-8")
                 self._meeting.look()
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
             return next((rank.returncode for rank in ranks if rank.returncode), 0)
         finally:
             _end(ranks, signal.SIGTERM, END_S)
@@ -247,7 +247,7 @@ class _Starts:
             "LOCAL_WORLD_SIZE": self._count,
             "TORCHELASTIC_RESTART_COUNT": attempt,
             STORE: self._logs / f"{self._meeting.job}-{attempt}.store",
-            STOP_FILE: self.stop_file,
+            _STOP_FILE: self.stop_file,
         }
         environment = {**self._environment, **{name: str(value) for name, value in values.items()}}
         log = self._logs / f"rank-{rank}.start-{attempt}.log"
@@ -303,10 +303,10 @@ def _name_of(pid: int) -> str:
 @contextmanager
 def asked_from_outside(stop: StopRequest) -> Iterator[None]:
     """In a rank: ask `stop` when the process that started the ranks says so by a file, or is gone."""
-    over, parent, file = threading.Event(), os.environ.get(PARENT), os.environ.get(STOP_FILE)
+    over, parent, file = threading.Event(), os.environ.get(_PARENT), os.environ.get(_STOP_FILE)
 
     def look() -> None:
-        while not over.wait(POLL_S):
+        while not over.wait(_POLL_S):
             if file is not None and Path(file).exists():
                 stop.ask(Path(file).read_text(encoding="utf-8") or f"the file {file}")
                 return

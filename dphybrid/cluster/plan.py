@@ -18,18 +18,18 @@ from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError
 
-LINK_USED = 0.9
-UNIQUE_SHARE = 0.5
+_LINK_USED = 0.9
+_UNIQUE_SHARE = 0.5
 """Of the ids of a rank's part of a batch; skewed columns have fewer."""
 
-HOST_NS_PER_ID = (15.0, 24.0)
+_HOST_NS_PER_ID = (15.0, 24.0)
 """What a host table costs one machine for each id of a batch: sorting, reading, updating."""
 
-PAPER_COLUMNS, PAPER_DENSE = 26, 5_000_000
+_PAPER_COLUMNS, _PAPER_DENSE = 26, 5_000_000
 """Of a model whose data is not there yet: id columns, and parameters of its blocks."""
 
-ID_BYTES, NUMBER_BYTES = 8, 4
-SLOW_LINK_GBIT = 25.0
+_ID_BYTES, _NUMBER_BYTES = 8, 4
+_SLOW_LINK_GBIT = 25.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Workload:
     @property
     def table_bytes(self) -> int:
         """Rows with their optimizer's states."""
-        return self.num_rows * (self.dim + self.states) * NUMBER_BYTES
+        return self.num_rows * (self.dim + self.states) * _NUMBER_BYTES
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class ClusterPlan:
     @property
     def rank_bytes(self) -> int:
         """Rows and states of a rank, and its blocks with the two moments of Adam and a gradient."""
-        rows = self.rows_a_rank * (self.work.dim + self.work.states) * NUMBER_BYTES
-        return rows + 4 * self.work.dense * NUMBER_BYTES
+        rows = self.rows_a_rank * (self.work.dim + self.work.states) * _NUMBER_BYTES
+        return rows + 4 * self.work.dense * _NUMBER_BYTES
 
     @property
-    def node_bytes(self) -> int:
+    def _node_bytes(self) -> int:
         return self.rank_bytes * math.ceil(self.ranks / self.nodes)
 
     @property
@@ -77,35 +77,35 @@ class ClusterPlan:
         """An id out, its row back, its gradient out again, of all but the ids that stay; blocks twice."""
         if self.nodes == 1:
             return 0.0
-        unique = self.work.ids * UNIQUE_SHARE
-        of_id = ID_BYTES + 2 * self.work.dim * NUMBER_BYTES
+        unique = self.work.ids * _UNIQUE_SHARE
+        of_id = _ID_BYTES + 2 * self.work.dim * _NUMBER_BYTES
         away = unique * of_id * (self.nodes - 1) / self.nodes / self.nodes
-        return away + 2 * self.work.dense * NUMBER_BYTES
+        return away + 2 * self.work.dense * _NUMBER_BYTES
 
     @property
     def network_ms(self) -> float:
-        return 1e3 * self.sent_bytes * 8 / (LINK_USED * self.link_gbit * 1e9)
+        return 1e3 * self.sent_bytes * 8 / (_LINK_USED * self.link_gbit * 1e9)
 
     @property
-    def host_ms(self) -> tuple[float, float]:
+    def _host_ms(self) -> tuple[float, float]:
         """What one machine with a host table spends on the same ids, from and to."""
-        low, high = (self.work.ids * cost / 1e6 for cost in HOST_NS_PER_ID)
+        low, high = (self.work.ids * cost / 1e6 for cost in _HOST_NS_PER_ID)
         return low, high
 
     def text(self, memory_bytes: int) -> str:
         """Return the plan in lines. memory_bytes: of this machine, for the comparison with it."""
         gib, work = 2**30, self.work
-        low, high = self.host_ms
+        low, high = self._host_ms
         machines = "1 machine" if self.nodes == 1 else f"{self.nodes} machines"
         lines = [
             f"Table: {work.num_rows:,} rows x {work.dim}, with states {work.table_bytes / gib:.4g} GiB, "
             f"row-wise over {self.ranks} ranks on {machines}",
             f"Rank:  {self.rows_a_rank:,} rows, {self.rank_bytes / gib:.4g} GiB with blocks and optimizers",
-            f"Node:  {self.node_bytes / gib:.4g} GiB",
-            f"Step:  {work.ids:,} ids, {UNIQUE_SHARE:.0%} of them unique; a machine sends "
+            f"Node:  {self._node_bytes / gib:.4g} GiB",
+            f"Step:  {work.ids:,} ids, {_UNIQUE_SHARE:.0%} of them unique; a machine sends "
             f"{self.sent_bytes / 1e6:.4g} MB, {self.network_ms:.3g} ms at {self.link_gbit:g} Gbit/s",
             f"       one machine with a host table: {low:.3g} to {high:.3g} ms of host work for the same ids",
-            f"       (on paper: {LINK_USED:.0%} of the link, nothing overlapped; the blocks' time on top)",
+            f"       (on paper: {_LINK_USED:.0%} of the link, nothing overlapped; the blocks' time on top)",
             f"So:    {self._advice(memory_bytes)}",
         ]
         return "\n".join(lines)
@@ -117,7 +117,7 @@ class ClusterPlan:
             return f"use the ranks: the table does not fit into one machine ({here})"
         if self.nodes == 1:
             return f"stay with one process (cluster.ranks=0): {here}, and ranks on one machine only cost"
-        if self.link_gbit <= SLOW_LINK_GBIT or self.network_ms >= self.host_ms[1]:
+        if self.link_gbit <= _SLOW_LINK_GBIT or self.network_ms >= self._host_ms[1]:
             return (
                 f"stay with one machine: the table fits ({here}), and the network takes longer than the host"
             )
@@ -147,7 +147,7 @@ def plan_text(
     states = 0 if config.table.optimizer == "sgd" else 1
     if table_rows is not None:
         dim = int(config.model.model_dump().get("dim", 64))
-        work = Workload(table_rows, dim, batch_size * PAPER_COLUMNS, PAPER_DENSE, states)
+        work = Workload(table_rows, dim, batch_size * _PAPER_COLUMNS, _PAPER_DENSE, states)
     else:
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
         if recipe.tabular:

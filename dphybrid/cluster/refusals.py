@@ -17,8 +17,8 @@ from dphybrid.training.callbacks import Callback
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 
-INSTALL = "pip install 'dphybrid[cluster]' (docs/cluster.md says how on a machine without a GPU)"
-NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
+_INSTALL = "pip install 'dphybrid[cluster]' (docs/cluster.md says how on a machine without a GPU)"
+_NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
 """Packages and the versions that belong together."""
 
 
@@ -87,15 +87,15 @@ def refuse_label_for_ranks(config: ExperimentConfig, data: Prepared) -> None:
 
 def check_installed(ranks: int) -> None:
     """Raise UserError when what the ranks run on is not there, or in versions that do not belong together."""
-    found = {name: installed_version(name) for name in NEEDED}
+    found = {name: installed_version(name) for name in _NEEDED}
     found["fbgemm-gpu"] = found["fbgemm-gpu"] or installed_version("fbgemm-gpu-cpu")
     wrong = [
         f"{name} {found[name] or 'is missing'}, needed {prefix}*"
-        for name, prefix in NEEDED.items()
+        for name, prefix in _NEEDED.items()
         if not found[name].startswith(prefix)
     ]
     if wrong:
-        raise UserError(f"cluster.ranks={ranks}: {'; '.join(wrong)}; {INSTALL}")
+        raise UserError(f"cluster.ranks={ranks}: {'; '.join(wrong)}; {_INSTALL}")
 
 
 def installed_version(package: str) -> str:

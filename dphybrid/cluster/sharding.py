@@ -17,7 +17,7 @@ from dphybrid.util.errors import UserError
 
 
 @dataclass(frozen=True)
-class Rules:
+class _Rules:
     """A row optimizer in FBGEMM's words: the sharder's `fused_params`, and the state that it keeps."""
 
     fused_params: dict[str, Any]
@@ -105,23 +105,23 @@ def _square_of_sums(ids_N: Tensor, grads_ND: Tensor) -> float:
     return float(sums_UD.double().square().sum())
 
 
-def rules_of(config: TableConfig) -> Rules:
+def _rules_of(config: TableConfig) -> _Rules:
     """Return the exact counterpart of a row optimizer; `refusals` has said before which have none."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
     common = {"learning_rate": config.lr}
     if config.optimizer == "sgd":
-        return Rules({"optimizer": EmbOptimType.EXACT_SGD, **common}, has_sum=False)
+        return _Rules({"optimizer": EmbOptimType.EXACT_SGD, **common}, has_sum=False)
     assert config.optimizer == "adagrad"
     decay = {"weight_decay": config.weight_decay, "weight_decay_mode": WeightDecayMode.L2}
     adagrad = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **common, "eps": 1e-10}
-    return Rules(adagrad | (decay if config.weight_decay else {}), has_sum=True)
+    return _Rules(adagrad | (decay if config.weight_decay else {}), has_sum=True)
 
 
 def _distributed(
     ranks: Ranks, num_rows: int, dim: int, name: str, config: TableConfig, batch_rows: int
-) -> tuple[Any, Rules]:
+) -> tuple[Any, _Rules]:
     import torch.distributed as dist
     from torchrec import EmbeddingCollection, EmbeddingConfig
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -141,7 +141,7 @@ def _distributed(
         def forward(self, ids: Any) -> Any:
             return self.rows(ids)
 
-    rules, device = rules_of(config), ranks.device
+    rules, device = _rules_of(config), ranks.device
     sharder, model = EmbeddingCollectionSharder(fused_params=dict(rules.fused_params)), Rows()
     free = available_memory_bytes() // ranks.local_size
     on_gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

@@ -8,7 +8,7 @@ from typing import Any
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.util.importing import check_import
 
-CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
+_CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 """Fields of a config that name code as package.module:NAME."""
 
 
@@ -21,8 +21,8 @@ def check_code(config: Mapping[str, Any], page: Path, known: Mapping[str, Any]) 
     settings = load_settings()
     if _is_own(page, settings):
         return
-    chosen = {path for field in CODE_FIELDS for path in _named(known, field)}
-    for field in CODE_FIELDS:
+    chosen = {path for field in _CODE_FIELDS for path in _named(known, field)}
+    for field in _CODE_FIELDS:
         for path in _named(config, field):
             if path not in chosen:
                 check_import(

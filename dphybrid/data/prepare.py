@@ -20,7 +20,7 @@ from dphybrid.data.store import (
 from dphybrid.util.digests import combined_digest
 from dphybrid.util.errors import UserError
 
-DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of the folder that is written to, not of the files that are read."""
 
 
@@ -51,7 +51,7 @@ def prepare_source(
             content = source.read(progress, scratch)
             after = _stamps(source)
         except OSError as error:
-            if error.errno in DISK_TROUBLE:
+            if error.errno in _DISK_TROUBLE:
                 raise
             raise _unreadable(error) from error
         if changed := [

@@ -32,10 +32,10 @@ from dphybrid.util.pages import Page
 ENCODER_VERSION = 8
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
-PIECE_BYTES = 2**24
+_PIECE_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 
-ANEW = "delete the folder and run the preparation again"
+_ANEW = "delete the folder and run the preparation again"
 
 Progress = Callable[[str, int, int], None]
 """Told about long work: what is being done, how much of it is done, how much there is."""
@@ -185,16 +185,16 @@ def open_prepared(path: Path) -> Prepared:
     try:
         manifest = Manifest.read(path / "manifest.json")
     except UserError as error:
-        raise UserError(f"{path}: is no complete prepared data ({error}); {ANEW}") from error
+        raise UserError(f"{path}: is no complete prepared data ({error}); {_ANEW}") from error
     for name, facts in manifest.arrays.items():
         file = path / f"{name}.npy"
         found = file.stat().st_size if file.is_file() else 0
         if found != facts.bytes:
-            raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {ANEW}")
+            raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {_ANEW}")
         if _header_of(file) != (facts.shape, facts.dtype):
             raise UserError(
                 f"{file}: is damaged (its header is not that of a {facts.shape} array of {facts.dtype}); "
-                f"{ANEW}"
+                f"{_ANEW}"
             )
     return Prepared(path, manifest)
 
@@ -207,7 +207,7 @@ def verify_prepared(path: Path, known: bool = False) -> Prepared:
     not read again.
     """
     prepared = open_prepared(path)
-    verify_files(path, prepared.manifest.sums, ANEW, known)
+    verify_files(path, prepared.manifest.sums, _ANEW, known)
     return prepared
 
 
@@ -325,8 +325,8 @@ def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, ArrayFacts]:
         for block in streamed.blocks():
             for name, (_, dtype) in streamed.shapes.items():
                 data = np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data
-                for start in range(0, len(data), PIECE_BYTES):
-                    write(name, data[start : start + PIECE_BYTES])
+                for start in range(0, len(data), _PIECE_BYTES):
+                    write(name, data[start : start + _PIECE_BYTES])
     found = {}
     for name, (shape, dtype) in streamed.shapes.items():
         sync(files[name])  # beside the other arrays, not after them all
@@ -342,9 +342,11 @@ def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
     def digest(piece: tuple[Path, int]) -> bytes:
         with piece[0].open("rb", buffering=0) as stream:
             stream.seek(piece[1])
-            return hashlib.sha256(stream.read(PIECE_BYTES)).digest()
+            return hashlib.sha256(stream.read(_PIECE_BYTES)).digest()
 
-    pieces = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), PIECE_BYTES)]
+    pieces = [
+        (file, start) for file in files for start in range(0, max(1, file.stat().st_size), _PIECE_BYTES)
+    ]
     totals = {file: hashlib.sha256() for file in files}
     for done, ((file, _), found) in enumerate(zip(pieces, mapped(digest, pieces), strict=True)):
         progress("digest files", done, len(pieces))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dphybrid.embedding.storage import zero_rows
 
-Member = tuple[str, Sequence[Tensor]]
+_Member = tuple[str, Sequence[Tensor]]
 """Name of a table, and what an update of it changes: its rows, then their states."""
 
 
@@ -22,7 +22,7 @@ class _Group:
     """Tables that are updated together, one after the other in `mark_V`. versions: of each tensor when
     `updates` was 0."""
 
-    members: Sequence[Member]
+    members: Sequence[_Member]
     mark_V: Tensor
     updates: int = 0
     versions: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class ChangedRows:
     nothing is known of those tables then, until the next `forget`.
     """
 
-    def __init__(self, groups: Mapping[Hashable, Sequence[Member]]) -> None:
+    def __init__(self, groups: Mapping[Hashable, Sequence[_Member]]) -> None:
         self._groups = {
             key: _Group(members, zero_rows((sum(len(tensors[0]) for _, tensors in members),), torch.uint8))
             for key, members in groups.items()

@@ -51,7 +51,7 @@ from dphybrid.util.out_of_memory import is_out_of_memory
 Batch = TypeVar("Batch")
 Ids = Mapping[str, Tensor | Sequence[Tensor]]
 """The ids that will be looked up, by table: one tensor, or one for each lookup."""
-IdsOf = Callable[[Batch], Ids]
+_IdsOf = Callable[[Batch], Ids]
 
 _JOIN_S = 5.0
 """How long closing waits for a worker that is inside the batch source."""
@@ -112,7 +112,7 @@ class RowPipeline:
         for run in list(self._runs):
             run.stop()
 
-    def prefetch(self, batches: Iterable[Batch], ids_of: IdsOf[Batch] | None = None) -> Iterator[Batch]:
+    def prefetch(self, batches: Iterable[Batch], ids_of: _IdsOf[Batch] | None = None) -> Iterator[Batch]:
         """Yield the batches in order. ids_of: returns the ids that the model will look up for a batch, by
         table (one tensor, or a list of one tensor a lookup); None: the model's own `table_ids`.
 
@@ -161,7 +161,7 @@ class RowPipeline:
                 "region.rows(table, ids)"
             )
 
-    def _ahead(self, batches: Iterator[Batch], ids_of: IdsOf[Batch]) -> Iterator[Batch]:
+    def _ahead(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
         if not any(table.ahead.is_placed for table in self.tables.values()):  # all rows are where they belong
             yield from batches
             return
@@ -235,7 +235,7 @@ class _Run(Generic[Batch]):
     def __init__(
         self,
         batches: Iterable[Batch],
-        ids_of: IdsOf[Batch],
+        ids_of: _IdsOf[Batch],
         tables: Mapping[str, HostEmbedding],
         lookahead: int,
     ) -> None:

@@ -19,7 +19,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import sync, temporary
 
 GIB = 2**30
-KEEP_FREE_SHARE = 0.02
+_KEEP_FREE_SHARE = 0.02
 """Of the free memory or disk: left for everything else."""
 
 _HUGE_PAGE_BYTES = 2**21
@@ -61,7 +61,7 @@ def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
-def check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
+def _check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
     """Raise UserError, with the numbers, when `num_bytes` do not fit into memory or, with a folder, on its
     disk. what: starts the message."""
     if folder is None:
@@ -70,7 +70,7 @@ def check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
     else:
         free, remedy = shutil.disk_usage(folder).free, "choose another folder or a smaller table"
         place = f"{folder} has {free / GIB:.3g} GiB free"
-    if num_bytes > free * (1 - KEEP_FREE_SHARE):
+    if num_bytes > free * (1 - _KEEP_FREE_SHARE):
         raise UserError(f"{what} {num_bytes / GIB:.3g} GiB, {place}; {remedy}")
 
 
@@ -118,18 +118,18 @@ def open_rows(
     if storage == "memory":
         if path is not None:
             raise UserError(f"table {name!r}: a path, {path}, goes with storage mmap only")
-        check_fits(size, shape, None)
+        _check_fits(size, shape, None)
         return zero_rows((num_rows, dim), dtype), fill
     if storage != "mmap":
         raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
     if path is None:
         raise UserError(f"table {name!r}: storage mmap needs the path of a file or folder")
     if path.is_dir():
-        check_fits(size, shape, path)
-        return zero_file(path, (num_rows, dim), dtype), fill
+        _check_fits(size, shape, path)
+        return _zero_file(path, (num_rows, dim), dtype), fill
     fresh = not path.exists()
     if fresh:
-        check_fits(size, shape, path.parent)
+        _check_fits(size, shape, path.parent)
     elif path.stat().st_size != size:
         raise UserError(
             f"{shape} {size / GIB:.3g} GiB, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it "
@@ -140,7 +140,7 @@ def open_rows(
         layout.write_text(told, encoding="utf-8")
     elif layout.exists() and (found := layout.read_text(encoding="utf-8")) != told:
         raise UserError(f"{shape} wanted, {path} holds {found.strip()}; was it made for another table?")
-    return map_file(temporary(path) if fresh else path, (num_rows, dim), dtype), fresh
+    return _map_file(temporary(path) if fresh else path, (num_rows, dim), dtype), fresh
 
 
 def open_states(
@@ -164,7 +164,7 @@ def open_states(
         for file in files.values():
             file.unlink(missing_ok=True)
     missing = [state for state in wanted if state not in files or not files[state].exists()]
-    check_fits(
+    _check_fits(
         sum(sizes[state] for state in missing),
         f"table {name!r}: the optimizer's states of its rows are",
         folder,
@@ -172,27 +172,27 @@ def open_states(
     states = {}
     for state, (shape, dtype) in wanted.items():
         if not files:
-            states[state] = zero_rows(shape, dtype) if folder is None else zero_file(folder, shape, dtype)
+            states[state] = zero_rows(shape, dtype) if folder is None else _zero_file(folder, shape, dtype)
             continue
         file = files[state]
         if state not in missing and file.stat().st_size != sizes[state]:
             raise UserError(
                 f"table {name!r}: {file} has another size than state {state}; was the optimizer another one?"
             )
-        states[state] = map_file(file, shape, dtype)
+        states[state] = _map_file(file, shape, dtype)
     return states
 
 
-def map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the values of a file, which grows with zeros to the size of `shape` where it is smaller; what is
     written goes to the file."""
     return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 
-def zero_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _zero_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros in a file without a name: gone with the process, however that ends."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".rows-") as file:
-        return map_file(Path(file.name), shape, dtype)
+        return _map_file(Path(file.name), shape, dtype)
 
 
 @contextmanager

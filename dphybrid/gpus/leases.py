@@ -23,7 +23,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_locked, lock, stands_at
 from dphybrid.util.shared_files import OddFileError, open_regular, read_text, shared_folder_fault
 
-FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
+_FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
 """For machines whose /var/lock only root may write to; the same for every user."""
 
 
@@ -33,7 +33,7 @@ def _printable(text: str) -> str:
     return text
 
 
-ShownText = Annotated[str, Field(max_length=300), AfterValidator(_printable)]
+_ShownText = Annotated[str, Field(max_length=300), AfterValidator(_printable)]
 """Text of another user's file that comes to a terminal."""
 
 
@@ -43,8 +43,8 @@ class Holder(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     pid: int = Field(default=0, ge=0)
-    user: ShownText = "somebody"
-    run: ShownText = "that is starting"
+    user: _ShownText = "somebody"
+    run: _ShownText = "that is starting"
     since: AwareDatetime = Field(default_factory=lambda: datetime.now().astimezone())
     odd: str = Field(default="", exclude=True)
 
@@ -109,7 +109,7 @@ def lease_folder(wanted: Path) -> Path:
 
     Raises UserError when it cannot be written, or when any user could remove the others' locks.
     """
-    for folder in (wanted, FALLBACK):
+    for folder in (wanted, _FALLBACK):
         try:
             folder.mkdir(mode=0o1777, parents=True)
         except FileExistsError:

@@ -16,7 +16,7 @@ from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.stop import Interrupted, StopRequest
 from dphybrid.util.watching import watching
 
-SQUEEZE_SHARE = 0.02
+_SQUEEZE_SHARE = 0.02
 """Share of a GPU's memory below which, beside another process, what is free does not last: one of the two
 will fail."""
 
@@ -77,7 +77,7 @@ def _crowded(gpu: Gpu, settings: Settings) -> str | None:
         return None
     if settings.yield_to_others == "always":
         return f"{gpu.label}: {describe_process(others[0])}"
-    if gpu.free_bytes < SQUEEZE_SHARE * gpu.total_bytes:
+    if gpu.free_bytes < _SQUEEZE_SHARE * gpu.total_bytes:
         return f"{gpu.label}: {gpu.free_bytes / GIB:.1f} GiB left beside {describe_process(others[0])}"
     return None
 

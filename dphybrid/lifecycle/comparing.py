@@ -25,7 +25,7 @@ from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
-NUM_RESAMPLES = 300
+_NUM_RESAMPLES = 300
 
 
 class Decision(Page):
@@ -102,7 +102,7 @@ def bootstrap_gains(
     challenger: dict[str, torch.Tensor],
     task: Task,
     seed: int,
-    resamples: int = NUM_RESAMPLES,
+    resamples: int = _NUM_RESAMPLES,
 ) -> np.ndarray:
     """Return the challenger's gain in the task's metric on `resamples` resampled sets of the same rows
     (resamples,)."""

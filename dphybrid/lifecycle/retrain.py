@@ -25,7 +25,7 @@ from dphybrid.util.files import clear_leftovers, making
 from dphybrid.util.locks import locked
 
 CHAMPION_TAG = "dphybrid.champion"
-TOP_VALUES = 20
+_TOP_VALUES = 20
 """Most frequent values of a column whose shares count for drift; the others count together."""
 
 
@@ -204,7 +204,7 @@ def _ids_of(data: Prepared, place: int, rows: np.ndarray) -> np.ndarray:
 
 
 def _shares(counts: np.ndarray) -> np.ndarray:
-    grouped = np.append(counts[:TOP_VALUES], counts[TOP_VALUES:].sum()) + 0.5  # no share is 0
+    grouped = np.append(counts[:_TOP_VALUES], counts[_TOP_VALUES:].sum()) + 0.5  # no share is 0
     return np.asarray(grouped / grouped.sum())
 
 

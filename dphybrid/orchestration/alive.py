@@ -42,13 +42,13 @@ from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, r
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
 
-SETTLE_S = 8.0
+_SETTLE_S = 8.0
 """How long a run must have been in the state that says it lives, or has crashed."""
 SILENT = "no heartbeat: its machine died"
 """What the automation of `dphybrid.orchestration.setup` writes on a run."""
 SILENT_FOR = timedelta(seconds=200)
 """Silence after which it does; at least three heartbeats, or living runs would be begun twice."""
-STUCK_S = 120.0
+_STUCK_S = 120.0
 """How long the start of a process may take."""
 _FILE = re.compile(r"flow-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.run")
 MAX_RUNS = 10
@@ -95,7 +95,7 @@ def num_starts(run: FlowRun) -> int:
     return starts if isinstance(starts, int) else 0
 
 
-def is_orphan() -> bool:
+def _is_orphan() -> bool:
     """Has the worker that started this process died? Then this is among the children of another one."""
     worker = os.environ.get(STARTED_BY, "").partition(" ")[0]
     return bool(worker) and worker not in {str(ancestor.pid) for ancestor in psutil.Process().parents()}
@@ -147,7 +147,7 @@ def _locked(file: Path) -> Iterator[None]:
     while True:
         with os.fdopen(open_regular(file, os.O_RDWR | os.O_CREAT, own=True), "r+") as stream:
             while not lock(stream.fileno()):
-                if is_orphan():
+                if _is_orphan():
                     print(
                         f"{file.stem}: the worker that started this process is dead, and another process "
                         "has the run",
@@ -199,14 +199,14 @@ def _queue(client: SyncPrefectClient, file: Path, flow_run_id: UUID) -> str | No
         return ""
     if run.labels.get(HOME) != _start_of(file):
         # Another home; or this one, which is about to tell the server so.
-        return None if time.time() - file.lstat().st_mtime < STUCK_S else ""
+        return None if time.time() - file.lstat().st_mtime < _STUCK_S else ""
     if run.state is None or run.state.type == StateType.SCHEDULED or _is_locked(file):
         return None  # it is about to start, perhaps here
     if run.state.type == StateType.PENDING:
         if worker is None or psutil.pid_exists(worker):
             return None
         return _again(client, run, "its worker died before it had begun")
-    if datetime.now(UTC) - run.state.timestamp < timedelta(seconds=SETTLE_S):
+    if datetime.now(UTC) - run.state.timestamp < timedelta(seconds=_SETTLE_S):
         # it has just begun, and is about to lock its file; or its worker is about to say what became of it
         return None
     if run.state.type == StateType.CANCELLING:
@@ -233,7 +233,7 @@ def _again(client: SyncPrefectClient, run: FlowRun, why: str) -> str:
 def queue_lost_runs(pool: str) -> list[str]:
     """Queue the runs of a pool again whose machine died, or whose worker before they began, wherever that
     was; return a line for each."""
-    before = datetime.now(UTC) - timedelta(seconds=STUCK_S)
+    before = datetime.now(UTC) - timedelta(seconds=_STUCK_S)
     try:
         with get_client(sync_client=True) as client:
             runs = client.read_flow_runs(
@@ -303,7 +303,7 @@ def noticing_the_workers_death(
         return
     # A worker may die while this process still imports: its parent is another one then, from the first look
     # on.
-    parent, orphaned = os.getppid(), is_orphan()
+    parent, orphaned = os.getppid(), _is_orphan()
 
     def look() -> bool:
         died = orphaned or os.getppid() != parent

@@ -16,7 +16,7 @@ from dphybrid.util.servers import ask, same_clock
 Check = tuple[bool, str]
 
 
-def run_checks(settings: PrefectSettings) -> list[Check]:
+def _run_checks(settings: PrefectSettings) -> list[Check]:
     """Return for each check whether it passed, and what was found with its remedy."""
     return [
         (True, f"prefect {version('prefect')} with fastapi {version('fastapi')}: the server can start"),
@@ -78,4 +78,4 @@ def _workers(settings: PrefectSettings) -> Check:
 
 if __name__ == "__main__":
     current = get_current_settings()
-    print(json.dumps({"checks": run_checks(current), "with_server": bool(current.api.url)}))
+    print(json.dumps({"checks": _run_checks(current), "with_server": bool(current.api.url)}))

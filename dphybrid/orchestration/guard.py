@@ -12,13 +12,13 @@ from dphybrid.orchestration.queueing import UNREACHABLE, lives_elsewhere
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
 
-ASK_EVERY_S = 15.0
+_ASK_EVERY_S = 15.0
 _ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}
 
 
 @contextmanager
 def watched_flow_run(
-    flow_run_id: str | None, stop: StopRequest, every_s: float = ASK_EVERY_S
+    flow_run_id: str | None, stop: StopRequest, every_s: float = _ASK_EVERY_S
 ) -> Iterator[None]:
     """While the block runs, ask its run to stop once the flow run is cancelled or was given up. None: nothing
     to watch."""

@@ -64,7 +64,7 @@ class Seat(BaseModel):
 
 
 @contextmanager
-def seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
+def _seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
     """In another machine's flow run: have the devices that the run wants, leased, and a place in its meeting.
 
     stop: is asked when the first machine's flow run ends, or begins anew; a while later `look` of the meeting
@@ -91,7 +91,7 @@ def seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
 
 def follow(seat: Seat, stop: StopRequest) -> State:
     """Be one of the other machines of a run: start its ranks here; return the state to end in."""
-    with seated(seat, stop) as (run, meeting):
+    with _seated(seat, stop) as (run, meeting):
         outcome = train_in_ranks(run.folder, run.config.cluster.ranks, load_settings(), stop, meeting)
     stop.obey()
     if outcome.state == "trained":

@@ -50,7 +50,7 @@ from dphybrid.util.files import write_text
 from dphybrid.util.stop import Interrupted, StopRequest
 from dphybrid.util.watching import watching
 
-JOIN = "join-hybrid/join-hybrid"
+_JOIN = "join-hybrid/join-hybrid"
 _ACTIVE = [StateType.RUNNING, StateType.PENDING]
 
 
@@ -139,7 +139,7 @@ def _last_heard(worker: Worker) -> str:
 
 @contextmanager
 def gathered(
-    others: Sequence[str], run_folder: str, settings: Settings, join: str = JOIN
+    others: Sequence[str], run_folder: str, settings: Settings, join: str = _JOIN
 ) -> Iterator[Meeting]:
     """In the first machine's flow run: have the workers `others` join, and let them go when the block ends.
 
@@ -174,7 +174,7 @@ def gathered(
         with watching(followers.look, LOOK_EVERY_S, "dphybrid-machines"):
             yield Meeting(seat.job, seat.nodes, 0, address, followers.obey)
     finally:
-        followers.let_go()
+        followers._let_go()
         (folder / SEAT).unlink(missing_ok=True)
 
 
@@ -214,7 +214,7 @@ class _Followers:
         if self._verdict is not None:
             raise self._verdict
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """End those that do not end by themselves, as they do when their ranks have ended."""
         deadline, why = time.monotonic() + LEAVE_S, "the run's first machine has ended its part"
         try:

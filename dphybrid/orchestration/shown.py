@@ -75,7 +75,7 @@ def shown_progress(flow_run_id: str | None) -> Iterator[Callable[[EpochEnd], Non
 
     def tell(seen: EpochEnd) -> None:
         nonlocal latest
-        latest = 100 * seen.epoch / seen.epochs, epoch_text(seen)
+        latest = 100 * seen.epoch / seen.epochs, _epoch_text(seen)
 
     with watching(show, TELL_EVERY_S, "dphybrid-progress", end_s=1.0):
         yield tell
@@ -87,7 +87,7 @@ def shown_progress(flow_run_id: str | None) -> Iterator[Callable[[EpochEnd], Non
         last.join(TELL_EVERY_S)
 
 
-def epoch_text(seen: EpochEnd) -> str:
+def _epoch_text(seen: EpochEnd) -> str:
     """Return an epoch's end in a line."""
     metrics = ", ".join(f"{name} {value:.5g}" for name, value in seen.metrics.items())
     best = ", the best so far" if seen.best else ""

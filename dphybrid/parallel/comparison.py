@@ -88,7 +88,7 @@ def compare_split(
     found = []
     for name, (given, named) in calls.items():
         with _evaluating(model):
-            difference = compare_block(blocks[name], given, named, name=name, rtol=rtol, atol=atol)
+            difference = _compare_block(blocks[name], given, named, name=name, rtol=rtol, atol=atol)
         if difference is not None:
             found.append(difference)
     return found
@@ -102,7 +102,7 @@ def refuse_split_differences(model: nn.Module, *args: object, **kwargs: Any) -> 
         )
 
 
-def compare_block(
+def _compare_block(
     block: DataParallel,
     args: tuple[object, ...],
     kwargs: dict[str, object],

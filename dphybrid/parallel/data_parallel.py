@@ -69,7 +69,7 @@ class DataParallel(nn.DataParallel):
         self.devices = resolve_devices(device_ids if devices is None else devices)
         home = self.devices.home
         if isinstance(weights, str):
-            weights = memory_weights(self.devices)
+            weights = _memory_weights(self.devices)
         if weights is not None:
             split_sizes(1, len(self.devices), weights)
         if len(self.devices) > 1:
@@ -354,7 +354,7 @@ def _in_step(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     return inputs + [()] * (count - len(inputs)), kwargs + [{}] * (count - len(kwargs))
 
 
-def memory_weights(devices: Devices) -> list[float] | None:
+def _memory_weights(devices: Devices) -> list[float] | None:
     """Return each device's memory as its share of a batch, or None where all replicas share hardware."""
     if devices.virtual or devices.home.type != "cuda":
         return None

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from dphybrid.parallel.nests import map_tensors
 
-OPTIMIZER_STATES = {"sgd": 0, "adam": 2, "adamw": 2}
+_OPTIMIZER_STATES = {"sgd": 0, "adam": 2, "adamw": 2}
 """Numbers an optimizer keeps for each parameter."""
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class _DeviceMemory:
     """Bytes on one device. The first device also holds gradients and optimizer states; the others hold a copy
     of the parameters."""
 
@@ -66,7 +66,7 @@ def block_memory(
     labels: Sequence[str],
     optimizer: str,
     dim: int = 0,
-) -> list[DeviceMemory]:
+) -> list[_DeviceMemory]:
     """Return the memory of each device for a batch split into `sizes`. args, kwargs: one batch's inputs, with
     at least max(sizes) rows."""
     parameters = sum(p.numel() * p.element_size() for p in module.parameters())
@@ -77,20 +77,20 @@ def block_memory(
         part = map_tensors(lambda t, rows=rows: t.narrow(dim, 0, rows) if t.dim() else t, (args, kwargs))  # type: ignore[misc]
         by_rows[rows] = activation_bytes(module, *part)
     return [
-        DeviceMemory(
+        _DeviceMemory(
             label=label,
             rows=rows,
             parameters=parameters + buffers,
             # The first device also sums the others' up.
             gradients=trained * (2 if len(sizes) > 1 and index == 0 else 1),
-            optimizer=trained * OPTIMIZER_STATES[optimizer] if index == 0 else 0,
+            optimizer=trained * _OPTIMIZER_STATES[optimizer] if index == 0 else 0,
             activations=by_rows[rows],
         )
         for index, (label, rows) in enumerate(zip(labels, sizes, strict=False))
     ]
 
 
-def memory_text(devices: Sequence[DeviceMemory]) -> str:
+def memory_text(devices: Sequence[_DeviceMemory]) -> str:
     """Return the table for people, in MiB."""
     head = f"  {'device':<10}{'rows':>7}{'parameters':>13}{'gradients':>12}"
     head += f"{'optimizer':>12}{'activations':>14}{'MiB':>10}"

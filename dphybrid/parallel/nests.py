@@ -196,7 +196,7 @@ def _collect(value: object, dim: int, path: str, sizes: dict[str, int | None]) -
         for name, item in zip(names_of(value), items_of(value), strict=True):
             _collect(item, dim, f"{path}[{name!r}]", sizes)
     elif type(value) not in PLAIN and not isinstance(value, Whole):
-        refuse_unsplittable(value, path)
+        _refuse_unsplittable(value, path)
 
 
 PLAIN: frozenset[type] = frozenset(
@@ -205,7 +205,7 @@ PLAIN: frozenset[type] = frozenset(
 """Types of values that neither are nor hold tensors."""
 
 
-def refuse_unsplittable(value: Any, path: str) -> None:
+def _refuse_unsplittable(value: Any, path: str) -> None:
     """Raise UserError for a value that is no known container and would reach the replicas whole though it
     holds the batch, or once only."""
     kind = type(value).__name__

@@ -19,16 +19,16 @@ from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_reci
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import read_small_text
 
-FieldFacts = tuple[Any, str, Any]
+_FieldFacts = tuple[Any, str, Any]
 
 
 @cache
-def field_types(recipe: str = DEFAULT) -> dict[str, FieldFacts]:
+def field_types(recipe: str = DEFAULT) -> dict[str, _FieldFacts]:
     """Return every field of a recipe's config: dotted name -> (annotation, sentence, default). Raises
     UserError for an unknown recipe."""
 
-    def walk(model: type[BaseModel], prefix: str) -> dict[str, FieldFacts]:
-        found: dict[str, FieldFacts] = {}
+    def walk(model: type[BaseModel], prefix: str) -> dict[str, _FieldFacts]:
+        found: dict[str, _FieldFacts] = {}
         for name, field in model.model_fields.items():
             kind = field.annotation
             if isinstance(kind, type) and issubclass(kind, Section):
@@ -45,7 +45,7 @@ def recipes_with(name: str) -> list[str]:
     return [recipe for recipe in BUILT_IN if name in field_types(recipe)]
 
 
-def explain_unknown(name: str, recipe: str) -> str:
+def _explain_unknown(name: str, recipe: str) -> str:
     """Return why a recipe's config has no such field, and what to do."""
     if others := recipes_with(name):
         return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
@@ -227,7 +227,7 @@ def _explain(item: Any, places: dict[str, str], recipe: str) -> str:
     place = places.get(name)
     where = f" (from {place})" if place else ""
     if item["type"] == "extra_forbidden":
-        return f"{name}{where}: {explain_unknown(name, recipe)}"
+        return f"{name}{where}: {_explain_unknown(name, recipe)}"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
         message = f"is a section: write [{name}] and its values below"

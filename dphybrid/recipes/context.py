@@ -65,7 +65,7 @@ class ModelContext(Generic[Options]):
         )
 
 
-Factory = Callable[[ModelContext[Any]], nn.Module]
+_Factory = Callable[[ModelContext[Any]], nn.Module]
 
 
 def build_from_config(
@@ -97,7 +97,7 @@ def build_model(recipe: Recipe | str, context: ModelContext[Any]) -> nn.Module:
     """
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
     path = context.options.factory
-    factory: Factory = import_callable(path, "model.factory") if path else recipe.build
+    factory: _Factory = import_callable(path, "model.factory") if path else recipe.build
     torch.manual_seed(context.seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(context.dtype)

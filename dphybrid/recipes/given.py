@@ -23,7 +23,7 @@ Given = Any
 a map-style `torch.utils.data.Dataset` whose samples are dicts, or tuples (input, label), of tensors, arrays
 or numbers."""
 
-TUPLE_NAMES = ("inputs_B", "labels_B")
+_TUPLE_NAMES = ("inputs_B", "labels_B")
 """Names in the batch of what a Dataset of tuples gives."""
 
 
@@ -134,7 +134,7 @@ def _items(dataset: Any, where: str) -> dict[str, Array]:
     for number in range(len(dataset)):
         sample = dataset[number]
         if isinstance(sample, tuple | list):
-            sample = dict(zip(TUPLE_NAMES, sample, strict=len(sample) == len(TUPLE_NAMES)))
+            sample = dict(zip(_TUPLE_NAMES, sample, strict=len(sample) == len(_TUPLE_NAMES)))
         if not isinstance(sample, Mapping):
             raise UserError(
                 f"{where}: sample {number} is a {type(sample).__name__}; give dicts, or tuples (input, label)"

@@ -25,7 +25,7 @@ from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import import_callable
 
-COMPARED_ROWS = 64
+_COMPARED_ROWS = 64
 """Rows of the batch that is computed unsplit and split."""
 
 
@@ -73,7 +73,7 @@ def check_target(
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
         model = build_from_config(config, data.info, resolve_devices("cpu"))
         if find_data_parallel(model):
-            rows = min(config.train.batch_size, COMPARED_ROWS)
+            rows = min(config.train.batch_size, _COMPARED_ROWS)
             across = compare_split(
                 model, next(batches(data.dataset("train"), rows, seed=0, epoch=0, shuffle=False))
             )

@@ -38,15 +38,15 @@ def is_joined() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def rank_device(devices: str) -> torch.device:
+def _rank_device(devices: str) -> torch.device:
     """Return the device of this rank: the CPU, or its own among those that the run has."""
     names = parse_device_spec(devices).names
     return torch.device("cpu" if names == ("cpu",) else names[int(os.environ["LOCAL_RANK"])])
 
 
-def be_a_rank(run: Run, settings: Settings) -> Outcome:
+def _be_a_rank(run: Run, settings: Settings) -> Outcome:
     """Train as the rank that this process's variables say, and write how it ended."""
-    stop, device = StopRequest(), rank_device(run.page.devices)
+    stop, device = StopRequest(), _rank_device(run.page.devices)
     with (
         stop_signals(stop),
         asked_from_outside(stop),
@@ -99,7 +99,7 @@ def join_job(
     stop, own_tags = StopRequest(), {**(tags or {}), JOB: job, NODES: str(size // local_size)}
     experiment = prepare_data(config, settings, here=local_size)
     with (
-        joined(settings.cluster_timeout_s, rank_device(devices)) as ranks,
+        joined(settings.cluster_timeout_s, _rank_device(devices)) as ranks,
         stop_signals(stop),
         asked_from_outside(stop),
     ):
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
     if (run.folder / OUTCOME).is_file():  # started again for the ranks that did not know the end
         return 0
     try:
-        be_a_rank(run, load_settings())
+        _be_a_rank(run, load_settings())
     except Interrupted as interruption:  # before all ranks were here
         Outcome(state="stopped", words=str(interruption)).write(run.folder / OUTCOME)
     except LostRanks as error:

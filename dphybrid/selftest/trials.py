@@ -26,7 +26,7 @@ _PREFIX = ".selftest-"
 QUIET_S = 20.0
 """Seconds without a line, after which one says how far the selftest is."""
 
-Trial = Callable[[random.Random], str]
+_Trial = Callable[[random.Random], str]
 """Breaks one run and resumes it; returns what differs from an undisturbed run, or an empty text."""
 
 
@@ -36,7 +36,7 @@ class Kind:
 
     fault: str
     how: str
-    trial: Trial
+    trial: _Trial
     tried: int = 0
     seconds: float = 0.0
     broken: list[str] = field(default_factory=list)
@@ -137,7 +137,7 @@ class _Runs:
         codes = (0, -signal.SIGKILL)
         return self._hit(name, f"killed after {share:.0%}", codes, kill_after_s=share * seconds)
 
-    def at(self, *modes: str) -> Trial:
+    def at(self, *modes: str) -> _Trial:
         """Return a trial that breaks a random file operation of a run, in one of these ways."""
 
         def trial(chosen: random.Random) -> str:

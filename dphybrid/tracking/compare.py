@@ -29,11 +29,11 @@ from dphybrid.util.errors import UserError
 
 MAX_RUNS = 256
 """More runs than this make no readable page; a sweep has no more cells."""
-PICTURED_RUNS = 24
+_PICTURED_RUNS = 24
 """More runs than this make no readable picture, which nobody can sort or filter."""
 
-SWEEP_TAG, KIND_TAG, REPLICAS_TAG = "dphybrid.sweep", "dphybrid.kind", "dphybrid.replicas"
-COMPARISONS = "{} comparisons"
+SWEEP_TAG, _KIND_TAG, _REPLICAS_TAG = "dphybrid.sweep", "dphybrid.kind", "dphybrid.replicas"
+_COMPARISONS = "{} comparisons"
 """Name of the experiment that holds the comparisons of another one's runs, so that they do not stand among
 the trainings."""
 
@@ -76,7 +76,7 @@ def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
             series.setdefault(label, []).append((place, speed[run.run_id].ratio))
     if any(len({place for place, _ in points}) > 1 for points in series.values()):
         pictures["speed.png"] = scaling_figure(series, param)
-    if len(runs) > PICTURED_RUNS:
+    if len(runs) > _PICTURED_RUNS:
         return pictures
     if stages := {run.name: run.stages_ms for run in runs if run.stages_ms}:
         pictures["stages.png"] = side_by_side_figure(stages)
@@ -113,7 +113,7 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         status=run.info.status,
         started=datetime.fromtimestamp(begin / 1000),
         params=dict(run.data.params),
-        replicas=int(run.data.tags.get(REPLICAS_TAG, "1")),
+        replicas=int(run.data.tags.get(_REPLICAS_TAG, "1")),
         metrics=metrics,
         splits=_full_split(_read_page(client, run_id, "split_shapes.json") or {}),
         stages_ms=_stages_ms(client, run_id, metrics),
@@ -171,7 +171,7 @@ def find_runs(
     runs = [
         run
         for run in client.search_runs([found.experiment_id], max_results=1000)
-        if run.data.tags.get(KIND_TAG) != "summary"
+        if run.data.tags.get(_KIND_TAG) != "summary"
     ]
     runs.sort(key=lambda run: run.info.start_time)
     if wanted:
@@ -187,7 +187,7 @@ def find_runs(
         return [by_name[name] for name in wanted]
     if sweep is not None:
         runs = [run for run in runs if run.data.tags.get(SWEEP_TAG) == sweep]
-    newest = MAX_RUNS if sweep is not None else PICTURED_RUNS
+    newest = MAX_RUNS if sweep is not None else _PICTURED_RUNS
     return [run.info.run_id for run in runs if run.info.status == "FINISHED"][-newest:]
 
 
@@ -197,9 +197,9 @@ def log_comparison(
     """Put a written comparison into a run of its own, in the experiment beside that of the runs compared;
     return that run's id and where its page is."""
     client = MlflowClient(tracking_uri=store_uri)
-    experiment_id = find_experiment(client, store_uri, COMPARISONS.format(experiment), store)
+    experiment_id = find_experiment(client, store_uri, _COMPARISONS.format(experiment), store)
     name = f"comparison of {sweep}" if sweep else f"comparison of {len(run_ids)} runs"
-    tags = {KIND_TAG: "summary", "dphybrid.compared": ",".join(run_ids)}
+    tags = {_KIND_TAG: "summary", "dphybrid.compared": ",".join(run_ids)}
     tags |= {SWEEP_TAG: sweep} if sweep else {}
     note = f"{name}: open `compare/{page.name}` under Artifacts."
     run = client.create_run(experiment_id, run_name=name, tags=tags | {"mlflow.note.content": note})

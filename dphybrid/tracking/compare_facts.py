@@ -11,7 +11,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.text import printable
 
 DEVICES, SEED = "devices", "train.seed"
-GROUPS = {"devices": DEVICES, "batch": "train.batch_size", "recipe": "recipe"}
+_GROUPS = {"devices": DEVICES, "batch": "train.batch_size", "recipe": "recipe"}
 """Short names for what runs are often grouped by; any other name is a param's."""
 
 _NOT_CONFIG = ("size.", "split.")
@@ -65,10 +65,10 @@ class Speed:
 
 def param_of(group_by: str, runs: Sequence[RunFacts]) -> str:
     """Return the param that runs are grouped by. Raises UserError for one that no run has."""
-    name = GROUPS.get(group_by, group_by)
+    name = _GROUPS.get(group_by, group_by)
     if not any(name in run.params for run in runs):
-        params = sorted({param for run in runs for param in run.params} | set(GROUPS))
-        near = difflib.get_close_matches(group_by, params, 3) or list(GROUPS)
+        params = sorted({param for run in runs for param in run.params} | set(_GROUPS))
+        near = difflib.get_close_matches(group_by, params, 3) or list(_GROUPS)
         raise UserError(f"--group-by {group_by}: no run has such a param; near: {', '.join(near)}")
     return name
 
@@ -86,7 +86,7 @@ def ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
 
     def order(run: RunFacts) -> tuple[int, float, str, datetime]:
         value = run.value(param)
-        return (run.replicas if param == DEVICES else 0, as_number(value) or 0.0, value, run.started)
+        return (run.replicas if param == DEVICES else 0, _as_number(value) or 0.0, value, run.started)
 
     return sorted(runs, key=order)
 
@@ -162,7 +162,7 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
     cells = [titles, *([printable(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[place]) for row in cells) for place in range(len(titles))]
     left = [
-        place == 0 or as_number(cells[1][place].rstrip("%").replace(",", "")) is None
+        place == 0 or _as_number(cells[1][place].rstrip("%").replace(",", "")) is None
         for place in range(len(titles))
     ]
     lines = [
@@ -193,7 +193,7 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
     return "\n".join([*lines, "", *notes]).rstrip()
 
 
-def as_number(text: str) -> float | None:
+def _as_number(text: str) -> float | None:
     """Return a text as a number, or None."""
     try:
         return float(text)

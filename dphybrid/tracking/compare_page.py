@@ -22,7 +22,7 @@ from dphybrid.tracking.compare_facts import (
 )
 from dphybrid.tracking.figures import COLOURS
 
-MAX_POINTS = 600
+_MAX_POINTS = 600
 """Points of a curve that the page keeps: more than a screen shows."""
 
 
@@ -106,7 +106,7 @@ def _run(run: RunFacts, names: Sequence[str]) -> dict[str, Any]:
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
     """Return points at even distances, the last one among them."""
-    stride = -(-len(points) // MAX_POINTS) or 1
+    stride = -(-len(points) // _MAX_POINTS) or 1
     return [point for place, point in enumerate(points) if (len(points) - 1 - place) % stride == 0]
 
 

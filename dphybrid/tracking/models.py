@@ -25,12 +25,12 @@ from dphybrid.tracking.names import safe_name
 from dphybrid.tracking.outbox import Record
 from dphybrid.util.errors import UserError
 
-CHAMPION, CHALLENGER = "champion", "challenger"
-DECISION_TAG = "dphybrid.decision"
+_CHAMPION, _CHALLENGER = "champion", "challenger"
+_DECISION_TAG = "dphybrid.decision"
 _FORMER_TAG = "dphybrid.former_champions"
 """Tag of a registered model: the versions that were champion before, oldest first."""
-CHECKPOINT_TYPE = "dphybrid-checkpoint"
-UID_TAG, ROLE_TAG, STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
+_CHECKPOINT_TYPE = "dphybrid-checkpoint"
+_UID_TAG, _ROLE_TAG, _STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
 LEFT_OUT = "left_out.json"
 """Page in a model's folder that names the files that were too large to upload: path, bytes, sha256."""
 
@@ -55,8 +55,8 @@ class CheckpointModels:
             model = there.get(uid)
             if model is None and (Path(card["folder"]) / "state.json").is_file():
                 self._create(card, record["dataset"])
-            elif model is not None and model.tags.get(ROLE_TAG) != card["role"]:
-                self._client.set_logged_model_tags(model.model_id, {ROLE_TAG: card["role"]})
+            elif model is not None and model.tags.get(_ROLE_TAG) != card["role"]:
+                self._client.set_logged_model_tags(model.model_id, {_ROLE_TAG: card["role"]})
         for uid, model in there.items():
             if uid not in wanted and not self._is_registered(model):
                 self._remove(model)
@@ -74,7 +74,7 @@ class CheckpointModels:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        versions = versions_of(self._client, name)
+        versions = _versions_of(self._client, name)
         version = next((v for v in versions if v.source == model.artifact_location), None)
         if version is None:
             version = self._client.create_model_version(
@@ -100,7 +100,7 @@ class CheckpointModels:
         found: dict[str, Any] = {}
         for model in self._search(run.info.experiment_id):
             if str(model.status).endswith("READY"):
-                found[model.tags[UID_TAG]] = model
+                found[model.tags[_UID_TAG]] = model
             else:
                 self._remove(model)
         return found
@@ -113,7 +113,7 @@ class CheckpointModels:
                 [experiment_id], filter_string=f"source_run_id = '{self._run_id}'", page_token=token
             )
             models += [
-                model for model in page if model.model_type == CHECKPOINT_TYPE and UID_TAG in model.tags
+                model for model in page if model.model_type == _CHECKPOINT_TYPE and _UID_TAG in model.tags
             ]
             token = page.token
             if not token:
@@ -127,8 +127,8 @@ class CheckpointModels:
             name=re.sub(r"[/:.%\"']+", "-", card["name"]),
             source_run_id=self._run_id,
             params={key: str(value) for key, value in card["params"].items()},
-            tags={UID_TAG: card["uid"], ROLE_TAG: card["role"], STEP_TAG: str(card["step"])},
-            model_type=CHECKPOINT_TYPE,
+            tags={_UID_TAG: card["uid"], _ROLE_TAG: card["role"], _STEP_TAG: str(card["step"])},
+            model_type=_CHECKPOINT_TYPE,
         )
         try:
             self._put_files(model, Path(card["folder"]))
@@ -200,7 +200,7 @@ class CheckpointModels:
         self._client.delete_logged_model(model.model_id)
 
 
-def versions_of(client: MlflowClient, name: str) -> list[Any]:
+def _versions_of(client: MlflowClient, name: str) -> list[Any]:
     """Return the versions of a registered model, whatever quotes its name has: MLflow's filters know no
     escapes."""
     quote = '"' if "'" in name else "'"
@@ -222,7 +222,7 @@ def _description(run_name: str, model: Any) -> str:
     column shows first, and where it comes from."""
     values = {metric.key: metric.value for metric in model.metrics or []}
     shown = ", ".join(f"{name.removeprefix('valid/')} {value:.5g}" for name, value in sorted(values.items()))
-    return f"{shown or 'not evaluated'} ({run_name}, step {model.tags[STEP_TAG]})"
+    return f"{shown or 'not evaluated'} ({run_name}, step {model.tags[_STEP_TAG]})"
 
 
 def _linked(source: str, target: str) -> bool:
@@ -274,12 +274,12 @@ class Registry:
     def champion(self, name: str) -> Version | None:
         """Return the version in use, or None."""
         aliases = self._aliases(name)
-        return self.version(name, aliases[CHAMPION]) if CHAMPION in aliases else None
+        return self.version(name, aliases[_CHAMPION]) if _CHAMPION in aliases else None
 
     def newest(self, name: str) -> Version | None:
         """Return the version made last, or None."""
         try:
-            versions = versions_of(self._client, name)
+            versions = _versions_of(self._client, name)
         except MlflowException as error:
             raise self._away(error) from error
         return self.version(name, str(max(int(v.version) for v in versions))) if versions else None
@@ -296,7 +296,7 @@ class Registry:
             tags: dict[str, str] = dict(self._client.get_run(str(found.run_id)).data.tags)
         except MlflowException:  # the run was deleted; the model is still good
             tags = {}
-        return Version(name, str(found.version), str(found.run_id), tags, found.tags.get(DECISION_TAG, ""))
+        return Version(name, str(found.version), str(found.run_id), tags, found.tags.get(_DECISION_TAG, ""))
 
     def decide(self, version: Version, promote: bool, why: str) -> None:
         """Write down why a version was promoted or not; if so, it is the champion from now on. A first
@@ -304,7 +304,7 @@ class Registry:
         if promote:
             self._change(version, why)
         elif (now := self.champion(version.name)) is not None and now.number == version.number:
-            self._client.delete_registered_model_alias(version.name, CHAMPION)
+            self._client.delete_registered_model_alias(version.name, _CHAMPION)
         self._add_decision(version, why)
 
     def roll_back(self, name: str, to: str | None = None) -> tuple[Version, Version]:
@@ -326,7 +326,7 @@ class Registry:
             )
         target = self.version(name, to or former[-1])
         self._set_former(name, former[: former.index(target.number)] if target.number in former else former)
-        self._client.set_registered_model_alias(name, CHAMPION, target.number)
+        self._client.set_registered_model_alias(name, _CHAMPION, target.number)
         today = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         self._add_decision(now, f"rolled back to version {target.number}, {today}")
         self._add_decision(target, f"champion again after version {now.number}, {today}")
@@ -335,13 +335,13 @@ class Registry:
     def _add_decision(self, version: Version, why: str) -> None:
         """Write a decision behind those made about a version before; of very many the newest stay."""
         decisions = f"{version.decision}; {why}" if version.decision else why
-        self._client.set_model_version_tag(version.name, version.number, DECISION_TAG, decisions[-5000:])
+        self._client.set_model_version_tag(version.name, version.number, _DECISION_TAG, decisions[-5000:])
 
     def _change(self, version: Version, why: str) -> None:
         now = self.champion(version.name)
         if now is not None and now.number != version.number:
             self._set_former(version.name, [*self._former(version.name), now.number])
-        self._client.set_registered_model_alias(version.name, CHAMPION, version.number)
+        self._client.set_registered_model_alias(version.name, _CHAMPION, version.number)
 
     def _model(self, name: str) -> Any:
         try:

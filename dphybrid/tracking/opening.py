@@ -17,7 +17,7 @@ from dphybrid.util.masking import without_credentials
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
-REACH_SECONDS = 10
+_REACH_SECONDS = 10
 """How long to wait for a server's first answer before saying that it is not there."""
 
 
@@ -108,7 +108,7 @@ def _check(uri: str) -> None:
         try:
             address, _ = without_credentials(uri)  # that it is there, it tells to everybody
             health = f"{address.rstrip('/')}/health"
-            with urllib.request.urlopen(health, timeout=REACH_SECONDS):  # noqa: S310 - http, as just checked
+            with urllib.request.urlopen(health, timeout=_REACH_SECONDS):  # noqa: S310 - http, as just checked
                 return
         except urllib.error.HTTPError:
             return  # a server that answers with an error is there; MLflow's client tells what it wants
@@ -144,7 +144,7 @@ def _check_database(uri: str, port: int) -> None:
         url = make_url(uri)
         url.get_dialect().import_dbapi()
         if not str(url.host or "/").startswith("/"):  # else a socket of this machine
-            socket.create_connection((url.host, url.port or port), REACH_SECONDS).close()
+            socket.create_connection((url.host, url.port or port), _REACH_SECONDS).close()
     except (SQLAlchemyError, ImportError, ValueError) as error:
         raise UserError(f"MLFLOW_TRACKING_URI={uri!r}: cannot be used ({error})") from error
     except OSError as error:

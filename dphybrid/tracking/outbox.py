@@ -37,10 +37,10 @@ Record = dict[str, Any]
 Point = list[Any]
 """Value, step and time (ms) of a metric."""
 
-History = tuple[dict[str, int], dict[str, list[Point]]]
+_History = tuple[dict[str, int], dict[str, list[Point]]]
 """Highest step of each metric, and the points of evaluations."""
 
-EVALUATED = "valid/"
+_EVALUATED = "valid/"
 """Prefix of metrics whose points are kept for the checkpoints that they belong to."""
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a record is written at each step
@@ -86,7 +86,7 @@ class Outbox:
         self._file = OutboxFile(self.path, new)
         self._do = self._file.do
         self._lock = threading.Lock()
-        self._history: History | None = None
+        self._history: _History | None = None
         self._unkept = 0
         self._sending: FileLock | None = None
 
@@ -134,7 +134,7 @@ class Outbox:
         record["details"] = {name: value for name, value in kept.items() if name in details}
         self.append(record)
         for name in kept:
-            if name.startswith(EVALUATED):
+            if name.startswith(_EVALUATED):
                 points.setdefault(name, []).append([kept[name], step, now_ms])
 
     def count_unkept(self) -> None:
@@ -151,7 +151,7 @@ class Outbox:
         found = [point for point in points if point[1] <= step and repr(point[0]) == repr(value)]
         return found[-1] if found else None
 
-    def _earlier(self) -> History:
+    def _earlier(self) -> _History:
         """Return the highest steps of before this object's first append, and all points of evaluations."""
         with self._lock:
             if self._history is None:
@@ -275,13 +275,13 @@ def _record(row: Row) -> Record:
     return {"n": n, "t": time_ms, "op": op, **json.loads(body), "content": content}
 
 
-def _history(database: sqlite3.Connection) -> History:
+def _history(database: sqlite3.Connection) -> _History:
     """Return what is on record so far; a process that was killed leaves the records themselves."""
     steps, points = json.loads(fact(database, "history") or "[{}, {}]")
     for record in map(_record, rows_where(database, "op = 'metrics' ORDER BY n")):
         for name, value in (record["values"] | record["details"]).items():
             steps[name] = max(record["step"], steps.get(name, record["step"]))
             point = [value, record["step"], record["t"]]
-            if name.startswith(EVALUATED) and point not in points.get(name, []):
+            if name.startswith(_EVALUATED) and point not in points.get(name, []):
                 points.setdefault(name, []).append(point)
     return steps, points

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dphybrid.util import files
-from dphybrid.util.system import NO_LINK
+from dphybrid.util.locks import NO_LINK
 
 Row = tuple[int, int, str, str, str | None, bytes | None]
 """Number, milliseconds, kind, JSON, why it is kept although nobody sends it, content of a file."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dphybrid.tracking.outbox import Losses, Outbox, Record
 from dphybrid.util.masking import masked
 
-SEND_EVERY_S = 2.0
-HEARTBEAT_EVERY_S = 60.0
-DETAILS_FOLDER = "details"
+_SEND_EVERY_S = 2.0
+_HEARTBEAT_EVERY_S = 60.0
+_DETAILS_FOLDER = "details"
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
 _REFUSED_RETRY_S = (0.1, 0.3, 0.9, 2.7)
 """Waits between the tries of a record whose refusal may be another matter in a moment."""
@@ -117,7 +117,7 @@ class Sender:
             try:
                 if not self._outbox.hold():
                     raise BlockingIOError("another process is sending this run's records")
-                if time.monotonic() - beaten > HEARTBEAT_EVERY_S:
+                if time.monotonic() - beaten > _HEARTBEAT_EVERY_S:
                     self._beat()
                     beaten = time.monotonic()
                 self._send_all()
@@ -139,7 +139,7 @@ class Sender:
                 self._empty.notify_all()
                 again = self._asked > asked
             if not again:
-                self._wait(SEND_EVERY_S)
+                self._wait(_SEND_EVERY_S)
 
     def _wait(self, seconds: float) -> None:
         self._wake.wait(seconds)
@@ -200,4 +200,4 @@ def _details_folder(outbox: Outbox) -> str:
     """Return where the table goes: each attempt of a run has its own, from its first step on."""
     # the steps of system/ are seconds
     steps = (step for _, step, name, _ in outbox.details() if step > 0 and not name.startswith("system/"))
-    return f"{DETAILS_FOLDER}/from-step-{min(steps, default=0):06d}"
+    return f"{_DETAILS_FOLDER}/from-step-{min(steps, default=0):06d}"

@@ -17,17 +17,17 @@ from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.tracker import HEARTBEAT_TAG, PID_TAG, writer_of
 from dphybrid.util.masking import masked
 
-SILENT_S = 600.0
+_SILENT_S = 600.0
 """A run of another machine without a sign of life for so long counts as dead."""
 
 _MAY_COME_LATE = ("metrics", "params", "file", "table", "dataset", "register")
 """Kinds of records that say nothing which a later one has changed."""
 
-Writing = Callable[[list[Record]], None]
+_Writing = Callable[[list[Record]], None]
 
 
 @dataclass
-class Synced:
+class _Synced:
     """What `sync` came to, as run ids. waiting: run id -> why its records are still here; lost: run id ->
     what never arrived of it; unread: files of a version that kept records otherwise."""
 
@@ -61,16 +61,16 @@ def sync(
     upload_limit: int,
     *,
     wait_s: float = 60.0,
-    silent_s: float = SILENT_S,
+    silent_s: float = _SILENT_S,
     on_run: Callable[[str, int], None] = lambda run_id, records: None,
-) -> Synced:
+) -> _Synced:
     """Send the outboxes in `store` and end orphaned runs of `experiment`.
 
-    wait_s: how long each outbox may take. silent_s: see `SILENT_S`. on_run: called before an outbox is sent,
+    wait_s: how long each outbox may take. silent_s: see `_SILENT_S`. on_run: called before an outbox is sent,
     with its number of records.
     """
     spool = store / "spool"
-    done = Synced(unread=sorted(spool.glob("*.jsonl")))
+    done = _Synced(unread=sorted(spool.glob("*.jsonl")))
     for outbox in outboxes(spool):
         pending, refused = outbox.counts()
         if not (pending or refused):
@@ -98,7 +98,7 @@ def sync(
     return done
 
 
-def _send(outbox: Outbox, write: Writing, done: Synced, wait_s: float) -> None:
+def _send(outbox: Outbox, write: _Writing, done: _Synced, wait_s: float) -> None:
     sender = Sender(outbox, write)
     arrived, losses = sender.deliver(wait_s)
     if not arrived:
@@ -109,7 +109,7 @@ def _send(outbox: Outbox, write: Writing, done: Synced, wait_s: float) -> None:
         done.lost[outbox.run_id] = losses.text()
 
 
-def _try_again(outbox: Outbox, write: Writing, done: Synced) -> None:
+def _try_again(outbox: Outbox, write: _Writing, done: _Synced) -> None:
     """Offer the server once more what it refused, where that may come late: a permission was given, or a name
     freed."""
     taken = []
@@ -132,7 +132,7 @@ def _try_again(outbox: Outbox, write: Writing, done: Synced) -> None:
             done.lost.pop(outbox.run_id, None)
 
 
-def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: float, done: Synced) -> None:
+def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: float, done: _Synced) -> None:
     client = MlflowClient(tracking_uri=tracking_uri)
     found = client.get_experiment_by_name(experiment)
     if found is None:

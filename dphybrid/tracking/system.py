@@ -12,18 +12,18 @@ from dphybrid.tracking.base import Tracker
 from dphybrid.util.memory import page_faults
 from dphybrid.util.watching import watching
 
-SAMPLE_EVERY_S = 10.0
-MIB = 2**20
+_SAMPLE_EVERY_S = 10.0
+_MIB = 2**20
 
-UNEVEN = 1.25
+_UNEVEN = 1.25
 """Largest share of a batch over the smallest, from which on a split is called uneven."""
 
-BUSY_PCT = 50.0
+_BUSY_PCT = 50.0
 """A GPU below this mean utilisation waits more than it works."""
 
 _DEVICE_STAGES = ("forward", "backward", "replicate", "scatter", "gather", "loss", "dense_update")
 
-GpuReading = dict[str, float]
+_GpuReading = dict[str, float]
 """utilization_pct, memory_mb, memory_pct, power_w, temperature_c: those the device tells."""
 
 
@@ -50,7 +50,7 @@ def system_metrics(
     since: float,
     gpus: Sequence[str] = (),
     averages: Averages | None = None,
-    every_s: float = SAMPLE_EVERY_S,
+    every_s: float = _SAMPLE_EVERY_S,
 ) -> Iterator[None]:
     """While the block runs, record `system/...` metrics; their step counts seconds from `since`
     (time.time()), the run's start.
@@ -73,7 +73,7 @@ def system_metrics(
             "system/cpu_pct": psutil.cpu_percent(),
             "system/process_cpu_pct": own.cpu_percent(),
             "system/memory_pct": memory.percent,
-            "system/process_rss_mb": own.memory_info().rss / MIB,
+            "system/process_rss_mb": own.memory_info().rss / _MIB,
             "system/page_faults_per_s": (seen[1] - faults_before) / max(1e-3, seen[0] - last),
         }
         for index, reading in enumerate(read()):
@@ -90,7 +90,7 @@ def system_metrics(
         sample()
 
 
-def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[GpuReading]]:
+def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
     """Return a function that reads the GPUs with these UUIDs through NVML. A value that a device does not
     tell is left out."""
     if not gpus:
@@ -102,14 +102,14 @@ def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[GpuReading]]:
     except pynvml.NVMLError:  # no driver here
         return list
 
-    def read_one(uuid: str) -> GpuReading:
-        reading: GpuReading = {}
+    def read_one(uuid: str) -> _GpuReading:
+        reading: _GpuReading = {}
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         except pynvml.NVMLError:
             return reading
-        reading["memory_mb"] = memory.used / MIB
+        reading["memory_mb"] = memory.used / _MIB
         reading["memory_pct"] = 100 * memory.used / memory.total
         ask: dict[str, Callable[[], float]] = {
             "utilization_pct": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
@@ -156,7 +156,7 @@ def _of_the_split(splits: Sequence[Mapping[str, Any]], num_devices: int) -> list
         return [
             f"{num_devices - len(rows)} of {num_devices} devices got no rows of a batch of {batch}; {remedy}"
         ]
-    if max(rows) >= UNEVEN * min(rows):
+    if max(rows) >= _UNEVEN * min(rows):
         return [f"one device got {min(rows)} rows of a batch of {batch} and the others {max(rows)}; {remedy}"]
     return []
 
@@ -171,7 +171,7 @@ def _of_the_gpus(system: Mapping[str, float], stages: Mapping[str, float]) -> li
     if not busy:
         return []
     most, least = max(busy, key=busy.__getitem__), min(busy, key=busy.__getitem__)
-    if busy[most] < BUSY_PCT:
+    if busy[most] < _BUSY_PCT:
         waited = {stage: seconds for stage, seconds in stages.items() if stage not in _DEVICE_STAGES}
         words = f"the busiest GPU, {most}, worked {busy[most]:.0f}% of the time"
         if waited:
@@ -181,7 +181,7 @@ def _of_the_gpus(system: Mapping[str, float], stages: Mapping[str, float]) -> li
                 f"({waited[stage] / sum(stages.values()):.0%} of the time)"
             )
         return [f"{words}; a larger batch or fewer GPUs would use it better"]
-    if len(busy) > 1 and busy[least] < BUSY_PCT / 100 * busy[most]:
+    if len(busy) > 1 and busy[least] < _BUSY_PCT / 100 * busy[most]:
         return [
             f"{least} worked {busy[least]:.0f}% of the time and {most} {busy[most]:.0f}%; "
             "look at the split above, and at who else computes there (`dphybrid devices`)"

@@ -61,7 +61,7 @@ class MlflowTracker(Tracker):
     @property
     def views(self) -> dict[str, str]:
         return {
-            name: f"{ui_address(self._uri)}/#{view_path(self._experiment_id, name)}"
+            name: f"{_ui_address(self._uri)}/#{view_path(self._experiment_id, name)}"
             for name in (RESULT, SPEED)
         }
 
@@ -246,14 +246,14 @@ def writer_of(
     return lambda records: writer().write(records), beat
 
 
-def ui_address(tracking_uri: str) -> str:
+def _ui_address(tracking_uri: str) -> str:
     """Return where MLflow's pages are: at the server, or where `mlflow server` shows a database's."""
     return masked(tracking_uri if tracking_uri.startswith("http") else "http://127.0.0.1:5000").rstrip("/")
 
 
 def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
     """Return where a person finds a run."""
-    return f"{ui_address(tracking_uri)}/#{run_path(experiment_id, run_id)}"
+    return f"{_ui_address(tracking_uri)}/#{run_path(experiment_id, run_id)}"
 
 
 def _floats(metrics: Mapping[str, float]) -> dict[str, float]:

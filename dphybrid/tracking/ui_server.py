@@ -25,16 +25,16 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 
 HOST = "127.0.0.1"
-START_S = 120.0
+_START_S = 120.0
 """How long MLflow's server may take to answer; on a cold disk its imports take long."""
 END_S = 10.0
 """How long it may take to end before it is killed."""
 REFUSED = b"Open the address that `dphybrid ui` printed: it carries a token.\n"
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _wait(server: "subprocess.Popen[bytes]", port: int, token: str) -> str | Non
     wanted = urllib.request.Request(
         f"http://{HOST}:{port}/health", headers={"Authorization": f"Bearer {token}"}
     )
-    while time.monotonic() - begun < START_S:
+    while time.monotonic() - begun < _START_S:
         if server.poll() is not None:
             return f"ended with exit code {server.returncode}"
         try:
@@ -84,19 +84,19 @@ def _wait(server: "subprocess.Popen[bytes]", port: int, token: str) -> str | Non
                 return None
         except OSError:
             time.sleep(0.2)
-    return f"did not answer within {START_S:.0f} s"
+    return f"did not answer within {_START_S:.0f} s"
 
 
-class TokenOnly:
+class _TokenOnly:
     """Lets requests through to an ASGI app that carry the token: in the address, which sets a cookie and
     leads to the same page without it; as that cookie; or as a bearer (MLFLOW_TRACKING_TOKEN)."""
 
-    def __init__(self, app: App, token: str, port: int) -> None:
+    def __init__(self, app: _App, token: str, port: int) -> None:
         self._app, self._token = app, token
         # Browsers send cookies to all ports of a host.
         self._name, self._cookie = f"dphybrid-{port}", secrets.token_urlsafe(24)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -128,7 +128,7 @@ class TokenOnly:
         return hmac.compare_digest(given.encode(), wanted.encode())
 
 
-async def _answer(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+async def _answer(send: _Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
     own = [*headers, (b"cache-control", b"no-store"), (b"referrer-policy", b"no-referrer")]
     await send({"type": "http.response.start", "status": status, "headers": own})
     await send({"type": "http.response.body", "body": body})
@@ -152,7 +152,7 @@ def main() -> None:
     os.environ[served.SERVE_ARTIFACTS_ENV_VAR] = "true"
     from mlflow.server.fastapi_app import app
 
-    uvicorn.run(TokenOnly(app, token, port), host=HOST, port=port, log_level="warning")
+    uvicorn.run(_TokenOnly(app, token, port), host=HOST, port=port, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from typing import Any
 
 from mlflow.tracking import MlflowClient
 
-TAG = "mlflow.sharedViewState."
-NOTE_TAG = "mlflow.note.content"
-FINALS_TAG = "dphybrid.final_metrics"
+_TAG = "mlflow.sharedViewState."
+_NOTE_TAG = "mlflow.note.content"
+_FINALS_TAG = "dphybrid.final_metrics"
 RESULT, SPEED = "Result", "Speed"
 _OWN_NOTE = "dphybrid, all runs:"
 _LEAST_IS_BEST = ("loss", "mse", "mae", "perplexity", "rank", "error", "deviance")
@@ -28,11 +28,11 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
     """Write the views of an experiment, whose runs end with the metrics `finals` (among others), unless they
     are there."""
     tags = client.get_experiment(experiment_id).tags
-    known = tags.get(FINALS_TAG, "").split("\n")
+    known = tags.get(_FINALS_TAG, "").split("\n")
     names = list(dict.fromkeys(name for name in (*known, *finals) if name))
-    if names == known and TAG + SPEED in tags:
+    if names == known and _TAG + SPEED in tags:
         return
-    client.set_experiment_tag(experiment_id, FINALS_TAG, "\n".join(names)[:5000])
+    client.set_experiment_tag(experiment_id, _FINALS_TAG, "\n".join(names)[:5000])
     metrics = [f"metrics.`{name}`" for name in names[:3]]  # so that recipe and devices stay in view
     order = (metrics[0], _least_is_best(names[0])) if metrics else ("attributes.start_time", False)
     speeds = [f"metrics.`{name}`" for name in _TIMES]
@@ -44,10 +44,10 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
         ),
         (SPEED, [*speeds, *_WHAT, *metrics[:1]], (speeds[0], False)),
     ):
-        client.set_experiment_tag(experiment_id, TAG + view, _tag_value(view, columns, key, ascending))
+        client.set_experiment_tag(experiment_id, _TAG + view, _tag_value(view, columns, key, ascending))
     # any other note is somebody's own
-    if not tags.get(NOTE_TAG, "") or tags[NOTE_TAG].startswith(_OWN_NOTE):
-        client.set_experiment_tag(experiment_id, NOTE_TAG, note(experiment_id))
+    if not tags.get(_NOTE_TAG, "") or tags[_NOTE_TAG].startswith(_OWN_NOTE):
+        client.set_experiment_tag(experiment_id, _NOTE_TAG, note(experiment_id))
 
 
 def note(experiment_id: str) -> str:

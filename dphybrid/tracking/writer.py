@@ -17,7 +17,7 @@ from dphybrid.tracking.sender import Refused
 from dphybrid.tracking.views import write_views
 
 _MAX_METRICS, _MAX_PAIRS, _MAX_PARAM, _MAX_TAG = 1000, 100, 6000, 8000
-LOSSES_TAG = "dphybrid.lost_records"
+_LOSSES_TAG = "dphybrid.lost_records"
 _LOSSES_LINE = "> **Not everything was recorded:**"
 _FOR_GOOD = {
     "BAD_REQUEST",
@@ -148,7 +148,7 @@ class MlflowWriter:
 
     def _losses(self, record: Record) -> None:
         """Say on the run's page what its record lacks."""
-        self._client.set_tag(self._run_id, LOSSES_TAG, record["text"][:_MAX_TAG])
+        self._client.set_tag(self._run_id, _LOSSES_TAG, record["text"][:_MAX_TAG])
         note = self._client.get_run(self._run_id).data.tags.get("mlflow.note.content", "")
         lines = [line for line in note.splitlines() if not line.startswith(_LOSSES_LINE)]
         text = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-AVERAGE, STEPS = "average", "averaged_steps"
+_AVERAGE, STEPS = "average", "averaged_steps"
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -26,7 +26,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
             parameters = [p.detach() for p in group["params"] if p.grad is not None]
             states = [optimizer.state[p] for p in group["params"] if p.grad is not None]
             averages = [
-                state.setdefault(AVERAGE, p.clone()) for state, p in zip(states, parameters, strict=True)
+                state.setdefault(_AVERAGE, p.clone()) for state, p in zip(states, parameters, strict=True)
             ]
             steps = group[STEPS] = group.get(STEPS, 0) + 1
             if averages:
@@ -39,10 +39,10 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 def swap(optimizer: torch.optim.Optimizer | None) -> None:
     """Let weights and averages change places, in place."""
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
-        if AVERAGE in state:
+        if _AVERAGE in state:
             weight = parameter.clone()
-            parameter.copy_(state[AVERAGE])
-            state[AVERAGE].copy_(weight)
+            parameter.copy_(state[_AVERAGE])
+            state[_AVERAGE].copy_(weight)
 
 
 @contextmanager

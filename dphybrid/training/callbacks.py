@@ -10,7 +10,7 @@ from torch import nn
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import import_callable
 
-FIELD = "train.callbacks"
+_FIELD = "train.callbacks"
 
 
 @dataclass
@@ -44,7 +44,7 @@ Callback = Callable[[EpochEnd], Mapping[str, float] | None]
 
 def find_callbacks(paths: Sequence[str]) -> list[Callback]:
     """Import the functions that train.callbacks names. Raises UserError that says which part is missing."""
-    return [import_callable(path, FIELD) for path in paths]
+    return [import_callable(path, _FIELD) for path in paths]
 
 
 def call_back(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, float]:

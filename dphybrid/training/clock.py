@@ -21,7 +21,7 @@ NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile", "callbacks")
 WARM_UP_STEPS = 5
 """First steps of an attempt, in which caches, threads and kernels are made: told apart from the others."""
 
-RECENT_STEPS = 1000
+_RECENT_STEPS = 1000
 """So many steps make the running median."""
 
 
@@ -169,7 +169,7 @@ class StepTimes:
 
     def recent(self) -> float | None:
         """Return the median (ms) of the newest steps, None without any."""
-        return percentile(self.ms[-RECENT_STEPS:], 0.5) if self.ms else None
+        return percentile(self.ms[-_RECENT_STEPS:], 0.5) if self.ms else None
 
     def summary(self) -> dict[str, float]:
         """Return p50, p95, mean (ms) and count of all steps after the warm-up, and the warm-up's mean. Empty

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-PASSING_S = 30.0
+_PASSING_S = 30.0
 """Without a bar, a line of an epoch's metrics comes this long after the line before it."""
 NOTEBOOK_S = 0.3
 """Between two drawings of a notebook's bar."""
@@ -59,7 +59,7 @@ class _Bar(Protocol):
     def line(self, text: str) -> None: ...
 
 
-class TerminalBar:
+class _TerminalBar:
     """A bar at the bottom of a terminal."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class TerminalBar:
         self._bar.console.print(text, markup=False, highlight=False)
 
 
-class NotebookBar:
+class _NotebookBar:
     """A bar in the output of a notebook's cell, drawn a few times a second; gone when the training ends."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class NotebookBar:
         self._shown.update(self._ipython.HTML(f"{bar} {words}"))
 
 
-def in_notebook() -> bool:
+def _in_notebook() -> bool:
     """Tell whether a notebook's kernel runs this program."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -134,9 +134,9 @@ class Display:
         self._bar: _Bar | None = None
         self._told = time.monotonic()
         if sys.stdout.isatty():
-            self._bar = TerminalBar()
-        elif in_notebook() and not isinstance(sys.stdout, StringIO):  # else somebody wants no output
-            self._bar = NotebookBar()
+            self._bar = _TerminalBar()
+        elif _in_notebook() and not isinstance(sys.stdout, StringIO):  # else somebody wants no output
+            self._bar = _NotebookBar()
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -161,7 +161,7 @@ class Display:
 
     def passing(self, text: str) -> None:
         """Print a line of the metrics within an epoch: where there is no bar, and not often."""
-        if self._bar is None and time.monotonic() - self._told > PASSING_S:
+        if self._bar is None and time.monotonic() - self._told > _PASSING_S:
             self.line(text)
 
     def line(self, text: str) -> None:

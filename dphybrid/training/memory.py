@@ -27,11 +27,12 @@ def num_rows(batch: Mapping[str, Tensor]) -> int:
 def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
     """Yield a batch in `count` parts of its samples; fewer when it has fewer. Tensors whose name has no B
     (`negatives_K`) are shared by all parts."""
-    rows = len(next(value for name, value in batch.items() if has_samples(name)))
+    rows = len(next(value for name, value in batch.items() if _has_samples(name)))
     size = -(-rows // min(count, rows))
     for start in range(0, rows, size):
         yield {
-            name: value[start : start + size] if has_samples(name) else value for name, value in batch.items()
+            name: value[start : start + size] if _has_samples(name) else value
+            for name, value in batch.items()
         }
 
 
@@ -49,7 +50,7 @@ def ids_by_part(
     return ids_of
 
 
-def has_samples(name: str) -> bool:
+def _has_samples(name: str) -> bool:
     """Is dim 0 of a batch's tensor of this name the samples? Names end in their shape: ids_BF, labels_B."""
     _, underscore, shape = name.rpartition("_")
     return not underscore or shape.startswith("B")

@@ -96,7 +96,7 @@ class Meter:
         return f"epoch {epoch} step {step}: {shown}, {speed}"
 
 
-class StepProfiler:
+class _StepProfiler:
     """Profiles `steps` with torch's profiler; the trace, in `folder` and in the record, opens in Perfetto
     (https://ui.perfetto.dev)."""
 
@@ -138,10 +138,10 @@ class StepProfiler:
         self._tracker.log_file(path, "profile")
 
 
-class Observer:
+class _Observer:
     """Clock, meter, profiler, splits and display behind the few words that the loop says."""
 
-    def __init__(self, session: Session, display: Display, meter: Meter, profiler: StepProfiler) -> None:
+    def __init__(self, session: Session, display: Display, meter: Meter, profiler: _StepProfiler) -> None:
         self._session, self._display, self._meter, self._profiler = session, display, meter, profiler
         self.line = display.line
 
@@ -186,13 +186,13 @@ class Observer:
 
 
 @contextmanager
-def observed(session: Session, display: Display, meter: Meter) -> Iterator[Observer]:
+def observed(session: Session, display: Display, meter: Meter) -> Iterator[_Observer]:
     """Yield what the loop tells of its epochs and steps; the clock runs, and the model's parts are timed,
     while the block does."""
     clock, folder = session.clock, session.checkpoints.parent
-    profiler = StepProfiler(session.profile_steps, folder, session.tracker)
+    profiler = _StepProfiler(session.profile_steps, folder, session.tracker)
     with timed_parts(clock, session.trained.model), clock.stage("other"):
         try:
-            yield Observer(session, display, meter, profiler)
+            yield _Observer(session, display, meter, profiler)
         finally:
             profiler.stop()

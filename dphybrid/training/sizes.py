@@ -4,8 +4,8 @@ import math
 
 from dphybrid.config import ExperimentConfig
 
-BATCHES, SMALLEST, LARGEST = 32, 32, 512
-STEPS, FEWEST, MOST = 4000, 10, 200
+BATCHES, _SMALLEST, _LARGEST = 32, 32, 512
+STEPS, _FEWEST, _MOST = 4000, 10, 200
 
 
 def sized(config: ExperimentConfig, num_rows: int) -> tuple[ExperimentConfig, list[str]]:
@@ -19,16 +19,16 @@ def sized(config: ExperimentConfig, num_rows: int) -> tuple[ExperimentConfig, li
     batch_size, epochs, patience = train.batch_size, train.epochs, train.patience
     if not batch_size:
         wanted = 2 ** round(math.log2(max(1.0, num_rows / BATCHES)))
-        batch_size = min(max(wanted, SMALLEST), LARGEST)
+        batch_size = min(max(wanted, _SMALLEST), _LARGEST)
         lines.append(
             f"train.batch_size={batch_size}: {num_rows:,} training rows / {BATCHES}, rounded to a power of "
-            f"two, within {SMALLEST} and {LARGEST}"
+            f"two, within {_SMALLEST} and {_LARGEST}"
         )
     steps = math.ceil(num_rows / batch_size)
     if not epochs:
-        epochs = min(max(round(STEPS / steps), FEWEST), MOST)
+        epochs = min(max(round(STEPS / steps), _FEWEST), _MOST)
         lines.append(
-            f"train.epochs={epochs}: {STEPS:,} steps / {steps:,} an epoch, within {FEWEST} and {MOST}"
+            f"train.epochs={epochs}: {STEPS:,} steps / {steps:,} an epoch, within {_FEWEST} and {_MOST}"
         )
     if patience < 0:
         patience = max(3, epochs // 10)

@@ -9,7 +9,7 @@ from torch import nn
 
 from dphybrid.parallel import Devices, Split, find_data_parallel
 
-MAX_LINES = 2000
+_MAX_LINES = 2000
 """Lines that are kept for the record; all are printed."""
 
 
@@ -80,7 +80,7 @@ class SplitLog:
     before.
 
     short: print a line a split, and none where nothing is split, instead of the tutorials' line a replica.
-    lines: the tutorials' ones for the record, up to `MAX_LINES`. whole: from this process's split to that of
+    lines: the tutorials' ones for the record, up to `_MAX_LINES`. whole: from this process's split to that of
     all that train.
     """
 
@@ -121,7 +121,7 @@ class SplitLog:
 
     def note(self, lines: Sequence[str]) -> None:
         """Keep lines for the record."""
-        self.lines += lines[: max(0, MAX_LINES - len(self.lines))]
+        self.lines += lines[: max(0, _MAX_LINES - len(self.lines))]
 
     def rows(self) -> list[SplitRow]:
         """Return a row for each replica of each split."""

@@ -71,7 +71,7 @@ def temporary(path: Path, kind: str = "partial") -> Path:
 
 
 @contextmanager
-def replacing(
+def _replacing(
     path: Path, *, opener: Callable[[str, int], int] | None = None, synced: bool = True
 ) -> Iterator[BinaryIO]:
     """Yield a stream whose content becomes the file `path` when the block ends; nothing changes when the
@@ -95,7 +95,7 @@ def replacing(
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file at once and for good."""
-    with replacing(path) as stream:
+    with _replacing(path) as stream:
         stream.write(content)
 
 
@@ -132,7 +132,7 @@ def making(final: Path) -> Iterator[Path]:
             make_folder(final.parent)
             partial.mkdir()
             yield partial
-            sync_tree(partial)
+            _sync_tree(partial)
             if final.exists():
                 final.rename(before)
             try:
@@ -193,7 +193,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def sync_tree(folder: Path) -> None:
+def _sync_tree(folder: Path) -> None:
     """Have the disk keep a folder and everything in it."""
     for path in sorted(folder.rglob("*")):
         sync(path)

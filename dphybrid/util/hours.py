@@ -20,7 +20,7 @@ _DAY = 24 * 60
 
 
 @dataclass(frozen=True)
-class TrainingHours:
+class _TrainingHours:
     """Spans of a week in minutes since Monday 00:00, (begin, length). No spans: always."""
 
     spans: tuple[tuple[int, int], ...] = ()
@@ -30,7 +30,7 @@ class TrainingHours:
         now = moment.weekday() * _DAY + moment.hour * 60 + moment.minute
         return not self.spans or any((now - begin) % (7 * _DAY) < length for begin, length in self.spans)
 
-    def next_begin(self, moment: datetime) -> datetime:
+    def _next_begin(self, moment: datetime) -> datetime:
         """Return when they begin next (local time)."""
         minute = moment.replace(second=0, microsecond=0)
         now = moment.weekday() * _DAY + moment.hour * 60 + moment.minute
@@ -40,13 +40,13 @@ class TrainingHours:
         """Return why nothing may run at `moment`, or None."""
         if self.open_at(moment):
             return None
-        begin = self.next_begin(moment)
+        begin = self._next_begin(moment)
         return f"training hours begin at {begin:%H:%M}" + (
             "" if begin.date() == moment.date() else f" on {begin:%Y-%m-%d}"
         )
 
 
-def parse_training_hours(text: str) -> TrainingHours:
+def parse_training_hours(text: str) -> _TrainingHours:
     """Read training hours. Raises UserError that names the part it could not read."""
     spans: list[tuple[int, int]] = []
     for item in filter(None, (part.strip() for part in text.lower().split(","))):
@@ -58,7 +58,7 @@ def parse_training_hours(text: str) -> TrainingHours:
         first, last = (_DAYS.index(day) for day in days)
         length = (end - begin) % _DAY or _DAY
         spans += [((first + offset) % 7 * _DAY + begin, length) for offset in range((last - first) % 7 + 1)]
-    return TrainingHours(tuple(spans))
+    return _TrainingHours(tuple(spans))
 
 
 def _minutes(clock: str, text: str) -> int:

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-PREFIX = "dphybrid/"
+_PREFIX = "dphybrid/"
 
 
 def profiler_looks_on() -> bool:
@@ -15,4 +15,4 @@ def profiler_looks_on() -> bool:
 
 def labelled(name: str) -> AbstractContextManager[object]:
     """Return a context whose block has this label where a profiler looks on. Costs a few microseconds."""
-    return record_function(f"{PREFIX}{name}")
+    return record_function(f"{_PREFIX}{name}")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dphybrid.util.system import NO_LINK
+NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags of `os.open`: follow no link, and wait for nothing."""
 
 
 class FileLock:

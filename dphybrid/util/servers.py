@@ -9,10 +9,10 @@ from typing import Any
 
 from dphybrid.util.masking import without_credentials
 
-MAX_SKEW_S = 5.0
+_MAX_SKEW_S = 5.0
 """Seconds by which a server's clock may differ: schedules, leases and heartbeats compare times of several
 machines."""
-ANSWER_S = 5.0
+_ANSWER_S = 5.0
 
 
 def ask(url: str, auth: str | None) -> tuple[Any, float]:
@@ -25,7 +25,7 @@ def ask(url: str, auth: str | None) -> tuple[Any, float]:
     headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, as just checked
-        answer = urllib.request.urlopen(request, timeout=ANSWER_S)  # noqa: S310
+        answer = urllib.request.urlopen(request, timeout=_ANSWER_S)  # noqa: S310
     except urllib.error.HTTPError as error:
         return "refuses user and password" if error.code == 401 else f"answers {error.code}", time.time()
     except (OSError, ValueError) as error:
@@ -38,7 +38,7 @@ def same_clock(text: str, answer: Any, now: float) -> tuple[bool, str]:
     that begins with `text`."""
     there = answer.headers.get("Date")
     skew_s = now - parsedate_to_datetime(there).timestamp() if there else 0.0
-    if abs(skew_s) > MAX_SKEW_S:
+    if abs(skew_s) > _MAX_SKEW_S:
         which = "behind" if skew_s > 0 else "ahead"
         return (
             False,

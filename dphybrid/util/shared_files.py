@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-MAX_BYTES = 65536
+_MAX_BYTES = 65536
 _NO_FILE = {
     errno.ELOOP: "is a link",
     errno.EISDIR: "is a folder",
@@ -46,9 +46,9 @@ def open_regular(file: Path, flags: int = os.O_RDONLY, own: bool = False) -> int
 
 
 def read_text(handle: int) -> str:
-    """Return the text of an open file, up to `MAX_BYTES`. Raises OddFileError for bytes that are no text."""
+    """Return the text of an open file, up to `_MAX_BYTES`. Raises OddFileError for bytes that are no text."""
     try:
-        return os.pread(handle, MAX_BYTES, 0).decode()
+        return os.pread(handle, _MAX_BYTES, 0).decode()
     except UnicodeDecodeError as error:
         raise OddFileError(f"is no text ({error.reason})") from error
 

@@ -74,7 +74,7 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
             continue
         found, read = True, _Block(file, block, layout, data.no_value, line, offset)
         if b'"' in block or (b"\r" in block and block.count(b"\r") != block.count(b"\r\n")):
-            rows, num_lines, unread = read.line_by_line(last)
+            rows, num_lines, unread = read._line_by_line(last)
             yield as_job(rows)
         else:
             num_lines = read.num_lines
@@ -157,7 +157,7 @@ class _Block:
         """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
         values = self._parsed()
         if values is None:
-            return self.line_by_line(last=True)[0]
+            return self._line_by_line(last=True)[0]
         return self._rows(values, np.arange(self.line + 1, self.line + 1 + len(values)), [], b"")
 
     def _rows(
@@ -169,7 +169,7 @@ class _Block:
         )
 
     def _parsed(self) -> pl.DataFrame | None:
-        """Return the columns as polars reads them, None where `line_by_line` would read others."""
+        """Return the columns as polars reads them, None where `_line_by_line` would read others."""
         separator, width, num_rows = self.layout.separator.encode(), len(self.layout.names), self.num_lines
         if len(separator) > 1 or width == 1:
             return None
@@ -196,7 +196,7 @@ class _Block:
             return None
         return clean(frame, self.no_value) if blanks else frame
 
-    def line_by_line(self, last: bool) -> tuple[Rows, int, bytes]:
+    def _line_by_line(self, last: bool) -> tuple[Rows, int, bytes]:
         """Return the rows, how many lines they took, and the end of the block that needs lines of the next
         one."""
         width, separator = len(self.layout.names), self.layout.separator

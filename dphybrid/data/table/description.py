@@ -6,7 +6,7 @@ from typing import Any
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.reading import Table
 
-UNSEEN_TOLD = 0.0005
+_UNSEEN_TOLD = 0.0005
 """Share of validation values without a training row from which on a person is told."""
 
 
@@ -32,7 +32,7 @@ def description(
     )
     lines.append(f"  {split_text}")
     new = sorted(unseen.items(), key=lambda item: -item[1])[:5]
-    if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= UNSEEN_TOLD):
+    if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_TOLD):
         lines.append(f"  validation values that no training row has: {shares}")
     flags = ", ".join(f"--data.{field}" for field in data.role_fields())
     lines.append(

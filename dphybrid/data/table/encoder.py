@@ -21,7 +21,7 @@ from dphybrid.data.table.kinds import PADDING_ID, Bag, Category, Numbers, kind_o
 from dphybrid.data.table.labels import Label
 from dphybrid.util.errors import UserError
 
-CACHED_ROWS = 2**13
+_CACHED_ROWS = 2**13
 """Rows of tens of columns that are put side by side while they lie in a core's cache."""
 
 
@@ -175,8 +175,8 @@ class Encoder:
 def _side_by_side(columns: Sequence[Array], num_rows: int) -> Array:
     """Return columns (B,) as (B, F) int32, some rows at a time; `np.stack` takes far longer."""
     out_BF: Array = np.empty((num_rows, len(columns)), np.int32)
-    for start in range(0, num_rows, CACHED_ROWS):
-        rows = slice(start, start + CACHED_ROWS)
+    for start in range(0, num_rows, _CACHED_ROWS):
+        rows = slice(start, start + _CACHED_ROWS)
         for place, column_B in enumerate(columns):
             out_BF[rows, place] = column_B[rows]
     return out_BF

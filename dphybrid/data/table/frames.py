@@ -17,7 +17,7 @@ from dphybrid.util.files import make_folder, sync, temporary
 
 PART_ROWS = 2**20
 """Rows of a file that a frame is written to."""
-ROW_GROUP = 2**17
+_ROW_GROUP = 2**17
 KINDS = (
     "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
     "records, or a path"
@@ -114,7 +114,7 @@ def save_frame(
         written.mkdir()
         for number, part in enumerate(_parts(frame.lazy().select(by_name(*keep)))):
             file = written / f"part-{number:05d}.parquet"
-            part.write_parquet(file, row_group_size=ROW_GROUP)
+            part.write_parquet(file, row_group_size=_ROW_GROUP)
             with file.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
             sync(file)

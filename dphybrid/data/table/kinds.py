@@ -32,11 +32,11 @@ from dphybrid.util.errors import UserError
 MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 PADDING_ID = -1
 """Behind the last item of a bag."""
-ROW_NUMBERS = 20
+_ROW_NUMBERS = 20
 """Rows from which on a column that counts them is taken for a row number."""
-ROW_GAPS = 0.05
+_ROW_GAPS = 0.05
 """Share of row numbers that may be left out: rows that were filtered out or rejected."""
-BUCKET_ROWS = 128
+_BUCKET_ROWS = 128
 """Training rows for each bucket that nobody asked for, at least: rows of fewer are learnt by heart."""
 SMALL = 1024
 """Texts up to which looking each up is faster than finding the distinct ones first."""
@@ -58,11 +58,11 @@ class Ignore(Column):
         if sample.cells.dtype != pl.String:
             return None
         numbers = sample.cells.cast(pl.Int64, strict=False)
-        counts = len(numbers) == sample.num_rows >= ROW_NUMBERS and not numbers.null_count()
+        counts = len(numbers) == sample.num_rows >= _ROW_NUMBERS and not numbers.null_count()
         if not counts or has_leading_zeros(sample.cells) or not (numbers.diff().drop_nulls() > 0).all():
             return None
         span = int(numbers[-1]) - int(numbers[0])
-        return Claim("a row number", {}) if span < (1 + ROW_GAPS) * sample.num_rows else None
+        return Claim("a row number", {}) if span < (1 + _ROW_GAPS) * sample.num_rows else None
 
 
 class Numbers(Column):
@@ -140,7 +140,7 @@ class Numeric(Numbers):
 
     def fitted_to(self, numbers_B: Array, data: TableDataConfig) -> Self:
         """Return the column with what numbers (B,) of the training rows tell, nan for no value."""
-        most = max(2, int(np.count_nonzero(~np.isnan(numbers_B))) // BUCKET_ROWS)
+        most = max(2, int(np.count_nonzero(~np.isnan(numbers_B))) // _BUCKET_ROWS)
         buckets = min(data.buckets, most) if self.buckets is None else self.buckets
         return self.model_copy(update={"learned": fit_scale(numbers_B, buckets, self.scale)})
 

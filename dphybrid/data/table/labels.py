@@ -21,14 +21,14 @@ from dphybrid.data.table.kinds import Category, Numeric
 from dphybrid.data.table.numbers import FEW_OTHERS, is_number, notation_of
 from dphybrid.util.errors import UserError
 
-TaskName = Literal["binary", "multiclass", "regression", "counts"]
+_TaskName = Literal["binary", "multiclass", "regression", "counts"]
 
-POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
+_POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
 """Label values that mean 1 although they would sort first."""
-MAX_CLASSES = 1000
-FEW_NUMBERS = 20
+_MAX_CLASSES = 1000
+_FEW_NUMBERS = 20
 """Different whole numbers up to which they are taken for classes."""
-SMALL_NUMBER = 99
+_SMALL_NUMBER = 99
 """Size up to which whole numbers are taken for classes."""
 
 
@@ -36,7 +36,7 @@ class Label(Section):
     """A kind of label. name: of its column. classes: texts by number, the positive one of two last; none of
     numbers. offset, scale: models learn (number - offset) / scale."""
 
-    task: ClassVar[TaskName]
+    task: ClassVar[_TaskName]
     name: str = ""
     classes: tuple[str, ...] = ()
     offset: float = 0.0
@@ -71,7 +71,7 @@ class Label(Section):
     def of(facts: Mapping[str, Any]) -> "Label":
         """Return the label of facts about prepared data; without one a binary label."""
         page = dict(facts.get("label", {}))
-        return LABELS[page.pop("task", "binary")](**page)
+        return _LABELS[page.pop("task", "binary")](**page)
 
 
 class Binary(Label):
@@ -133,7 +133,7 @@ class Counts(Label):
         return self.model_copy(update={"scale": float(np.average(train_B, weights=weights_B)) or 1.0})
 
 
-LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (Binary, Multiclass, Regression, Counts)}
+_LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (Binary, Multiclass, Regression, Counts)}
 
 
 def label_column(sample: Sample) -> Column:
@@ -159,15 +159,15 @@ def _too_many_for_classes(numbers: pl.Series) -> bool:
     """Are numbers too many, too large or too fine for the names of classes?"""
     if numbers.n_unique() <= 2:
         return False
-    odd = (numbers.floor() != numbers) | (numbers.abs() > SMALL_NUMBER)
-    return numbers.n_unique() > FEW_NUMBERS or bool(odd.any())
+    odd = (numbers.floor() != numbers) | (numbers.abs() > _SMALL_NUMBER)
+    return numbers.n_unique() > _FEW_NUMBERS or bool(odd.any())
 
 
 def label_of_numbers(name: str, numbers_B: Array, data: TableDataConfig) -> Label:
     """Return the label of a column of numbers. Raises UserError where all are the same."""
     if len(numbers_B) and numbers_B.min() == numbers_B.max():
         _check_values(name, [f"{numbers_B[0]:g}"], data)
-    return LABELS["counts" if data.task == "counts" else "regression"](name=name)
+    return _LABELS["counts" if data.task == "counts" else "regression"](name=name)
 
 
 def label_of_texts(name: str, values: list[str], data: TableDataConfig) -> tuple[Label, Array]:
@@ -180,15 +180,15 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig) -> tuple
     numbers = notation_of(cells, data).read(cells)
     if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
         return Regression(name=name), numbers.to_numpy()
-    if len(values) > MAX_CLASSES:
+    if len(values) > _MAX_CLASSES:
         raise UserError(
             f"data.label={data.label}: column {name!r} has {len(values):,} different values, such as "
-            f"{_shown(values)}, and classes are {MAX_CLASSES:,} at most ({data.path}); name another column, "
+            f"{_shown(values)}, and classes are {_MAX_CLASSES:,} at most ({data.path}); name another column, "
             "or bring rare values together"
         )
     classes = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
     two = len(classes) == 2 and data.task != "multiclass"
-    if two and classes[0].lower() in POSITIVE:
+    if two and classes[0].lower() in _POSITIVE:
         classes.reverse()
     number = {value: float(place) for place, value in enumerate(classes)}
     label = (Binary if two else Multiclass)(name=name, classes=tuple(classes))

@@ -13,11 +13,11 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.column import Array, Sample
 from dphybrid.data.table.times import looks_like_dates
 
-MAX_DEVIATION = 100.0
+_MAX_DEVIATION = 100.0
 """Standard deviations at which a number is cut off, so that one absurd value cannot drown a batch."""
-FEW_EDGES = 64
+_FEW_EDGES = 64
 """Edges up to which comparing with each of them is faster than a search."""
-INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity")
+_INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity")
 """Lower-cased texts of infinite numbers, which count as no value."""
 NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
 NOTATIONS += [(decimal, group) for decimal in ".," for group in " '_"]
@@ -70,7 +70,7 @@ class Notation(NamedTuple):
         if not odd.any():
             return odd
         texts = cells.cast(pl.String).str.to_lowercase()
-        return odd & ~texts.is_in([*INFINITE, "nan"])
+        return odd & ~texts.is_in([*_INFINITE, "nan"])
 
     def reason(self, cells: pl.Series) -> str:
         """Say what is not as programs write numbers in cells that are all read."""
@@ -158,14 +158,14 @@ class Scale(Section):
         # numbers near the end of float64: infinite is then a fair answer to "how far"
         with np.errstate(over="ignore"):
             deviation_B = (scaled_B - self.mean) / self.std
-        out_BN[:, 0] = np.where(missing_B, 0.0, np.clip(deviation_B, -MAX_DEVIATION, MAX_DEVIATION))
+        out_BN[:, 0] = np.where(missing_B, 0.0, np.clip(deviation_B, -_MAX_DEVIATION, _MAX_DEVIATION))
         if self.indicator:
             out_BN[:, 1] = missing_B
 
     def ids(self, numbers_B: Array) -> Array:
         """Return the bucket (B,) of numbers: 0 for nan, then by size."""
         edges = self.edges or ()
-        if len(edges) <= FEW_EDGES:
+        if len(edges) <= _FEW_EDGES:
             place_B: Array = np.ones(len(numbers_B), np.uint8)
             for edge in edges:
                 place_B += (numbers_B >= edge).view(np.uint8)

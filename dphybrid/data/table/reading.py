@@ -25,9 +25,9 @@ from dphybrid.data.table.rows import Rows, as_job, check_enough, check_rejected,
 from dphybrid.data.table.schema import Look, SchemaFile, find_column, look, sample_of
 from dphybrid.util.errors import UserError
 
-READERS = max(3, THREADS)
+_READERS = max(3, THREADS)
 """Chunks that are read at a time; one more than two cores, since threads of polars parse each of them."""
-STORED_ROWS = 2**16
+_STORED_ROWS = 2**16
 """Rows of a stored block, about."""
 
 
@@ -76,7 +76,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class _Chunk:
     """Rows in numbers. left_out: by bag, cells with too many items and how many items. unlabelled,
     weightless: rows without a label or a weight, which are left out."""
 
@@ -146,8 +146,8 @@ def read_table(plan: Plan, files: tuple[Path, ...], num_held: int, folder: Path,
     def store(least: int) -> None:
         if sum(map(len, waiting)) > least:
             frame = pl.concat(waiting)
-            for start in range(0, len(frame), STORED_ROWS):
-                part = frame[start : start + STORED_ROWS]
+            for start in range(0, len(frame), _STORED_ROWS):
+                part = frame[start : start + _STORED_ROWS]
                 _write(part, folder / f"{len(table.lengths):06d}.arrow")
                 table.lengths.append(len(part))
             waiting.clear()
@@ -160,10 +160,10 @@ def read_table(plan: Plan, files: tuple[Path, ...], num_held: int, folder: Path,
         if number == 0:
             next(jobs)
             jobs = itertools.chain([as_job(plan.first)], jobs)
-        for chunk in mapped(lambda job: encoded(plan, job(), table.dictionaries), jobs, READERS):
+        for chunk in mapped(lambda job: encoded(plan, job(), table.dictionaries), jobs, _READERS):
             progress("read rows", min(total, before + chunk.bytes_read), total)
             waiting.append(chunk.values)
-            store(STORED_ROWS // 2)
+            store(_STORED_ROWS // 2)
             _add(table, chunk)
         before += file.stat().st_size
     store(0)
@@ -179,7 +179,7 @@ def _write(part: pl.DataFrame, file: Path) -> None:
         raise OSError(errno.ENOSPC, str(error), str(file)) from error
 
 
-def _add(table: Table, chunk: Chunk) -> None:
+def _add(table: Table, chunk: _Chunk) -> None:
     data = table.plan.data
     for name, (cells, items) in chunk.left_out.items():
         before = table.left_out.get(name, (0, 0))
@@ -212,7 +212,7 @@ def _check(table: Table) -> None:
     check_enough(str(data.path), plan.first, table.num_rows)
 
 
-def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> Chunk:
+def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _Chunk:
     """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
     _check_names(plan, rows)
     cells = {name: rows.column(column.name) for name, (_, column) in plan.read.items()}
@@ -241,7 +241,7 @@ def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> C
         (dictionaries[name].codes(column) if name in dictionaries else column).alias(name)
         for name, column in kept.items()
     ]
-    return Chunk(
+    return _Chunk(
         pl.DataFrame(stored),
         sorted(rejected, key=lambda row: row["line"]),
         rows.bytes_read,

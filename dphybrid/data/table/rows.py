@@ -19,7 +19,7 @@ SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet",
 """Files of a folder that are read."""
 BLOCK_ROWS = 2**16
 """Parquet rows read at a time."""
-JSON_BYTES = 2**23
+_JSON_BYTES = 2**23
 """Text of JSON lines read at a time."""
 
 
@@ -166,7 +166,7 @@ def check_rejected(
         )
 
 
-def is_list_of_items(dtype: pl.DataType) -> bool:
+def _is_list_of_items(dtype: pl.DataType) -> bool:
     """Tell whether values of a type are lists of texts or whole numbers, which can be read as bags."""
     inner = getattr(dtype, "inner", None)
     return inner is not None and (inner.is_integer() or inner in (pl.String, pl.Categorical, pl.Enum))
@@ -175,7 +175,7 @@ def is_list_of_items(dtype: pl.DataType) -> bool:
 def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) -> pl.DataFrame:
     """Return a frame's cells as stripped text, None for what means no value; lists of items stay lists, and
     with `numbers` columns of numbers what they are. Names of columns must be no patterns."""
-    kept = {name for name, dtype in frame.schema.items() if is_list_of_items(dtype)}
+    kept = {name for name, dtype in frame.schema.items() if _is_list_of_items(dtype)}
     if numbers:
         kept |= {name for name, dtype in frame.schema.items() if dtype.is_numeric()}
     texts = [name for name in frame.columns if name not in kept]
@@ -189,7 +189,7 @@ def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) ->
 def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     names, first, size = list[str](), 1, 0
     with file.open("rb") as stream:
-        while texts := stream.readlines(JSON_BYTES):
+        while texts := stream.readlines(_JSON_BYTES):
             records, lines, rejected = list[dict[str, Any]](), list[int](), list[dict[str, Any]]()
             for line, text in enumerate(texts, first):
                 if not text.strip():
@@ -270,7 +270,7 @@ def _parquet_rows(frame: pl.DataFrame, file: Path, data: TableDataConfig, start:
 
 
 def _is_odd(dtype: pl.DataType) -> bool:
-    return (dtype.is_nested() or dtype in (pl.Binary, pl.Object)) and not is_list_of_items(dtype)
+    return (dtype.is_nested() or dtype in (pl.Binary, pl.Object)) and not _is_list_of_items(dtype)
 
 
 def check_types(schema: pl.Schema, where: str, field: str, ignored: Sequence[str]) -> None:

@@ -29,9 +29,9 @@ from dphybrid.data.table.splits import RowSplit, split_rows
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
-LIMITS = ("max_columns", "max_line_mib", "max_expansion")
+_LIMITS = ("max_columns", "max_line_mib", "max_expansion")
 """Values that refuse files and change nothing else."""
-FIT_ROWS = 2**18
+_FIT_ROWS = 2**18
 """Training rows, evenly spaced, that tell the statistics of numbers, at most."""
 PACKED = (".gz", ".parquet", ".pq")
 
@@ -61,7 +61,7 @@ class TableSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        excluded = {"path", "valid_path", "schema_file", "base", *LIMITS}
+        excluded = {"path", "valid_path", "schema_file", "base", *_LIMITS}
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
         return self.data.model_dump(mode="json", exclude=excluded) | {
             "schema": self.schema.model_dump(mode="json"),
@@ -239,7 +239,7 @@ def _fitted(
     training row has."""
     trained = np.flatnonzero(~split.held_B)
     sample_B = np.zeros(len(split.held_B), bool)
-    sample_B[trained[:: -(-len(trained) // FIT_ROWS)]] = True
+    sample_B[trained[:: -(-len(trained) // _FIT_ROWS)]] = True
     unseen: dict[str, float] = {}
 
     def numbers(name: str) -> pl.Series:

@@ -11,14 +11,14 @@ from polars.io.plugins import register_io_source
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, sync, temporary, write_text
 
-WRITTEN = (".parquet", ".csv")
+_WRITTEN = (".parquet", ".csv")
 
 
 def table_target(out: str | Path) -> Path:
     """Return the path of --out. Raises UserError where no file can be written, or of no such kind."""
     target = Path(out)
-    if target.suffix.lower() not in WRITTEN:
-        raise UserError(f"--out {out}: give a name that ends in {' or '.join(WRITTEN)}")
+    if target.suffix.lower() not in _WRITTEN:
+        raise UserError(f"--out {out}: give a name that ends in {' or '.join(_WRITTEN)}")
     check_target(target, f"--out {out}")
     return target
 

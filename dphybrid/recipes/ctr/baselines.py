@@ -16,24 +16,24 @@ from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Prepared
 from dphybrid.training.label_tasks import LabelTask
 
-LINEAR_ROWS = 2**16
+_LINEAR_ROWS = 2**16
 """Training rows, evenly spaced, that the linear model sees at most, over all outputs together."""
 LOOKED_AT = 2**18
 """Rows, evenly spaced, that baselines are compared on and columns are looked at in, at most."""
-LEAK = 0.99
+_LEAK = 0.99
 """AUC or R2 of one column above which it gives the label away."""
-FEWEST_ROWS = 50
+_FEWEST_ROWS = 50
 """Rows below which a column predicts the label by chance."""
 
 
 def baselines(data: Prepared, task: LabelTask) -> dict[str, dict[str, float]]:
     """Return the metrics, on the validation rows, of the most frequent class (of numbers: their mean) and of
     a linear model on the same encoded rows."""
-    train = _spaced(data.dataset("train"), LINEAR_ROWS // task.num_outputs)
+    train = _spaced(data.dataset("train"), _LINEAR_ROWS // task.num_outputs)
     valid = _spaced(data.dataset("valid"), LOOKED_AT)
     name = "mean" if task.label.task in ("regression", "counts") else "majority class"
     return {
-        name: task.compute(constant_outputs(train, valid, task)),
+        name: task.compute(_constant_outputs(train, valid, task)),
         "linear model": task.compute(_outputs(_linear(train, valid, data.info, task), valid, task)),
     }
 
@@ -42,10 +42,10 @@ def floor(data: Prepared, task: LabelTask) -> dict[str, Tensor]:
     """Return the outputs of the most frequent class, or of the mean, on all validation rows."""
     valid = data.dataset("valid")
     train = _spaced(data.dataset("train"), LOOKED_AT)
-    return constant_outputs(train, valid.fetch(np.arange(len(valid))), task)
+    return _constant_outputs(train, valid.fetch(np.arange(len(valid))), task)
 
 
-def constant_outputs(
+def _constant_outputs(
     train: Mapping[str, Tensor], valid: Mapping[str, Tensor], task: LabelTask
 ) -> dict[str, Tensor]:
     """Return what metrics are computed from, for a prediction that is the same for all rows."""
@@ -79,7 +79,7 @@ def _linear(
         if task.label.task in ("binary", "multiclass"):
             classes = np.unique(labels_B)
             if len(classes) < 2:
-                return constant_outputs(train, valid, task)["logits"]
+                return _constant_outputs(train, valid, task)["logits"]
             model = LogisticRegression(max_iter=100).fit(rows, labels_B, weights_B)
             found = torch.from_numpy(model.decision_function(wanted)).float()
             if task.num_outputs == 1:
@@ -115,11 +115,11 @@ def _sparse(batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> sparse.csr_
 
 
 def leaks(data: Prepared, task: LabelTask) -> list[str]:
-    """Return a warning for each column that alone tells nearly all of the label: AUC or R2 above `LEAK`, of
+    """Return a warning for each column that alone tells nearly all of the label: AUC or R2 above `_LEAK`, of
     the mean label of its values, fitted on one half of the training rows and asked about the other."""
     batch = _spaced(data.dataset("train"), LOOKED_AT)
     labels_B = batch["labels_B"].numpy().astype(np.float64)
-    if len(labels_B) < FEWEST_ROWS or np.ptp(labels_B) == 0:
+    if len(labels_B) < _FEWEST_ROWS or np.ptp(labels_B) == 0:
         return []
     names = [str(column["name"]) for column in data.info.get("columns", [])]
     found: dict[str, tuple[str, float]] = {}
@@ -133,7 +133,7 @@ def leaks(data: Prepared, task: LabelTask) -> list[str]:
         f"column {name!r} alone predicts the label ({metric} {value:.4f}); if it is not known before the "
         f"answer is, leave it out: --data.ignore {name}"
         for name, (metric, value) in found.items()
-        if value > LEAK
+        if value > _LEAK
     ]
 
 

@@ -13,10 +13,10 @@ from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.digits.config import DigitsModelConfig
 
-CAPSULE, DIGIT_CAPSULE = 8, 16
+_CAPSULE, _DIGIT_CAPSULE = 8, 16
 """Widths of input and output capsules, as in the paper."""
-ROUTINGS = 3
-RECONSTRUCTION = 0.0005
+_ROUTINGS = 3
+_RECONSTRUCTION = 0.0005
 """Weight of the summed squared error of the redrawn image, as in the paper."""
 
 
@@ -52,14 +52,14 @@ class DigitCapsules(nn.Module):
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
-        self.weight_IJED = nn.Parameter(0.05 * torch.randn(num_inputs, num_outputs, DIGIT_CAPSULE, CAPSULE))
+        self.weight_IJED = nn.Parameter(0.05 * torch.randn(num_inputs, num_outputs, _DIGIT_CAPSULE, _CAPSULE))
 
     def forward(self, capsules_BID: Tensor) -> Tensor:
         votes_BIJE = torch.einsum("ijed,bid->bije", self.weight_IJED, capsules_BID)
         agreement_BIJ = votes_BIJE.new_zeros(votes_BIJE.shape[:3])
-        for routing in range(ROUTINGS):
+        for routing in range(_ROUTINGS):
             share_BIJ = agreement_BIJ.softmax(2)
-            last = routing == ROUTINGS - 1
+            last = routing == _ROUTINGS - 1
             # Only the last sum is trained through: the shares are an inference of their own.
             capsules_BJE = squash(
                 torch.einsum("bij,bije->bje", share_BIJ, votes_BIJE if last else votes_BIJE.detach())
@@ -79,11 +79,11 @@ class CapsuleRegion(nn.Module):
         super().__init__()
         channels, height, width = image
         self.enter = nn.Conv2d(channels, 64, 3)
-        self.primary = nn.Conv2d(64, 8 * CAPSULE, 3, stride=2)
+        self.primary = nn.Conv2d(64, 8 * _CAPSULE, 3, stride=2)
         rows, columns = ((side - 2 - 3) // 2 + 1 for side in (height, width))
         self.digits = DigitCapsules(8 * rows * columns, num_classes)
         self.redraw = nn.Sequential(
-            nn.Linear(num_classes * DIGIT_CAPSULE, hidden),
+            nn.Linear(num_classes * _DIGIT_CAPSULE, hidden),
             nn.ReLU(),
             nn.Linear(hidden, channels * height * width),
             nn.Sigmoid(),
@@ -91,7 +91,7 @@ class CapsuleRegion(nn.Module):
 
     def forward(self, x_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
         primary_BCHW = self.primary(self.enter(x_BCHW).relu())
-        capsules_BID = squash(primary_BCHW.unflatten(1, (-1, CAPSULE)).movedim(2, -1).flatten(1, 3))
+        capsules_BID = squash(primary_BCHW.unflatten(1, (-1, _CAPSULE)).movedim(2, -1).flatten(1, 3))
         capsules_BJE = self.digits(capsules_BID)
         length_BJ = capsules_BJE.square().sum(2).add(1e-12).sqrt()
         is_class_BJ = F.one_hot(labels_B, length_BJ.shape[1]).to(length_BJ)
@@ -101,7 +101,7 @@ class CapsuleRegion(nn.Module):
         )
         redrawn_BX = self.redraw((capsules_BJE * is_class_BJ[:, :, None]).flatten(1))
         redraw_B = (redrawn_BX - x_BCHW.flatten(1)).square().sum(1)
-        return margin_BJ.sum(1) + RECONSTRUCTION * redraw_B, length_BJ
+        return margin_BJ.sum(1) + _RECONSTRUCTION * redraw_B, length_BJ
 
 
 class ImageModel(nn.Module):

@@ -128,7 +128,7 @@ def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Datase
 
 
 @dataclass(frozen=True)
-class TripleSource:
+class _TripleSource:
     """Files by part; without a valid one a share of train is held out."""
 
     data: KgeDataConfig
@@ -239,7 +239,7 @@ class TripleSource:
             ) from error
 
 
-def open_source(data: KgeDataConfig, seed: int) -> TripleSource:
+def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
     """Find the files. Raises UserError for a missing path and a folder without a train file."""
     if data.path is None:
         raise UserError(
@@ -248,7 +248,7 @@ def open_source(data: KgeDataConfig, seed: int) -> TripleSource:
         )
     root = given_path(data.path, "data.path")
     if root.is_file():
-        return TripleSource(data, seed, {"train": root})
+        return _TripleSource(data, seed, {"train": root})
     if not root.is_dir():
         raise UserError(
             f"data.path={data.path}: there is no such file or folder; give a file of triples, or a folder "
@@ -268,4 +268,4 @@ def open_source(data: KgeDataConfig, seed: int) -> TripleSource:
             f"data.path={data.path}: the folder has no train.txt (or .tsv, .csv); name the files train, "
             "valid and test"
         )
-    return TripleSource(data, seed, parts)
+    return _TripleSource(data, seed, parts)

@@ -23,10 +23,10 @@ from dphybrid.data.table.times import read_times
 from dphybrid.recipes.retrieval.config import RetrievalDataConfig
 from dphybrid.util.errors import UserError, suggestion
 
-SAMPLE_USERS, SAMPLE_ITEMS, SAMPLE_GROUPS, SAMPLE_ROWS = 1000, 600, 15, 20_000
+_SAMPLE_USERS, _SAMPLE_ITEMS, _SAMPLE_GROUPS, _SAMPLE_ROWS = 1000, 600, 15, 20_000
 
 
-def by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
+def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
     """Return (starts, items) of distinct pairs for `lists_of`."""
     pairs_N2 = np.unique(pairs_N2, axis=0)
     counts_U = np.bincount(pairs_N2[:, 0], minlength=num_users)
@@ -55,7 +55,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class InteractionSource:
+class _InteractionSource:
     """Files of interactions; without any, the generated sample."""
 
     data: RetrievalDataConfig
@@ -86,11 +86,11 @@ class InteractionSource:
         )
         pairs_N2 = np.stack([users.number_N, items.number_N], 1).astype(np.int32)
         train_N2, valid_N2 = pairs_N2[~held_N], pairs_N2[held_N]
-        seen_starts, seen_items = by_user(train_N2, len(users.ids_RF))
+        seen_starts, seen_items = _by_user(train_N2, len(users.ids_RF))
         known_N2 = valid_N2[(valid_N2 >= 0).all(1)]
         codes_N = _one_number(known_N2, len(items.ids_RF))
         new_N2 = known_N2[~np.isin(codes_N, _one_number(train_N2, len(items.ids_RF)))]
-        held_starts, held_items = by_user(new_N2, len(users.ids_RF))
+        held_starts, held_items = _by_user(new_N2, len(users.ids_RF))
         held_users = np.flatnonzero(np.diff(held_starts))
         if not len(held_users):
             raise UserError(
@@ -135,7 +135,7 @@ class InteractionSource:
         def save(folder: Path) -> None:
             (folder / "encoder").mkdir()
             # Recommendations leave out all that is known of a user, the validation split's items, too.
-            starts, items_met = by_user(pairs_N2[(pairs_N2 >= 0).all(1)], len(users.ids_RF))
+            starts, items_met = _by_user(pairs_N2[(pairs_N2 >= 0).all(1)], len(users.ids_RF))
             of_user = np.repeat(np.arange(len(users.ids_RF)), np.diff(starts))
             seen = pl.DataFrame({"user": of_user, "item": items_met})
             lists = seen.group_by("user", maintain_order=True).agg("item")["item"]  # each user has a row
@@ -258,21 +258,21 @@ def sample(seed: int) -> Rows:
     takes are of its own group, some items far more often than others."""
     random = np.random.default_rng([seed, 7])
     groups_U, groups_V = (
-        random.integers(SAMPLE_GROUPS, size=n).astype(np.int64) for n in (SAMPLE_USERS, SAMPLE_ITEMS)
+        random.integers(_SAMPLE_GROUPS, size=n).astype(np.int64) for n in (_SAMPLE_USERS, _SAMPLE_ITEMS)
     )
-    weight_V = (1 + random.permutation(SAMPLE_ITEMS)) ** -0.5
-    users_N = random.integers(SAMPLE_USERS, size=SAMPLE_ROWS)
-    items_N = random.choice(SAMPLE_ITEMS, SAMPLE_ROWS, p=weight_V / weight_V.sum())
-    own_N = random.random(SAMPLE_ROWS) < 0.8
-    for group in range(SAMPLE_GROUPS):
+    weight_V = (1 + random.permutation(_SAMPLE_ITEMS)) ** -0.5
+    users_N = random.integers(_SAMPLE_USERS, size=_SAMPLE_ROWS)
+    items_N = random.choice(_SAMPLE_ITEMS, _SAMPLE_ROWS, p=weight_V / weight_V.sum())
+    own_N = random.random(_SAMPLE_ROWS) < 0.8
+    for group in range(_SAMPLE_GROUPS):
         rows = np.flatnonzero(own_N & (groups_U[users_N] == group))
         chance_V = weight_V * (groups_V == group)
-        items_N[rows] = random.choice(SAMPLE_ITEMS, len(rows), p=chance_V / chance_V.sum())
+        items_N[rows] = random.choice(_SAMPLE_ITEMS, len(rows), p=chance_V / chance_V.sum())
     values = pl.DataFrame({"0": [f"u{n}" for n in users_N], "1": [f"i{n}" for n in items_N]})
-    lines = np.arange(1, SAMPLE_ROWS + 1)
+    lines = np.arange(1, _SAMPLE_ROWS + 1)
     return Rows(["user", "item"], values, lines, [], True, "row", Path("the generated sample"))
 
 
-def open_source(data: RetrievalDataConfig, seed: int) -> InteractionSource:
+def open_source(data: RetrievalDataConfig, seed: int) -> _InteractionSource:
     """Find the files. Raises UserError for a missing path and an empty file."""
-    return InteractionSource(data, seed, () if data.path is None else find_files(data.path, "data.path"))
+    return _InteractionSource(data, seed, () if data.path is None else find_files(data.path, "data.path"))

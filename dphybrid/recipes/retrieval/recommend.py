@@ -31,7 +31,7 @@ COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.F
 
 
 @dataclass
-class Recommended:
+class _Recommended:
     """What was written. num_rows: users; unknown: those of them that training lacks."""
 
     out: Path
@@ -101,7 +101,7 @@ class Recommender:
         threshold: float | None = None,
         top: int = 10,
         **values: Any,
-    ) -> Recommended:
+    ) -> _Recommended:
         """Write what `recommend` returns for the users of `path` (file, folder or pattern), each once, to a
         .parquet or .csv file.
 
@@ -118,7 +118,7 @@ class Recommender:
         if top < 1:
             raise UserError(f"--top {top}: give 1 or more items a user")
         target = table_target(out)
-        done = Recommended(target, top)
+        done = _Recommended(target, top)
         names, rejected = self._users_of(str(path), values)
         done.num_rejected = len(rejected)
         done.num_rows, done.unknown = len(names), sum(name not in self._numbers for name in names)
@@ -133,7 +133,7 @@ class Recommender:
         write_rejected(rejected, target)
         return done
 
-    def told(self, done: Recommended) -> list[str]:
+    def told(self, done: _Recommended) -> list[str]:
         """Return what became of a file's users, in lines for people."""
         lines = [
             f"The {done.top} best items for {done.num_rows:,} users: {done.out}",

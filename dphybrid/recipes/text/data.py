@@ -21,13 +21,13 @@ from dphybrid.recipes.text.config import TextDataConfig
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
-UNKNOWN, END = "<unk>", "<end>"
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
+_UNKNOWN, END = "<unk>", "<end>"
+_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
 
-PASSAGE = 12
-MAX_REPEATED = 0.2
+_PASSAGE = 12
+_MAX_REPEATED = 0.2
 """Documents of which a larger share of passages stands elsewhere are held out last."""
-MAX_HELD = 2.0
+_MAX_HELD = 2.0
 """Documents that would make the held-out part larger than this many times what was asked for are held out
 last."""
 
@@ -65,7 +65,7 @@ def tokenize(text: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class TextSource:
+class _TextSource:
     """Documents by name: topics of the Python reference, files of a folder, or paragraphs of one file."""
 
     data: TextDataConfig
@@ -123,10 +123,10 @@ class TextSource:
         valid = [document for i, document in enumerate(documents) if i in held]
         counts = Counter(word for _, words in train for word in words)
         kept = sorted(
-            (word for word, count in counts.items() if count >= self.data.min_count and word != UNKNOWN),
+            (word for word, count in counts.items() if count >= self.data.min_count and word != _UNKNOWN),
             key=lambda w: (-counts[w], w),
         )
-        vocabulary = {word: number for number, word in enumerate([UNKNOWN, END, *kept])}
+        vocabulary = {word: number for number, word in enumerate([_UNKNOWN, END, *kept])}
         train_tokens, valid_tokens = (_encode(part, vocabulary) for part in (train, valid))
         for part, tokens in (("training", train_tokens), ("validation", valid_tokens)):
             if len(tokens) <= self.data.window:
@@ -138,9 +138,9 @@ class TextSource:
         unknown = float((valid_tokens == 0).mean())
         lines = [
             f"  text from {where}: {len(documents):,} documents, {len(vocabulary):,} words "
-            f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {UNKNOWN})",
+            f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {_UNKNOWN})",
             f"  {len(train_tokens):,} tokens to train; validation split: {len(valid)} whole documents, "
-            f"{len(valid_tokens):,} tokens, {unknown:.1%} of them {UNKNOWN}",
+            f"{len(valid_tokens):,} tokens, {unknown:.1%} of them {_UNKNOWN}",
         ]
         if doubtful:
             lines.append(
@@ -167,9 +167,9 @@ def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[se
     wanted = fraction * sum(sizes)
     shares = repeated_shares(documents)
     order = [int(number) for number in np.random.default_rng(seed).permutation(len(documents))]
-    alone = [number for number in order if shares[number] <= MAX_REPEATED]
+    alone = [number for number in order if shares[number] <= _MAX_REPEATED]
     repeated = sorted(
-        (number for number in order if shares[number] > MAX_REPEATED), key=lambda number: shares[number]
+        (number for number in order if shares[number] > _MAX_REPEATED), key=lambda number: shares[number]
     )
     held: set[int] = set()
     taken = 0
@@ -181,25 +181,25 @@ def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[se
                 held.add(number)
                 taken += sizes[number]
 
-    take(alone, MAX_HELD * wanted)
+    take(alone, _MAX_HELD * wanted)
     if not held and alone:
         take([min(alone, key=lambda number: sizes[number])], sum(sizes) / 2)
     if taken < wanted / 2:
-        take(repeated, MAX_HELD * wanted)
+        take(repeated, _MAX_HELD * wanted)
     if not held:
         take([min(order, key=lambda number: sizes[number])], sum(sizes))
-    return held, sum(shares[number] > MAX_REPEATED for number in held)
+    return held, sum(shares[number] > _MAX_REPEATED for number in held)
 
 
 def repeated_shares(documents: list[list[str]]) -> list[float]:
-    """Return for each document the share of its passages of `PASSAGE` words that stand in another document
+    """Return for each document the share of its passages of `_PASSAGE` words that stand in another document
     too."""
     numbers: dict[str, int] = {}
     passages: list[Array] = []
     for words in documents:
         ids = np.array([numbers.setdefault(word, len(numbers) + 1) for word in words], dtype=np.uint64)
-        hashes = np.zeros(max(0, len(ids) - PASSAGE + 1), dtype=np.uint64)
-        for place in range(PASSAGE):  # a polynomial hash; unsigned numbers wrap around
+        hashes = np.zeros(max(0, len(ids) - _PASSAGE + 1), dtype=np.uint64)
+        for place in range(_PASSAGE):  # a polynomial hash; unsigned numbers wrap around
             hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + len(hashes)]
         passages.append(np.unique(hashes))
     found, counts = np.unique(np.concatenate(passages), return_counts=True)
@@ -235,10 +235,10 @@ def _read(file: Path) -> str:
         ) from error
 
 
-def open_source(data: TextDataConfig, seed: int) -> TextSource:
+def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     """Find the files. Raises UserError for a missing path, an empty file, a folder without text."""
     if data.path is None:
-        return TextSource(data, seed, (), None)
+        return _TextSource(data, seed, (), None)
     root = given_path(data.path, "data.path")
     if not root.exists():
         raise UserError(
@@ -248,12 +248,12 @@ def open_source(data: TextDataConfig, seed: int) -> TextSource:
         files = [root]
     else:
         files = sorted(
-            file for file in root.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file()
+            file for file in root.rglob("*") if file.suffix.lower() in _TEXT_SUFFIXES and file.is_file()
         )
         if not files:
             raise UserError(
-                f"data.path={data.path}: the folder holds no text files ({', '.join(TEXT_SUFFIXES)})"
+                f"data.path={data.path}: the folder holds no text files ({', '.join(_TEXT_SUFFIXES)})"
             )
     if not any(file.stat().st_size for file in files):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
-    return TextSource(data, seed, tuple(files), root)
+    return _TextSource(data, seed, tuple(files), root)

@@ -82,12 +82,12 @@ class CausalTransformer(nn.Module):
     def forward(self, rows_BTD: Tensor) -> Tensor:
         hidden_BTH = self.enter(rows_BTD)
         steps, hidden = hidden_BTH.shape[1:]
-        hidden_BTH = hidden_BTH + positions(steps, hidden, hidden_BTH.device).to(hidden_BTH)
+        hidden_BTH = hidden_BTH + _positions(steps, hidden, hidden_BTH.device).to(hidden_BTH)
         mask_TT = torch.ones(steps, steps, dtype=torch.bool, device=rows_BTD.device).triu(1)
         return self.network(hidden_BTH, mask=mask_TT)
 
 
-def positions(steps: int, hidden: int, device: torch.device | None = None) -> Tensor:
+def _positions(steps: int, hidden: int, device: torch.device | None = None) -> Tensor:
     """Return sinusoidal positions (steps, hidden), made on `device`."""
     half = (hidden + 1) // 2
     log = torch.log(torch.tensor(10000.0)).item()  # of float32, as rates have always been

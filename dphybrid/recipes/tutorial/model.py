@@ -48,12 +48,12 @@ class Supervised(nn.Module):
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), self.output_key: output_BO}
 
 
-def squared_error(output_BO: Tensor, target_BO: Tensor) -> Tensor:
+def _squared_error(output_BO: Tensor, target_BO: Tensor) -> Tensor:
     """Mean squared error of each sample, (B,)."""
     return (output_BO - target_BO.to(output_BO.dtype)).square().mean(1)
 
 
-def class_error(output_BC: Tensor, labels_B: Tensor) -> Tensor:
+def _class_error(output_BC: Tensor, labels_B: Tensor) -> Tensor:
     """Cross-entropy of each sample, (B,)."""
     return F.cross_entropy(output_BC, labels_B, reduction="none")
 
@@ -98,7 +98,7 @@ def build_toy(context: ModelContext[ModelConfig]) -> Supervised:
     network = DataParallel(
         nn.Linear(context.info["num_inputs"], context.info["num_outputs"]), context.devices
     )
-    return Supervised(network, "x_BI", "y_BO", squared_error, "prediction", context.dtype)
+    return Supervised(network, "x_BI", "y_BO", _squared_error, "prediction", context.dtype)
 
 
 def build_blocks(context: ModelContext[BlocksModelConfig]) -> Supervised:
@@ -106,7 +106,7 @@ def build_blocks(context: ModelContext[BlocksModelConfig]) -> Supervised:
     network = Blocks(
         context.info["num_inputs"], context.options.hidden, context.info["num_outputs"], context.devices
     )
-    return Supervised(network, "x_BI", "y_BO", squared_error, "prediction", context.dtype)
+    return Supervised(network, "x_BI", "y_BO", _squared_error, "prediction", context.dtype)
 
 
 def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
@@ -114,7 +114,7 @@ def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
     o, info = context.options, context.info
     table = context.table(info["num_ids"], o.dim, name="table")
     network = Hybrid(table, DataParallel(nn.Linear(o.dim, info["num_outputs"]), context.devices))
-    return SupervisedHybrid(network, "ids_B", "y_BO", squared_error, "prediction", context.dtype)
+    return SupervisedHybrid(network, "ids_B", "y_BO", _squared_error, "prediction", context.dtype)
 
 
 def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
@@ -127,5 +127,5 @@ def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
         nn.Linear(hidden * 32 * 32, context.info["num_classes"]),
     )
     return Supervised(
-        DataParallel(network, context.devices), "x_BCHW", "labels_B", class_error, "logits", context.dtype
+        DataParallel(network, context.devices), "x_BCHW", "labels_B", _class_error, "logits", context.dtype
     )
