@@ -221,7 +221,7 @@ def click_costs(
     rows, beside the same network and optimizer on FBGEMM's tables, whose updates are fused into its backward;
     cold caches."""
     from dphybrid.parallel import DataParallel
-    from dphybrid.recipes.ctr.model import ClickModel, ClickRegion, WideDeep
+    from dphybrid.recipes.ctr.model import ClickModel, ClickRegion, Sizes, WideDeep
 
     batches = [
         {
@@ -235,7 +235,7 @@ def click_costs(
     ]
 
     def region() -> ClickRegion:
-        return ClickRegion(WideDeep(num_tables, dim, 13, hidden=256, layers=2, dropout=0.2))
+        return ClickRegion(WideDeep(Sizes(num_tables, dim, 13, hidden=256, layers=2, dropout=0.2)))
 
     def step_of(loss_B: Callable[[dict[str, Tensor]], Tensor], blocks: nn.Module, rows: Any = None) -> Step:
         dense = torch.optim.Adam(dense_parameters(blocks), fused=True)

@@ -16,7 +16,7 @@ from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, build_model, find_recipe
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.ctr.model import DLRM, ClickModel, DeepFM, WideDeep
+from dphybrid.recipes.ctr.model import DLRM, ClickModel, DeepFM, Sizes, WideDeep
 from dphybrid.recipes.digits.model import DigitCapsules, squash
 from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
 from dphybrid.run.train import run_job
@@ -84,7 +84,7 @@ def test_nothing_breaks_under_data_parallelism(recipe: str, kind: str) -> None:
 
 def test_a_factorization_machine_is_the_sum_over_pairs() -> None:
     torch.manual_seed(0)
-    network = DeepFM(3, 5, 2, 8, 1, 0.0).double()
+    network = DeepFM(Sizes(3, 5, 2, 8, 1, 0.0)).double()
     for parameter in network.deep.parameters():
         nn.init.zeros_(parameter)
     rows_BFD, dense_BN = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_a_factorization_machine_is_the_sum_over_pairs() -> None:
 @pytest.mark.parametrize("num_dense", [0, 2])
 def test_dlrm_sees_the_product_of_each_pair_once(num_dense: int) -> None:
     torch.manual_seed(0)
-    network = DLRM(3, 5, num_dense, 8, 1, 0.0)
+    network = DLRM(Sizes(3, 5, num_dense, 8, 1, 0.0))
     rows_BFD, dense_BN = torch.randn(1, 3, 5), torch.randn(1, num_dense)
     seen: list[Tensor] = []
     network.top.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
@@ -112,7 +112,7 @@ def test_dlrm_sees_the_product_of_each_pair_once(num_dense: int) -> None:
 
 
 def test_the_wide_part_is_linear_in_the_first_column() -> None:
-    network = WideDeep(3, 5, 0, 8, 1, 0.0)
+    network = WideDeep(Sizes(3, 5, 0, 8, 1, 0.0))
     rows_BFD = torch.randn(2, 3, 5)
     more = rows_BFD.clone()
     more[:, 1, 0] += 1.5

@@ -15,7 +15,7 @@ from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.config import CtrModelConfig
-from dphybrid.recipes.ctr.model import DeepFM
+from dphybrid.recipes.ctr.model import DeepFM, Sizes
 from dphybrid.recipes.ctr.numbers import (
     BIN_ROWS,
     RUN_ROWS,
@@ -114,8 +114,8 @@ def test_bins_of_long_data_come_from_runs_over_all_of_it() -> None:
 
 def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -> None:
     torch.manual_seed(0)
-    pieces = DeepFM(2, 5, 6, 8, 1, 0.0, pieces=3).double()
-    whole = DeepFM(2, 5, 2, 8, 1, 0.0).double()
+    pieces = DeepFM(Sizes(2, 5, 6, 8, 1, 0.0, pieces=3)).double()
+    whole = DeepFM(Sizes(2, 5, 2, 8, 1, 0.0)).double()
     rows_BFD, dense_BX = torch.randn(4, 2, 5).double(), torch.randn(4, 6).double()
     state = pieces.state_dict()
     for b in range(4):

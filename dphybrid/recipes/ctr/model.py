@@ -18,6 +18,7 @@ fields (rows and numbers), P pairs, C outputs. logits are logits_B with one outp
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,30 +32,35 @@ from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
 
 
-def deep_network(inputs: int, hidden: int, layers: int, outputs: int, dropout: float) -> nn.Sequential:
-    """Linear layers with ReLU and dropout between them."""
-    widths = [inputs] + [hidden] * layers
-    steps: list[nn.Module] = []
-    for narrow, wide in itertools.pairwise(widths):
-        steps += [nn.Linear(narrow, wide), nn.ReLU(), nn.Dropout(dropout)]
-    return nn.Sequential(*steps, nn.Linear(widths[-1], outputs))
+@dataclass(frozen=True)
+class Sizes:
+    """What a network reads (columns of rows of width dim, num_dense numbers; `pieces` of these stand for one
+    number of the table), its hidden layers, and its outputs a sample."""
+
+    num_columns: int
+    dim: int
+    num_dense: int
+    hidden: int
+    layers: int
+    dropout: float
+    outputs: int = 1
+    pieces: int = 1
+
+    def network(self, inputs: int) -> nn.Sequential:
+        """Return linear layers with ReLU and dropout between them."""
+        widths = [inputs] + [self.hidden] * self.layers
+        steps: list[nn.Module] = []
+        for narrow, wide in itertools.pairwise(widths):
+            steps += [nn.Linear(narrow, wide), nn.ReLU(), nn.Dropout(self.dropout)]
+        return nn.Sequential(*steps, nn.Linear(widths[-1], self.outputs))
 
 
 class Mlp(nn.Module):
     """(rows_BFD, dense_BN) -> logits."""
 
-    def __init__(
-        self,
-        num_columns: int,
-        dim: int,
-        num_dense: int,
-        hidden: int,
-        layers: int,
-        dropout: float,
-        outputs: int = 1,
-    ) -> None:
+    def __init__(self, s: Sizes) -> None:
         super().__init__()
-        self.deep = deep_network(num_columns * dim + num_dense, hidden, layers, outputs, dropout)
+        self.deep = s.network(s.num_columns * s.dim + s.num_dense)
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         return self.deep(torch.cat([rows_BFD.flatten(1), dense_BN], dim=1)).squeeze(1)
@@ -63,20 +69,11 @@ class Mlp(nn.Module):
 class WideDeep(nn.Module):
     """(rows_BFD, dense_BN) -> logits; column 0 of a row is its wide weight."""
 
-    def __init__(
-        self,
-        num_columns: int,
-        dim: int,
-        num_dense: int,
-        hidden: int,
-        layers: int,
-        dropout: float,
-        outputs: int = 1,
-    ) -> None:
+    def __init__(self, s: Sizes) -> None:
         super().__init__()
-        self.deep = deep_network(num_columns * (dim - 1) + num_dense, hidden, layers, outputs, dropout)
-        self.wide = nn.Linear(num_dense, outputs) if num_dense else None
-        self.linear = nn.Linear(dim, outputs, bias=False) if outputs > 1 else None
+        self.deep = s.network(s.num_columns * (s.dim - 1) + s.num_dense)
+        self.wide = nn.Linear(s.num_dense, s.outputs) if s.num_dense else None
+        self.linear = nn.Linear(s.dim, s.outputs, bias=False) if s.outputs > 1 else None
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         deep_BC = self.deep(torch.cat([rows_BFD[:, :, 1:].flatten(1), dense_BN], dim=1))
@@ -89,24 +86,13 @@ class DeepFM(nn.Module):
     """(rows_BFD, dense_BN) -> logits; a number is a field, too: its value times a row of its own, or the
     sum of that over its pieces, which stand side by side in dense_BN."""
 
-    def __init__(
-        self,
-        num_columns: int,
-        dim: int,
-        num_dense: int,
-        hidden: int,
-        layers: int,
-        dropout: float,
-        outputs: int = 1,
-        pieces: int = 1,
-    ) -> None:
+    def __init__(self, s: Sizes) -> None:
         super().__init__()
-        self.pieces = pieces
-        self.dense_ND = nn.Parameter(torch.randn(num_dense, dim) * 0.01)
-        inputs = (num_columns + num_dense // pieces) * (dim - 1)
-        self.deep = deep_network(inputs, hidden, layers, outputs, dropout)
-        self.bias = nn.Parameter(torch.zeros(outputs))
-        self.linear = nn.Linear(2 * dim - 1, outputs, bias=False) if outputs > 1 else None
+        self.pieces = s.pieces
+        self.dense_ND = nn.Parameter(torch.randn(s.num_dense, s.dim) * 0.01)
+        self.deep = s.network((s.num_columns + s.num_dense // s.pieces) * (s.dim - 1))
+        self.bias = nn.Parameter(torch.zeros(s.outputs))
+        self.linear = nn.Linear(2 * s.dim - 1, s.outputs, bias=False) if s.outputs > 1 else None
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         if self.pieces == 1:
@@ -133,24 +119,15 @@ class DLRM(nn.Module):
     first_P: Tensor
     second_P: Tensor
 
-    def __init__(
-        self,
-        num_columns: int,
-        dim: int,
-        num_dense: int,
-        hidden: int,
-        layers: int,
-        dropout: float,
-        outputs: int = 1,
-    ) -> None:
+    def __init__(self, s: Sizes) -> None:
         super().__init__()
-        self.bottom = deep_network(num_dense, hidden, 1, dim, 0.0) if num_dense else None
-        num_vectors = num_columns + (num_dense > 0)
+        bottom = replace(s, layers=1, dropout=0.0, outputs=s.dim)
+        self.bottom = bottom.network(s.num_dense) if s.num_dense else None
+        num_vectors = s.num_columns + (s.num_dense > 0)
         first_P, second_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
         self.register_buffer("first_P", first_P, persistent=False)
         self.register_buffer("second_P", second_P, persistent=False)
-        inputs = len(first_P) + (dim if num_dense else num_columns * dim)
-        self.top = deep_network(inputs, hidden, layers, outputs, dropout)
+        self.top = s.network(len(first_P) + (s.dim if s.num_dense else s.num_columns * s.dim))
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         vectors_BVD, other_BD = rows_BFD, rows_BFD.flatten(1)
@@ -243,10 +220,11 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
     widths = {"plain": 1, "piecewise": 1 + o.bins, "embedded": o.bin_width, "periodic": 1 + o.dim}
     pieces = widths[o.numbers] if num_dense else 1  # inputs that a number becomes
-    more = {"pieces": pieces} if o.kind == "deepfm" else {}
     task = label_task(context.info)
     network = NETWORKS[o.kind](
-        len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, task.num_outputs, **more
+        Sizes(
+            len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, task.num_outputs, pieces
+        )
     )
     if num_dense and o.numbers != "plain":
         network = OnNumbers(network, _numbers(context, num_dense))
