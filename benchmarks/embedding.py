@@ -58,7 +58,7 @@ def step_costs(
     batches = [zipf_ids(num_rows, (num_ids,), exponent, seed) for seed in range(4)]
     grads_ND = torch.randn(num_ids, dim, generator=torch.Generator().manual_seed(1))
     contestants: dict[str, Step] = {}
-    for name in ("sgd", "adagrad", "adam", "lazy-adam"):
+    for name in ("sgd", "adagrad", "adam", "lazy-adam", "adamw"):
         table = HostEmbedding(num_rows, dim)
         rows = make_row_optimizer(name, {"t": table}, lr=0.01)
         buffer_ND = torch.empty_like(grads_ND)

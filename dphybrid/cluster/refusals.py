@@ -121,7 +121,7 @@ def _reason(
             f"recipe {config.recipe} was not tried with several ranks; use ctr, or a recipe of your own with "
             "one table"
         )
-    if table.optimizer in ("adam", "lazy-adam"):
+    if table.optimizer in ("adam", "adamw", "lazy-adam"):
         return (
             f"table.optimizer={table.optimizer} has no equal in FBGEMM, which corrects the bias by the steps "
             "of the run and not of the row; use adagrad or sgd"

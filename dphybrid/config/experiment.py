@@ -71,14 +71,15 @@ class ModelConfig(Section):
 class TableConfig(Section):
     """How rows of the host tables are trained."""
 
-    optimizer: Literal["adagrad", "adam", "lazy-adam", "sgd"] = "adam"
-    """Row-wise optimizer: adagrad and adam keep one number a row, lazy-adam two a weight, sgd none. Only rows
-    of the batch change."""
+    optimizer: Literal["adagrad", "adam", "adamw", "lazy-adam", "sgd"] = "adam"
+    """Row-wise optimizer: adagrad and adam keep one number a row, adamw one a weight, lazy-adam two, sgd
+    none. Only rows of the batch change."""
     lr: float = Field(default=0.01, ge=0.0)
     """Learning rate of the rows; 0, for recipe ctr: train.lr, or 0.03 of it for model.kind=mlp, more (up to 5
     times train.lr) where train.epochs gives it fewer than 4,000 steps."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Weight decay, applied to the rows of the batch only (lazy)."""
+    """Weight decay, applied to the rows of the batch only (lazy). adamw: decoupled, and for the steps that a
+    row was not in a batch, too."""
     dtype: Literal["model", "bfloat16"] = "model"
     """Number format of rows: the blocks' own, or bfloat16, half the memory, updated with
     stochastic rounding."""

@@ -54,7 +54,9 @@ _Sums = _struct(
     "Sums", team=_Team, bounds=_P, count=_I, places=_P, num_places=_I, base=_P, step=_I, dim=_I, stored=_I,
     target=_P, squares=_P,
 )  # fmt: skip
-_Table = _struct("Table", first_key=_I, num_rows=_I, rows=_P, mean=_P, square=_P, steps=_P, noise=c.c_uint64)
+_Table = _struct(
+    "Table", first_key=_I, num_rows=_I, rows=_P, mean=_P, square=_P, steps=_P, updates=_I, noise=c.c_uint64,
+)  # fmt: skip
 _Update = _struct(
     "Update", team=_Team, keys=_P, bounds=_P, count=_I, places=_P, num_places=_I, tables=_P, num_tables=_I,
     rule=_I, stored=_I, dim=_I, lr=_F, decay=_F, eps=_F, beta1=_F, beta2=_F, fix1=_P, fix2=_P, last_fix=_I,
@@ -389,7 +391,7 @@ class Rule:
     corrections: tuple[Tensor, Tensor] | None = None
 
 
-RULES = {"sgd": 0, "adagrad": 1, "adam": 2, "lazy-adam": 3}
+RULES = {"sgd": 0, "adagrad": 1, "adam": 2, "lazy-adam": 3, "adamw": 4}
 _FIELDS = {"sum": "square", "mean": "mean", "square": "square", "steps": "steps"}
 """The states of rules, by their name in the update's table."""
 
@@ -411,10 +413,10 @@ class Tables:
                 kind = torch.int32 if name == "steps" else real
                 setattr(line, _FIELDS[name], address(state, name, kind, (rows, dim) if whole else (rows,)))
 
-    def set_noises(self, noises: Sequence[int]) -> None:
-        """Say where the noise of each table's rounding starts."""
-        for line, noise in zip(self.lines, noises, strict=True):
-            line.noise = noise
+    def set_updates(self, updates: Sequence[int], noises: Sequence[int]) -> None:
+        """Set each table's number of updates, with the coming one, and where its rounding's noise starts."""
+        for line, count, noise in zip(self.lines, updates, noises, strict=True):
+            line.updates, line.noise = count, noise
 
 
 _NO_FIXES = torch.ones(1, dtype=torch.float64)

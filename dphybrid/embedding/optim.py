@@ -1,9 +1,9 @@
 """Optimizers of table rows: they read and write only the rows that the batch touched.
 
-"Lazy" throughout: momentum, decay and weight decay of a row stand still while no batch touches it. On rows
-that every step touches, RowSGD and LazyAdam equal torch's SGD and Adam; RowAdagrad and RowAdam keep one
+"Lazy", but for RowAdamW: momentum, decay and weight decay of a row stand still while no batch touches it. On
+rows that every step touches, RowSGD and LazyAdam equal torch's SGD and Adam; RowAdagrad and RowAdam keep one
 second moment a row (the mean of the squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
-PARTIAL_ROWWISE_ADAM do.
+PARTIAL_ROWWISE_ADAM do. RowAdamW equals torch's AdamW without momentum on any rows.
 """
 
 import itertools
@@ -29,7 +29,8 @@ from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 from dphybrid.util.labels import profiler_looks_on
 
-_ROUNDINGS = "roundings"
+_UPDATES = "updates"
+"""The state that counts a table's updates."""
 _LARGEST_BETA = 0.99999
 _OPTIONS_OF_OTHERS = {
     *("momentum", "dampening", "nesterov", "maximize", "amsgrad", "lr_decay", "initial_accumulator_value"),
@@ -50,6 +51,7 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     rule_name: str
+    counts_updates = False
     changes: ChangedRows | None = None
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, **numbers: Any) -> None:
@@ -120,8 +122,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 if make is None
                 else make(wanted)
             )
-            if weight.dtype == torch.bfloat16:
-                states[_ROUNDINGS] = torch.zeros(1, dtype=torch.int64)
+            if self.counts_updates or weight.dtype == torch.bfloat16:
+                states[_UPDATES] = torch.zeros(1, dtype=torch.int64)
         for key, state in states.items():
             if isinstance(state, Tensor) and state.device.type == "cuda":  # trainers move states to the model
                 states[key] = state.cpu()
@@ -203,21 +205,18 @@ class RowOptimizer(torch.optim.Optimizer):
         states = [self._states(weight) for weight in weights]
         lines = native.Tables(
             [
-                (weight.detach(), {key: state for key, state in own.items() if key != _ROUNDINGS})
+                (weight.detach(), {key: state for key, state in own.items() if key != _UPDATES})
                 for weight, own in zip(weights, states, strict=True)
             ]
         )
-        if weights[0].dtype == torch.bfloat16:
+        if _UPDATES in states[0]:
             places = {id(weight): place for place, weight in enumerate(self.tables.values())}
-            lines.set_noises(
-                [
-                    _noise(own[_ROUNDINGS], places[id(weight)])
-                    for own, weight in zip(states, weights, strict=True)
-                ]
-            )
+            counts = [int(own[_UPDATES].add_(1)) for own in states]
+            noises = [_noise(n, places[id(weight)]) for n, weight in zip(counts, weights, strict=True)]
+            lines.set_updates(counts, noises)
         versions = [weight._version for weight in weights]
         native.update(rule, arranged, lines, arranged.keys_U, arranged.bounds_U2)
-        changed = [*weights, *(state for own in states for key, state in own.items() if key != _ROUNDINGS)]
+        changed = [*weights, *(state for own in states for key, state in own.items() if key != _UPDATES)]
         torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
         if self.changes is not None:
             self.changes.add(names, arranged.keys_U)
@@ -250,7 +249,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def row_states(self, name: str) -> dict[str, Tensor]:
         """Return those states of a table that have a row for each of its rows, as references."""
-        return {key: value for key, value in self.states_of(name).items() if key != _ROUNDINGS}
+        return {key: value for key, value in self.states_of(name).items() if key != _UPDATES}
 
     def states(self) -> dict[str, Tensor]:
         """Return the states flat, `TABLE.STATE` -> tensor, as references."""
@@ -304,11 +303,10 @@ class RowOptimizer(torch.optim.Optimizer):
             )
 
 
-def _noise(rounds: Tensor, place: int) -> int:
+def _noise(update: int, place: int) -> int:
     """Return where the noise of a bfloat16 table starts, from a counter in the state: a resumed run rounds as
     the unbroken one would."""
-    rounds += 1
-    return (int(rounds) * 1_000_003 + place) * 0x9E3779B97F4A7C15 % 2**64
+    return (update * 1_000_003 + place) * 0x9E3779B97F4A7C15 % 2**64
 
 
 def _refuse_between_steps() -> None:
@@ -360,7 +358,8 @@ def _leaf_of(table: HostEmbedding) -> Tensor:
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    lr, decay, betas = float(numbers["lr"]), numbers["weight_decay"], numbers.get("betas", ())
+    lr, decay = float(numbers["lr"]), numbers["weight_decay"]
+    betas = (0.0, numbers["beta2"]) if "beta2" in numbers else numbers.get("betas", ())
     if not 0 <= lr < math.inf or not 0 <= decay < math.inf or numbers.get("eps", 0.0) < 0:
         raise UserError(f"row optimizer: lr={lr}, weight_decay={decay} and eps must not be below 0")
     if betas:
@@ -421,6 +420,35 @@ class LazyAdam(RowAdam):
     rule_name = "lazy-adam"
 
 
+class RowAdamW(RowOptimizer):
+    """torch's AdamW with betas of (0, beta2), over all rows: weight decay, decoupled, and the second moment
+    follow the steps of the table, not of the row. What a row missed since its last step is made up for, by
+    the present learning rate, when it is next touched; until then lookups return it as it was left.
+
+    Rare rows take larger steps, and shrink between them: the choice for retrieval.
+    """
+
+    rule_name = "adamw"
+    counts_updates = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, lr, weight_decay, beta2=beta2, eps=eps)
+
+    def state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
+        return {"square": ((num_rows, dim), real), "steps": ((num_rows,), torch.int32)}
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        plain, beta2 = super().rule(group), float(group["beta2"])
+        return Rule(plain.name, plain.lr, plain.decay, plain.eps, (0.0, beta2), _corrections(0.0, beta2))
+
+
 @lru_cache(maxsize=8)
 def _corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
     """Return 1 / (1 - beta1 ** k) and 1 / sqrt(1 - beta2 ** k) for k = 0, 1, ... up to where both are 1 in
@@ -440,6 +468,7 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
     "adagrad": RowAdagrad,
     "adam": RowAdam,
     "lazy-adam": LazyAdam,
+    "adamw": RowAdamW,
 }
 
 

@@ -25,7 +25,7 @@
 enum { LINE = 64, AHEAD = 24, ROWS_AHEAD = 8, DIGIT_BITS = 11, MAX_PASSES = 6, MAX_DIM = 16384, DRAWN = 32 };
 enum { BLOCK_BYTES = 1 << 16 };
 enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
-enum rule { SGD, ADAGRAD, ADAM, LAZY_ADAM };
+enum rule { SGD, ADAGRAD, ADAM, LAZY_ADAM, ADAMW };
 
 /* ------------------------------------------------------------------ arguments, as native.py declares them */
 
@@ -83,11 +83,12 @@ struct sums {
     void *target;    /* count x dim; may be NULL */
     double *squares; /* of each sum's 2-norm; may be NULL */
 };
-struct table { /* mean, square: of the Adams; Adagrad's sum is `square` */
+struct table { /* mean, square: of the Adams; Adagrad's sum is `square`. steps: of a row; AdamW: its last update */
     int64_t first_key, num_rows;
     void *rows, *mean, *square;
     int32_t *steps;
-    uint64_t noise; /* start of the rounding's noise, for bfloat16 */
+    int64_t updates; /* of the table, with this one */
+    uint64_t noise;  /* start of the rounding's noise, for bfloat16 */
 };
 struct update {
     struct team team;

@@ -232,6 +232,16 @@ INLINE void OF(sum_gradients)(const struct update *u, const int32_t *bounds, REA
     }
 }
 
+/* By products alone, which have the same bits everywhere. */
+INLINE double OF(power)(double base, int64_t exponent)
+{
+    double power = 1;
+    for (; exponent > 0; exponent >>= 1, base *= base)
+        if (exponent & 1)
+            power *= base;
+    return power;
+}
+
 /* Change one row and its states by the sum of its gradients. */
 INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id, REAL *sum, int64_t dim)
 {
@@ -240,8 +250,8 @@ INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id
     REAL *means = (REAL *)t->mean + id * dim, *squares = (REAL *)t->square + id * dim, *square = (REAL *)t->square + id;
     const REAL lr = (REAL)u->lr, decay = (REAL)u->decay, eps = (REAL)u->eps;
     const REAL rest1 = (REAL)(1.0 - u->beta1), rest2 = (REAL)(1.0 - u->beta2);
-    REAL mean_square = 0, step = lr, scale = 1;
-    if (decay != 0)
+    REAL mean_square = 0, step = lr, scale = 1, kept = 1, second_kept = 1;
+    if (decay != 0 && rule != ADAMW)
         EACH_VECTOR(d) OF(store)(sum + d, OF(load)(sum + d) + decay * OF(load_row)(row + d));
     if (rule == ADAGRAD || rule == ADAM)
         mean_square = OF(square_of)(sum, dim) * (REAL)(1.0 / (double)dim);
@@ -256,6 +266,11 @@ INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id
             *square = *square * (REAL)u->beta2 + rest2 * mean_square;
             step = step / (OF(root)(*square) * scale + eps);
         }
+    } else if (rule == ADAMW) { /* what the steps since the row's last one would have done to it, first */
+        int64_t waited = t->updates - t->steps[id];
+        t->steps[id] = (int32_t)t->updates;
+        kept = (REAL)OF(power)(1.0 - u->lr * u->decay, waited), second_kept = (REAL)OF(power)(u->beta2, waited);
+        scale = (REAL)u->fix2[MIN(t->updates, u->last_fix)];
     }
     uint32_t row_noise = (uint32_t)mixed(t->noise ^ (uint64_t)id);
     EACH_VECTOR(d)
@@ -263,7 +278,11 @@ INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id
         VEC g = OF(load)(sum + d), w = OF(load_row)(row + d);
         if (rule == SGD || rule == ADAGRAD)
             w -= step * g;
-        else {
+        else if (rule == ADAMW) {
+            VEC second = OF(load)(squares + d) * second_kept + g * g * rest2;
+            OF(store)(squares + d, second);
+            w = w * kept - step * g / (OF(roots)(second) * scale + eps);
+        } else {
             VEC mean = OF(load)(means + d);
             mean += (g - mean) * rest1;
             OF(store)(means + d, mean);
@@ -286,11 +305,11 @@ INLINE void OF(prefetch_row)(const struct update *u, const struct table *t, int6
     prefetch_for_writing((const char *)t->rows + id * row_bytes, row_bytes);
     if (u->rule == ADAGRAD || u->rule == ADAM)
         prefetch_for_writing((const char *)((REAL *)t->square + id), 1);
-    if (u->rule == ADAM || u->rule == LAZY_ADAM) {
+    if (u->rule >= ADAM)
         prefetch_for_writing((const char *)(t->steps + id), 1);
+    if (u->rule == ADAM || u->rule == LAZY_ADAM)
         prefetch_for_writing((const char *)t->mean + id * state_bytes, state_bytes);
-    }
-    if (u->rule == LAZY_ADAM)
+    if (u->rule == LAZY_ADAM || u->rule == ADAMW)
         prefetch_for_writing((const char *)t->square + id * state_bytes, state_bytes);
 }
 

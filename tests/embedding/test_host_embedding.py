@@ -15,6 +15,7 @@ from dphybrid.embedding import (
     LazyAdam,
     RowAdagrad,
     RowAdam,
+    RowAdamW,
     RowSGD,
     clip_grad_norm_,
     find_tables,
@@ -130,6 +131,25 @@ def test_equal_to_torch_where_every_step_touches_every_row(
             (rows - 0.01 * step).square().sum().backward()
             optimizer.step()
     torch.testing.assert_close(ours.weight, dense.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_adamw_makes_up_for_the_steps_that_a_row_missed() -> None:
+    """Weight decay and second moments of all rows are those of torch's AdamW without momentum."""
+    ours = table()
+    dense = nn.Parameter(ours.settled().clone())
+    mine = RowAdamW({"t": ours}, lr=0.05, beta2=0.9, weight_decay=0.3)
+    theirs = torch.optim.AdamW([dense], lr=0.05, betas=(0.0, 0.9), weight_decay=0.3)
+    for step in range(101):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randperm(ROWS, generator=generator)[: 2 if step < 100 else ROWS]  # at last all of them
+        grads = torch.randn(len(ids), ours.dim, generator=generator, dtype=dense.dtype)
+        for optimizer in (mine, theirs):
+            optimizer.zero_grad()
+        ours(ids).backward(grads)
+        F.embedding(ids, dense).backward(grads)
+        mine.step()
+        theirs.step()
+    torch.testing.assert_close(ours.weight.detach(), dense.detach(), rtol=1e-9, atol=1e-12)
 
 
 def test_row_adagrad_equals_its_definition_on_sparse_ids() -> None:

@@ -91,7 +91,12 @@ def trained(kind: str, count: int, dtype: torch.dtype = torch.float32, dim: int 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [*((kind, torch.float32) for kind in KINDS), ("adagrad", torch.bfloat16), ("lazy-adam", torch.float64)],
+    [
+        *((kind, torch.float32) for kind in KINDS),
+        ("adagrad", torch.bfloat16),
+        ("lazy-adam", torch.float64),
+        ("adamw", torch.float32),
+    ],
 )
 def test_same_bits_for_any_number_of_threads(kind: str, dtype: torch.dtype) -> None:
     alone = trained(kind, 1, dtype)

@@ -77,7 +77,7 @@ def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "lazy-adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "lazy-adam", "adamw"])
 @pytest.mark.parametrize("devices", ["cuda:0", "cuda:0*4", ALL_GPUS])
 def test_same_bits_as_without(devices: str, optimizer: str) -> None:
     assert same_bits(train("off", devices, optimizer)[0], train("exact", devices, optimizer)[0])

@@ -9,7 +9,7 @@ TEXT = ["recipe=text", "data.window=8", "data.min_count=1", "model.dim=4", "mode
 TEXT += ["model.layers=1", "train.batch_size=8", "data.path={folder}/text.txt"]
 TRIPLES = ["recipe=kge", "model.dim=4", "data.negatives=8", "train.batch_size=32"]
 TRIPLES += ["data.path={folder}/triples.txt"]
-PAIRS = ["recipe=retrieval", "model.dim=4", "model.hidden=4", "model.width=4", "data.negatives=8"]
+PAIRS = ["recipe=retrieval", "model.dim=4", "model.hidden=4", "model.layers=1", "data.negatives=8"]
 PAIRS += ["data.cutoffs=3", "train.batch_size=32", "data.path={folder}/pairs.csv"]
 CLICKS = [*TABLE, "data.path={folder}/clicks.csv"]
 

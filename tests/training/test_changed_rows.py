@@ -98,7 +98,7 @@ def loaded(path: Path, optimizer: str) -> Trained:
 
 
 @pytest.mark.parametrize("storage", ["memory", "mmap"])
-@pytest.mark.parametrize("optimizer", ["adam", "lazy-adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
 def test_each_checkpoint_has_the_bits_of_the_moment_and_of_a_whole_one(
     optimizer: str, storage: str, tmp_path: Path
 ) -> None:

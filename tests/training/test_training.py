@@ -148,7 +148,7 @@ def test_toy_prints_and_records_the_reference_lines(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "average"), [("adam", 0.0), ("adagrad", 0.9), ("lazy-adam", 0.0), ("sgd", 0.0)]
+    ("optimizer", "average"), [("adam", 0.0), ("adagrad", 0.9), ("adamw", 0.0), ("sgd", 0.0)]
 )
 def test_stopped_and_resumed_equals_undisturbed(
     optimizer: str, average: float, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch

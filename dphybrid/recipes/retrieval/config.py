@@ -38,7 +38,7 @@ class RetrievalDataConfig(DataConfig):
     negatives: int = Field(default=0, ge=0, le=2**20)
     """Items drawn by frequency that compete besides those of the batch; 0: those of the batch alone."""
     cutoffs: Numbers = (10, 50)
-    """Lengths k of the lists that recall@k and NDCG@k look at, separated by commas; the first one's recall
+    """Lengths k of the lists that recall@k and NDCG@k look at, separated by commas; the first one's NDCG
     decides."""
     header: Literal["auto", "yes", "no"] = "auto"
     """Does the first line name the columns? auto looks at the file."""
@@ -80,17 +80,11 @@ class RetrievalDataConfig(DataConfig):
 
 
 class RetrievalModelConfig(ModelConfig):
-    """How large the towers are, and how their vectors are compared."""
+    """How wide rows are, and how large the towers over them; a score is the dot product of two vectors."""
 
-    similarity: Literal["cosine", "dot"] = "cosine"
-    """A score is the towers' dot product; for cosine their vectors have length 1."""
-    temperature: float = Field(default=0.1, gt=0.0)
-    """What scores are divided by before the softmax."""
-    dim: int = Field(default=32, ge=1, le=65536)
-    """Width of an embedding row."""
+    dim: int = Field(default=64, ge=1, le=65536)
+    """Width of an embedding row, and of a vector."""
+    layers: int = Field(default=0, ge=0, le=64)
+    """Number of a tower's hidden layers; 0: no tower, a vector is the sum of the embedding rows."""
     hidden: int = Field(default=64, ge=1, le=65536)
     """Width of a tower's hidden layers."""
-    layers: int = Field(default=1, ge=0, le=64)
-    """Number of a tower's hidden layers."""
-    width: int = Field(default=32, ge=1, le=65536)
-    """Width of a tower's vector."""

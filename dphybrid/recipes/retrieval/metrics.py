@@ -31,7 +31,7 @@ def recall_and_ndcg(found_BK: Tensor, held_B: Tensor, cutoffs: Sequence[int]) ->
 
 
 def recommending(cutoffs: Sequence[int]) -> Task:
-    """Return the task: the first cutoff's recall decides."""
+    """Return the task: the first cutoff's NDCG decides."""
 
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
         held_B = outputs["held_B"]
@@ -42,4 +42,4 @@ def recommending(cutoffs: Sequence[int]) -> Task:
             "loss": float(outputs["loss"].double().sum() / outputs["weight"].double().sum()),
         }
 
-    return Task(f"recall_at_{cutoffs[0]}", True, compute, ("found_BK", "popular_BK", "held_B"))
+    return Task(f"ndcg_at_{cutoffs[0]}", True, compute, ("found_BK", "popular_BK", "held_B"))

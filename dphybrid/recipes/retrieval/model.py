@@ -1,13 +1,13 @@
-"""Two towers: a user's and an item's rows become one vector each, and the dot product of the two is the
-score.
+"""A user's and an item's rows become one vector each, their sum or what a tower makes of them, and the dot
+product of the two is the score.
 
 Trained by a softmax over the items of the batch and drawn ones, each score corrected by how often its item is
 drawn (Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations"). Every
 user competes against the items of the whole batch, which a split batch would change: so the towers are the
 data-parallel regions, and scores and loss are computed on the home device from their joined vectors.
 
-Letters: B users, C candidates, F id columns of a tower, D width of a row, E width of a vector, V items, H
-held-out items of a user, S items that a user has met, K places of a list.
+Letters: B users, C candidates, F id columns of a tower, D width of a row, E width of a vector (the same), V
+items, H held-out items of a user, S items that a user has met, K places of a list.
 """
 
 import itertools
@@ -29,20 +29,18 @@ CATALOG_ROWS = 2**14
 
 
 class Tower(nn.Module):
-    """rows_BFD -> vectors_BE; unit: of length 1."""
+    """rows_BFD -> vectors_BE; without hidden layers the sum of the rows."""
 
-    def __init__(self, inputs: int, hidden: int, layers: int, width: int, unit: bool) -> None:
+    def __init__(self, num_columns: int, dim: int, hidden: int, layers: int) -> None:
         super().__init__()
-        widths = [inputs] + [hidden] * layers
+        widths = [num_columns * dim] + [hidden] * layers
         steps: list[nn.Module] = []
         for narrow, wide in itertools.pairwise(widths):
             steps += [nn.Linear(narrow, wide), nn.ReLU()]
-        self.network = nn.Sequential(*steps, nn.Linear(widths[-1], width))
-        self.unit = unit
+        self.network = nn.Sequential(*steps, nn.Linear(widths[-1], dim)) if layers else None
 
     def forward(self, rows_BFD: Tensor) -> Tensor:
-        vectors_BE = self.network(rows_BFD.flatten(1))
-        return F.normalize(vectors_BE, dim=1) if self.unit else vectors_BE
+        return rows_BFD.sum(1) if self.network is None else self.network(rows_BFD.flatten(1))
 
 
 class Side(nn.Module):
@@ -118,16 +116,9 @@ class RetrievalModel(nn.Module):
     """Trains users' vectors to find their items' ones; in evaluation ranks all items for each user. depth:
     places that evaluation looks at."""
 
-    def __init__(
-        self,
-        users: Side,
-        items: Side,
-        temperature: float,
-        depth: int,
-    ) -> None:
+    def __init__(self, users: Side, items: Side, depth: int) -> None:
         super().__init__()
-        self.users, self.items = users, items
-        self.temperature, self.depth = temperature, depth
+        self.users, self.items, self.depth = users, items, depth
         self._catalog_VE: Tensor | None = None
 
     def train(self, mode: bool = True) -> "RetrievalModel":
@@ -154,7 +145,7 @@ class RetrievalModel(nn.Module):
             return self._rank(users_BE, batch)
         items_CE = self.items(batch["candidates_CF"])
         with torch.autocast(users_BE.device.type, enabled=False):
-            scores_BC = users_BE @ items_CE.T / self.temperature
+            scores_BC = users_BE @ items_CE.T
         places_B, items_C, log_q_C = (
             tensor.to(users_BE.device)
             for tensor in (batch["places_B"], batch["candidates_CF"][:, 0], batch["log_q_C"])
@@ -172,11 +163,11 @@ class RetrievalModel(nn.Module):
         total_B = users_BE.new_full((len(users_BE),), -torch.inf)
         for start, scores_BV in score_blocks(users_BE, items_VE, seen_BS):
             best.add(start, scores_BV)
-            total_B = torch.logaddexp(total_B, (scores_BV / self.temperature).logsumexp(1))
+            total_B = torch.logaddexp(total_B, scores_BV.logsumexp(1))
             place_BH = places_in(held_BH, start, scores_BV.shape[1])
             held_scores_BH += F.pad(scores_BV, (0, 1)).gather(1, place_BH)
         is_held_BH = held_BH < len(items_VE)
-        loss_BH = (total_B.unsqueeze(1) - held_scores_BH / self.temperature) * is_held_BH
+        loss_BH = (total_B.unsqueeze(1) - held_scores_BH) * is_held_BH
         place_BK = torch.searchsorted(held_BH, best.items_BK).clamp(max=held_BH.shape[1] - 1)
         return {
             "loss": loss_BH.sum(1),
@@ -192,8 +183,9 @@ def build_retrieval(context: ModelContext[RetrievalModelConfig]) -> RetrievalMod
 
     def side(name: str) -> Side:
         num_ids = {column: int(count) for column, count in info[f"{name}_ids"].items()}
-        table = HostEmbeddingCollection(num_ids, o.dim, name=f"{name}s", make=context.table)
-        tower = Tower(len(num_ids) * o.dim, o.hidden, o.layers, o.width, o.similarity == "cosine")
+        std = 0.1 if o.layers else 0.02  # small vectors start from the items' frequencies alone
+        table = HostEmbeddingCollection(num_ids, o.dim, name=f"{name}s", std=std, make=context.table)
+        tower = Tower(len(num_ids), o.dim, o.hidden, o.layers)
         return Side(table, DataParallel(tower, context.devices))
 
-    return RetrievalModel(side("user"), side("item"), o.temperature, max(info["cutoffs"]))
+    return RetrievalModel(side("user"), side("item"), max(info["cutoffs"]))

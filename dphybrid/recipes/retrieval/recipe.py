@@ -1,4 +1,4 @@
-"""Recipe retrieval: which items a user will want next, by a tower for users and one for items."""
+"""Recipe retrieval: which items a user will want next, by a vector for each user and item."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,12 +22,12 @@ class Retrieval(Recipe):
     """Two-tower retrieval."""
 
     name = "retrieval"
-    summary = "Interactions of users with items: two towers, a table each, and recommendations."
+    summary = "Interactions of users with items: a vector for each, or two towers, and recommendations."
     data = RetrievalDataConfig
     model = RetrievalModelConfig
     one_process = True
-    table = {"optimizer": "adagrad", "lr": 0.1}
-    train = {"epochs": 10, "batch_size": 512, "lr": 0.003}
+    table = {"optimizer": "adamw", "lr": 0.003, "weight_decay": 1.0}
+    train = {"epochs": 100, "schedule": "constant", "batch_size": 512, "lr": 0.003}
 
     def source(self, data: RetrievalDataConfig, seed: int) -> "Source":
         from dphybrid.recipes.retrieval.data import open_source
