@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -104,6 +105,8 @@ def _threads(settings: Settings) -> Check:
 
 def _prefect() -> tuple[list[Check], bool]:
     """Return the checks of Prefect's half, and whether a server is set."""
+    if find_spec("prefect") is None:
+        return [(True, "Prefect: not installed (pip install 'dphybrid[flows]' runs flows)")], False
     # By name and in another process: nothing here may need Prefect, and incompatible versions fail at import.
     command = [sys.executable, "-m", "dphybrid.orchestration.doctor"]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)

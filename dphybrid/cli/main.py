@@ -9,6 +9,7 @@ from pathlib import Path
 from dphybrid import __version__
 from dphybrid.cli.flags import recipe_of, recipes_text
 from dphybrid.cli.parser import Parser, run_cli
+from dphybrid.util.importing import missing_extra
 
 COMMANDS = [
     *("train", "plan", "check", "compare", "sync", "ui", "init", "completion", "devices", "rollback"),
@@ -64,6 +65,9 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
 def _run_elsewhere(command: str, argv: Sequence[str]) -> int:
     try:
         command_main = import_module(_ELSEWHERE[command][0]).main
+    except ModuleNotFoundError as error:
+        print(f"error: {missing_extra(error)}", file=sys.stderr)
+        return 2
     except ImportError as error:
         print(
             f"error: Prefect cannot be imported ({error}); `dphybrid doctor` says what is wrong",

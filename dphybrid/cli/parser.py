@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from dphybrid.recipes.configs import recipes_with
 from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.importing import missing_extra
 from dphybrid.util.masking import masked
 
 _MANY_FLAGS = 30
@@ -76,7 +77,10 @@ def run_cli(function: Callable[[], int | None]) -> int:
     """Call `function`; tell a UserError in one message with exit code 2, an interruption with 130 (128 + the
     signal that asked for it)."""
     try:
-        return function() or 0
+        try:
+            return function() or 0
+        except ModuleNotFoundError as error:
+            raise missing_extra(error) from error
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -118,8 +118,8 @@ def _reason(
     names = parse_device_spec(devices).names
     if one_process:
         return (
-            f"recipe {config.recipe} was not tried with several ranks; use ctr, or a recipe of your own with "
-            "one table"
+            f"recipe {config.recipe} was not tried with several ranks, or has its own step; use ctr, or a "
+            "recipe of your own with one table"
         )
     if table.optimizer in ("adam", "adamw", "lazy-adam"):
         return (

@@ -32,8 +32,8 @@ class Settings(BaseSettings):
     """Where tables and their optimizers' states lie: memory, or mmap, files in data_dir/tables as long as the
     run lasts, for tables larger than the memory: slower, but exact all the same."""
     tracking_uri: str | None = None
-    """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir; none:
-    nothing is recorded."""
+    """MLflow server or database; empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir, or files
+    where MLflow is not installed; files: plain files in runs/NAME/record; none: nothing is recorded."""
     tracking_detail: Literal["brief", "full"] = "brief"
     """brief: about 20 metrics a run, and the finer ones in a table among its artifacts (details/); full: all
     of them as metrics."""

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from dphybrid.embedding import DeclaresIds
     from dphybrid.recipes.context import ModelContext, build_from_config, build_model
     from dphybrid.training.metrics import Task
+    from dphybrid.training.step import Step
 
 _NEED_TORCH = {
     "DeclaresIds": "dphybrid.embedding",
     "ModelContext": "dphybrid.recipes.context",
+    "Step": "dphybrid.training.step",
     "Task": "dphybrid.training.metrics",
     "build_from_config": "dphybrid.recipes.context",
     "build_model": "dphybrid.recipes.context",
@@ -42,6 +44,7 @@ __all__ = [
     "ModelConfig",
     "ModelContext",
     "Recipe",
+    "Step",
     "Task",
     "build_from_config",
     "build_model",

@@ -15,7 +15,7 @@ from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import Devices
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import import_callable
 
 Options = TypeVar("Options", bound=ModelConfig)
@@ -28,10 +28,10 @@ class ModelContext(Generic[Options]):
     devices: where its blocks belong; pass it to `dphybrid.parallel.DataParallel`.
     info: facts about the prepared data: `num_words`, `num_ids`, `num_dense`, `num_classes`, ... as the recipe
     has them.
-    options: the `model` section of the config.
+    options, data: the `model` and the `data` section of the config.
     seed: start for tables, which do not draw from torch's global generator.
     table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: where tables lie in
-    files; None: in memory.
+    files; None: in memory. rows: the training split of a new model, to start weights from; else None.
     """
 
     devices: Devices
@@ -41,6 +41,17 @@ class ModelContext(Generic[Options]):
     table_dtype: str = "model"
     table_folder: Path | None = None
     rows: Dataset | None = None
+    data: Any = None
+
+    def num_ids(self, *names: str) -> int:
+        """Return the rows that one table needs for the ids of these arrays, or columns, together. Raises
+        UserError for arrays without ids."""
+        known = self.info["num_ids"]
+        if unknown := [name for name in names if name not in known]:
+            raise UserError(
+                f"num_ids: {unknown[0]!r} is no array of whole numbers{suggestion(unknown[0], list(known))}"
+            )
+        return max(int(known[name]) for name in names)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,7 +94,7 @@ def build_from_config(
     if table_folder is not None:
         table_folder.mkdir(parents=True, exist_ok=True)
     context = ModelContext(
-        devices, info, config.model, config.train.seed, config.table.dtype, table_folder, rows
+        devices, info, config.model, config.train.seed, config.table.dtype, table_folder, rows, config.data
     )
     return build_model(recipe or config.recipe, context)
 

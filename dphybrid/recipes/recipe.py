@@ -24,12 +24,14 @@ from dphybrid.util.errors import UserError
 # The command line and the forms look at recipes, too: torch and polars wait until work begins.
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from dphybrid.data.batches import Dataset
     from dphybrid.data.store import Prepared, Progress, Source
     from dphybrid.recipes.context import ModelContext
     from dphybrid.recipes.given import Given
     from dphybrid.training.metrics import Task
+    from dphybrid.training.step import Step
 
 S = TypeVar("S", bound=Section)
 
@@ -119,6 +121,30 @@ class Recipe:
         not.
         """
         raise UserError(f"recipe {self.name}: define build(context)")
+
+    def optimizers(self, model: "nn.Module", config: Any) -> "Mapping[str, Optimizer]":
+        """Return the optimizers of the model's dense parameters by name, each parameter in one of them; rows
+        of tables have their own, called "rows". Here it is one, "blocks", as the `train` section says.
+
+        A learning-rate schedule scales the rate that each group has here. Checkpoints hold their states.
+        """
+        from dphybrid.training.optimizers import make_dense_optimizer
+
+        optimizer = make_dense_optimizer(model, config.train)
+        return {} if optimizer is None else {"blocks": optimizer}
+
+    def step(self, step: "Step", batch: "dict[str, Tensor]") -> "tuple[Tensor, Tensor]":
+        """Take one training step: one `step.update` or several; see `dphybrid.training.step.Step`.
+
+        Returns the summed loss and its number of terms that lines and curves show.
+        """
+        return step.update(batch)
+
+    @property
+    def has_own_step(self) -> bool:
+        """Does it train otherwise than by one update a step with one optimizer?"""
+        own = type(self)
+        return own.step is not Recipe.step or own.optimizers is not Recipe.optimizers
 
     def task(self, info: Mapping[str, Any]) -> "Task":
         """Return the metrics over the validation outputs, which one decides, and its direction. info: the

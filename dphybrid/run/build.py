@@ -20,6 +20,7 @@ from dphybrid.run.folder import Run, environment_tags, find_run, new_run_folder
 from dphybrid.run.pages import RunPage
 from dphybrid.run.report import open_run_tracker
 from dphybrid.tracking import Tracker, waiting
+from dphybrid.tracking.files import FILES
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.label_tasks import LabelTask
@@ -39,7 +40,7 @@ def prepare_data(
     """
     recipe, engine = find_recipe(config.recipe), choose_engine(config)
     devices = expected_devices(config, settings)
-    engine.check(recipe.one_process, settings, devices, callbacks, here)
+    engine.check(recipe.one_process or recipe.has_own_step, settings, devices, callbacks, here)
     resolve_devices(devices)
     find_callbacks(config.train.callbacks)
     with naming(settings.data_dir):
@@ -122,6 +123,8 @@ def build_run(
         tracker.close()
     run = Run(folder, page.model_copy(update={"run_id": run_id}))
     run.page.write(folder / "run.json")
+    if tracker.tracking_uri == FILES:
+        print(f"Recorded in plain files: {folder / 'record'}; pip install 'dphybrid[mlflow]' adds MLflow")
     print(f"Run: {folder.name}" + (f" ({run_id})" if run_id else ", not recorded"), flush=True)
     return run
 

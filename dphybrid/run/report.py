@@ -29,6 +29,7 @@ def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
         settings.mlflow_uri,
         settings.experiment,
         settings.mlflow_dir,
+        runs=settings.runs_dir,
         upload_limit=settings.upload_limit_mib * 2**20,
         must_answer=must_answer,
         detail=settings.tracking_detail,
@@ -57,7 +58,7 @@ def report_run(run: Run, experiment: Experiment) -> Report:
             f"{result.steps_skipped} of {result.steps} steps were skipped, as their loss or gradients were "
             "no finite numbers",
         )
-    embedded = bool(run.page.run_id) and settings.mlflow_uri is None
+    embedded = tracker.tracking_uri.startswith("sqlite") and settings.mlflow_uri is None
     name, not_registered = experiment.config.checkpoint.register_as or "", ""
     if name:
         not_registered = tracker.register(name, checkpoint_uid(Path(result.best_checkpoint)), "challenger")

@@ -17,7 +17,7 @@ from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import Progress, Trained, load_checkpoint, newest_whole_checkpoint
 from dphybrid.training.clock import StageClock
 from dphybrid.training.engine import Engine
-from dphybrid.training.optimizers import make_dense_optimizer, make_states
+from dphybrid.training.optimizers import combined, make_states
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog
@@ -49,11 +49,13 @@ def build_trained(experiment: Experiment, engine: Engine, devices: Devices, done
         rows = make_row_optimizer(
             config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay
         )
-    trained = Trained(model, make_dense_optimizer(model, config.train), rows, Progress())
+    blocks = experiment.recipe.optimizers(model, config)
+    dense = combined(blocks, model, f"recipe {experiment.recipe.name}")
+    trained = Trained(model, dense, rows, Progress(), blocks)
     if devices.home.type == "cuda" and trained.dense is not None:
         make_states(trained.dense, config.train.batch_size, model)
-    if config.train.average and trained.dense is not None:
-        keep_average(trained.dense, config.train.average)
+    for optimizer in blocks.values() if config.train.average else ():
+        keep_average(optimizer, config.train.average)
     torch.manual_seed(config.train.seed)
     return trained
 
@@ -117,5 +119,6 @@ def make_session(
         saver=saver,
         profile_steps=experiment.settings.profile_steps if engine.leads else range(0),
         engine=engine,
+        take=recipe.step,
         callbacks=[*callbacks, *find_callbacks(config.train.callbacks)],
     )

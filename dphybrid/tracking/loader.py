@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dphybrid.tracking.models import LEFT_OUT
+from dphybrid.tracking.names import LEFT_OUT
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 

@@ -21,7 +21,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 
-from dphybrid.tracking.names import safe_name
+from dphybrid.tracking.names import LEFT_OUT, safe_name
 from dphybrid.tracking.outbox import Record
 from dphybrid.util.errors import UserError
 
@@ -31,8 +31,6 @@ _FORMER_TAG = "dphybrid.former_champions"
 """Tag of a registered model: the versions that were champion before, oldest first."""
 _CHECKPOINT_TYPE = "dphybrid-checkpoint"
 _UID_TAG, _ROLE_TAG, _STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
-LEFT_OUT = "left_out.json"
-"""Page in a model's folder that names the files that were too large to upload: path, bytes, sha256."""
 
 
 class CheckpointModels:

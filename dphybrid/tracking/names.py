@@ -5,6 +5,8 @@ import hashlib
 import re
 from functools import lru_cache
 
+LEFT_OUT = "left_out.json"
+"""Page in a model's folder that names the files that were too large to upload: path, bytes, sha256."""
 _MAX = 250
 _STRANGE = re.compile(r"[^\w\-./: ]")
 

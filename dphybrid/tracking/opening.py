@@ -1,5 +1,6 @@
 """Opens the tracker: an MLflow server or database by URI, or the embedded store in a folder."""
 
+import importlib.util
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from dphybrid.tracking.base import Detail, Tracker
+from dphybrid.tracking.files import FILES, FileTracker
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import importing_much
 from dphybrid.util.locks import locked
@@ -26,14 +28,16 @@ def open_tracker(
     experiment: str,
     store: Path,
     *,
+    runs: Path = Path("runs"),
     upload_limit: int = 900 * 2**20,
     must_answer: bool = True,
     detail: Detail = "brief",
 ) -> Tracker:
     """Return a tracker for `experiment`.
 
-    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`; "none": a tracker
-    that records nothing.
+    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`, or files where MLflow
+    is not installed; "none": a tracker that records nothing; "files": plain files in the runs' folders below
+    `runs`.
     upload_limit: bytes above which a file of a checkpoint is recorded by path and digest. must_answer: look
     whether the server is there.
     detail: brief sends about 20 metrics and puts the finer ones into a table among the artifacts; full sends
@@ -42,6 +46,8 @@ def open_tracker(
     """
     if tracking_uri == "none":
         return Tracker()
+    if tracking_uri == FILES or (tracking_uri is None and not has_mlflow()):
+        return FileTracker(runs)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     # The outbox is sent again for ever, so the client itself should give up soon.
@@ -61,13 +67,18 @@ def open_tracker(
 
 def import_mlflow(tracking_uri: str | None) -> None:
     """Import what recording at a place needs (as in `open_tracker`), which takes a second or two."""
-    if tracking_uri == "none":
+    if tracking_uri in ("none", FILES) or (tracking_uri is None and not has_mlflow()):
         return
     with importing_much():
         import dphybrid.tracking.tracker  # noqa: F401
 
         if tracking_uri is None or tracking_uri.startswith("sqlite"):
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+
+
+def has_mlflow() -> bool:
+    """Is MLflow installed?"""
+    return importlib.util.find_spec("mlflow") is not None
 
 
 def store_to_read(tracking_uri: str | None, store: Path) -> str:
@@ -77,6 +88,11 @@ def store_to_read(tracking_uri: str | None, store: Path) -> str:
     if tracking_uri == "none":
         raise UserError(
             "tracking is none: no run is recorded there; set DPHYBRID_TRACKING_URI to a server or database"
+        )
+    if tracking_uri == FILES or (tracking_uri is None and not has_mlflow()):
+        raise UserError(
+            "runs are recorded in files (runs/NAME/record in the data folder), and this reads MLflow; pip "
+            "install 'dphybrid[mlflow]' and unset DPHYBRID_TRACKING_URI=files to record there"
         )
     if tracking_uri is None and not (store / "mlflow.db").is_file():
         raise UserError(

@@ -119,12 +119,30 @@ class CheckpointState(Page):
 
 @dataclass(frozen=True)
 class Trained:
-    """The four things that training changes."""
+    """The four things that training changes.
+
+    blocks: optimizers of the dense parameters by name, where a recipe has several; `dense` has their groups
+    and states then. rates: learning rates of dense's groups as they were built, which a schedule scales.
+    """
 
     model: nn.Module
     dense: torch.optim.Optimizer | None
     rows: RowOptimizer | None
     progress: Progress
+    blocks: Mapping[str, torch.optim.Optimizer] = field(default_factory=dict)
+    rates: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        groups = self.dense.param_groups if self.dense is not None else []
+        object.__setattr__(
+            self, "rates", [group["lr"] for group in groups]
+        )  # before a checkpoint's replace them
+
+    @property
+    def named(self) -> dict[str, torch.optim.Optimizer]:
+        """All optimizers, by the names that a recipe's `step` uses, in the order of their updates."""
+        dense = self.blocks or ({} if self.dense is None else {"blocks": self.dense})
+        return {**dense, **({} if self.rows is None else {"rows": self.rows})}
 
 
 def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
@@ -278,8 +296,16 @@ def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) 
 
 
 def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by name, as references, and all else of it."""
+    """Return the tensors of an optimizer's state by name, as references, and all else of it; of a combined
+    one, each with its number before the names."""
     tensors: dict[str, Tensor] = {}
+    if "optimizers" in state:
+        pages = []
+        for number, one in enumerate(state["optimizers"]):
+            own, page = flatten_optimizer(one)
+            tensors |= {f"{number}/{name}": tensor for name, tensor in own.items()}
+            pages.append(page)
+        return tensors, {"optimizers": pages}
     numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for key, value in entries.items():
@@ -289,6 +315,20 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[st
 
 
 def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> dict[str, Any]:
+    if "optimizers" in page:
+        return {
+            "optimizers": [
+                _unflatten_optimizer(
+                    {
+                        name.partition("/")[2]: tensor
+                        for name, tensor in tensors.items()
+                        if name.startswith(f"{number}/")
+                    },
+                    one,
+                )
+                for number, one in enumerate(page["optimizers"])
+            ]
+        }
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **page["numbers"]}.items():
         index, _, key = name.partition(".")

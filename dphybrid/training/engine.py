@@ -46,7 +46,7 @@ class Engine:
     ) -> None:
         """Raise UserError for an experiment that this engine cannot train.
 
-        one_process: what the recipe says of itself. here: processes on this machine; 0: all.
+        one_process: the recipe says so, or has its own step. here: processes on this machine; 0: all.
         """
 
     def check_data(self, data: Prepared, tabular: bool) -> None:

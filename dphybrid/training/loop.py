@@ -1,8 +1,6 @@
 """The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over validation rows."""
 
 import copy
-import gc
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,31 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.data import Dataset, batches, num_batches
-from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables
+from dphybrid.embedding import DeclaresIds, RowPipeline
 from dphybrid.parallel import refuse_split_differences
 from dphybrid.training.averaging import averaged
 from dphybrid.training.callbacks import EpochEnd, call_back
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Engine
-from dphybrid.training.finite import NotFinite, gradient_sum, kept_buffers, not_finite
-from dphybrid.training.memory import (
-    PARTS,
-    ids_by_part,
-    micro_batches,
-    num_rows,
-    out_of_memory_report,
-    scale_gradients,
-)
+from dphybrid.training.memory import ids_by_part
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Meter, observed
 from dphybrid.training.optimizers import set_learning_rates
-from dphybrid.training.precision import lower_precision, precisely, summed
+from dphybrid.training.precision import precisely
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.saving import Saved
 from dphybrid.training.session import Session
+from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError
-from dphybrid.util.out_of_memory import is_out_of_memory
 
 
 def train(session: Session, display: Display, meter: Meter) -> None:
@@ -87,111 +77,9 @@ def train(session: Session, display: Display, meter: Meter) -> None:
 
 
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Take one optimizer step; return the batch's summed loss and its number of terms, still on their device.
-
-    A batch that does not fit into a GPU's memory is computed once more in parts, and so are all after it.
-    Raises UserError when that does not fit either, and when loss or gradients are no finite numbers; with
-    train.on_nonfinite=skip such a step changes nothing, and returns zeros.
-    """
-    trained, config = session.trained, session.config.train
-    did_not_fit = ""
-    buffers = kept_buffers(trained.model) if config.on_nonfinite == "skip" else []
-    try:
-        loss, weight = _gradients(session, batch)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        did_not_fit = out_of_memory_report(
-            error, trained.progress.step + 1, num_rows(batch), trained.model, trained.dense
-        )
-    if did_not_fit:  # outside the handler: its traceback keeps the activations alive
-        if trained.progress.micro_batches > 1:
-            raise UserError(
-                f"{did_not_fit}\nand that in {trained.progress.micro_batches} parts already; lower "
-                "train.batch_size or the model's sizes"
-            )
-        trained.progress.micro_batches = PARTS
-        told = (
-            f"{did_not_fit}\ngoing on with each batch in {PARTS} parts, their gradients summed: the same "
-            "steps"
-        )
-        session.splits.note([told])
-        print(told, flush=True)
-        session.tracker.set_tags(
-            {"dphybrid.out_of_memory": did_not_fit, "dphybrid.micro_batches": str(PARTS)}
-        )
-        for table in find_tables(trained.model).values():
-            table.ahead.expect([])  # of the whole batch: they fit no part, and hold memory
-        gc.collect()
-        torch.cuda.empty_cache()
-        return train_step(session, batch)
-    try:
-        found = _update(session, batch, loss.detach())
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        # Some parameters may have changed already: this step cannot be taken again.
-        report = out_of_memory_report(
-            error, trained.progress.step + 1, num_rows(batch), trained.model, trained.dense
-        )
-        raise UserError(
-            f"{report}\nand that in the update, which no smaller parts of a batch help; lower the model's "
-            f"sizes or take train.optimizer=sgd, and {session.way_on()}"
-        ) from error
-    if found:
-        session.skip_or_stop(found)
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        return torch.zeros_like(loss), torch.zeros_like(weight)
-    return loss.detach(), weight.detach()
-
-
-def _update(session: Session, batch: dict[str, Tensor], loss: Tensor) -> NotFinite | None:
-    """Clip, and change blocks and rows; or change nothing and return what is no finite number."""
-    trained, clock, config = session.trained, session.clock, session.config.train
-    with clock.stage("clip"):
-        parameters = trained.model.parameters()
-        if config.clip_norm > 0:
-            size = clip_grad_norm_(parameters, config.clip_norm)
-        else:
-            size = gradient_sum(parameters)
-        sound = math.isfinite(size) and math.isfinite(loss)
-    if not sound and (found := not_finite(trained.model, batch, loss, clipped=config.clip_norm > 0)):
-        return found
-    with clock.stage("dense_update"):
-        if trained.dense is not None:
-            trained.dense.step()
-    with clock.stage("row_update"):
-        if trained.rows is not None:
-            trained.rows.step()
-    return None
-
-
-def _gradients(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the mean loss, in parts where `micro_batches` says so; return the summed loss
-    and the number of terms."""
-    trained, clock = session.trained, session.clock
-    with clock.stage("zero_grad"):
-        if trained.dense is not None:
-            trained.dense.zero_grad(set_to_none=True)
-        if trained.rows is not None:
-            trained.rows.zero_grad()
-    count = trained.progress.micro_batches
-    sums: list[tuple[Tensor, Tensor]] = []
-    for part in micro_batches(batch, count) if count > 1 else [batch]:
-        with clock.stage("forward"), lower_precision(session.config.train.precision, trained.model):
-            outputs = trained.model(part)
-        with clock.stage("loss"):
-            loss, weight = (summed(outputs[name]) for name in ("loss", "weight"))
-            goal = loss / weight if count == 1 else loss
-        with clock.stage("backward"):
-            goal.backward()
-        sums.append((loss.detach(), weight.detach()))
-    if count == 1:
-        return sums[0]
-    loss, weight = (torch.stack(values).sum() for values in zip(*sums, strict=True))
-    with clock.stage("backward"):
-        scale_gradients(trained.model, 1 / weight)
+    """Take one step, as the recipe says; return the batch's summed loss and its number of terms, still on
+    their device. Raises UserError as `Step.update` does."""
+    loss, weight = session.take(Step(session), batch)
     return loss, weight
 
 

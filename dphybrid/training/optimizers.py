@@ -1,13 +1,15 @@
 """The optimizer of the dense blocks, and the course of both learning rates."""
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from dphybrid.config import TrainConfig
-from dphybrid.embedding import dense_parameters
+from dphybrid.embedding import CombinedOptimizer, dense_parameters
 from dphybrid.training.memory import out_of_memory_report
 from dphybrid.training.session import Session
 from dphybrid.util.errors import UserError
@@ -44,6 +46,23 @@ def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.O
     return optimizer
 
 
+def combined(
+    blocks: Mapping[str, torch.optim.Optimizer], model: nn.Module, where: str
+) -> torch.optim.Optimizer | None:
+    """Return a recipe's optimizers of the dense parameters as one. Raises UserError, after `where`, for a
+    parameter that none of them has, or several have."""
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    there = Counter(id(p) for one in blocks.values() for group in one.param_groups for p in group["params"])
+    for parameter in dense_parameters(model):
+        if parameter.requires_grad and there[id(parameter)] != 1:
+            raise UserError(
+                f"{where}: optimizers() gives parameter {names[id(parameter)]} to {there[id(parameter)]} "
+                "optimizers; give it to one, or freeze it with requires_grad_(False)"
+            )
+    several = list(blocks.values())
+    return CombinedOptimizer(*several) if len(several) > 1 else several[0] if several else None
+
+
 def make_states(optimizer: torch.optim.Optimizer, batch_size: int, model: nn.Module) -> None:
     """Give a new optimizer the states that its first step would make. Raises UserError with the report when
     they do not fit: in the middle of an update nothing could be mended."""
@@ -63,15 +82,16 @@ def make_states(optimizer: torch.optim.Optimizer, batch_size: int, model: nn.Mod
 def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
     """One step with a learning rate, decay and gradients of zero, which changes no parameter and is not
     counted."""
-    before = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    stilled = ("lr", "weight_decay")
+    before = [{key: group[key] for key in stilled if key in group} for group in optimizer.param_groups]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 0.0, 0.0
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(dict.fromkeys(values, 0.0))
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for group, (lr, weight_decay) in zip(optimizer.param_groups, before, strict=True):
-        group["lr"], group["weight_decay"] = lr, weight_decay
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(values)
     for parameter in parameters:
         parameter.grad = None
         if isinstance(step := optimizer.state[parameter].get("step"), torch.Tensor):
@@ -82,7 +102,8 @@ def set_learning_rates(session: Session, done: float) -> None:
     """Set the learning rates of blocks and rows when the share `done` (0..1) of all steps is behind us."""
     factor = learning_rate_factor(session.config.train.schedule, done)
     if session.trained.dense is not None:
-        for group in session.trained.dense.param_groups:
-            group["lr"] = session.config.train.lr * factor
+        groups = session.trained.dense.param_groups
+        for group, rate in zip(groups, session.trained.rates, strict=True):
+            group["lr"] = rate * factor
     if session.trained.rows is not None:
         session.trained.rows.lr = session.config.table.lr * factor

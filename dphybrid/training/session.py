@@ -1,9 +1,11 @@
 """Everything that one training run works with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data import Dataset
@@ -19,6 +21,12 @@ from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
+if TYPE_CHECKING:
+    from dphybrid.training.step import Step
+
+TakeStep = Callable[["Step", dict[str, Tensor]], tuple[Tensor, Tensor]]
+"""A recipe's `step`: from a step and a batch to the summed loss to show and its number of terms."""
+
 _EACH, _EVERY = 10, 100
 
 
@@ -28,7 +36,8 @@ class Session:
 
     facts: what else goes into each checkpoint's page; saver writes them. dataset: name and digest of the
     data. engine: who trains. profile_steps: steps to record in detail. callbacks: the user's own functions,
-    called after each epoch. stateful: what a checkpoint holds besides `trained`, by name.
+    called after each epoch. take: the recipe's step. stateful: what a checkpoint holds besides `trained`, by
+    name.
     """
 
     config: ExperimentConfig
@@ -45,6 +54,7 @@ class Session:
     facts: Mapping[str, Any]
     dataset: tuple[str, str]
     engine: Engine
+    take: TakeStep
     profile_steps: range = range(0)
     callbacks: Sequence[Callback] = ()
     stateful: dict[str, Stateful] = field(default_factory=dict)

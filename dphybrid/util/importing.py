@@ -27,6 +27,20 @@ def importing_much() -> Iterator[None]:
             gc.enable()
 
 
+EXTRAS = {"mlflow": "mlflow", "prefect": "flows", "fastapi": "flows", "yaml": "flows", "optuna": "sweep"}
+"""Optional packages, and the extra of dphybrid that installs each."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> UserError:
+    """Return the error that says which extra installs a missing package. Raises `error` where none does."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        raise error
+    return UserError(
+        f"this needs {package}, which is not installed: pip install 'dphybrid[{EXTRAS[package]}]'"
+    )
+
+
 def check_import(path: str, place: str, packages: str | None = None) -> None:
     """Raise UserError when `path`, given in `place`, is of neither dphybrid nor an allowed package.
 

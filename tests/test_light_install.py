@@ -1,0 +1,98 @@
+"""Without the extras: what needs neither Prefect nor MLflow works, and what needs one names it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+HIDE = """
+import sys
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *rest):
+        hidden = name.partition(".")[0] in ("prefect", "mlflow", "fastapi", "optuna", "yaml")
+        return None if hidden else self.finder.find_spec(name, *rest)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+"""
+
+
+@pytest.fixture
+def light(tmp_path: Path, data_dir: Path) -> dict[str, str]:
+    """The variables of a process in which the extras cannot be found."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(HIDE)
+    gone = {name: value for name, value in os.environ.items() if "TRACKING_URI" not in name}
+    return gone | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(REPOSITORY)])}
+
+
+def ran(light: dict[str, str], *argv: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, *argv], env=light, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_run_is_recorded_in_files_and_goes_on_there(light: dict[str, str], data_dir: Path) -> None:
+    command = ("-m", "dphybrid", "train", "--recipe", "examples.own_recipe:Ratings", "--devices", "cpu*2")
+    few = ("--data.num-ratings", "1000", "--train.log-every", "5")
+    told = ran(light, *command, *few, "--run-name", "light", "--train.epochs", "1")
+    assert told.count("pip install 'dphybrid[mlflow]'") == 1
+    record = data_dir / "runs/light/record"
+    page = json.loads((record / "run.json").read_text())
+    assert (page["status"], page["params"]["train.epochs"]) == ("FINISHED", "1")
+    assert (record / "Report.html").is_file()
+    assert f"Look at it:  {record / 'Report.html'}" in told
+    ran(light, *command, *few, "--resume", "light", "--train.epochs", "2")
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "valid/right" in row] == [15, 30]
+    assert [row["step"] for row in rows if "train/loss" in row] == [5, 10, 15, 20, 25, 30]
+
+
+def test_python_trains_predicts_and_lists_runs(light: dict[str, str]) -> None:
+    program = (
+        "import dphybrid; rows = {'shop': ['a', 'b'] * 100, 'clicked': [1, 0] * 100}; "
+        "run = dphybrid.train(rows, label='clicked', devices='cpu', epochs=1, quiet=True); "
+        "print(len(run.predict(rows)), dphybrid.runs()[0].name == run.name, run.status)"
+    )
+    assert ran(light, "-c", program).strip().splitlines()[-1] == "200 True finished"
+
+
+@pytest.mark.parametrize(
+    ("argv", "extra"),
+    [
+        (("-m", "dphybrid", "compare", "one", "two"), "mlflow"),
+        (("-m", "dphybrid", "rollback", "clicks"), "mlflow"),
+        (("-m", "dphybrid", "ui"), "mlflow"),
+        (("-m", "dphybrid", "validate", "prefect.yaml"), "flows"),
+        (("-m", "dphybrid", "worker"), "flows"),
+        (("-m", "dphybrid", "deploy"), "flows"),
+    ],
+)
+def test_a_command_names_the_extra_that_it_needs(
+    argv: tuple[str, ...], extra: str, light: dict[str, str]
+) -> None:
+    told = ran(light, *argv, code=2)
+    assert f"pip install 'dphybrid[{extra}]'" in told
+    assert "Traceback" not in told
+
+
+def test_a_flow_names_the_extra_that_it_needs(light: dict[str, str]) -> None:
+    assert "pip install 'dphybrid[flows]'" in ran(light, "-m", "flows.train_hybrid", code=1)
+
+
+def test_the_doctor_is_content(light: dict[str, str]) -> None:
+    told = ran(light, "-m", "dphybrid", "doctor")
+    assert "Prefect: not installed" in told
