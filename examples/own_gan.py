@@ -78,7 +78,7 @@ class Gan(Recipe):
         random = np.random.default_rng(seed)
         kind = random.integers(0, KINDS, 5000)
         points = random.normal(np.stack([2.0 - 4 * kind, np.ones(5000)], 1), 0.5).astype(np.float32)
-        columns = {"kind_B": kind, "point_B2": points}
+        columns: dict[str, Any] = {"kind_B": kind, "point_B2": points}
         return {k: v[:4000] for k, v in columns.items()}, {k: v[4000:] for k, v in columns.items()}
 
     def build(self, context: ModelContext[ModelConfig]) -> nn.Module:
