@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
-from dphybrid.util.digests import file_digest, note_verified, verify_files
+from dphybrid.util.digests import file_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import clear_leftovers, make_folder, making, naming, sync
 from dphybrid.util.locks import locked
@@ -199,15 +199,11 @@ def open_prepared(path: Path) -> Prepared:
     return Prepared(path, manifest)
 
 
-def verify_prepared(path: Path, known: bool = False) -> Prepared:
+def verify_prepared(path: Path) -> Prepared:
     """Open a prepared folder and check every byte of it against its manifest. Raises UserError that names the
-    first damaged file.
-
-    known: files that were whole when they were written or read before, and have not been touched since, are
-    not read again.
-    """
+    first damaged file."""
     prepared = open_prepared(path)
-    verify_files(path, prepared.manifest.sums, _ANEW, known)
+    verify_files(path, prepared.manifest.sums, _ANEW)
     return prepared
 
 
@@ -247,7 +243,6 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
                 scratch = partial / "scratch"
                 scratch.mkdir()
                 manifest = _write(partial, make(scratch), digest)
-            note_verified(final, manifest.sums)
     return Prepared(final, manifest, reused=False)
 
 

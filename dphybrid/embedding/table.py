@@ -171,6 +171,15 @@ class HostEmbedding(nn.Module):
         """The rows as a plain tensor, without autograd."""
         return self.weight.detach()
 
+    def map_rows(self, rows_VD: Tensor, check_read: Callable[[Tensor], None]) -> None:
+        """Take rows that lie in a file, which are not trained. check_read: see `RowsInfo`."""
+        self.weight = nn.Parameter(rows_VD, requires_grad=False)
+        self._info.check_read = check_read
+
+    def _check_read(self, ids_N: Tensor) -> None:
+        if self._info.check_read is not None:
+            self._info.check_read(ids_N)
+
     @property
     def row_dtype(self) -> torch.dtype:
         """Type of gradients and of the optimizer's states: float32 for a bfloat16 table."""
@@ -225,6 +234,7 @@ class HostEmbedding(nn.Module):
         if is_captured(weight, ids):
             return self._in_graph(ids)
         rows, flat_N = self._look_up(weight, ids)
+        self._check_read(flat_N)
         if torch.is_grad_enabled():
             counters = self.counters
             counters.gather_ms += 1e3 * (time.perf_counter() - start)
@@ -287,6 +297,7 @@ class HostEmbedding(nn.Module):
         if not all_in_range(ids_N, len(weight)):
             raise no_row(ids_N, len(weight), self.name)
         pooled_BD = native.pool(weight.detach(), ids_N, offsets_B)
+        self._check_read(ids_N)
         lengths_B = torch.diff(offsets_B, append=torch.tensor([len(ids_N)]))
         if torch.is_grad_enabled():
             self.counters.ids += len(ids_N)
@@ -333,6 +344,7 @@ class HostEmbedding(nn.Module):
     def _rows_by_replica(self, ids: Tensor) -> list[Tensor]:
         weight = self.weight
         lookup = self.ahead.lookup_of(weight, self.name, whole_numbers(ids, self.name))
+        self._check_read(lookup.ids.reshape(-1))
         counted, counters = torch.is_grad_enabled(), self.counters
         if counted:
             counters.ids += lookup.ids.numel()

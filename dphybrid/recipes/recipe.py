@@ -193,9 +193,7 @@ class Recipe:
         none, or damaged."""
         from dphybrid.data.store import open_prepared, verify_prepared
 
-        return replace(
-            verify_prepared(folder, known=True) if verified else open_prepared(folder), view=self.dataset
-        )
+        return replace(verify_prepared(folder) if verified else open_prepared(folder), view=self.dataset)
 
     @cached_property
     def config_class(self) -> type[ExperimentConfig]:

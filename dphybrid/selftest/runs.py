@@ -146,8 +146,6 @@ def came_to(data_dir: Path) -> dict[str, Any]:
         "sums": [read_state(path).sha256 for path in there],
         "splits": [row.model_dump() for row in splits.rows],
         "lines": splits.lines,
-        "leftovers": sorted(
-            path.name for path in folder.rglob(".*") if path.suffix != ".verified" and path.name != ".lock"
-        ),
+        "leftovers": sorted(path.name for path in folder.rglob(".*") if path.name != ".lock"),
         "prepared": read_json(next(data_dir.glob("prepared/*/manifest.json")))["arrays"],
     }

@@ -26,7 +26,7 @@ def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: b
     Raises UserError when the folder is no checkpoint or does not fit, and when it comes from elsewhere and
     names code that is not allowed to run.
     """
-    state = verify_checkpoint(Path(folder))
+    state = verify_checkpoint(Path(folder), mapped)
     config = stored_config(state.config, Path(folder) / "state.json")
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, state.info, resolve_devices(devices))

@@ -29,7 +29,7 @@ from dphybrid.data.table.written import table_target, told_of_rejected, write_fr
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
-from dphybrid.training.checkpoint import verify_checkpoint
+from dphybrid.training.checkpoint import read_state
 from dphybrid.training.label_tasks import label_task
 from dphybrid.util.errors import UserError
 
@@ -80,19 +80,19 @@ class Predictor:
         """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a
         table."""
         self.folder = Path(folder)
-        state = verify_checkpoint(self.folder)
+        state = read_state(self.folder)
         config = stored_config(state.config, self.folder / "state.json")
         if not (self.folder / "encoder").is_dir():
             raise UserError(
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
                 f"of a recipe that reads tables ({', '.join(tabular_names())})"
             )
+        self._model = model_from_checkpoint(self.folder, devices, mapped=True)  # checks the encoder, too
         self.encoder = Encoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
         self.task = label_task(state.info)
         assert isinstance(config.data, TableDataConfig)  # what an encoder comes with
         self._recipe, self._data = config.recipe, config.data
-        self._model = model_from_checkpoint(self.folder, devices, mapped=True)
 
     def __repr__(self) -> str:
         columns = self.encoder.names
@@ -286,7 +286,7 @@ def _warn(wrong: int) -> None:
 def open_predictor(folder: Path, devices: str = "cpu", batch_size: int = 8192) -> Any:
     """Return what a checkpoint's recipe predicts with: a `Predictor`, or the recipe's own. Raises UserError
     when it has none."""
-    config = stored_config(verify_checkpoint(folder).config, folder / "state.json")
+    config = stored_config(read_state(folder).config, folder / "state.json")
     own = find_recipe(config.recipe).predictor(
         folder, config, lambda: model_from_checkpoint(folder, devices, mapped=True), batch_size
     )

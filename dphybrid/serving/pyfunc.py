@@ -21,7 +21,7 @@ class LoadedCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.state = verify_checkpoint(folder)
+        self.state = verify_checkpoint(folder, mapped=True)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import RowOptimizer, find_tables
 from dphybrid.training.averaging import swap
 from dphybrid.training.table_files import mapped_weight, read_table, table_file
-from dphybrid.training.tensor_file import read_tensors, tensor_shapes
+from dphybrid.training.tensor_file import REMEDY, read_tensors, tensor_shapes
 from dphybrid.util.digests import verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
@@ -96,7 +96,8 @@ class Progress:
 
 class CheckpointState(Page):
     """`state.json` of a checkpoint: all of it but its tensors. sha256: of each file by its name in the
-    folder. since_full: 0, or how many checkpoints before it the last full one was.
+    folder. block_sums: `BlockSums` of the tables' files. since_full: 0, or how many checkpoints before it the
+    last full one was.
 
     progress, generators, record: the states of `Session.stateful`; record holds those by name from which the
     run's record goes on without a gap (splits, the window of metrics, seconds by stage).
@@ -114,6 +115,7 @@ class CheckpointState(Page):
     optimizer: dict[str, Any]
     generators: dict[str, Any]
     sha256: dict[str, str]
+    block_sums: dict[str, str] = Field(default_factory=dict)
     record: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -163,15 +165,15 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
     return page
 
 
-def verify_checkpoint(path: Path, known: bool = True) -> CheckpointState:
+def verify_checkpoint(path: Path, mapped: bool = False) -> CheckpointState:
     """Check every file of a checkpoint against its page, which is returned. Raises UserError that names the
     first damaged one.
 
-    known: files that were whole when they were read before, and have not been touched since, are not read
-    again.
+    mapped: but for the tables' files, whose blocks are checked when they are looked up.
     """
     page = read_state(path)
-    verify_files(path, page.sha256, "use another checkpoint, or delete this one's folder", known)
+    skip = page.block_sums if mapped else {}
+    verify_files(path, {name: each for name, each in page.sha256.items() if name not in skip}, REMEDY)
     return page
 
 
@@ -185,7 +187,7 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
     there, damaged = complete_checkpoints(folder), []
     for path in reversed(there):
         try:
-            verify_checkpoint(path, known=False)
+            verify_checkpoint(path)
         except UserError as error:
             damaged.append((path, error))
             continue
@@ -205,10 +207,10 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
     """Fill tables (but those named in `skip`) and blocks of `model` in place from a checkpoint, on whatever
     devices they are.
 
-    mapped: the tables stay in the checkpoint's files, and memory holds only rows that were looked up. Raises
-    UserError on mismatch.
+    mapped: the tables stay in the checkpoint's files, and memory holds only rows that were looked up; each
+    lookup checks the blocks of the file that it is the first to read. Raises UserError on mismatch.
     """
-    tables = find_tables(model)
+    tables, sums = find_tables(model), read_state(path).block_sums if mapped else {}
     blocks = read_tensors(path / "blocks.safetensors")
     wanted = dense_state(model)
     problems = [f"missing {name}" for name in wanted.keys() - blocks.keys()] + [
@@ -230,7 +232,8 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
             tensor.copy_(blocks[name])
         for name, table in tables.items():
             if mapped:
-                table.weight = nn.Parameter(mapped_weight(path, name, table.settled()), requires_grad=False)
+                block_sums = sums[table_file(path, name).relative_to(path).as_posix()]
+                table.map_rows(*mapped_weight(path, name, table.settled(), block_sums))
             elif name not in skip:
                 read_table(path, name, "weight", table.settled())
 

@@ -53,7 +53,6 @@ def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int
     for path in there:
         if path not in wanted:
             remove_folder(path)
-            path.with_name(f".{path.name}.verified").unlink(missing_ok=True)
     return [path for path in there if path in wanted]
 
 

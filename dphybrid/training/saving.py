@@ -41,7 +41,7 @@ from dphybrid.training.checkpoint import (
 from dphybrid.training.finite import Rows, check_finite
 from dphybrid.training.table_files import IDS, changed_file, changed_rows, rows_of, table_file
 from dphybrid.training.tensor_file import Patched, tensors_digest, write_tensors
-from dphybrid.util.digests import copy_files, file_digest
+from dphybrid.util.digests import BlockSums, copy_files, file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import making
 
@@ -317,24 +317,27 @@ class CheckpointWriter:
             if page.since_full:
                 (partial / "changed").mkdir()
             sums = {name: write_tensors(partial / name, tensors) for name, tensors in files.items()}
+            blocks: dict[str, str] = {}
             for name, copied in copies.items():
                 file, ids_U = table_file(partial, name), copied.ids_U
                 tensors: dict[str, Tensor | Patched] = {**copied.by_row, **copied.whole}
                 if ids_U is not None:
                     assert before is not None
                     base = table_file(before, name)
-                    base_sum = read_state(before).sha256[_key(before, base)]
+                    base_page, key = read_state(before), _key(before, base)
                     if page.since_full and self._linked(base, file):
-                        sums[_key(partial, file)] = base_sum
+                        sums[key], blocks[key] = base_page.sha256[key], base_page.block_sums[key]
                         file = changed_file(partial, name)
                         tensors = {rows_of(key): rows for key, rows in copied.by_row.items()}
                         tensors |= {**copied.whole, IDS: ids_U}
                     else:
-                        _check_base(base, base_sum)
+                        _check_base(base, base_page.sha256[key])
                         tensors |= {
-                            key: Patched(base, key, ids_U, rows) for key, rows in copied.by_row.items()
+                            part: Patched(base, part, ids_U, rows) for part, rows in copied.by_row.items()
                         }
-                sums[_key(partial, file)] = write_tensors(file, tensors)
+                found = BlockSums()
+                sums[_key(partial, file)] = write_tensors(file, tensors, found)
+                blocks.setdefault(_key(partial, table_file(partial, name)), found.hex())
             linked_bytes = sum(
                 table_file(partial, name).stat().st_size
                 for name in copies
@@ -342,7 +345,7 @@ class CheckpointWriter:
             )
             if self._encoder is not None:
                 sums |= self._copied_encoder(self._encoder, partial)
-            page.model_copy(update={"sha256": sums}).write(partial / "state.json")
+            page.model_copy(update={"sha256": sums, "block_sums": blocks}).write(partial / "state.json")
             size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         return size - linked_bytes
 
@@ -382,7 +385,7 @@ class CheckpointWriter:
         )
 
 
-_OF_TENSORS = ("sha256", "since_full", "format")
+_OF_TENSORS = ("sha256", "block_sums", "since_full", "format")
 _GONE = "{}: is gone, and the next checkpoint was to be made from it; go on with --resume"
 
 

@@ -8,7 +8,8 @@ in memory.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from dphybrid.util.digests import BLOCK, BlockSums
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import naming
 
@@ -28,6 +30,10 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SLICE_BYTES = 16 * 2**20
+
+CheckRead = Callable[[Tensor], None]
+"""Told the ids (N,) whose rows were read. Raises UserError when these are damaged."""
+REMEDY = "use another checkpoint, or delete this one's folder"
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,17 @@ class Patched:
         return tensor_shapes(self.file)[self.name]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Patched]) -> str:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Patched], blocks: BlockSums | None = None
+) -> str:
     """Write named tensors, any device; return the file's sha256 in hex. Whoever asks for it has the disk keep
-    the file."""
+    the file. blocks: gets the file's bytes, too."""
     digest = hashlib.sha256()
     with naming(path), path.open("wb") as file:
         for piece in _pieces(tensors):
             digest.update(piece)
+            if blocks is not None:
+                blocks.update(piece)
             file.write(piece)
     return digest.hexdigest()
 
@@ -184,12 +194,15 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     return entries, 8 + length
 
 
-def mapped_tensor(path: Path, name: str, like: Tensor) -> Tensor:
-    """Return the tensor `name` of the file, mapped into memory: what is read of it is loaded then, and
-    writing does not reach the file.
+def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> tuple[Tensor, CheckRead]:
+    """Return the tensor `name` (V, ...) of the file, mapped into memory, and what checks the blocks of the
+    file under given rows, each once.
 
-    Raises UserError when shape or type differ from those of `like`.
+    Writing does not reach the file. sums: of `BlockSums`. Raises UserError when shape or type differ from
+    those of `like`, and for a damaged header.
     """
+    blocks = _Blocks(path, sums)
+    blocks.check(np.array([0, path.stat().st_size - 1]))  # the header, and that nothing is cut off
     entries, data = _header(path)
     entry = entries[name]
     if tuple(entry["shape"]) != tuple(like.shape) or entry["dtype"] != _NAMES[like.dtype]:
@@ -199,4 +212,34 @@ def mapped_tensor(path: Path, name: str, like: Tensor) -> Tensor:
         )
     start = data + entry["data_offsets"][0]
     raw = np.memmap(path, np.uint8, "c", start, (entry["data_offsets"][1] - entry["data_offsets"][0],))
-    return torch.from_numpy(raw).view(like.dtype).view(like.shape)
+    row_bytes = len(raw) // like.shape[0]
+
+    def check_read(ids_N: Tensor) -> None:
+        first_N = start + row_bytes * ids_N.numpy()
+        for within in (*range(0, row_bytes, BLOCK), row_bytes - 1):
+            blocks.check(first_N + within)
+
+    return torch.from_numpy(raw).view(like.dtype).view(like.shape), check_read
+
+
+class _Blocks:
+    """The blocks of a file, each of which is compared with its sum when it is first read."""
+
+    def __init__(self, path: Path, sums: str) -> None:
+        self._path, self._wanted = path, np.frombuffer(bytes.fromhex(sums), ">u4")
+        size = path.stat().st_size if path.is_file() else 0
+        if -(-size // BLOCK) != len(self._wanted):
+            raise UserError(f"{path}: is damaged (it has {size:,} bytes); {REMEDY}")
+        self._content = np.memmap(path, np.uint8, "r")
+        self._whole = np.zeros(len(self._wanted), bool)
+
+    def check(self, places_N: np.ndarray) -> None:
+        """Raise UserError when the block under one of these bytes is damaged."""
+        if self._whole.all():
+            return
+        blocks_N = places_N // BLOCK
+        for block in np.unique(blocks_N[~self._whole[blocks_N]]).tolist():
+            start, end = block * BLOCK, (block + 1) * BLOCK
+            if zlib.crc32(self._content[start:end].data) != self._wanted[block]:
+                raise UserError(f"{self._path}: is damaged (in bytes {start:,} to {end:,}); {REMEDY}")
+            self._whole[block] = True

@@ -2,16 +2,18 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_json
 
 _PIECE_BYTES = 2**22
+BLOCK = 2**18
+"""Bytes of a file that have a sum of their own: a lookup reads and checks so many."""
 
 
 def file_digest(path: Path) -> str:
@@ -48,30 +50,41 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
     return sums
 
 
-def verify_files(folder: Path, sums: Mapping[str, str], remedy: str, known: bool = True) -> None:
-    """Check that the files of `folder` have the sha256 in `sums` (by name below it). Raises UserError that
-    names the first one that has not.
+class BlockSums:
+    """The CRC-32 of each `BLOCK` bytes of a file, so that a reader can check the parts that it reads."""
 
-    known: files that were found whole before and have the same inode, size and time of change since are not
-    read again.
-    """
-    before = _read(_verified(folder)) if known else {}
-    found: dict[str, list[Any]] = {}
-    for name, wanted in sums.items():
-        file = folder / name
-        with _told(file, remedy):
-            mark = [*_stamp(file), wanted]
-        if before.get(name) != mark:
-            check_file(file, wanted, remedy)
-        found[name] = mark
-    if found != before:
-        note_verified(folder, sums, found)
+    def __init__(self) -> None:
+        self._crcs: list[int] = []
+        self._room = 0
+
+    def update(self, piece: bytes | memoryview) -> None:
+        """Take the file's next bytes."""
+        rest = memoryview(piece)
+        while len(rest):
+            if not self._room:
+                self._crcs.append(0)
+                self._room = BLOCK
+            part, rest = rest[: self._room], rest[self._room :]
+            self._crcs[-1] = zlib.crc32(part, self._crcs[-1])
+            self._room -= len(part)
+
+    def hex(self) -> str:
+        """Return the sums, eight digits a block."""
+        return "".join(f"{crc:08x}" for crc in self._crcs)
 
 
-def check_file(file: Path, wanted: str, remedy: str, digest: Callable[[Path], str] = file_digest) -> None:
-    """Raise UserError when a file has another sha256, or cannot be read. digest: reads it."""
+def verify_files(folder: Path, sums: Mapping[str, str], remedy: str) -> None:
+    """Check, side by side, that the files of `folder` have the sha256 in `sums` (by name below it). Raises
+    UserError that names the first one that has not."""
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(check_file, folder / name, wanted, remedy) for name, wanted in sums.items()]:
+            done.result()
+
+
+def check_file(file: Path, wanted: str, remedy: str) -> None:
+    """Raise UserError when a file has another sha256, or cannot be read."""
     with _told(file, remedy):
-        found = digest(file)
+        found = file_digest(file)
     if found != wanted:
         raise UserError(f"{file}: is damaged (its sha256 differs); {remedy}")
 
@@ -84,36 +97,3 @@ def _told(file: Path, remedy: str) -> Iterator[None]:
         raise UserError(f"{file}: is missing; {remedy}") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); {remedy}") from error
-
-
-def note_verified(
-    folder: Path, sums: Mapping[str, str], found: Mapping[str, list[Any]] | None = None
-) -> None:
-    """Remember beside `folder` that its files are whole, where that can be written: the next `verify_files`
-    then reads none of them."""
-    with suppress(OSError):
-        marks = found or {name: [*_stamp(folder / name), wanted] for name, wanted in sums.items()}
-        write_json(_verified(folder), marks)
-
-
-def forget_verified(folder: Path) -> None:
-    """Have the next `verify_files` read all files."""
-    with suppress(OSError):
-        _verified(folder).unlink(missing_ok=True)
-
-
-def _verified(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.verified")
-
-
-def _stamp(file: Path) -> tuple[int, int, int]:
-    stat = os.stat(file)
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _read(page: Path) -> dict[str, list[Any]]:
-    try:
-        value = json.loads(page.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -1,6 +1,8 @@
-"""What happens to files on failing disks."""
+"""What happens to files on failing disks, which leaves their times as they were."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 
 def _flipped(content: bytes, place: float) -> bytes:
@@ -15,3 +17,15 @@ DAMAGES: dict[str, Callable[[bytes, float], bytes | None]] = {
     "removed": lambda *_: None,
 }
 """Kind -> what becomes of a file's content; None: the file is gone."""
+
+
+def damage(file: Path, content: bytes | None) -> None:
+    """Give a file other content in place, with the times that it had, or remove it (None)."""
+    before = file.stat()
+    if content is None:
+        file.unlink()
+    else:
+        with file.open("r+b") as stream:
+            stream.write(content)
+            stream.truncate()
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))

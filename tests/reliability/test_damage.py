@@ -20,7 +20,7 @@ from dphybrid.selftest.runs import came_to
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
-from tests.reliability.damages import DAMAGES
+from tests.reliability.damages import DAMAGES, damage
 from tests.reliability.test_faults import OPTIONS
 
 COUNT = os.environ.get("DPHYBRID_DAMAGES", "12")
@@ -65,9 +65,7 @@ def told_or_harmless(
     without a note that names the checkpoint."""
     shutil.rmtree(root / "data")
     shutil.copytree(root / "whole", root / "data")
-    file.unlink()
-    if damaged is not None:
-        file.write_bytes(damaged)
+    damage(file, damaged)
     try:
         found = work(root)
     except UserError:
@@ -103,6 +101,16 @@ def test_damage_is_told_or_harmless(
     assert told > len(chosen) // 12
 
 
+def test_damaged_training_data_is_named(finished: Path) -> None:
+    shutil.rmtree(finished / "data")
+    shutil.copytree(finished / "whole", finished / "data")
+    (file,) = (finished / "data").glob("prepared/*/dense_BN.npy")
+    content = file.read_bytes()
+    damage(file, content[:-1] + b"\x7f")  # a number of 1e38
+    with pytest.raises(UserError, match=r"dense_BN\.npy: is damaged .*run the preparation again"):
+        resumed(finished)
+
+
 def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_names_the_other(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +120,7 @@ def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_names_the_other(
     shutil.rmtree(finished / "data")
     shutil.copytree(finished / "whole", finished / "data")
     table = finished / "data/runs/run/checkpoints/step-000006/tables/table.safetensors"
-    table.write_bytes(DAMAGES["a flipped bit"](table.read_bytes(), 0.9) or b"")
+    damage(table, DAMAGES["a flipped bit"](table.read_bytes(), 0.9))
     assert resumed(finished) == expected
     assert f"left out a damaged checkpoint: {table}: is damaged" in capsys.readouterr().err
     assert not list((finished / "data/runs/run/checkpoints").glob("*.damaged"))  # there is a later one now

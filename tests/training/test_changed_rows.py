@@ -92,7 +92,7 @@ def everything(trained: Trained) -> dict[str, Tensor]:
 
 def loaded(path: Path, optimizer: str) -> Trained:
     fresh = new(optimizer)
-    verify_checkpoint(path, known=False)
+    verify_checkpoint(path)
     load_checkpoint(path, fresh)
     return fresh
 
@@ -295,10 +295,10 @@ def test_the_training_ends_with_what_the_writing_thread_failed_with(
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     full_disk = OSError(errno.ENOSPC, "No space left on device")
 
-    def write(path: Path, _: object) -> str:
+    def write(path: Path, *given: Any) -> str:
         if threading.current_thread() is not threading.main_thread() and "000006" in str(path):
             raise full_disk
-        return write_tensors(path, _)  # type: ignore[arg-type]
+        return write_tensors(path, *given)
 
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", write)
     with pytest.raises(UserError, match="No space left on device; make room on its disk.*--resume"):
@@ -319,9 +319,9 @@ def test_a_stop_waits_for_the_checkpoint_it_names(data_dir: Path, monkeypatch: p
             stop.ask("a test")
         return after_step(self, step)
 
-    def slowly(path: Path, tensors: Any) -> str:
+    def slowly(path: Path, *given: Any) -> str:
         time.sleep(0.2)
-        return write_tensors(path, tensors)
+        return write_tensors(path, *given)
 
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", slowly)
     monkeypatch.setattr(SplitLog, "after_step", stop_at_five)
@@ -349,7 +349,7 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(data_dir))
     again = run_job(load_config(None, OPTIONS), settings, resume="run", tags={"by": "hand"})
-    verify_checkpoint(Path(again.best_checkpoint), known=False)
+    verify_checkpoint(Path(again.best_checkpoint))
     page = read_run(folder).page
     assert (page.links, page.tags) == (links, {"team": "a", "by": "hand"})
     for path in complete_checkpoints(folder / "checkpoints"):

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.util import files
-from dphybrid.util.digests import note_verified, value_digest, verify_files
+from dphybrid.util.digests import value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import (
     clear_leftovers,
@@ -26,6 +25,7 @@ from dphybrid.util.files import (
 )
 from dphybrid.util.locks import FileLock, is_held
 from dphybrid.util.pages import Page
+from tests.reliability.damages import damage
 
 
 @pytest.mark.parametrize("text", ["x" * 300, "a\0b", "~nosuchuser/x", "\udcff/\ud800"])
@@ -116,14 +116,13 @@ def test_leftovers_go_and_a_folder_that_was_to_be_replaced_comes_back(tmp_path: 
         ".c.replaced-1-2f",
         ".d.replaced-1-2f",
         "d",
-        ".e.verified",
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text(name)
     clear_leftovers(tmp_path, "a")
     assert ".a.partial-1-2f" not in names(tmp_path)
     clear_leftovers(tmp_path)
-    assert names(tmp_path) == [".e.verified", "c", "d"]
+    assert names(tmp_path) == ["c", "d"]
     assert (tmp_path / "c" / "x").read_text() == ".c.replaced-1-2f"
     assert (tmp_path / "d" / "x").read_text() == "d"
 
@@ -193,27 +192,13 @@ def test_pages_of_other_versions(tmp_path: Path) -> None:
         Example.read(file)
 
 
-def test_whole_files_are_read_once_and_touched_ones_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "x").write_text("one")
     sums = {"x": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"}
-    read: list[str] = []
-    digest = files.Path.open
-
-    def noted(path: Path, *args: object, **kwargs: object) -> object:
-        if path.name == "x":
-            read.append(path.name)
-        return digest(path, *args, **kwargs)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(Path, "open", noted)
-    for known, count in ((True, 1), (True, 1), (False, 2)):
-        verify_files(folder, sums, "", known)
-        assert len(read) == count
-    note_verified(folder, sums)
-    (folder / "x").write_text("two")
+    verify_files(folder, sums, "")
+    damage(folder / "x", b"two")
     with pytest.raises(UserError, match=r"x: is damaged \(its sha256 differs\); do this"):
         verify_files(folder, sums, "do this")
     (folder / "x").unlink()

@@ -33,7 +33,7 @@ def open_base(path: Path) -> Base:
             f"data.base={path}: is no prepared table (it has no encoder); name the prepared folder of a ctr "
             "run"
         )
-    return Base(verify_prepared(path, known=True), Encoder.load(path / "encoder"))
+    return Base(verify_prepared(path), Encoder.load(path / "encoder"))
 
 
 def old_ids(base: Encoder, now: Encoder) -> list[Array]:
