@@ -42,7 +42,9 @@ class _HybridEstimator(BaseEstimator):
         self.random_state = random_state
         self.verbose = verbose
 
-    def _weighed(self, frame: pl.DataFrame, y: Any, sample_weight: Any) -> tuple[pl.DataFrame, np.ndarray]:
+    def _weighed(
+        self, frame: pl.DataFrame, y: object, sample_weight: object
+    ) -> tuple[pl.DataFrame, np.ndarray]:
         """Return the table's rows, with their weights as a column where there are some, and y as an array
         (B,); rows of weight 0 are left out."""
         if y is None:
@@ -96,7 +98,7 @@ class _HybridEstimator(BaseEstimator):
     def _predictor(self) -> Predictor:
         return self.run_.predictor
 
-    def _frame(self, X: Any, *, reset: bool) -> pl.DataFrame:
+    def _frame(self, X: object, *, reset: bool) -> pl.DataFrame:
         """X as a frame; an array's columns are named x0, x1, ..."""
         columns = isinstance(X, Mapping) and not hasattr(X, "shape")  # scipy has sparse arrays that are dicts
         if not (columns or hasattr(X, "columns") or hasattr(X, "column_names")):
@@ -143,7 +145,7 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
     `run_` (the run). A pickled estimator keeps the path of its run, not its tables.
     """
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
         """Train on the rows of X (B) and the labels y (B,), of two classes or more. sample_weight: (B,) from
         0 on. Raises UserError, a ValueError."""
         frame = self._frame(X, reset=True)
@@ -160,13 +162,13 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         self.classes_ = classes
         return self
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: object) -> np.ndarray:
         """Return the probabilities (B, C) float64 of the classes, in the order of `classes_`."""
         check_is_fitted(self, "run_")
         found = self._predictor.predict(self._frame(X, reset=False)).astype(np.float64)
         return np.stack([1 - found, found], axis=1) if found.ndim == 1 else found
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: object) -> np.ndarray:
         """Return the most probable class (B,) of each row."""
         chosen_B = self.predict_proba(X).argmax(axis=1)
         return self.classes_[chosen_B]
@@ -184,7 +186,7 @@ class HybridRegressor(RegressorMixin, _HybridEstimator):
     `values={"task": "counts"}` learns whole numbers from 0 on as counts.
     """
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
         """Train on the rows of X (B) and the numbers y (B,). sample_weight: (B,) from 0 on. Raises UserError,
         a ValueError."""
         frame = self._frame(X, reset=True)
@@ -193,7 +195,7 @@ class HybridRegressor(RegressorMixin, _HybridEstimator):
         self._train(frame, target_B, np.zeros(len(target_B), np.int64), "regression")
         return self
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: object) -> np.ndarray:
         """Return the number (B,) float64 of each row, in y's units."""
         check_is_fitted(self, "run_")
         return self._predictor.predict(self._frame(X, reset=False))

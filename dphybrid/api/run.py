@@ -121,11 +121,11 @@ class TrainedRun:
 
         return open_predictor(self.checkpoint)
 
-    def predict(self, rows: Any) -> Any:
+    def predict(self, rows: object) -> Any:
         """Return the predictor's answer for new rows; see `Predictor.predict`."""
         return self.predictor.predict(rows)
 
-    def recommend(self, users: Any = None, k: int = 10) -> "pl.DataFrame":
+    def recommend(self, users: object = None, k: int = 10) -> "pl.DataFrame":
         """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.
         Raises UserError for recipes that recommend nothing."""
         from dphybrid.serving.predict import Predictor
@@ -255,6 +255,6 @@ def runs(recipe: str | None = None) -> Runs:
     return Runs([TrainedRun(run.folder, settings) for run in reversed(found)])
 
 
-def _row(run: TrainedRun) -> dict[str, Any]:
+def _row(run: TrainedRun) -> dict[str, object]:
     facts = {"run": run.name, "recipe": run.config.recipe, "devices": run.devices, "status": run.status}
     return {**facts, "started": run.created[:19].replace("T", " "), **run.metrics}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dphybrid.api.run import TrainedRun
 from dphybrid.api.values import experiment
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 def train(
-    data: Any = None,
+    data: object = None,
     *,
     recipe: str | None = None,
     label: str | None = None,
-    valid: Any = None,
+    valid: object = None,
     devices: str | None = None,
-    config: ExperimentConfig | Mapping[str, Any] | str | Path | None = None,
+    config: ExperimentConfig | Mapping[str, object] | str | Path | None = None,
     run_name: str | None = None,
     resume: str | None = None,
     tags: Mapping[str, str] | None = None,
     tracking: str | None = None,
     quiet: bool = False,
     callbacks: "Sequence[Callback]" = (),
-    **values: Any,
+    **values: object,
 ) -> TrainedRun:
     """Train, and return the run: the same job as `dphybrid train`.
 
@@ -103,7 +103,9 @@ _AWAITED = "(a frame)"
 """Stands for the path of a frame while the other values are checked."""
 
 
-def _with_frames(config: ExperimentConfig, framed: Mapping[str, Any], settings: Settings) -> ExperimentConfig:
+def _with_frames(
+    config: ExperimentConfig, framed: Mapping[str, object], settings: Settings
+) -> ExperimentConfig:
     """Return the config with the paths of files that the frames were written to."""
     named = config.data.named_columns
     if not (named or find_recipe(config.recipe).tabular):

@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dphybrid.config import ExperimentConfig, flatten, merge
-from dphybrid.recipes.configs import build_config, field_types, given_values, read_config_file
+from dphybrid.recipes.configs import Values, build_config, field_types, given_values, read_config_file
 from dphybrid.recipes.registry import infer_recipe
 from dphybrid.util.errors import UserError, suggestion
 
-Values = dict[str, Any]
-
 
 def experiment(
-    config: ExperimentConfig | Mapping[str, Any] | str | Path | None,
-    given: Mapping[str, Any],
-    values: Mapping[str, Any],
+    config: ExperimentConfig | Mapping[str, object] | str | Path | None,
+    given: Mapping[str, object],
+    values: Mapping[str, object],
 ) -> ExperimentConfig:
     """Return the config of the values given by keyword over those of `config`.
 
@@ -34,7 +31,7 @@ def experiment(
     return build_config({**chosen, "recipe": recipe}, places)
 
 
-def _values_of(config: ExperimentConfig | Mapping[str, Any] | str | Path | None) -> Values:
+def _values_of(config: ExperimentConfig | Mapping[str, object] | str | Path | None) -> Values:
     if config is None:
         return {}
     if isinstance(config, ExperimentConfig):
@@ -44,7 +41,7 @@ def _values_of(config: ExperimentConfig | Mapping[str, Any] | str | Path | None)
     return dict(config)
 
 
-def nested(values: Mapping[str, Any], recipe: str, places: dict[str, str] | None = None) -> Values:
+def nested(values: Mapping[str, object], recipe: str, places: dict[str, str] | None = None) -> Values:
     """Return keywords as nested values of a recipe's config.
 
     A keyword is a field's own name where only one section has it (`epochs`), a section with its values
@@ -71,7 +68,7 @@ def nested(values: Mapping[str, Any], recipe: str, places: dict[str, str] | None
     return out
 
 
-def _full_name(keyword: str, name: str, fields: Mapping[str, Any], recipe: str) -> str:
+def _full_name(keyword: str, name: str, fields: Mapping[str, object], recipe: str) -> str:
     if name in fields or "." in name:
         return name  # an unknown dotted name is explained where all values are checked
     same = [full for full in fields if full.rpartition(".")[2] == name]
@@ -85,7 +82,7 @@ def _full_name(keyword: str, name: str, fields: Mapping[str, Any], recipe: str) 
     raise UserError(f"{keyword}: recipe {recipe} has no value of that name{hint}")
 
 
-def _placed(name: str, value: Any) -> Values:
+def _placed(name: str, value: object) -> Values:
     *sections, leaf = name.split(".")
     out: Values = {leaf: value}
     for section in reversed(sections):
@@ -93,7 +90,7 @@ def _placed(name: str, value: Any) -> Values:
     return out
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Lists of names as fields take them, paths as texts."""
     if isinstance(value, Path):
         return str(value)

@@ -114,7 +114,7 @@ def reading_from_args(args: argparse.Namespace) -> dict[str, str]:
     return {key.removeprefix(prefix): value for key, value in vars(args).items() if key.startswith(prefix)}
 
 
-def choices_text(kind: Any) -> str:
+def choices_text(kind: object) -> str:
     """Return a field's choices for people, ` [auto, yes, no]`; nothing where any value will do."""
     return f" [{', '.join(map(str, get_args(kind)))}]" if get_origin(kind) is Literal else ""
 

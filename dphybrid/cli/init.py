@@ -11,7 +11,6 @@ the recipe's own.
 import argparse
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from dphybrid.cli.flags import add_config_flags, choices_text, given_config
 from dphybrid.cli.parser import Parser
@@ -69,7 +68,7 @@ def config_text(config: ExperimentConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     """A value as TOML writes it; no value is an empty text."""
     if value is None:
         return '""'

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.util.importing import check_import
@@ -12,7 +11,7 @@ _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 """Fields of a config that name code as package.module:NAME."""
 
 
-def check_code(config: Mapping[str, Any], page: Path, known: Mapping[str, Any]) -> None:
+def check_code(config: Mapping[str, object], page: Path, known: Mapping[str, object]) -> None:
     """Raise UserError when a page that this user's runs did not write names code of a package that
     DPHYBRID_FACTORY_PACKAGES does not allow.
 
@@ -30,9 +29,9 @@ def check_code(config: Mapping[str, Any], page: Path, known: Mapping[str, Any]) 
                 )
 
 
-def _named(config: Mapping[str, Any], field: str) -> list[str]:
+def _named(config: Mapping[str, object], field: str) -> list[str]:
     """Return the import paths in a field; the name of an installed recipe is none."""
-    value: Any = config
+    value: object = config
     for part in field.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     values = value if isinstance(value, list | tuple) else [value]

@@ -151,7 +151,7 @@ class Content:
     description: list[str]
     batch_arrays: tuple[str, ...] = ()
     extra: dict[str, Any] | None = None
-    rejected: Iterable[dict[str, Any]] = ()
+    rejected: Iterable[Mapping[str, object]] = ()
     save: Callable[[Path], None] = _no_more_files
     streamed: Streamed | None = None
 

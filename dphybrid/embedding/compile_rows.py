@@ -74,14 +74,14 @@ def _requirements(found: list[str]) -> list[str]:
     return found if compiler() else [*found, "ziglang>=0.13"]
 
 
-def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+def get_requires_for_build_wheel(config_settings: object = None) -> list[str]:
     """Return setuptools' requirements, and a compiler where there is none."""
     from setuptools import build_meta
 
     return _requirements(build_meta.get_requires_for_build_wheel(config_settings))
 
 
-def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+def get_requires_for_build_editable(config_settings: object = None) -> list[str]:
     """Return what `get_requires_for_build_wheel` does, for `pip install -e`."""
     from setuptools import build_meta
 

@@ -170,7 +170,7 @@ class Channel:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_settling"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _settling=threading.Lock())
 
     def reserve(self, num_bytes: int, count: int) -> None:
@@ -203,11 +203,11 @@ class Channel:
         ready.record(self._to)
         return there, ready
 
-    def _on(self, stream: "torch.cuda.Stream | None") -> AbstractContextManager[Any]:
+    def _on(self, stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def pinned(batch: Any, *, anew: bool = False) -> Any:
+def pinned(batch: object, *, anew: bool = False) -> Any:
     """Return a batch whose tensors on the CPU lie in pinned memory, from where a forward copies them to its
     devices without waiting. anew: also those that do already."""
 

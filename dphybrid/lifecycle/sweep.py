@@ -56,7 +56,7 @@ class Grid:
 
 
 def make_grid(
-    config: ExperimentConfig, grid: Mapping[str, Sequence[Any]], sweep: str, settings: Settings
+    config: ExperimentConfig, grid: Mapping[str, Sequence[object]], sweep: str, settings: Settings
 ) -> Grid:
     """Return all combinations of the grid's values over `config`, the last field changing fastest.
 
@@ -96,7 +96,7 @@ def _differing(chosen: Mapping[str, str]) -> str:
     return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word)}" for word in words)[:80]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return (
         ",".join(map(str, value)) if isinstance(value, list | tuple) else "" if value is None else str(value)
     )
@@ -165,7 +165,7 @@ def sweep_rows(grid: Grid, reports: Mapping[str, Report | str]) -> list[dict[str
     rows = []
     for cell in grid.cells:
         done = reports.get(cell.name, "not run")
-        row: dict[str, Any] = {"cell": cell.name, **cell.values}
+        row: dict[str, object] = {"cell": cell.name, **cell.values}
         rows.append(
             row
             | (
@@ -177,7 +177,7 @@ def sweep_rows(grid: Grid, reports: Mapping[str, Report | str]) -> list[dict[str
     return rows
 
 
-def write_sweep(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def write_sweep(folder: Path, rows: list[dict[str, object]]) -> Path:
     """Write the rows as JSON; return the file."""
     file = folder / "sweep.json"
     write_json(file, rows)

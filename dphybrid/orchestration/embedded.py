@@ -4,7 +4,6 @@ the terminal."""
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from prefect.settings import (
     PREFECT_API_URL,
@@ -32,7 +31,7 @@ def in_this_process() -> Iterator[Callable[[], None]]:
     server = start_server()
     _import_what_is_needed()
     # only a standing server reads it, at a second's cost
-    updates: dict[Any, Any] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+    updates: dict[object, object] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
     if server:
         server.wait(get_current_settings().server.ephemeral.startup_timeout_seconds)
         updates |= {

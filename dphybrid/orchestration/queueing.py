@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from uuid import UUID
 
 import httpx
@@ -98,7 +97,7 @@ def leave(flow_run_id: str, reason: str, after_s: float | None, ending: str | No
     run that nobody goes on with. Left as it is when it was thought dead and is another process's now. Raises
     ServerAwayError.
     """
-    state: State[Any] | None = None
+    state: State[object] | None = None
     try:
         with get_client(sync_client=True) as client:
             run = client.read_flow_run(UUID(flow_run_id))

@@ -27,7 +27,7 @@ _MOVED = ("flows.train_hybrid", "flows.retrain_hybrid", "flows.sweep_hybrid")
 
 
 def check_parameters(
-    entrypoint: str, parameters: Mapping[str, Any], where: str, will_run: bool = False
+    entrypoint: str, parameters: Mapping[str, object], where: str, will_run: bool = False
 ) -> None:
     """Check the parameters of a deployment's flow. will_run: nobody adds to them. Raises UserError that names
     `where` and each wrong field."""
@@ -82,7 +82,7 @@ def load_flow(entrypoint: str) -> Flow[..., Any]:
     return found
 
 
-def _defaults(flow: Flow[..., Any]) -> dict[str, Any]:
+def _defaults(flow: Flow[..., object]) -> dict[str, object]:
     properties = flow.parameters.properties
     return {name: facts["default"] for name, facts in properties.items() if "default" in facts}
 

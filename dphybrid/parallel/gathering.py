@@ -78,7 +78,7 @@ class Join:
             f"dim {self.dim}"
         )
 
-    def _nests(self, outputs: list[object], path: str) -> Any:
+    def _nests(self, outputs: list[object], path: str) -> object:
         first, names = outputs[0], names_of(outputs[0])
         refuse_attributes(first, path)
         if isinstance(names, range):

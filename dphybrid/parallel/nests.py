@@ -104,14 +104,14 @@ def rebuild(like: object, items: list[object]) -> Any:
     return new
 
 
-def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
+def map_leaves(function: Callable[[object], object], value: object) -> Any:
     """Return the nest with `function` applied to every item that is no nest."""
     if is_nest(value):
         return rebuild(value, [map_leaves(function, item) for item in items_of(value)])
     return function(value)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: object) -> Any:
+def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
     """Return the nest with `function` applied to every tensor, those in `Whole` included."""
 
     def leaf(value: object) -> object:
@@ -260,7 +260,7 @@ def _carried(value: object, path: str, depth: int = 0) -> str | None:
     return next((where for where in found if where is not None), None)
 
 
-def _held(value: object, path: str) -> Iterator[tuple[str, Any]]:
+def _held(value: object, path: str) -> Iterator[tuple[str, object]]:
     """Yield what an object holds, with its path."""
     if isinstance(value, functools.partial):
         yield from ((f"{path}(...)", held) for held in (value.func, *value.args, *value.keywords.values()))

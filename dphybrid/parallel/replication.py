@@ -126,7 +126,7 @@ OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def _of_its_own(value: object) -> Any:
+def _of_its_own(value: object) -> object:
     """Return a copy of what a module holds besides parameters, buffers and modules."""
     if isinstance(value, Tensor):
         return value.detach().clone()

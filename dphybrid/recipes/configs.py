@@ -19,6 +19,8 @@ from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_reci
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import read_small_text
 
+Values = dict[str, Any]
+"""Values of a config by name, sections as mappings of their own."""
 _FieldFacts = tuple[Any, str, Any]
 
 
@@ -63,9 +65,9 @@ def _explain_unknown(name: str, recipe: str) -> str:
     )
 
 
-def parse_overrides(overrides: list[str]) -> dict[str, Any]:
+def parse_overrides(overrides: list[str]) -> Values:
     """Turn `["train.lr=0.1"]` into nested texts. Raises UserError for a text without `=`."""
-    nested: dict[str, Any] = {}
+    nested: Values = {}
     for text in overrides:
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
@@ -83,7 +85,7 @@ def parse_overrides(overrides: list[str]) -> dict[str, Any]:
     return nested
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> Values:
     """Return the nested values of a TOML or JSON file. Raises UserError with file and line."""
     try:
         text = read_small_text(path)
@@ -107,7 +109,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def build_config(values: dict[str, Any], places: dict[str, str] | None = None) -> ExperimentConfig:
+def build_config(values: Values, places: dict[str, str] | None = None) -> ExperimentConfig:
     """Validate nested values by the class of their recipe. Raises UserError that lists every wrong value with
     its place and remedy.
 
@@ -128,12 +130,12 @@ def build_config(values: dict[str, Any], places: dict[str, str] | None = None) -
         raise UserError("\n".join(_explain(item, places, name) for item in error.errors())) from error
 
 
-def _nones(values: dict[str, Any], recipe: str) -> dict[str, Any]:
+def _nones(values: Values, recipe: str) -> Values:
     """Return the values with the texts "" and "none" as None where a field may be None."""
     optional = {name for name, (kind, _, _) in field_types(recipe).items() if type(None) in get_args(kind)}
 
-    def walk(inner: dict[str, Any], prefix: str) -> dict[str, Any]:
-        out: dict[str, Any] = {}
+    def walk(inner: Values, prefix: str) -> Values:
+        out: Values = {}
         for key, value in inner.items():
             if isinstance(value, dict):
                 out[key] = walk(value, f"{prefix}{key}.")
@@ -149,11 +151,11 @@ def _nones(values: dict[str, Any], recipe: str) -> dict[str, Any]:
     return walk({key: _plain(value) for key, value in values.items()}, "")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
 
 
-def as_config(value: Any) -> Any:
+def as_config(value: object) -> Any:
     """Return a mapping as the config it describes; anything else as it is."""
     return build_config(value) if isinstance(value, dict) else value
 
@@ -166,9 +168,7 @@ AnyExperiment = Annotated[ExperimentConfig, BeforeValidator(as_config), _ANY_OBJ
 no one schema could do."""
 
 
-def stored_config(
-    values: dict[str, Any], page: Path, given: ExperimentConfig | None = None
-) -> ExperimentConfig:
+def stored_config(values: Values, page: Path, given: ExperimentConfig | None = None) -> ExperimentConfig:
     """Return the config that the page of a run or checkpoint holds.
 
     given: a config of the user's own, which may name the same code. Raises UserError, also for a page from
@@ -178,11 +178,11 @@ def stored_config(
     return build_config(values)
 
 
-def given_values(config: ExperimentConfig) -> dict[str, Any]:
+def given_values(config: ExperimentConfig) -> Values:
     """Return the nested values in which `config` differs from its recipe."""
 
-    def differing(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
+    def differing(values: Values, base: Values) -> Values:
+        out: Values = {}
         for key, value in values.items():
             if isinstance(value, dict):
                 if inner := differing(value, base.get(key, {})):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from copy import copy
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError, suggestion
@@ -84,7 +84,7 @@ def find_recipe(name: str) -> Recipe:
     return recipe
 
 
-def _is_recipe(value: Any) -> TypeGuard[type[Recipe]]:
+def _is_recipe(value: object) -> TypeGuard[type[Recipe]]:
     return isinstance(value, type) and issubclass(value, Recipe) and value is not Recipe
 
 
@@ -93,7 +93,7 @@ def tabular_names() -> list[str]:
     return [name for name in BUILT_IN if find_recipe(name).tabular]
 
 
-def infer_recipe(values: Mapping[str, Any]) -> tuple[str, str]:
+def infer_recipe(values: Mapping[str, object]) -> tuple[str, str]:
     """Return the recipe that nested values without one call for, and why; the default one with no reason."""
     data = values.get("data")
     if not isinstance(data, dict):

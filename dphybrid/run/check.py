@@ -78,7 +78,7 @@ def check_target(
                 model, next(batches(data.dataset("train"), rows, seed=0, epoch=0, shuffle=False))
             )
     else:
-        made: Any = import_callable(target, "check")()
+        made: object = import_callable(target, "check")()
         if not isinstance(made, nn.Module):
             raise UserError(f"{target}: returned a {type(made).__name__}; return a torch.nn.Module")
         model = made

@@ -8,7 +8,6 @@ compare.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -79,7 +78,7 @@ def train_run(
     experiment: Experiment,
     stop: StopRequest,
     callbacks: Sequence[Callback] = (),
-    meeting: Any = None,
+    meeting: object = None,
 ) -> ResultPage:
     """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json`
     holds.

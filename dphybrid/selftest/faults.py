@@ -116,7 +116,7 @@ class Faults:
             if path.is_file() and path.stat().st_ino in self._unsynced:
                 os.truncate(path, self._random.choice([0, path.stat().st_size // 2]))
 
-    def _below(self, path: Any, dir_fd: int | None = None) -> bool:
+    def _below(self, path: object, dir_fd: int | None = None) -> bool:
         return self._full(path, dir_fd).startswith(self.root)
 
     def _full(self, path: Any, dir_fd: int | None = None) -> str:
@@ -132,7 +132,7 @@ class Faults:
             time.sleep(self.slow_s)
         self._real["fsync"](handle)
 
-    def _rename(self, source: Any, target: Any, **kwargs: Any) -> None:
+    def _rename(self, source: object, target: object, **kwargs: object) -> None:
         if not self._below(target):
             return self._real["rename"](source, target, **kwargs)
         self.hit(f"rename {target}")
@@ -149,7 +149,7 @@ class Faults:
 
         return self._undone_with(target, undo)
 
-    def _unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
+    def _unlink(self, path: object, *, dir_fd: int | None = None) -> None:
         full = self._full(path, dir_fd)
         if not full.startswith(self.root):
             return self._real["unlink"](path, dir_fd=dir_fd)
@@ -160,7 +160,7 @@ class Faults:
             self._undone_with(full, lambda: self._real["rename"](before, full))
         return None
 
-    def _rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+    def _rmdir(self, path: object, *, dir_fd: int | None = None) -> None:
         full = self._full(path, dir_fd)
         if full.startswith(self.root):
             self.hit(f"rmdir {full}")
@@ -168,7 +168,7 @@ class Faults:
         if full.startswith(self.root):
             self._undone_with(full, lambda: os.makedirs(full, exist_ok=True))
 
-    def _mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+    def _mkdir(self, path: object, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         full = self._full(path, dir_fd)
         if full.startswith(self.root):
             self.hit(f"mkdir {full}")
@@ -176,7 +176,7 @@ class Faults:
         if full.startswith(self.root):
             self._undone_with(full, lambda: shutil.rmtree(full, ignore_errors=True))
 
-    def _link(self, source: Any, target: Any, **kwargs: Any) -> None:
+    def _link(self, source: object, target: object, **kwargs: object) -> None:
         full = self._full(target)
         if full.startswith(self.root):
             self.hit(f"link {full}")

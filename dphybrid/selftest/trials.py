@@ -128,7 +128,7 @@ class _Runs:
         self._options = {
             name: [text.format(folder=root) for text in overrides] for name, overrides in RUNS.items()
         }
-        self._known: dict[str, tuple[dict[str, Any], Ended, float]] = {}
+        self._known: dict[str, tuple[dict[str, object], Ended, float]] = {}
 
     def kill(self, chosen: random.Random) -> str:
         """Kill a run after a random share of its time."""
@@ -151,7 +151,7 @@ class _Runs:
 
         return trial
 
-    def _undisturbed(self, name: str) -> tuple[dict[str, Any], Ended, float]:
+    def _undisturbed(self, name: str) -> tuple[dict[str, object], Ended, float]:
         if name not in self._known:
             with self._folder() as data_dir:
                 begun = time.monotonic()

@@ -4,7 +4,7 @@ also the null object."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 Detail = Literal["brief", "full"]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -72,7 +72,7 @@ class Tracker:
     def log_text(self, name: str, text: str) -> None:
         """Record a text file."""
 
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
         """Record rows with equal keys; the first one tells them apart when runs are compared."""
 
     def log_figure(self, name: str, png: bytes) -> None:

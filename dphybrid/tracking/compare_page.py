@@ -86,7 +86,7 @@ def _speeds(runs: Sequence[RunFacts], param: str, names: Sequence[str]) -> dict[
     return found
 
 
-def _run(run: RunFacts, names: Sequence[str]) -> dict[str, Any]:
+def _run(run: RunFacts, names: Sequence[str]) -> dict[str, object]:
     return {
         "id": run.run_id,
         "name": run.name,
@@ -110,13 +110,13 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     return [point for place, point in enumerate(points) if (len(points) - 1 - place) % stride == 0]
 
 
-def _in_a_script(value: Any) -> str:
+def _in_a_script(value: object) -> str:
     """Return JSON that may stand in a page's script: nothing in it ends the script, and numbers that JSON
     lacks are null."""
     return json.dumps(_finite(value), allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

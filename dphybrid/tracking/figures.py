@@ -3,9 +3,12 @@
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dphybrid.util.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = (
     "#2f6f9f",
@@ -32,7 +35,7 @@ COLOURS = (
 """As many as a step has stages, so that no two of them look alike."""
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float, height: float) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,7 +44,7 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _png(figure: Any) -> bytes:
+def _png(figure: "Figure") -> bytes:
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=120)
     return stream.getvalue()

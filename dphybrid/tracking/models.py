@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlparse
 
-from mlflow.entities import LoggedModelOutput, Metric
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -92,10 +92,10 @@ class CheckpointModels:
         for alias in filter(None, aliases):
             self._client.set_registered_model_alias(name, alias, version.version)
 
-    def _logged(self) -> dict[str, Any]:
+    def _logged(self) -> dict[str, LoggedModel]:
         """Return the run's finished models by uid; what a crash left half-made is removed."""
         run = self._client.get_run(self._run_id)
-        found: dict[str, Any] = {}
+        found: dict[str, LoggedModel] = {}
         for model in self._search(run.info.experiment_id):
             if str(model.status).endswith("READY"):
                 found[model.tags[_UID_TAG]] = model
@@ -103,8 +103,8 @@ class CheckpointModels:
                 self._remove(model)
         return found
 
-    def _search(self, experiment_id: str) -> list[Any]:
-        models: list[Any] = []
+    def _search(self, experiment_id: str) -> list[LoggedModel]:
+        models: list[LoggedModel] = []
         token = None
         while True:
             page = self._client.search_logged_models(
@@ -146,7 +146,7 @@ class CheckpointModels:
         # last: what is not READY is made again after a crash
         self._client.finalize_logged_model(model.model_id, "READY")
 
-    def _put_files(self, model: Any, folder: Path) -> None:
+    def _put_files(self, model: LoggedModel, folder: Path) -> None:
         page = Model(model_id=model.model_id, signature=_signature(folder))
         page.add_flavor("python_function", loader_module="dphybrid.serving.pyfunc", data="checkpoint")
         page.add_flavor("dphybrid", data="checkpoint")
@@ -167,7 +167,7 @@ class CheckpointModels:
         """Link the checkpoint's files into `target`; a large one that would have to be copied or uploaded is
         named in a page instead."""
         digests = json.loads((folder / "state.json").read_text(encoding="utf-8"))["sha256"]
-        left_out: list[dict[str, Any]] = []
+        left_out: list[dict[str, object]] = []
 
         def put(source: str, wanted: str) -> str:
             size = os.path.getsize(source)
@@ -189,21 +189,21 @@ class CheckpointModels:
         if left_out:
             (target / LEFT_OUT).write_text(json.dumps(left_out, indent=1), encoding="utf-8")
 
-    def _is_registered(self, model: Any) -> bool:
+    def _is_registered(self, model: LoggedModel) -> bool:
         return "dphybrid.registered" in model.tags or "mlflow.modelVersions" in model.tags
 
-    def _remove(self, model: Any) -> None:
+    def _remove(self, model: LoggedModel) -> None:
         with contextlib.suppress(OSError):  # the folder may never have been made
             get_artifact_repository(model.artifact_location, tracking_uri=self._uri).delete_artifacts()
         self._client.delete_logged_model(model.model_id)
 
 
-def _versions_of(client: MlflowClient, name: str) -> list[Any]:
+def _versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
     """Return the versions of a registered model, whatever quotes its name has: MLflow's filters know no
     escapes."""
     quote = '"' if "'" in name else "'"
     sign = "=" if quote not in name else "LIKE"
-    found: list[Any] = []
+    found: list[ModelVersion] = []
     token = None
     while True:
         page = client.search_model_versions(
@@ -215,7 +215,7 @@ def _versions_of(client: MlflowClient, name: str) -> list[Any]:
             return found
 
 
-def _description(run_name: str, model: Any) -> str:
+def _description(run_name: str, model: LoggedModel) -> str:
     """What the registry's page says of a version: its metrics on the validation split, which its narrow
     column shows first, and where it comes from."""
     values = {metric.key: metric.value for metric in model.metrics or []}
@@ -341,7 +341,7 @@ class Registry:
             self._set_former(version.name, [*self._former(version.name), now.number])
         self._client.set_registered_model_alias(version.name, _CHAMPION, version.number)
 
-    def _model(self, name: str) -> Any:
+    def _model(self, name: str) -> RegisteredModel | None:
         try:
             return self._client.get_registered_model(name)
         except MlflowException as error:

@@ -10,15 +10,15 @@ from typing import Any
 from dphybrid.util.masking import masked
 from dphybrid.util.text import as_markdown, printable
 
+Page = Mapping[str, Any]
+"""The fields of a page of JSON."""
 REPORT_PAGE = "Report.html"
 """The capital puts it before the other artifacts."""
 
 _COLUMN = re.compile(r"^(?P<column>.*?) {2,}(?P<role>[a-z]+) +(?P<ids>[\d,]+)  (?P<values>.*)$")
 
 
-def run_report_markdown(
-    report: Mapping[str, Any], config: Mapping[str, Any], links: Mapping[str, str] | None = None
-) -> str:
+def run_report_markdown(report: Page, config: Page, links: Mapping[str, str] | None = None) -> str:
     """Return the report in Markdown: what came of the run first, then its data, splits and times.
 
     report: the fields of `dphybrid.run.pages.Report`, and given (flags), data_name, data_source, data_lines;
@@ -59,8 +59,8 @@ def run_report_markdown(
 
 
 def run_report_html(
-    report: Mapping[str, Any],
-    config: Mapping[str, Any],
+    report: Page,
+    config: Page,
     pictures: Mapping[str, bytes],
     links: Mapping[str, str] | None = None,
 ) -> str:
@@ -98,7 +98,7 @@ def run_report_html(
     return printable(page)
 
 
-def _curves(history: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+def _curves(history: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
     """Return a line of the page a metric, as points within the frame of `report.html`; of those that have two
     values."""
     names = [name for name in (history[0] if history else {}) if name != "step"]
@@ -147,7 +147,7 @@ def _data(lines: Sequence[str]) -> tuple[list[str], list[dict[str, str]], list[s
     return before, columns, after
 
 
-def _command(report: Mapping[str, Any]) -> str:
+def _command(report: Page) -> str:
     given = report.get("given", {}).items()
     return printable(
         masked(
@@ -156,7 +156,7 @@ def _command(report: Mapping[str, Any]) -> str:
     )
 
 
-def _where_time_went(report: Mapping[str, Any]) -> str:
+def _where_time_went(report: Page) -> str:
     total = sum(report["stages"].values()) or 1.0
     stages = [
         {"stage": name, "seconds": f"{seconds:.2f}", "share": f"{seconds / total:.0%}"}
@@ -172,7 +172,7 @@ def _where_time_went(report: Mapping[str, Any]) -> str:
     )
 
 
-def _how_to_load(report: Mapping[str, Any]) -> str:
+def _how_to_load(report: Mapping[str, object]) -> str:
     name, best = report["registered_as"], report["best_checkpoint"]
     lines = [f"model = dphybrid.load_model({best!r})  # a torch module"]
     if name:
@@ -182,7 +182,7 @@ def _how_to_load(report: Mapping[str, Any]) -> str:
     return "### Load the best checkpoint\n\n```python\nimport dphybrid\n\n" + "\n".join(lines) + "\n```"
 
 
-def _split_line(splits: Sequence[Mapping[str, Any]]) -> str:
+def _split_line(splits: Sequence[Mapping[str, object]]) -> str:
     """Return how the first, that is the full, batch was split."""
     full = [row for row in splits if row["number"] == 1]
     rows = [row["rows"] for row in full if row["block"] == full[0]["block"]]
@@ -193,7 +193,7 @@ def _split_line(splits: Sequence[Mapping[str, Any]]) -> str:
     return f"A batch of {full[0]['batch_rows']} rows on {devices}: {shown}"
 
 
-def _largest_stages(report: Mapping[str, Any]) -> str:
+def _largest_stages(report: Page) -> str:
     stages = sorted(report["stages"].items(), key=lambda item: -item[1])[:3]
     total = sum(report["stages"].values()) or 1.0
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in stages)

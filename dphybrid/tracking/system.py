@@ -129,7 +129,7 @@ def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
 
 
 def balance_warnings(
-    splits: Sequence[Mapping[str, Any]],
+    splits: Sequence[Mapping[str, object]],
     num_devices: int,
     system: Mapping[str, float],
     stages: Mapping[str, float],

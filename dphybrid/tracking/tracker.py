@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
@@ -138,7 +137,7 @@ class MlflowTracker(Tracker):
     def log_text(self, name: str, text: str) -> None:
         self._log_content("file", name, masked(text).encode())
 
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
         if rows:
             columns = list(rows[0])
             table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}

@@ -10,7 +10,6 @@ import base64
 import json
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 from mlflow.tracking import MlflowClient
 
@@ -85,6 +84,6 @@ def _least_is_best(name: str) -> bool:
 
 
 def _tag_value(view: str, columns: Sequence[str], key: str, ascending: bool) -> str:
-    state: dict[str, Any] = {"selectedColumns": list(columns), "orderByKey": key, "orderByAsc": ascending}
+    state: dict[str, object] = {"selectedColumns": list(columns), "orderByKey": key, "orderByAsc": ascending}
     packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     return json.dumps({"name": view, "createdAt": 0, "updatedAt": 0, "state": f"deflate;{packed}"})

@@ -7,7 +7,6 @@ which prediction loads, and its optimizer state has the weights that training go
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     its first weights. A parameter without a gradient waits.
     """
 
-    def follow(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def follow(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
             parameters = [p.detach() for p in group["params"] if p.grad is not None]
             states = [optimizer.state[p] for p in group["params"] if p.grad is not None]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
 
 from torch import nn
 
@@ -51,7 +50,7 @@ def call_back(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, float]
     """Call each one; return all their numbers as metrics `own/NAME`. Raises UserError for what is none."""
     logged: dict[str, float] = {}
     for callback in callbacks:
-        numbers: Any = callback(seen)
+        numbers: object = callback(seen)
         where = f"callback {getattr(callback, '__qualname__', callback)}"
         if numbers is None:
             continue

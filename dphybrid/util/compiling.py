@@ -19,7 +19,7 @@ def outside_of_graphs(method: Method) -> Method:
     left_to_python = torch._disable_dynamo(method)
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return left_to_python(*args, **kwargs)
         return method(*args, **kwargs)

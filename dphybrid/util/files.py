@@ -104,7 +104,7 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a page of JSON at once and for good."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
 

@@ -13,6 +13,8 @@ from dphybrid.config.experiment import Section
 from dphybrid.config.tables import TableDataConfig
 
 Array = np.ndarray
+Keys = dict[str, Any]
+"""Keys of a column's section in schema.toml, with their values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +33,7 @@ class Claim(NamedTuple):
     """Why a kind takes a column (empty: plain), and the keys of its section that the sample tells."""
 
     reason: str
-    keys: dict[str, Any]
+    keys: Keys
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Column(Section):
         return None
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
+    def told(cls, sample: Sample) -> Keys:
         """Return the keys that the first cells tell, also where a person gave the kind."""
         return {}
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import numpy as np
 import polars as pl
@@ -23,7 +23,7 @@ import polars as pl
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.numbers import is_number
-from dphybrid.data.table.rows import Job, Rows, as_job, check_columns, clean
+from dphybrid.data.table.rows import Job, Rejected, Rows, as_job, check_columns, clean
 from dphybrid.util.errors import UserError
 
 SHOWN = 500
@@ -160,9 +160,7 @@ class _Block:
             return self._line_by_line(last=True)[0]
         return self._rows(values, np.arange(self.line + 1, self.line + 1 + len(values)), [], b"")
 
-    def _rows(
-        self, values: pl.DataFrame, lines: Array, rejected: list[dict[str, Any]], unread: bytes
-    ) -> Rows:
+    def _rows(self, values: pl.DataFrame, lines: Array, rejected: list[Rejected], unread: bytes) -> Rows:
         end, layout = self.offset + len(self.text) - len(unread), self.layout
         return Rows(
             layout.names, values, lines, rejected, layout.header, "line", self.file, end, layout.renamed
@@ -201,7 +199,7 @@ class _Block:
         one."""
         width, separator = len(self.layout.names), self.layout.separator
         lines = _lines(self.file, self.text, self.line, self.offset)
-        rows, numbers, rejected = list[list[str]](), list[int](), list[dict[str, Any]]()
+        rows, numbers, rejected = list[list[str]](), list[int](), list[Rejected]()
         i = 0
         while i < len(lines):
             row, end, reason = _row(lines, i, separator, width)
@@ -209,7 +207,12 @@ class _Block:
                 break  # an open quote may close in the next block
             number = self.line + i + 1
             if reason:
-                page = {"file": str(self.file), "line": number, "reason": reason, "text": lines[i][:SHOWN]}
+                page: Rejected = {
+                    "file": str(self.file),
+                    "line": number,
+                    "reason": reason,
+                    "text": lines[i][:SHOWN],
+                }
                 rejected.append(page)
             elif row:
                 rows.append(row)

@@ -1,7 +1,6 @@
 """What preparing a table tells people: its columns with their roles, its parts, and what was left out."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.reading import Table
@@ -11,7 +10,7 @@ _UNSEEN_TOLD = 0.0005
 
 
 def description(
-    table: Table, encoder: Encoder, split_text: str, sizes: Mapping[str, Any], unseen: Mapping[str, float]
+    table: Table, encoder: Encoder, split_text: str, sizes: Mapping[str, object], unseen: Mapping[str, float]
 ) -> list[str]:
     """Return what a table was taken for, in lines for people. sizes: rows of the parts, and their rates of a
     binary label. unseen: by column, the share of validation values that no training row has."""

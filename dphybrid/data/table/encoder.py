@@ -101,7 +101,7 @@ class Encoder:
         columns = (c.coded_by(texts[c.name]) if isinstance(c, Category) else c for c in self.columns)
         return replace(self, columns=tuple(columns))
 
-    def written(self, keys: Mapping[str, Any]) -> "Encoder":
+    def written(self, keys: Mapping[str, object]) -> "Encoder":
         """Return the encoder for files with other notations: keys of columns' sections, such as decimal."""
         columns = (
             c.model_copy(update={key: value for key, value in keys.items() if key in c.options()})

@@ -24,7 +24,7 @@ KINDS = (
 )
 
 
-def as_frame(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame:
+def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
     """Return a table from memory as a polars frame; a lazy one stays lazy. An index of pandas is left out.
 
     where: what a person calls the table, for messages. Raises UserError for what is no table.
@@ -69,7 +69,7 @@ def _from_pandas(frame: Any, place: int) -> pl.Series:
         return pl.Series([None if value != value else value for value in series.to_list()], strict=False)
 
 
-def _column(values: Any, name: str, where: str) -> Any:
+def _column(values: object, name: str, where: str) -> object:
     if type(values).__module__.partition(".")[0] == "pandas":
         return pl.from_pandas(values)
     if isinstance(values, pl.Series | list | tuple):

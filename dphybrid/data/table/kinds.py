@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, create_model
 
 from dphybrid.config.experiment import Names
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.column import Array, Claim, Column, Dictionary, Found, Sample
+from dphybrid.data.table.column import Array, Claim, Column, Dictionary, Found, Keys, Sample
 from dphybrid.data.table.numbers import (
     Notation,
     Scale,
@@ -125,7 +125,7 @@ class Numeric(Numbers):
         return Claim(notation.reason(sample.cells), cls.told(sample))
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
+    def told(cls, sample: Sample) -> Keys:
         notation = notation_of(sample.cells, sample.data)
         return {"decimal": notation.decimal, "thousands": notation.thousands}
 
@@ -174,7 +174,7 @@ class Time(Numbers):
         return Claim(f"dates or times{how}; --data.categorical would look each of them up", cls.told(sample))
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
+    def told(cls, sample: Sample) -> Keys:
         return {"dayfirst": bool(is_day_first(sample.cells, sample.data))}
 
     def read(self, cells: pl.Series) -> pl.Series:
@@ -233,7 +233,7 @@ class Category(Column):
         return Claim(reason or ("letters' case is ignored" if told else ""), told)
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
+    def told(cls, sample: Sample) -> Keys:
         distinct = sample.cells.unique().to_list() if sample.cells.dtype == pl.String else []
         folded = {str(text).lower() for text in distinct[:8]}
         mixed = len(folded) < len(distinct) <= 6 and folded <= {"true", "false"}
@@ -329,7 +329,7 @@ class Bag(Category):
         return Claim("lists", {}) if sample.cells.dtype == pl.List else None
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
+    def told(cls, sample: Sample) -> Keys:
         return {}
 
     @property

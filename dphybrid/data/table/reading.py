@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -21,7 +20,7 @@ from dphybrid.data.store import Progress
 from dphybrid.data.table.column import Column, Dictionary
 from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric
 from dphybrid.data.table.labels import label_column
-from dphybrid.data.table.rows import Rows, as_job, check_enough, check_rejected, read_jobs
+from dphybrid.data.table.rows import Rejected, Rows, as_job, check_enough, check_rejected, read_jobs
 from dphybrid.data.table.schema import Look, SchemaFile, find_column, look, sample_of
 from dphybrid.util.errors import UserError
 
@@ -81,7 +80,7 @@ class _Chunk:
     weightless: rows without a label or a weight, which are left out."""
 
     values: pl.DataFrame
-    rejected: list[dict[str, Any]]
+    rejected: list[Rejected]
     bytes_read: int
     left_out: dict[str, tuple[int, int]]
     unlabelled: int
@@ -97,7 +96,7 @@ class Table:
     folder: Path
     dictionaries: dict[str, Dictionary]
     lengths: list[int] = field(default_factory=list)
-    rejected: list[dict[str, Any]] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
     left_out: dict[str, tuple[int, int]] = field(default_factory=dict)
     longest: int = 1
     unlabelled: int = 0

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import polars as pl
@@ -23,6 +23,15 @@ _JSON_BYTES = 2**23
 """Text of JSON lines read at a time."""
 
 
+class Rejected(TypedDict):
+    """A row that cannot be read: where it stands, why, and how it begins."""
+
+    file: str
+    line: int
+    reason: str
+    text: NotRequired[str]
+
+
 @dataclass(frozen=True)
 class Rows:
     """Cells as stripped text (None: no value) or lists of texts, the line of each row from 1 on, and the
@@ -36,7 +45,7 @@ class Rows:
     names: list[str]
     values: pl.DataFrame
     lines: Array
-    rejected: list[dict[str, Any]]
+    rejected: list[Rejected]
     header: bool
     place: str
     file: Path
@@ -153,7 +162,7 @@ def check_columns(file: Path, num_columns: int, max_columns: int) -> None:
 
 
 def check_rejected(
-    file: Path | str, rejected: Sequence[dict[str, Any]], num_rows: int, max_rejected: float
+    file: Path | str, rejected: Sequence[Rejected], num_rows: int, max_rejected: float
 ) -> None:
     """Raise UserError when more than the share `max_rejected` of `num_rows` rows was rejected."""
     if len(rejected) > max_rejected * num_rows:
@@ -190,7 +199,7 @@ def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     names, first, size = list[str](), 1, 0
     with file.open("rb") as stream:
         while texts := stream.readlines(_JSON_BYTES):
-            records, lines, rejected = list[dict[str, Any]](), list[int](), list[dict[str, Any]]()
+            records, lines, rejected = list[dict[str, Any]](), list[int](), list[Rejected]()
             for line, text in enumerate(texts, first):
                 if not text.strip():
                     continue
@@ -210,7 +219,7 @@ def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
             yield Rows(names, values, np.array(lines, np.int64), rejected, True, "line", file, size)
 
 
-def _record(text: bytes, names: Sequence[str]) -> tuple[dict[str, Any], str]:
+def _record(text: bytes, names: Sequence[str]) -> tuple[dict[str, object], str]:
     """Return the record of a line, or why it is rejected. names: of the first record."""
     try:
         record = json.loads(text)
@@ -225,7 +234,7 @@ def _record(text: bytes, names: Sequence[str]) -> tuple[dict[str, Any], str]:
     return record, ""
 
 
-def _json_cells(name: str, values: list[Any]) -> pl.Series:
+def _json_cells(name: str, values: list[object]) -> pl.Series:
     """Return values as texts, lists as lists of texts."""
     if any(isinstance(value, list) for value in values):
         lists = [value if isinstance(value, list) else [value] for value in values]
@@ -233,7 +242,7 @@ def _json_cells(name: str, values: list[Any]) -> pl.Series:
     return pl.Series(name, [_text(value) for value in values], dtype=pl.String)
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 

@@ -67,7 +67,7 @@ def read_schema(path: Path) -> SchemaFile:
         raise UserError(f"data.schema_file={path}: {error}") from None
 
 
-def _keys_of(kind: type[Column], section: Mapping[str, Any]) -> dict[str, Any]:
+def _keys_of(kind: type[Column], section: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in section.items() if key in kind.options()}
 
 
@@ -91,7 +91,7 @@ def schema_text(label: str, columns: Sequence[Column]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     return toml_text(value) if isinstance(value, str) else str(value).lower()
 
 

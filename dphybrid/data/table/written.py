@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 from polars.io.plugins import register_io_source
@@ -51,7 +50,7 @@ def write_frames(
         partial.unlink(missing_ok=True)
 
 
-def write_rejected(rejected: Sequence[Mapping[str, Any]], target: Path) -> None:
+def write_rejected(rejected: Sequence[Mapping[str, object]], target: Path) -> None:
     """Write which rows could not be read, and why, beside what was made of the others; an earlier page of
     that kind goes."""
     page = _rejected_page(target)

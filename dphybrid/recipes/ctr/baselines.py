@@ -67,7 +67,7 @@ def _outputs(logits: Tensor, valid: Mapping[str, Tensor], task: LabelTask) -> di
 
 
 def _linear(
-    train: Mapping[str, Tensor], valid: Mapping[str, Tensor], info: Mapping[str, Any], task: LabelTask
+    train: Mapping[str, Tensor], valid: Mapping[str, Tensor], info: Mapping[str, object], task: LabelTask
 ) -> Tensor:
     """Return the logits of a linear model of scikit-learn, with its own penalty, on the validation rows."""
     from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge

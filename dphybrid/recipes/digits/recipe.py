@@ -1,7 +1,7 @@
 """Recipe digits: scikit-learn's handwritten digits, by a convolutional or a capsule network."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dphybrid.config import DataConfig
 from dphybrid.recipes.digits.config import DigitsModelConfig
@@ -38,7 +38,7 @@ class Digits(Recipe):
 
         return build_digits(context)
 
-    def task(self, info: Mapping[str, Any]) -> "Task":
+    def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import MULTICLASS
 
         return MULTICLASS

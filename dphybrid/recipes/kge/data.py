@@ -18,7 +18,7 @@ from torch import Tensor
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.delimited import SHOWN
-from dphybrid.data.table.rows import check_rejected
+from dphybrid.data.table.rows import Rejected, check_rejected
 from dphybrid.recipes.kge.config import KgeDataConfig, files_of
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
@@ -156,7 +156,7 @@ class _TripleSource:
     def read(self, progress: Progress, scratch: Path) -> Content:
         entities: dict[str, int] = {}
         relations: dict[str, int] = {}
-        rejected: list[dict[str, Any]] = []
+        rejected: list[Rejected] = []
         parts: dict[str, Array] = {}
         for done, (part, file) in enumerate(self.parts.items()):
             progress("read triples", done, len(self.parts))
@@ -206,7 +206,7 @@ class _TripleSource:
         extra = {"entities": list(entities), "relations": list(relations)}
         return Content("triples", arrays, info, lines, extra=extra, rejected=rejected)
 
-    def _triples(self, file: Path, rejected: list[dict[str, Any]]) -> Iterator[list[str]]:
+    def _triples(self, file: Path, rejected: list[Rejected]) -> Iterator[list[str]]:
         """Yield the triples of a file; other lines that are not blank go to `rejected`."""
         separator: str | None = {"auto": "\t", "tab": "\t", "\\t": "\t"}.get(
             self.data.delimiter, self.data.delimiter

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dphybrid.recipes.kge.config import KgeDataConfig, KgeModelConfig, files_of
 from dphybrid.recipes.recipe import Recipe
@@ -43,12 +43,12 @@ class Kge(Recipe):
 
         return build_kge(context)
 
-    def task(self, info: Mapping[str, Any]) -> "Task":
+    def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import RANKING
 
         return RANKING
 
-    def recognises(self, data: Mapping[str, Any]) -> str | None:
+    def recognises(self, data: Mapping[str, object]) -> str | None:
         path = str(data.get("path") or "")
         if not path or data.get("label") not in (None, ""):
             return None

@@ -18,7 +18,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.column import Dictionary
 from dphybrid.data.table.kinds import FIRST_ID, Category
-from dphybrid.data.table.rows import Rows, check_rejected, find_files, read_chunks
+from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, read_chunks
 from dphybrid.data.table.times import read_times
 from dphybrid.recipes.retrieval.config import RetrievalDataConfig
 from dphybrid.util.errors import UserError, suggestion
@@ -144,7 +144,7 @@ class _InteractionSource:
 
         return Content("interactions", arrays, info, lines, rejected=rejected, save=save)
 
-    def _columns(self, progress: Progress) -> tuple[dict[str, tuple[Array, pl.Series]], list[dict[str, Any]]]:
+    def _columns(self, progress: Progress) -> tuple[dict[str, tuple[Array, pl.Series]], list[Rejected]]:
         """Return each column as codes (0: no value) and the texts that they stand for, and the rejected
         rows."""
         d = self.data
@@ -152,7 +152,7 @@ class _InteractionSource:
         names += [d.time] if d.time is not None and d.time not in names else []
         dictionaries = {name: Dictionary() for name in names}
         codes: dict[str, list[Array]] = {name: [] for name in names}
-        rejected: list[dict[str, Any]] = []
+        rejected: list[Rejected] = []
         for rows in self._chunks(progress):
             if missing := [name for name in names if name not in rows.names]:
                 raise UserError(

@@ -18,7 +18,7 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.frames import as_frame
-from dphybrid.data.table.rows import check_rejected, find_files, read_chunks
+from dphybrid.data.table.rows import Rejected, check_rejected, find_files, read_chunks
 from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval.config import RetrievalDataConfig
@@ -84,7 +84,7 @@ class Recommender:
         names = [str(name) for name in users]
         return pl.concat([pl.DataFrame(schema=COLUMNS), *self._frames(names, k)])
 
-    def predict(self, rows: Any) -> pl.DataFrame:
+    def predict(self, rows: object) -> pl.DataFrame:
         """Return what `recommend` does for the users' column of a table: a frame, or a dict of columns, as in
         training. Raises UserError for one without it."""
         frame = as_frame(rows, "the rows").lazy().collect()
@@ -100,7 +100,7 @@ class Recommender:
         keep: Sequence[str] = (),
         threshold: float | None = None,
         top: int = 10,
-        **values: Any,
+        **values: object,
     ) -> _Recommended:
         """Write what `recommend` returns for the users of `path` (file, folder or pattern), each once, to a
         .parquet or .csv file.
@@ -145,13 +145,13 @@ class Recommender:
             )
         return lines + told_of_rejected(done.num_rejected, done.out)
 
-    def _users_of(self, path: str, values: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+    def _users_of(self, path: str, values: dict[str, object]) -> tuple[list[str], list[Rejected]]:
         """Return the users of files, each once, and the rows that cannot be read."""
         known = self._config.data.model_dump() | {"path": path}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
         found: dict[str, None] = {}
-        rejected: list[dict[str, Any]] = []
+        rejected: list[Rejected] = []
         num_rows = 0
         for file in find_files(path, "data.path"):
             for rows in read_chunks(file, data.reading):

@@ -4,7 +4,7 @@ Letters: B samples, T tokens of a sample, D width of a row, H width of the netwo
 """
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Recurrent(nn.Module):
         return hidden_BTH
 
 
-def _with_layered_names(_module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _with_layered_names(_module: nn.Module, state: dict[str, object], prefix: str, _: object) -> None:
     """`network.1.bias_hh_l0` -> `network.bias_hh_l1`, in place and in order."""
     start = f"{prefix}network."
     for key in [key for key in state if key.startswith(start)]:
@@ -58,7 +58,7 @@ def _with_layered_names(_module: nn.Module, state: dict[str, Any], prefix: str, 
         state[f"{start}{name.removesuffix('_l0')}_l{layer}"] = state.pop(key)
 
 
-def _with_own_names(_module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+def _with_own_names(_module: nn.Module, state: dict[str, object], prefix: str, *_rest: object) -> None:
     """The other way round."""
     start = f"{prefix}network."
     for key in [key for key in state if key.startswith(start)]:

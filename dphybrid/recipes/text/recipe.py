@@ -2,7 +2,7 @@
 Python."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.text.config import TextDataConfig, TextModelConfig
@@ -40,7 +40,7 @@ class Text(Recipe):
 
         return build_text(context)
 
-    def task(self, info: Mapping[str, Any]) -> "Task":
+    def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import LANGUAGE_MODEL
 
         return LANGUAGE_MODEL

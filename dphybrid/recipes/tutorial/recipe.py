@@ -2,7 +2,7 @@
 answer."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dphybrid.config import DataConfig, ModelConfig
 from dphybrid.recipes.recipe import Recipe
@@ -23,7 +23,7 @@ class _Tutorial(Recipe):
 
 
 class _Regression(_Tutorial):
-    def task(self, info: Mapping[str, Any]) -> "Task":
+    def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import REGRESSION
 
         return REGRESSION
@@ -120,7 +120,7 @@ class Convnet(_Tutorial):
 
         return build_convnet(context)
 
-    def task(self, info: Mapping[str, Any]) -> "Task":
+    def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import MULTICLASS
 
         return MULTICLASS
