@@ -44,37 +44,40 @@ def compare(run_folder: str, min_gain: float) -> Decision:
 
 @flow(name="retrain-hybrid", log_prints=True)
 def retrain_hybrid(
-    config: AnyExperiment = build_config({"recipe": "ctr"}),  # noqa: B008 - frozen, and the form shows it
+    data_path: str | None = None,
+    label: str | None = None,
+    register_as: str | None = None,
+    devices: str | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     min_new_rows: int = 1,
     drift_above: float = 0.0,
     min_gain: float = 0.0,
+    config: AnyExperiment = build_config({"recipe": "ctr"}),  # noqa: B008 - frozen, and the form shows it
     event: str = "",
     skip_if_late_min: float = 0,
-    data_path: str | None = None,
-    label: str | None = None,
-    devices: str | None = None,
-    epochs: int | None = None,
-    register_as: str | None = None,
 ) -> State:
     """Train a registered model on when data has arrived, and promote the result if it is better.
 
     Args:
-        config: Every value of the experiment; what is left empty is as the recipe sets it.
         data_path: File, folder or pattern of the data.
-        label: Column with the answer.
+        label: Column to predict.
         register_as: Name of the model in MLflow's registry.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         epochs: Passes over the training split.
-        overrides: Single values on top of all others, such as `train.batch_size=512`.
-        min_new_rows: New rows that are worth a training.
-        drift_above: With fewer rows, so is a column whose values drifted more than this (population stability
-            index); 0: never.
-        min_gain: Gain in the metric that the whole 95 % interval must exceed.
-        event: What asks for a retraining even without new data.
-        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0:
-            never.
+        batch_size: Rows of a batch over all devices together.
+        lr: Learning rate of the dense blocks.
+        overrides: Single values that go over all others, such as `model.hidden=64`.
+        min_new_rows: Retrain from this many new rows on.
+        drift_above: With fewer new rows, retrain when a column's values drifted by more than this (population
+            stability index); 0: never.
+        min_gain: Promote when the whole 95 % interval of the metric's gain is above this.
+        config: All other values; a field left empty keeps the recipe's value.
+        event: Reason to retrain even without new data; it is recorded with the run.
+        skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     if late := too_late(skip_if_late_min):
         return late
@@ -84,6 +87,8 @@ def retrain_hybrid(
         "register_as": register_as,
         "devices": devices,
         "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
     }
     chosen = experiment(config, overrides, **few)
     with supervised() as stop:

@@ -77,38 +77,50 @@ def train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) 
 @flow(name="sweep-hybrid", log_prints=True)
 def sweep_hybrid(
     grid: dict[str, list[Any]],
-    config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
-    overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
-    sweep: str | None = None,
-    at_once: int = 0,
-    retries: int = 1,
-    skip_if_late_min: float = 0,
     data_path: str | None = None,
     label: str | None = None,
     devices: str | None = None,
     epochs: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
+    sweep: str | None = None,
+    at_once: int = 0,
+    retries: int = 1,
+    config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
+    skip_if_late_min: float = 0,
 ) -> State:
     """Train every combination of the grid's values and compare them on one page.
 
     Args:
         grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1",
             "auto*2"]}`.
-        config: Every value that all cells share; what is left empty is as the recipe sets it.
         data_path: File, folder or pattern of the data.
-        label: Column with the answer.
+        label: Column to predict.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         epochs: Passes over the training split.
-        overrides: Single values on top of all others, such as `train.batch_size=512`.
-        sweep: Name of the sweep; one used before goes on with that sweep. Empty: the flow run's.
-        at_once: Cells at the same time; 0: as many as GPUs allow.
-        retries: How often a failed cell is tried again.
-        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0:
-            never.
+        batch_size: Rows of a batch over all devices together.
+        lr: Learning rate of the dense blocks.
+        overrides: Single values that go over all others, such as `model.hidden=64`.
+        sweep: Name of the sweep; the name of an earlier one continues it. Empty: the flow run's name.
+        at_once: Trainings at the same time; 0: as many as there are free GPUs.
+        retries: Further attempts at a training that failed.
+        config: All other values, common to all trainings; a field left empty keeps the recipe's value.
+        skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     if late := too_late(skip_if_late_min):
         return late
-    chosen = experiment(config, overrides, data_path=data_path, label=label, devices=devices, epochs=epochs)
+    chosen = experiment(
+        config,
+        overrides,
+        data_path=data_path,
+        label=label,
+        devices=devices,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+    )
     with supervised() as stop:
         return _swept(grid, chosen, stop, sweep or _own_name(), at_once, retries)
 

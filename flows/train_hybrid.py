@@ -29,35 +29,37 @@ if TYPE_CHECKING:
 
 @flow(name="train-hybrid", log_prints=True)
 def train_hybrid(
-    config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
-    overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
-    run_name: str | None = None,
-    resume: str | None = None,
-    skip_if_late_min: float = 0,
     data_path: str | None = None,
     label: str | None = None,
     devices: str | None = None,
     epochs: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
+    run_name: str | None = None,
+    resume: str | None = None,
+    config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
     nodes: Annotated[int, Field(ge=1)] = 1,
     machines: list[str] = [],  # noqa: B006 - never changed, and the form shows it
+    skip_if_late_min: float = 0,
 ) -> "Report | State":
     """Train a hybrid model and record its splits, timings and checkpoints in MLflow.
 
     Args:
-        config: Every value of the experiment; what is left empty is as the recipe sets it.
         data_path: File, folder or pattern of the data.
-        label: Column with the answer.
+        label: Column to predict.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         epochs: Passes over the training split.
-        overrides: Single values on top of all others, such as `train.batch_size=512`.
-        run_name: Name of the run; empty: recipe, devices, time.
-        resume: "latest", or a run's name, to go on from its newest checkpoint.
-        skip_if_late_min: Minutes after which a scheduled run that could not start in time is left out; 0:
-            never.
-        nodes: Machines that train it together, with a process for each device, or their part of
-            the config's cluster; 1: the one whose worker takes the run.
-        machines: Names of their workers; empty: any that are online.
+        batch_size: Rows of a batch over all devices together.
+        lr: Learning rate of the dense blocks.
+        overrides: Single values that go over all others, such as `model.hidden=64`.
+        run_name: Name of the run; empty: the flow run's name.
+        resume: `latest`, or a run's name: continue from its newest checkpoint.
+        config: All other values; a field left empty keeps the recipe's value.
+        nodes: Machines that train together; 1: only the machine whose worker takes the run.
+        machines: Names of the workers to use; empty: any that are online.
+        skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     if late := too_late(skip_if_late_min):
         return late
@@ -65,7 +67,16 @@ def train_hybrid(
         with importing_much():
             from dphybrid.orchestration.steps import trained
         return trained(
-            experiment(config, overrides, data_path=data_path, label=label, devices=devices, epochs=epochs),
+            experiment(
+                config,
+                overrides,
+                data_path=data_path,
+                label=label,
+                devices=devices,
+                epochs=epochs,
+                batch_size=batch_size,
+                lr=lr,
+            ),
             stop,
             run_name=run_name,
             resume=resume,
@@ -95,7 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     go_on_later(interruption, load_settings(), stop_server)
                 raise
         assert not isinstance(done, State)  # only a scheduled run can be skipped
-        print(done.text)
         if report_path:
             done.write(report_path)
         return 0

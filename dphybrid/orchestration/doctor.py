@@ -71,7 +71,7 @@ def _workers(settings: PrefectSettings) -> Check:
         "PREFECT_PLUGINS_ENABLED=true": settings.plugins.enabled,
     }
     if missing := [name for name, good in wanted.items() if not good]:
-        where = "infra/make-env writes them, and a clone's prefect.toml has them"
+        where = "infra/make-env writes them for services, else `dphybrid deploy --write` to prefect.toml"
         return False, f"Prefect settings: set {', '.join(missing)} ({where})"
     return True, "Prefect settings: outages are waited for, heartbeats are sent, bare deployment names work"
 

@@ -1,7 +1,6 @@
 """Running a flow in this process: with a temporary server where no other is set, and its lines straight on
 the terminal."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,9 +14,9 @@ from prefect.settings import (
 )
 
 from dphybrid.config.settings import load_settings
+from dphybrid.orchestration.supervised import without_tracebacks_of_user_errors
 from dphybrid.orchestration.temporary_server import TemporaryServer, is_up_to_date
 from dphybrid.tracking.opening import import_mlflow
-from dphybrid.util.errors import UserError
 from dphybrid.util.importing import importing_much
 from dphybrid.util.stop import Interrupted
 
@@ -26,8 +25,7 @@ from dphybrid.util.stop import Interrupted
 def in_this_process() -> Iterator[Callable[[], None]]:
     """Make flows that are called in the block run quietly and quickly; yields what ends the temporary
     server."""
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_not_told_already)
+    without_tracebacks_of_user_errors()
     server = start_server()
     _import_what_is_needed()
     # only a standing server reads it, at a second's cost
@@ -77,9 +75,3 @@ def _interruption_behind(error: BaseException) -> Interrupted | None:
     while seen is not None and not isinstance(seen, Interrupted):
         seen = seen.__cause__ or seen.__context__
     return seen
-
-
-def _not_told_already(record: logging.LogRecord) -> bool:
-    """Leave out the tracebacks of what `run_cli` tells in one message."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, UserError | KeyboardInterrupt)

@@ -1,12 +1,12 @@
-"""The form that Prefect shows for a deployment: the few values that everybody sets first, then the rest, each
-as its recipe sets it.
+"""The form that Prefect shows for a deployment, in the order of its flow's parameters: the few values that
+everybody sets, the recipe's other ones as `config`, and last what is rarely used.
 
-A deployment's form is its own: the server takes a schema for each. Values that are left empty are not sent,
-so that the recipe sets them; a default shown in a field would be sent, and so would another recipe's.
+The server takes a schema for each deployment. Fields have no defaults: Prefect sends what a field shows, and
+an empty one keeps the recipe's value.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from prefect import Flow
@@ -23,8 +23,12 @@ FEW = {
     "register_as": "checkpoint.register_as",
     "devices": "devices",
     "epochs": "train.epochs",
+    "batch_size": "train.batch_size",
+    "lr": "train.lr",
 }
-"""The values that everybody sets first: parameter of a flow -> field of the config."""
+"""The values that everybody sets: parameter of a flow -> field of the config."""
+
+_WITH_ASTERISK = re.compile(r"[^\s,;()]*\*[^\s,;()]*[^\s,;:().]")
 
 
 def experiment(config: Any, overrides: Sequence[str] = (), **few: Any) -> ExperimentConfig:
@@ -42,14 +46,13 @@ def form_of(flow: Flow[..., Any], recipe: str) -> ParameterSchema:
     """Return the schema of a flow's parameters for a deployment of one recipe."""
     fields, form = field_types(recipe), flow.parameters.model_copy(deep=True)
     there, shown = form.properties, {}
-    few = [name for name, field in FEW.items() if name in there and field in fields]
-    first = [*form.required, *few, "overrides"]
-    for name in [*first, *(name for name in there if name not in (*first, *FEW, "config"))]:
+    few = {name: FEW[name] for name in there if FEW.get(name) in fields}
+    for name in (name for name in there if name in few or name not in FEW):
         own = (there[name].get("description", ""), there[name].get("default"))
         shown[name] = _leaf(there[name]) | {
-            "description": _sentence(*(fields[FEW[name]][1:] if name in few else own))
+            "description": _sentence(*(fields[few[name]][1:] if name in few else own))
         }
-    shown["config"] = _section(find_recipe(recipe).config_class)
+    shown["config"] = _section(find_recipe(recipe).config_class, few.values())
     shown["config"] |= {"title": "config", "description": there["config"].get("description", "")}
     if recipe != DEFAULT:  # a config without a recipe would be the default one's
         shown["config"]["required"] = ["recipe"]
@@ -60,25 +63,33 @@ def form_of(flow: Flow[..., Any], recipe: str) -> ParameterSchema:
     return form
 
 
-def _section(model: type[BaseModel]) -> dict[str, Any]:
-    """Return a section as a group of fields, none of which has a value."""
+def _section(model: type[BaseModel], elsewhere: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Return a section as a group of fields, none of which has a value.
+
+    elsewhere: dotted names of fields that the form shows outside of `config`. The server takes them here,
+    too, as patterns, which Prefect's pages do not show.
+    """
     schema = model.model_json_schema()
     shown: dict[str, Any] = {}
-    for position, (name, field) in enumerate(model.model_fields.items()):
+    taken: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
         kind = type(field.default) if isinstance(field.default, Section) else field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            shown[name] = _section(kind) | {
-                "title": name,
-                "description": (kind.__doc__ or "").partition("\n")[0],
-            }
+            group = _section(kind, elsewhere, f"{prefix}{name}.")
+            text = (kind.__doc__ or "").partition("\n")[0]
         else:
-            leaf = _leaf(schema["properties"][name])
-            shown[name] = leaf | {
-                "title": name,
-                "description": _sentence(field.description or "", field.default),
-            }
-        shown[name]["position"] = position
-    return {"type": "object", "properties": shown, "additionalProperties": False}
+            group = _leaf(schema["properties"][name])
+            text = _sentence(field.description or "", field.default)
+        if f"{prefix}{name}" in elsewhere:
+            taken[f"^{name}$"] = group
+        else:
+            shown[name] = group | {"title": name, "description": text, "position": len(shown)}
+    return {
+        "type": "object",
+        "properties": shown,
+        "patternProperties": taken,
+        "additionalProperties": False,
+    }
 
 
 def _leaf(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,11 +103,11 @@ def _leaf(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentence(text: str, default: Any) -> str:
-    """Return a field's description with its default; Prefect's pages read it as Markdown."""
+    """Return a field's description with its default. Prefect's pages read it as Markdown, so values with an
+    asterisk, such as cpu*8, become code."""
     shown = ", ".join(map(str, default)) if isinstance(default, tuple | list) else default
     if shown not in (None, ""):
         text = f"{text} Empty: {shown}."
-    return "".join(
-        part if place % 2 else part.replace("*", r"\*")
-        for place, part in enumerate(re.split("(`[^`]*`)", text))
-    )
+    parts = re.split("(`[^`]*`)", text)
+    parts[::2] = [_WITH_ASTERISK.sub(r"`\g<0>`", part) for part in parts[::2]]
+    return "".join(parts)

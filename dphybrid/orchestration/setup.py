@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
 
 from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.orchestration.alive import SILENT, SILENT_FOR
@@ -118,6 +118,31 @@ async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
     return "brought up to date"
 
 
+def _write(file: Path) -> None:
+    """Write the package's deployments, and beside them Prefect's settings. Raises UserError."""
+    for path, packaged in ((file, PACKAGED), (file.with_name("prefect.toml"), PACKAGED.with_suffix(".toml"))):
+        try:
+            with path.open("x", encoding="utf-8") as out:
+                out.write(packaged.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        print(f"{path}: written")
+    print(f"Change {file.name}, then run `dphybrid deploy` in its folder")
+
+
+def _what_next(file: Path) -> str:
+    """Return the commands and addresses that a server with these deployments is used by."""
+    api = PREFECT_API_URL.value() or ""
+    names = [f"{load_flow(page.entrypoint).name}/{page.name}" for page in read_deployments(file)]
+    first = next((name for name in names if name.endswith("/train-tutorial-hybrid")), names[0])
+    lines = ["Deployments, made or brought up to date:", *(f"  {name}" for name in names)]
+    lines += [f"Pages:  {PREFECT_UI_URL.value()}/deployments"]
+    lines += [f"Worker: PREFECT_API_URL={api} dphybrid worker"]
+    lines += [f"Run:    PREFECT_API_URL={api} prefect deployment run {first} --watch"]
+    short = first.partition("/")[2]
+    return "\n".join([*lines, f"        With PREFECT_PLUGINS_ENABLED=true, {short} alone names it, too."])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Set the server up; return the exit code."""
     parser = Parser(
@@ -136,19 +161,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--file", type=Path, help="deployments (the prefect.yaml of this folder, or else the package's own)"
     )
     parser.add_argument(
-        "--write", action="store_true", help="write the package's prefect.yaml here, to be changed, and stop"
+        "--write",
+        action="store_true",
+        help="write the package's prefect.yaml and prefect.toml here, to be changed, and stop",
     )
     args = parser.parse_args(argv)
 
     def run() -> int:
         if args.write:
-            file = args.file or Path("prefect.yaml")
-            try:
-                with file.open("x", encoding="utf-8") as out:
-                    out.write(PACKAGED.read_text(encoding="utf-8"))
-            except OSError as error:
-                raise UserError(f"{file}: cannot be written: {error.strerror}") from error
-            print(f"{file}: written; change it, then run `dphybrid deploy` in its folder")
+            _write(args.file or Path("prefect.yaml"))
             return 0
         file = deployments_file(args.file)
         if not PREFECT_API_URL.value():
@@ -157,15 +178,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if file == PACKAGED:
             print("Deployments: the package's own; `dphybrid deploy --write` puts them here, to be changed")
-        for line in check_prefect_yaml(file):
-            print(line)
+        check_prefect_yaml(file)
 
         async def make() -> None:
             async with get_client() as client:
-                print(
-                    f"Queues of pool {args.pool}, by priority: "
-                    f"{', '.join(await make_queues(client, args.pool, args.host))}"
-                )
+                queues = await make_queues(client, args.pool, args.host)
+            print(f"Queues of pool {args.pool}, by priority: {', '.join(queues)}")
             print(f"Automation {AUTOMATION!r}: {await upsert_automation()}")
 
         asyncio.run(make())
@@ -182,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if done.returncode:
             raise UserError(f"deployments could not be made: {done.stdout[-2000:]}{done.stderr[-2000:]}")
         asyncio.run(give_forms(file))
-        print("Deployments: made or brought up to date; try `prefect deployment run train-hybrid`")
+        print(_what_next(file))
         return 0
 
     return run_cli(run)

@@ -89,6 +89,8 @@ def build(
     address = attached(run, settings).run_url if run.page.run_id else ""
     shown = [config.recipe, devices, *filter(None, [config.checkpoint.register_as])]
     show_run(runtime.flow_run.id, run.folder.name, shown, address)
+    if address and runtime.deployment.id:
+        print(f"MLflow: {address if settings.mlflow_uri else f'dphybrid ui {run.folder.name}'}", flush=True)
     return str(run.folder)
 
 
@@ -116,6 +118,7 @@ def report(run_folder: str) -> job.Report:
     """Write the report and the flow run's artifacts."""
     run = read_run(run_folder)
     done = job.report_run(run, run.experiment(load_settings()))
+    print(done.text, flush=True)
     try:
         _publish(done)
     except (httpx.HTTPError, PrefectException) as error:

@@ -1,6 +1,7 @@
 """What a flow run of a deployment does around its work: it is seen to live, ends when its worker dies, and
 goes back to the queue when it has to stop before its end."""
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from prefect.exceptions import TerminationSignal
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.alive import alive_here, noticing_the_workers_death
 from dphybrid.orchestration.queueing import ServerAwayError, leave
+from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 
@@ -23,6 +25,7 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
     A block that is interrupted - to give way, by SIGTERM, or because its worker died - and is not cancelled
     is queued again; or, with an `ending` of `queueing.ENDINGS`, ends so.
     """
+    without_tracebacks_of_user_errors()
     flow_run_id = runtime.flow_run.id if runtime.deployment.id else None
     stop = StopRequest()
     with alive_here(flow_run_id), noticing_the_workers_death(flow_run_id, stop):
@@ -38,6 +41,17 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
         except TerminationSignal as ended:  # before or after these handlers
             _leave(flow_run_id, f"stopped by {ended!r}", True, ending)
             raise
+
+
+def without_tracebacks_of_user_errors() -> None:
+    """Make Prefect log the message of a UserError once, as the reason of the state Failed."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_tells_more_than_the_state)
+
+
+def _tells_more_than_the_state(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, UserError | KeyboardInterrupt)
 
 
 def _leave(flow_run_id: str | None, reason: str, later: bool, ending: str | None) -> None:

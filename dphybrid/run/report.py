@@ -120,21 +120,16 @@ def _closing_words(report: Report) -> str:
         "",
         f"Validation:  {shown}",
         *([f"Beside:      {report.beside}"] if report.beside else []),
-        f"Run:         {report.run_name}" + (f", id {report.run_id}" if report.run_id else ", not recorded"),
-        f"Best:        {report.best_checkpoint}",
-        f"Checkpoints: {report.saving.count} ({report.saving.full} full), "
-        f"{report.saving.written_bytes / 2**20:.3g} MiB written, training stood still "
-        f"{report.saving.stall_s:.2g} s for them",
+        *(f"Note:        {warning}" for warning in report.warnings),
     ]
     lines += [f"Registered:  models:/{report.registered_as}@challenger"] if report.registered_as else []
     lines += [f"NOT registered as {report.not_registered}"] if report.not_registered else []
     lines += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
-    if report.ui_command.startswith("dphybrid ui"):
-        lines.append("All runs:    dphybrid ui")
-    else:
+    if not report.ui_command.startswith("dphybrid ui"):
         lines += [f"             {report.run_url}"] if report.run_url not in ("", report.ui_command) else []
         lines += [f"All runs:    {address} ({name})" for name, address in report.views.items()]
-    lines += [f"Note:        {warning}" for warning in report.warnings]
+    lines += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
+    lines += [f"Best:        {report.best_checkpoint}"]
     return "\n".join(lines)
 
 

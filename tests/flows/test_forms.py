@@ -38,16 +38,19 @@ def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recip
     few = [name for name, field in FEW.items() if field in field_types(recipe) and name != "register_as"]
     assert ("label" in few) == (recipe == "ctr")
     assert list(form.properties)[: len(few) + 1] == [*few, "overrides"]
-    assert list(form.properties)[-1] == "config"
+    assert list(form.properties)[-3:] == ["nodes", "machines", "skip_if_late_min"]
     fields = leaves(form.properties)
-    assert {name.removeprefix("config.") for name in fields if name.startswith("config.")} == set(
-        field_types(recipe)
-    )
+    assert not [name for name in few if f"config.{FEW[name]}" in fields]
+    assert {FEW[name] for name in few} | {
+        name.removeprefix("config.") for name in fields if name.startswith("config.")
+    } == set(field_types(recipe))
     assert not [name for name, field in fields.items() if "default" in field]
     assert all(field["description"] for field in fields.values())
     assert fields["config.recipe"]["enum"] == [recipe]
     assert f"Empty: {field_types(recipe)['train.epochs'][2]}." in fields["epochs"]["description"]
-    assert fields["config.train.epochs"]["minimum"] == 0
+    train = form.properties["config"]["properties"]["train"]
+    assert train["patternProperties"]["^epochs$"]["minimum"] == 0  # the server takes it there, too
+    assert "`cpu*8`" in fields["devices"]["description"]
 
 
 @pytest.mark.parametrize("recipe", BUILT_IN)
@@ -102,6 +105,7 @@ def test_a_form_filled_in_by_mouse_trains_what_it_says(team: Team, tmp_path: Pat
             ("label", "clicked"),
             ("devices", "cpu"),
             ("epochs", "1"),
+            ("batch_size", "64"),
         ):
             fill(page, name, value)
         page.get_by_role("button", name="Submit").click()
@@ -111,6 +115,7 @@ def test_a_form_filled_in_by_mouse_trains_what_it_says(team: Team, tmp_path: Pat
         "/flow_runs/filter", {"deployments": {"id": {"any_": [deployments["train-ctr"]["id"]]}}}
     )
     few = {"data_path": str(tmp_path / "clicks.csv"), "label": "clicked", "devices": "cpu", "epochs": 1}
+    few["batch_size"] = 64
     sent: dict[str, Any] = {"recipe": "ctr"}
     for name, field in leaves(form_of(train_hybrid, "ctr").properties).items():
         if field.get("type") == "boolean":  # a form sends these always

@@ -136,7 +136,7 @@ def test_an_orphan_leaves_a_run_to_the_process_that_has_it(
 
 
 def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
-    assert len(check_prefect_yaml(REPOSITORY / "prefect.yaml")) == 13
+    assert len(check_prefect_yaml(REPOSITORY / "prefect.yaml")) == 14
     text = (REPOSITORY / "prefect.yaml").read_text()
     for before, after, words in (
         ("skip_if_late_min: 120", "skip_if_late_min: soon", "schedule nightly.*skip_if_late_min"),

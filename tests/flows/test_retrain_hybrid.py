@@ -69,7 +69,7 @@ def test_three_days_of_data(
     experiment, runs = config(days), data_dir / "runs"
 
     def retrain(**more: object) -> str:
-        state = retrain_hybrid(experiment, return_state=True, **more)
+        state = retrain_hybrid(config=experiment, return_state=True, **more)
         assert state.is_completed(), state.message
         return f"{state.name}: {state.message}"
 
@@ -132,9 +132,9 @@ def test_a_grown_model_answers_as_the_champion_did(
     days.mkdir()
     experiment = config(days)
     write_day(days, 1, range(40))
-    retrain_hybrid(experiment, return_state=True)
+    retrain_hybrid(config=experiment, return_state=True)
     write_day(days, 2, range(20, 60))
-    retrain_hybrid(experiment, return_state=True)
+    retrain_hybrid(config=experiment, return_state=True)
     run = read_run(sorted((data_dir / "runs").iterdir())[-1])
     checkpoint = Path(run.config.train.warm_start or "")
     champion = model_from_checkpoint(checkpoint)

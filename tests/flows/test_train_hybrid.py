@@ -232,6 +232,28 @@ def test_wrong_parameters_fail_before_anything_is_scheduled(
 
 
 @pytest.mark.slow
+def test_the_command_that_deploy_prints_shows_epochs_metric_and_address(team: Team, tmp_path: Path) -> None:
+    done = team.command(sys.executable, "-m", "dphybrid.orchestration.setup")
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("Run: "))
+    worker = team.start_worker("printed")
+    watched = subprocess.run(
+        ["bash", "-c", line.removeprefix("Run: ")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=team.env(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
+        timeout=400,
+    )
+    assert watched.returncode == 0, watched.stdout + watched.stderr + team.logs()
+    shown = " ".join(watched.stdout.split())
+    for words in ("epoch 10/10: train loss", "validation: mse", "MLflow: dphybrid ui hybrid-"):
+        assert words in shown
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(patience(30)) == 0
+
+
+@pytest.mark.slow
 def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> None:
     done = team.command(
         sys.executable, "-m", "dphybrid.orchestration.setup", "--host", "one", "--host", "two"
@@ -243,7 +265,8 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
     queues = {queue["name"]: queue["priority"] for queue in team.post("/work_pools/gpu/queues/filter", {})}
     assert queues["one"] < queues["two"] < queues["urgent"] < queues["any"] < queues["night"]
     deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
-    trainings = {f"train-{name}" for name in ("hybrid", "ctr", "kge", "retrieval", "cluster")}
+    trainings = {f"train-{name}" for name in ("hybrid", "tutorial-hybrid", "ctr", "kge", "retrieval")}
+    trainings.add("train-cluster")
     assert set(deployments) == trainings | {"join-hybrid", "retrain-hybrid", "sweep-hybrid"}
     assert deployments.pop("join-hybrid")["parameters"] == {}
     assert deployments["train-cluster"]["global_concurrency_limit"]["limit"] == 1
@@ -251,12 +274,12 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
         assert page["pull_steps"] == []
         recipe = page["parameters"]["config"]["recipe"]
         # the form is empty, and says what the recipe sets
-        assert page["parameters"]["config"] == {"recipe": recipe}
+        own = {"table": {"optimizer": "adagrad"}} if page["name"] == "train-cluster" else {}
+        assert page["parameters"]["config"] == {"recipe": recipe, **own}
         form = page["parameter_openapi_schema"]["properties"]
         assert form["config"]["properties"]["recipe"]["enum"] == [recipe]
-        assert set(form["config"]["properties"]["data"]["properties"]) == set(
-            find_recipe(recipe).data.model_fields
-        )
+        shown = set(form["config"]["properties"]["data"]["properties"])
+        assert find_recipe(recipe).data.model_fields.keys() - shown <= {"path", "label"}
         assert "dphybrid" in page["tags"]
         assert all(
             not schedule["active"] and schedule["schedule"]["timezone"] == "Etc/UTC"
