@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -11,7 +10,6 @@ import pytest
 
 from dphybrid.data import Prepared, batches, num_batches, open_prepared
 from dphybrid.data import store as store_module
-from dphybrid.data.table import schema
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text.config import TextDataConfig
 from dphybrid.recipes.text.data import repeated_shares, tokenize
@@ -48,21 +46,6 @@ def test_the_second_call_reuses_the_first_ones_work(recipe: str, tmp_path: Path)
     assert first.manifest == second.manifest == open_prepared(first.path).manifest
     assert prepare(recipe, None, tmp_path, 1).path != first.path
     assert [path.name for path in tmp_path.glob(".*")] == []
-
-
-def test_columns_are_judged_once_for_the_digest_and_the_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judged: list[str] = []
-    asked = schema._claimed
-
-    def counted(sample: Any) -> Any:
-        judged.append(sample.name)
-        return asked(sample)
-
-    monkeypatch.setattr(schema, "_claimed", counted)
-    ctr(tmp_path, CLICKS)
-    assert judged == ["age", "city", "job"]
 
 
 def test_the_same_bytes_give_the_same_digest_wherever_they_lie(tmp_path: Path) -> None:
@@ -130,12 +113,6 @@ def test_roles_can_be_overridden_and_padded_codes_are_categories(tmp_path: Path)
     assert roles == {"code": "categorical", "zip": "categorical", "n": "ignore"}
 
 
-def test_a_headerless_file_names_columns_by_position(tmp_path: Path) -> None:
-    text = CLICKS.partition("\n")[2]
-    prepared = ctr(tmp_path, text, label="3")
-    assert [c["name"] for c in prepared.manifest.facts["columns"]] == ["0", "1", "2"]
-
-
 def test_tsv_parquet_and_csv_come_to_the_same(tmp_path: Path) -> None:
     base = ctr(tmp_path, CLICKS)
     pl.read_csv(CLICKS.encode(), infer_schema=False).write_parquet(tmp_path / "clicks.parquet")
@@ -144,17 +121,6 @@ def test_tsv_parquet_and_csv_come_to_the_same(tmp_path: Path) -> None:
         config = TableDataConfig(path=str(tmp_path / name), label="clicked", valid_fraction=0.2)
         other = prepare("ctr", config, tmp_path / "prepared", 0)
         assert other.manifest.arrays == base.manifest.arrays, name
-
-
-def test_rows_that_do_not_fit_are_kept_apart_with_line_and_reason(tmp_path: Path) -> None:
-    lines = CLICKS.splitlines()
-    lines[5], lines[9] = "1,2", lines[9].rpartition(",")[0] + ","
-    prepared = ctr(tmp_path, "\n".join(lines), max_rejected=0.05)
-    rejected = (prepared.path / "rejected.jsonl").read_text()
-    assert '"line": 6' in rejected
-    assert "2 values, expected 4" in rejected
-    assert "1 rows rejected" in prepared.describe()
-    assert "1 rows without a value of 'clicked' are left out" in prepared.describe()
 
 
 @pytest.mark.parametrize(

@@ -239,34 +239,3 @@ def test_a_clock_set_back_makes_no_run_end_before_its_start(
     tracker.finish("FINISHED")
     info = MlflowClient(tracker.tracking_uri).get_run(run_id).info
     assert info.end_time >= info.start_time
-
-
-def test_an_early_checkpoint_that_is_gone_when_it_is_sent_costs_no_point(tmp_path: Path) -> None:
-    import shutil
-
-    tracker = open_tracker(None, "early", tmp_path)
-    run_id = tracker.start("run", {}, {}, "")
-    tracker.close()
-    outbox = Outbox(tmp_path / "spool", run_id)
-    assert outbox.hold()  # nothing is sent meanwhile
-    tracker = open_tracker(None, "early", tmp_path)
-    tracker.attach(run_id)
-    for step in (1, 2):
-        tracker.log_metrics({"valid/auc": 0.5 if step == 1 else 0.6}, step)
-        kept = card(tmp_path / "checkpoints", step)
-        tracker.log_checkpoints(
-            [
-                CheckpointCard(
-                    kept.uid, kept.name, step, kept.folder, "latest", {"valid/auc": 0.5 + (step - 1) / 10}
-                )
-            ],
-            None,
-        )
-    shutil.rmtree(tmp_path / "checkpoints" / "step-000001")
-    outbox.release()
-    assert tracker.flush(30)
-    tracker.finish("FINISHED")
-    client = MlflowClient(tracker.tracking_uri)
-    assert [(p.step, p.value) for p in client.get_metric_history(run_id, "valid/auc")] == [(1, 0.5), (2, 0.6)]
-    (model,) = client.search_logged_models([client.get_run(run_id).info.experiment_id])
-    assert [(metric.key, metric.step, metric.value) for metric in model.metrics] == [("valid/auc", 2, 0.6)]

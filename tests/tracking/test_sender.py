@@ -4,7 +4,6 @@ import contextvars
 import logging
 import math
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +102,12 @@ def test_what_the_sender_tells_is_told_in_the_callers_context(tmp_path: Path) ->
     assert told == ["flow run 7"]
 
 
-def test_closing_without_a_server_is_quick_and_leaves_the_records(tmp_path: Path) -> None:
+def test_closing_without_a_server_leaves_the_records(tmp_path: Path) -> None:
     server, outbox = Server(), Outbox(tmp_path, "r", new=True)
     server.away.set()
     outbox.append_metrics({"a": 1.0}, 1)
     sender = Sender(outbox, server.write)
-    start = time.monotonic()
     assert not sender.close(0.3)
-    assert time.monotonic() - start < 30
     server.away.clear()
     assert Sender(Outbox(tmp_path, "r", new=True), server.write).close(20)
     assert [record["step"] for record in server.got] == [1]

@@ -23,7 +23,7 @@ from dphybrid.util.files import (
     write_json,
     write_text,
 )
-from dphybrid.util.locks import FileLock, is_held
+from dphybrid.util.locks import FileLock, is_held, locked
 from dphybrid.util.pages import Page
 from tests.reliability.damages import damage
 
@@ -147,6 +147,9 @@ def test_a_lock_ends_with_its_process_and_leaves_the_holders_page(tmp_path: Path
     assert not FileLock(file).acquire()  # nor may another thread of this process
     lock.release()
     assert file.read_text() == "page"
+    with locked(file):
+        assert is_held(file)
+    assert not file.exists()
 
 
 def test_a_lock_follows_no_link(tmp_path: Path) -> None:
