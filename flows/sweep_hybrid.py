@@ -5,14 +5,13 @@ them.
 in `dphybrid.lifecycle.sweep`.
 """
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from prefect import flow, runtime, task
@@ -26,6 +25,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from dphybrid.cli.flags import add_experiment_flags, config_from_args, flow_parser, recipe_of
 from dphybrid.cli.parser import run_cli
+from dphybrid.cli.sweep import add_sweep_flags, read_grid
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.lifecycle.sweep import (
@@ -33,8 +33,10 @@ from dphybrid.lifecycle.sweep import (
     CellFailed,
     Grid,
     cells_at_once,
+    failures,
     make_grid,
     run_cell,
+    searched,
     sweep_rows,
     write_sweep,
 )
@@ -76,7 +78,7 @@ def train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) 
 
 @flow(name="sweep-hybrid", log_prints=True)
 def sweep_hybrid(
-    grid: dict[str, list[Any]],
+    grid: dict[str, Any],
     data_path: str | None = None,
     label: str | None = None,
     devices: str | None = None,
@@ -87,14 +89,17 @@ def sweep_hybrid(
     sweep: str | None = None,
     at_once: int = 0,
     retries: int = 1,
+    trials: int = 0,
+    sampler: Literal["tpe", "random"] = "tpe",
+    prune: bool = True,
     config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
     skip_if_late_min: float = 0,
 ) -> State:
-    """Train every combination of the grid's values and compare them on one page.
+    """Train every combination of the grid's values, or search among them, and compare them on one page.
 
     Args:
         grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1",
-            "auto*2"]}`.
+            "auto*2"]}`; in a search also ranges, `{"train.lr": {"low": 0.0001, "high": 0.1, "log": true}}`.
         data_path: File, folder or pattern of the data.
         label: Column to predict.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
@@ -106,6 +111,9 @@ def sweep_hybrid(
         sweep: Name of the sweep; the name of an earlier one continues it. Empty: the flow run's name.
         at_once: Trainings at the same time; 0: as many as there are free GPUs.
         retries: Further attempts at a training that failed.
+        trials: Trainings in all of a search, whose values Optuna chooses; 0: every combination of the grid.
+        sampler: How a search chooses values.
+        prune: End a training of a search after an epoch in which it does worse than the median of the others.
         config: All other values, common to all trainings; a field left empty keeps the recipe's value.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
@@ -122,7 +130,34 @@ def sweep_hybrid(
         lr=lr,
     )
     with supervised() as stop:
-        return _swept(grid, chosen, stop, sweep or _own_name(), at_once, retries)
+        name = sweep or _own_name()
+        if trials:
+            return _searched(grid, chosen, stop, name, at_once, trials, sampler, prune)
+        return _swept(grid, chosen, stop, name, at_once, retries)
+
+
+def _searched(
+    grid: dict[str, Any],
+    config: ExperimentConfig,
+    stop: StopRequest,
+    sweep: str,
+    at_once: int,
+    trials: int,
+    sampler: str,
+    prune: bool,
+) -> State:
+    settings = load_settings()
+    show_run(runtime.flow_run.id, sweep, [config.recipe], "")
+    with watched_flow_run(runtime.flow_run.id, stop), _passing_on_the_end(stop):
+        cells, reports = searched(
+            config, grid, sweep, settings, stop, at_once, trials, sampler, prune, _tags()
+        )
+    stop.obey("with trials left; they go on when it does")
+    return _reported(sweep, cells, reports, settings.data_dir / "sweeps" / sweep, settings)
+
+
+def _tags() -> dict[str, str]:
+    return {"prefect.flow_run_id": str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
 
 
 def _swept(
@@ -138,16 +173,15 @@ def _swept(
     folder = settings.data_dir / "sweeps" / sweep
     folder.mkdir(parents=True, exist_ok=True)
     show_run(runtime.flow_run.id, sweep, [config.recipe], "")
-    workers = at_once or cells_at_once(cells, settings)
+    workers = at_once or cells_at_once(cells.cells, settings)
     print(f"Sweep {sweep}: {len(cells.cells)} runs, {workers} at once; logs in {folder}", flush=True)
-    tags = {"prefect.flow_run_id": str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=workers)
     reports: dict[str, Report | str] = {}
     with watched_flow_run(runtime.flow_run.id, stop), runner, _passing_on_the_end(stop):
         futures = [
             runner.submit(
                 train_cell.with_options(retries=retries),
-                {"cell": cell, "sweep": sweep, "tags": tags, "stop": stop},
+                {"cell": cell, "sweep": sweep, "tags": _tags(), "stop": stop},
             )
             for cell in cells.cells
         ]
@@ -188,7 +222,7 @@ def _reported(
             create_link_artifact(address, link_text=text, key="comparison", description=text)
     except (httpx.HTTPError, PrefectException) as error:
         print(masked(f"Prefect's artifact could not be written ({error}); the results are in {folder}"))
-    if failed := {name: text for name, text in reports.items() if isinstance(text, str)}:
+    if failed := failures(reports):
         told = "\n".join(failed.values())
         print(told, flush=True)
         return Failed(message=f"{len(failed)} of {len(reports)} cells failed: {told}")
@@ -209,17 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = flow_parser("sweep_hybrid", "Train every combination of some values and compare them.")
     given = sys.argv[1:] if argv is None else argv
     add_experiment_flags(parser, recipe_of(given))
-    parser.add_argument(
-        "--grid", required=True, metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}'
-    )
-    parser.add_argument("--sweep", metavar="NAME", help="name of the sweep; one used before goes on")
-    parser.add_argument(
-        "--at-once",
-        type=int,
-        default=0,
-        metavar="N",
-        help="cells at the same time (0: as many as GPUs allow)",
-    )
+    add_sweep_flags(parser)
     parser.add_argument(
         "--retries", type=int, default=1, metavar="N", help="how often a failed cell is tried again (1)"
     )
@@ -227,15 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         config, *_ = config_from_args(args)
-        try:
-            grid = json.loads(args.grid)
-        except ValueError as error:
-            raise UserError(
-                f'--grid {args.grid}: is no JSON ({error}); write {{"train.batch_size": [256, 512]}}'
-            ) from error
         with in_this_process():
             state = sweep_hybrid.with_options(log_prints=False)(
-                grid=grid,
+                grid=read_grid(args.grid),
+                trials=args.trials,
+                sampler=args.sampler,
+                prune=not args.no_prune,
                 config=config,
                 sweep=args.sweep,
                 at_once=args.at_once,

@@ -1,6 +1,7 @@
 """scikit-learn estimators over the same job: `fit` trains a run, `predict` asks its predictor."""
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any, Self
 
 import numpy as np
@@ -12,12 +13,21 @@ from sklearn.utils.validation import check_array, check_is_fitted, column_or_1d,
 
 from dphybrid.api.run import TrainedRun
 from dphybrid.api.training import train
+from dphybrid.api.values import nested
 from dphybrid.data.table.frames import as_frame
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
 
 _TARGET, _WEIGHT = "the label", "the weight"
 """Columns in the table that `fit` writes; with a blank, so that few tables have one of this name."""
+
+
+_OF_BLOCKS = ("lr", "optimizer", "weight_decay")
+"""Names that tables have, too; alone they mean the blocks'."""
+
+
+def _value(name: str) -> str:
+    return f"train__{name}" if name in _OF_BLOCKS else name
 
 
 class _HybridEstimator(BaseEstimator):
@@ -30,17 +40,28 @@ class _HybridEstimator(BaseEstimator):
         devices: str = "auto",
         tracking: str | None = "none",
         valid_fraction: float = 0.2,
-        values: dict[str, Any] | None = None,
         random_state: int = 0,
         verbose: bool = False,
+        **values: Any,
     ) -> None:
         self.recipe = recipe
         self.devices = devices
         self.tracking = tracking
         self.valid_fraction = valid_fraction
-        self.values = values
         self.random_state = random_state
         self.verbose = verbose
+        self.__dict__.update(values)  # a parameter is an attribute of its name
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the parameters by name, the recipe's values that were given among them."""
+        return {name: value for name, value in vars(self).items() if name[0] != "_" and name[-1] != "_"}
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters. Raises UserError, a ValueError, for names that the recipe does not have."""
+        recipe, own = params.get("recipe", self.recipe), signature(_HybridEstimator).parameters
+        nested({_value(name): None for name in params if name not in own}, recipe)
+        self.__dict__.update(params)
+        return self
 
     def _weighed(
         self, frame: pl.DataFrame, y: object, sample_weight: object
@@ -78,7 +99,7 @@ class _HybridEstimator(BaseEstimator):
     def _train(self, frame: pl.DataFrame, target_B: np.ndarray, group_B: np.ndarray, task: str) -> None:
         """Train a run on a table and its target. Of each group_B a share of rows validates; a row that is
         alone trains, too."""
-        values: dict[str, Any] = {"seed": self.random_state, "task": task, **(self.values or {})}
+        values: dict[str, Any] = {"seed": self.random_state, "task": task, **self._values}
         table = frame.with_columns(pl.Series(_TARGET, target_B))
         if _WEIGHT in frame.columns:
             values["weight"] = _WEIGHT
@@ -93,6 +114,12 @@ class _HybridEstimator(BaseEstimator):
             quiet=not self.verbose,
             **values,
         )
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        """The recipe's values, as `dphybrid.train` takes them."""
+        own = signature(_HybridEstimator).parameters
+        return {_value(name): value for name, value in self.get_params().items() if name not in own}
 
     @property
     def _predictor(self) -> Predictor:
@@ -137,9 +164,10 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         devices: as for `dphybrid.train`.
         tracking: MLflow's address; "none", the default here, since searches fit often.
         valid_fraction: share of each class's rows that validates, one row at least.
-        values: more values of the recipe, such as `{"epochs": 5, "batch_size": 128}`.
         random_state: the seed, for splits, weights and order.
         verbose: print what a training prints.
+        values: any value of the recipe, by the names that `dphybrid.train` takes: `epochs=5, batch_size=128,
+            table__lr=0.1`. `lr`, `optimizer` and `weight_decay` alone are those of the blocks.
 
     After `fit`: `classes_` (the labels, sorted), `n_features_in_`, `feature_names_in_` where X has names,
     `run_` (the run). A pickled estimator keeps the path of its run, not its tables.
@@ -183,7 +211,7 @@ class HybridRegressor(RegressorMixin, _HybridEstimator):
     """Numbers from a table of numbers, categories, bags and texts, with recipe ctr: `HybridClassifier`'s
     sister, with the same arguments and attributes but for `classes_`.
 
-    `values={"task": "counts"}` learns whole numbers from 0 on as counts.
+    `task="counts"` learns whole numbers from 0 on as counts.
     """
 
     def fit(self, X: object, y: object, sample_weight: object = None) -> Self:

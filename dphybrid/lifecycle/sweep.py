@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from dphybrid.util.stop import StopRequest
 
 SWEEP_TAG = "dphybrid.sweep"
 MAX_CELLS = 256
+PRUNED = "pruned"
+"""Begins the words about a run that a search ended early."""
 END_S = 25.0
 """How long a cell's process may take to write its checkpoint when the sweep has to stop; Prefect allows 30
 seconds."""
@@ -74,17 +77,27 @@ def make_grid(
         raise UserError(f"grid: {count:,} combinations, {MAX_CELLS} are allowed; give fewer values")
     cells = []
     for number, combination in enumerate(itertools.product(*grid.values()), start=1):
-        chosen = {name: _text(value) for name, value in zip(grid, combination, strict=True)}
-        try:
-            cell = apply_overrides(config, [f"{name}={value}" for name, value in chosen.items()])
-            expected_devices(cell, settings)
-        except UserError as error:
-            shown = ", ".join(f"{name}={value}" for name, value in chosen.items())
-            raise UserError(f"grid: cell {number} ({shown}): {error}") from error
-        differing = _differing({field: chosen[field] for field in grid if len(grid[field]) > 1})
+        chosen = dict(zip(grid, combination, strict=True))
+        differing = _differing({field: _text(chosen[field]) for field in grid if len(grid[field]) > 1})
         name = f"{sweep}-{number:0{len(str(count))}d}{differing}"
-        cells.append(Cell(name=name, values=chosen, config=cell))
+        try:
+            cells.append(make_cell(config, chosen, name, settings))
+        except UserError as error:
+            raise UserError(f"grid: cell {number} {error}") from error
     return Grid(cells, next(iter(grid)))
+
+
+def make_cell(config: ExperimentConfig, values: Mapping[str, Any], name: str, settings: Settings) -> Cell:
+    """Return a run of a sweep. Raises UserError, with the values, for those that are not allowed, and for
+    devices that are not there."""
+    chosen = {field: _text(value) for field, value in values.items()}
+    shown = [f"{field}={value}" for field, value in chosen.items()]
+    try:
+        made = apply_overrides(config, shown)
+        expected_devices(made, settings)
+    except UserError as error:
+        raise UserError(f"({', '.join(shown)}): {error}") from error
+    return Cell(name=name, values=chosen, config=made)
 
 
 def _differing(chosen: Mapping[str, str]) -> str:
@@ -102,25 +115,32 @@ def _text(value: object) -> str:
     )
 
 
-def cells_at_once(grid: Grid, settings: Settings) -> int:
-    """Return how many cells could hold leases at the same time: GPUs by the fewest that a cell takes; 1 on
+def cells_at_once(cells: Sequence[Cell], settings: Settings) -> int:
+    """Return how many of these could hold leases at the same time: GPUs by the fewest that a cell takes; 1 on
     the CPU."""
     units = visible(Inventory(settings.nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    specs = [wanted_spec(cell.config, settings) for cell in grid.cells]
+    specs = [wanted_spec(cell.config, settings) for cell in cells]
     if not units or any("cpu" in spec.names for spec in specs):
         return 1
     everything = settings.max_gpus or len(units)
     least = min(spec.count or len(set(spec.names)) or everything for spec in specs)
-    return max(1, min(len(grid.cells), len(units) // least))
+    return max(1, min(len(cells), len(units) // least))
 
 
 def run_cell(
-    cell: Cell, folder: Path, settings: Settings, sweep: str, tags: Mapping[str, str], stop: StopRequest
+    cell: Cell,
+    folder: Path,
+    settings: Settings,
+    sweep: str,
+    tags: Mapping[str, str],
+    stop: StopRequest,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Run a cell in a process of its own, or go on with it, or only read what it came to; its output goes to
     `folder`/NAME.log.
 
-    stop: is handed on to the cell's process, which writes a checkpoint. Raises CellFailed with the end of its
+    stop: is handed on to the cell's process, which writes a checkpoint. enough: is asked again and again
+    whether to end that process, too. Raises CellFailed with the end of its
     output.
     """
     report = folder / f"{cell.name}.json"
@@ -136,7 +156,7 @@ def run_cell(
         argv += ["--resume", cell.name] if known else ["--run-name", cell.name]
         with log.open("ab") as stream:
             child = subprocess.Popen(argv, stdout=stream, stderr=stream)
-            _wait(child, stop)
+            _wait(child, lambda: stop.pending or enough())
         if child.returncode:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise CellFailed(
@@ -146,9 +166,9 @@ def run_cell(
     return Report.read(report)
 
 
-def _wait(child: "subprocess.Popen[bytes]", stop: StopRequest) -> None:
-    """Wait for a process; end it in good order when the sweep is asked to stop."""
-    while child.poll() is None and not stop.pending:
+def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> None:
+    """Wait for a process; end it in good order when `ends` says so."""
+    while child.poll() is None and not ends():
         time.sleep(0.2)
     if child.poll() is None:
         child.terminate()
@@ -157,6 +177,69 @@ def _wait(child: "subprocess.Popen[bytes]", stop: StopRequest) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def run_sweep(
+    config: ExperimentConfig,
+    grid: Mapping[str, Any],
+    sweep: str,
+    settings: Settings,
+    stop: StopRequest,
+    at_once: int = 0,
+    trials: int = 0,
+    sampler: str = "tpe",
+    prune: bool = True,
+) -> tuple[list[dict[str, object]], Path, dict[str, str]]:
+    """Run a sweep in this process, cells in processes of their own; return its rows, their file, and why
+    cells failed.
+
+    trials: search among the grid's values, as `dphybrid.lifecycle.search.Search` says; 0: all combinations.
+    Raises UserError as `make_grid` does.
+    """
+    folder = settings.data_dir / "sweeps" / sweep
+    if trials:
+        found, reports = searched(config, grid, sweep, settings, stop, at_once, trials, sampler, prune, {})
+    else:
+        found = make_grid(config, grid, sweep, settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        workers = at_once or cells_at_once(found.cells, settings)
+        print(f"Sweep {sweep}: {len(found.cells)} runs, {workers} at once; logs in {folder}", flush=True)
+
+        def train(cell: Cell) -> Report | str:
+            try:
+                return run_cell(cell, folder, settings, sweep, {}, stop)
+            except CellFailed as failure:
+                return str(failure)
+
+        with ThreadPoolExecutor(workers) as pool:
+            done = pool.map(train, found.cells)
+            reports = dict(zip([cell.name for cell in found.cells], done, strict=True))
+    rows = sweep_rows(found, reports)
+    return rows, write_sweep(folder, rows), failures(reports)
+
+
+def searched(
+    config: ExperimentConfig,
+    grid: Mapping[str, Any],
+    sweep: str,
+    settings: Settings,
+    stop: StopRequest,
+    at_once: int,
+    trials: int,
+    sampler: str,
+    prune: bool,
+    tags: Mapping[str, str],
+) -> tuple[Grid, dict[str, Report | str]]:
+    """Search with Optuna, as many runs at once as GPUs allow; return the cells and what they came to."""
+    from dphybrid.lifecycle.search import Search, search
+
+    folder = settings.data_dir / "sweeps" / sweep
+    what = Search(grid, trials, sampler, prune)
+    what.check(config, settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    workers = at_once or cells_at_once([make_cell(config, {}, sweep, settings)] * trials, settings)
+    print(f"Sweep {sweep}: {trials} trials, {workers} at once; logs in {folder}", flush=True)
+    return search(what, config, sweep, folder, settings, workers, tags, stop)
 
 
 def sweep_rows(grid: Grid, reports: Mapping[str, Report | str]) -> list[dict[str, Any]]:
@@ -175,6 +258,12 @@ def sweep_rows(grid: Grid, reports: Mapping[str, Report | str]) -> list[dict[str
             )
         )
     return rows
+
+
+def failures(reports: Mapping[str, Report | str]) -> dict[str, str]:
+    """Return why cells failed, by name; those that a search ended early did not."""
+    told = {name: done for name, done in reports.items() if isinstance(done, str)}
+    return {name: text for name, text in told.items() if not text.startswith(PRUNED)}
 
 
 def write_sweep(folder: Path, rows: list[dict[str, object]]) -> Path:

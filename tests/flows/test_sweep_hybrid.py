@@ -50,7 +50,7 @@ def test_wrong_grids_are_told_before_anything_runs(data_dir: Path) -> None:
         (2, 0.1),
         (2, 0.2),
     ]
-    assert cells_at_once(grid, settings) == 1
+    assert cells_at_once(grid.cells, settings) == 1
 
 
 @pytest.mark.slow

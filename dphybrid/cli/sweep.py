@@ -1,0 +1,73 @@
+"""Train many combinations of values, all of a grid or those that Optuna chooses, without Prefect.
+
+examples:
+  %(prog)s --recipe toy --grid '{"train.batch_size": [64, 256], "train.lr": [0.01, 0.1]}'
+  %(prog)s --data.path clicks.csv --data.label clicked --trials 30 --sweep clicks
+      --grid '{"train.lr": {"low": 1e-4, "high": 0.1, "log": true}, "model.dim": [8, 16, 32]}'
+
+Each run is a process of its own; as many run at once as GPUs allow, one on the CPU. The same --sweep goes
+on with what is left. Results are in sweeps/NAME/sweep.json of the data folder;
+`dphybrid compare --sweep NAME` compares the runs.
+"""
+
+import argparse
+import json
+from typing import Any
+
+from dphybrid.cli.flags import add_experiment_flags, config_from_args
+from dphybrid.cli.parser import Parser, at_least_one
+from dphybrid.util.errors import UserError
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    add_sweep_flags(parser)
+    add_experiment_flags(parser, parser.recipe)
+
+
+def add_sweep_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what says how a sweep goes."""
+    add = parser.add_argument
+    add("--grid", required=True, metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}')
+    trials = "search with Optuna: runs in all; a field may then be a range, {low, high, log or step}"
+    add("--trials", type=at_least_one, default=0, metavar="N", help=trials)
+    add("--sampler", choices=["tpe", "random"], default="tpe", help="how a search chooses values (tpe)")
+    add("--no-prune", action="store_true", help="train each run of a search to its end")
+    add("--sweep", metavar="NAME", help="name of the sweep; one used before goes on")
+    at_once = "runs at the same time (0: as many as GPUs allow)"
+    add("--at-once", type=int, default=0, metavar="N", help=at_once)
+
+
+def read_grid(text: str) -> dict[str, Any]:
+    """Return the grid that a flag gives. Raises UserError for what is no JSON object."""
+    try:
+        grid = json.loads(text)
+    except ValueError as error:
+        raise UserError(
+            f'--grid {text}: is no JSON ({error}); write {{"train.batch_size": [256, 512]}}'
+        ) from error
+    if not isinstance(grid, dict):
+        raise UserError(f'--grid {text}: is no object; write {{"train.batch_size": [256, 512]}}')
+    return grid
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a sweep; 1 when a run failed."""
+    from datetime import datetime
+
+    from dphybrid.lifecycle.sweep import run_sweep
+    from dphybrid.util.stop import StopRequest, stop_signals
+
+    config, settings, *_ = config_from_args(args)
+    name = args.sweep or f"sweep-{datetime.now():%m%d-%H%M%S}"
+    stop = StopRequest()
+    with stop_signals(stop):
+        rows, file, failed = run_sweep(
+            config, read_grid(args.grid), name, settings, stop, args.at_once, args.trials, args.sampler,
+            not args.no_prune,
+        )  # fmt: skip
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items() if value not in ("", None)))
+    print(f"Results: {file}")
+    stop.obey(f"with runs left; --sweep {name} goes on")
+    return 1 if failed else 0

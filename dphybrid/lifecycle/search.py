@@ -1,0 +1,177 @@
+"""A sweep that searches: Optuna chooses each run's values by the results of those before, and ends runs early
+that do worse than the median. Its study is `study.db` in the sweep's folder. Alone imports optuna."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings
+from dphybrid.lifecycle.sweep import PRUNED, Cell, CellFailed, Grid, make_cell, run_cell
+from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.train import Report
+from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state
+from dphybrid.training.metrics import Task
+from dphybrid.util.errors import UserError
+from dphybrid.util.stop import StopRequest
+
+Reports = dict[str, Report | str]
+_CELL = "cell"
+_RANGE = {"low", "high", "log", "step"}
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched and how.
+
+    space: field -> a list of choices, or {"low": 0.001, "high": 0.1, "log": true}; whole numbers at both ends
+    give whole numbers, "step" a raster. trials: runs in all, those of an earlier part of the sweep counted.
+    sampler: tpe (tree-structured Parzen estimator) or random. prune: end a run after an epoch in which it
+    does worse than the median of the others at that epoch.
+    """
+
+    space: Mapping[str, Any]
+    trials: int
+    sampler: str = "tpe"
+    prune: bool = True
+
+    def check(self, config: ExperimentConfig, settings: Settings) -> None:
+        """Raise UserError for an unknown field, or ends or choices that it does not allow."""
+        if not self.space:
+            raise UserError('grid: give at least one field, such as {"train.lr": {"low": 1e-4, "high": 0.1}}')
+        for name, values in self.space.items():
+            if isinstance(values, Mapping) and not {"low", "high"} <= values.keys() <= _RANGE:
+                raise UserError(f"grid: {name} = {dict(values)}; give low and high, and log or step")
+            ends = [values["low"], values["high"]] if isinstance(values, Mapping) else values
+            if isinstance(ends, str) or not isinstance(ends, list) or not ends:
+                raise UserError(f"grid: {name} = {values!r}; give a list of values, or low and high")
+            for value in ends:
+                make_cell(config, {name: value}, "check", settings)
+
+    def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
+        """Return the values of a trial."""
+        chosen: dict[str, Any] = {}
+        for name, values in self.space.items():
+            if not isinstance(values, Mapping):
+                chosen[name] = trial.suggest_categorical(name, values)
+                continue
+            whole = isinstance(values["low"], int) and isinstance(values["high"], int)
+            suggest: Any = trial.suggest_int if whole else trial.suggest_float
+            chosen[name] = suggest(name, **values)
+        return chosen
+
+
+@dataclass
+class _Watch:
+    """Tells a trial its run's validation metric after each epoch, and whether to end it."""
+
+    trial: optuna.Trial
+    checkpoints: Path
+    task: Task
+    pruned: bool = False
+    seen: int = field(default=0, init=False)
+
+    def __call__(self) -> bool:
+        there = complete_checkpoints(self.checkpoints)
+        if not there or self.pruned:
+            return self.pruned
+        with contextlib.suppress(
+            UserError, FileNotFoundError
+        ):  # removed meanwhile: the next look finds another
+            history = read_state(there[-1]).progress.history
+            for epoch, row in enumerate(history[self.seen :], start=self.seen + 1):
+                self.trial.report(row[VALIDATION + self.task.metric], epoch)
+            if len(history) > self.seen:
+                self.seen, self.pruned = len(history), self.trial.should_prune()
+        return self.pruned
+
+
+def search(
+    what: Search,
+    config: ExperimentConfig,
+    sweep: str,
+    folder: Path,
+    settings: Settings,
+    at_once: int,
+    tags: Mapping[str, str],
+    stop: StopRequest,
+) -> tuple[Grid, Reports]:
+    """Run trials until there are `what.trials`, each in a process of its own; return their cells and reports.
+
+    A sweep of the same name goes on: a trial that was cut off is trained to its end first. Raises UserError
+    for data that cannot be used.
+    """
+    recipe = find_recipe(config.recipe)
+    task = recipe.task(recipe.prepare(config.data, settings.prepared_dir, config.train.seed).info)
+    study = _study(what, folder, sweep, config.train.seed, task)
+    cells: dict[str, Cell] = {}
+    reports: Reports = {}
+
+    def train(trial: optuna.Trial) -> float:
+        values = what.suggest(trial)
+        name = trial.user_attrs.get(_CELL, f"{sweep}-{trial.number + 1:03d}")
+        trial.set_user_attr(_CELL, name)
+        cell = cells[name] = make_cell(config, values, name, settings)
+        watch = _Watch(trial, settings.runs_dir / name / "checkpoints", task)
+        try:
+            report = run_cell(
+                cell, folder, settings, sweep, tags, stop, watch if what.prune else lambda: False
+            )
+        except CellFailed as failure:
+            reports[name] = f"{PRUNED} after epoch {watch.seen}" if watch.pruned else str(failure)
+            if watch.pruned:
+                raise optuna.TrialPruned from failure
+            if stop.pending:
+                study.stop()
+            raise
+        reports[name] = report
+        return float(report.metrics[task.metric])
+
+    left = what.trials - _ended(study)
+    if left > 0:
+        study.optimize(train, n_trials=left, n_jobs=at_once, catch=(CellFailed,))
+    for trial in study.trials:  # those of an earlier part of the sweep
+        name = trial.user_attrs.get(_CELL, "")
+        if name and name not in cells and trial.state.is_finished():
+            cells[name] = make_cell(config, trial.params, name, settings)
+            done = folder / f"{name}.json"
+            reports[name] = Report.read(done) if done.is_file() else trial.state.name.lower()
+    return Grid([cells[name] for name in sorted(cells)], next(iter(what.space))), reports
+
+
+def _study(what: Search, folder: Path, sweep: str, seed: int, task: Task) -> optuna.Study:
+    """Open the sweep's study; trials that were cut off are in its queue again, by the names of their runs."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # failures are told with the results
+    samplers = optuna.samplers
+    tpe = what.sampler == "tpe"
+    study = optuna.create_study(
+        study_name=sweep,
+        storage=f"sqlite:///{folder / 'study.db'}",
+        sampler=samplers.TPESampler(seed=seed) if tpe else samplers.RandomSampler(seed=seed),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1),
+        direction="maximize" if task.higher_is_better else "minimize",
+        load_if_exists=True,
+    )
+    again = {
+        trial.user_attrs.get(_CELL) for trial in study.get_trials(states=(optuna.trial.TrialState.WAITING,))
+    }
+    for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.FAIL)):
+        name = trial.user_attrs.get(_CELL)
+        if trial.state == optuna.trial.TrialState.RUNNING:
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        if name and name not in again and not _done_later(study, name, trial.number):
+            study.enqueue_trial(trial.params, user_attrs={_CELL: name})
+    return study
+
+
+def _done_later(study: optuna.Study, name: str, number: int) -> bool:
+    return any(t.user_attrs.get(_CELL) == name and t.number > number for t in study.trials)
+
+
+def _ended(study: optuna.Study) -> int:
+    states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+    return len(study.get_trials(states=states))
