@@ -8,7 +8,7 @@ alone.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -23,6 +23,12 @@ from pydantic import (
 )
 
 from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.util.row_rules import RULES
+
+if TYPE_CHECKING:
+    RowOptimizerName = str
+else:
+    RowOptimizerName = Literal[tuple(RULES)]
 
 
 def _split_names(value: Any) -> Any:
@@ -71,9 +77,12 @@ class ModelConfig(Section):
 class TableConfig(Section):
     """How rows of the host tables are trained."""
 
-    optimizer: Literal["adagrad", "adam", "adamw", "lazy-adam", "sgd"] = "adam"
-    """Row-wise optimizer: adagrad and adam keep one number a row, adamw one a weight, lazy-adam two, sgd
-    none. Only rows of the batch change."""
+    optimizer: RowOptimizerName = Field(
+        default="adam",
+        description="Row-wise optimizer, which keeps "
+        + "; ".join(f"{rule.name}: {rule.says}" for rule in RULES.values())
+        + ". Only rows of the batch change.",
+    )
     lr: float = Field(default=0.01, ge=0.0)
     """Learning rate of the rows; 0, for recipe ctr: train.lr, or 0.03 of it for model.kind=mlp, more (up to 5
     times train.lr) where train.epochs gives it fewer than 4,000 steps."""

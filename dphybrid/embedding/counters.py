@@ -13,8 +13,7 @@ class Counters:
     rows read from the table for lookups.
     Milliseconds: dedup_ms of checking and sorting ids. gather_ms of reading rows. h2d_ms of copies to the
     devices. d2h_ms of waiting for row gradients from the devices. update_ms of the row optimizer, summing
-    included, but for later_ms: of rows that the next batch does not need, updated while the devices compute.
-    repair_ms of finding and reading changed rows again.
+    included. repair_ms of finding and reading changed rows again.
     """
 
     ids: float = 0.0
@@ -29,5 +28,4 @@ class Counters:
     h2d_ms: float = 0.0
     d2h_ms: float = 0.0
     update_ms: float = 0.0
-    later_ms: float = 0.0
     repair_ms: float = 0.0

@@ -1,8 +1,8 @@
 """From lookups to one sparse gradient of the table's weight.
 
-Autograd adds sparse gradients row by row, which takes longer than all else of a step. So the lookups of a
-forward share a link, a tensor without elements that depends on the weight: each lookup's backward notes its
-gradients, and the link's, which autograd calls last, makes one sparse gradient of all of them.
+Autograd adds sparse gradients row by row, which takes longer than all else of a step. So the later lookups of
+a forward depend on the first one, by a tensor without elements, and not on the weight: their backward notes
+their gradients, and that of the first, which autograd calls last, makes one sparse gradient of all of them.
 
 Letters: N ids of a lookup, U unique ids, D width of a row, X rows of gradients (ids, or bags), V rows.
 """
@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,10 +77,17 @@ class Pieces:
         self._came: list[_Piece] = []
         self._lock = threading.Lock()
 
-    def add(self, piece: _Piece) -> None:
-        """Note a lookup's gradients."""
+    def note(
+        self, grads: Tensor, number: int, ids_N: Tensor, sources_N: Tensor | None, via: Channel | None
+    ) -> None:
+        """Keep the gradients of lookup `number`, on their way to the host where they are not there."""
+        grads_XD, done = grads.reshape(-1, grads.shape[-1]), None
+        if via is not None:
+            grads_XD, done = via.start_receiving(grads_XD)
+        if grads_XD.shape[-1] > 1 and grads_XD.stride(-1) != 1:
+            grads_XD = grads_XD.contiguous()
         with self._lock:
-            self._came.append(piece)
+            self._came.append(_Piece(number, ids_N, grads_XD, sources_N, done))
 
     def take(self) -> list[_Piece]:
         """Return what came since the last call, in the order of the lookups."""
@@ -89,27 +96,48 @@ class Pieces:
         return sorted(came, key=lambda piece: piece.number)
 
 
-class _Link(torch.autograd.Function):
-    """weight_VD -> a link of no elements."""
+class _First(torch.autograd.Function):
+    """weight_VD, and looked-up rows in a tuple: they are no input -> (the rows, a link without elements)."""
 
     @staticmethod
-    def forward(ctx: Any, weight_VD: Tensor, pieces: Pieces) -> Tensor:
-        ctx.pieces, ctx.shape = pieces, weight_VD.shape
-        return torch.empty(0, dtype=native.real_dtype(weight_VD.dtype), device="cpu")
+    def forward(ctx: Any, weight_VD: Tensor, rows: tuple[Tensor], *noted: Any) -> tuple[Tensor, Tensor]:
+        ctx.noted, ctx.shape = noted, weight_VD.shape
+        ctx.set_materialize_grads(False)
+        return rows[0], rows[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
-        came, weight = ctx.pieces.take(), ctx.pieces.weight()
+    def backward(ctx: Any, grads: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        pieces = ctx.noted[0]
+        if grads is not None:
+            pieces.note(grads, *ctx.noted[1:])
+        came, weight = pieces.take(), pieces.weight()
         info = None if weight is None else info_of(weight)
         _wait(came, info)
         if not came:
-            return None, None
-        if not ctx.pieces.is_leaf:  # what computes a weight (weight_norm, ...) takes no sparse gradient
-            return _gradient(came, ctx.shape, [], accumulates=False).to_dense(), None
-        accumulates = weight is not None and weight.grad is not None
-        frozen = [] if info is None else info.frozen
-        return _gradient(came, ctx.shape, frozen, accumulates=accumulates), None
+            return None, None, None, None, None, None, None
+        if not pieces.is_leaf:  # what computes a weight (weight_norm, ...) takes no sparse gradient
+            gradient = _gradient(came, ctx.shape, [], accumulates=False).to_dense()
+        else:
+            frozen = [] if info is None else info.frozen
+            accumulates = weight is not None and weight.grad is not None
+            gradient = _gradient(came, ctx.shape, frozen, accumulates=accumulates)
+        return gradient, None, None, None, None, None, None
+
+
+class _Later(torch.autograd.Function):
+    """The link of the first lookup, and rows as there -> the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, rows: tuple[Tensor], *noted: Any) -> Tensor:
+        ctx.noted, ctx.dtype = noted, link.dtype
+        return rows[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.noted[0].note(grads, *ctx.noted[1:])
+        return torch.empty(0, dtype=ctx.dtype, device="cpu"), None, None, None, None, None, None
 
 
 def _gradient(came: list[_Piece], shape: torch.Size, frozen: list[int], *, accumulates: bool) -> Tensor:
@@ -131,36 +159,6 @@ def _wait(came: Sequence[_Piece], info: RowsInfo | None) -> None:
         event.synchronize()
     if events and info is not None:
         info.counters.d2h_ms += 1e3 * (time.perf_counter() - start)
-
-
-class _Rows(torch.autograd.Function):
-    """Looked-up rows, in a tuple: they are no input -> the same; their gradient is noted with the pieces."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        link: Tensor,
-        rows: tuple[Tensor],
-        pieces: Pieces,
-        ids_N: Tensor,
-        sources_N: Tensor | None,
-        via: Any,
-    ) -> Tensor:
-        ctx.pieces, ctx.noted, ctx.number = pieces, (ids_N, sources_N, via), pieces.lookups
-        pieces.lookups += 1
-        return rows[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
-        ids_N, sources_N, via = ctx.noted
-        grads_XD, done = grads.reshape(-1, grads.shape[-1]), None
-        if via is not None:
-            grads_XD, done = via.start_receiving(grads_XD)
-        if grads_XD.shape[-1] > 1 and grads_XD.stride(-1) != 1:
-            grads_XD = grads_XD.contiguous()
-        ctx.pieces.add(_Piece(ctx.number, ids_N, grads_XD, sources_N, done))
-        return torch.empty(0, dtype=grads.dtype, device="cpu"), None, None, None, None, None
 
 
 class Links:
@@ -187,12 +185,14 @@ class Links:
     ) -> Tensor:
         """Return looked-up rows whose gradients reach the weight. sources_N: see `native.Segment`. via: the
         way back from their device."""
-        pieces, link = self._pieces, self._link
-        if link is None or pieces is None or pieces.used or pieces.weight() is not weight:
+        pieces = self._pieces
+        if self._link is None or pieces is None or pieces.used or pieces.weight() is not weight:
             pieces = self._pieces = Pieces(weight)
-            link = self._link = _Link.apply(weight, pieces)
-        linked: Tensor = _Rows.apply(link, (rows,), pieces, ids_N, sources_N, via)
-        return linked
+            linked, self._link = _First.apply(weight, (rows,), pieces, 0, ids_N, sources_N, via)
+        else:
+            pieces.lookups += 1
+            linked = _Later.apply(self._link, (rows,), pieces, pieces.lookups, ids_N, sources_N, via)
+        return cast(Tensor, linked)
 
 
 def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:

@@ -44,8 +44,8 @@ def sort_ids(ids_N: Tensor, num_rows: int) -> Occurrences:
     """Return where each unique id of ids_N (int64, rows of a table of `num_rows`) occurs."""
     found = native.arrange([(native.Segment(ids_N, native.PLACES), 0)], num_rows, inverse=True)
     assert found.inverse_N is not None
-    order_N = found.places_N[: len(ids_N)].int()
-    return Occurrences(found.keys_U, found.inverse_N, order_N, *_pieces(found.bounds_U2))
+    bounds_U2, places_N = found.occurrences()
+    return Occurrences(found.keys_U, found.inverse_N, places_N.int(), *_pieces(bounds_U2))
 
 
 def _pieces(bounds_U2: Tensor) -> tuple[Tensor, Tensor]:

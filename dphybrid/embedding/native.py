@@ -114,18 +114,18 @@ def is_plain(tensor: Tensor) -> bool:
     """Has the tensor readable memory on the host: is it not fake, meta, sparse, functorch's or on a GPU?"""
     return (
         type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
 
-def address(tensor: Tensor, what: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+def address(tensor: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return the address of a contiguous tensor. Raises TypeError for another type, shape or kind of tensor;
     what: names it."""
     if not is_plain(tensor):
         raise TypeError(f"{what}: a {type(tensor).__name__} on {tensor.device} has no memory on the host")
-    if tensor.dtype != dtype or tensor.shape != torch.Size(shape) or not tensor.is_contiguous():
+    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous():
         raise TypeError(
             f"{what}: {tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}; expected "
             f"contiguous {tuple(shape)} of {dtype}"
@@ -247,15 +247,24 @@ class Segment:
 class Arranged:
     """Unique keys of several tables' ids, ascending, and where each one's gradients lie, in their order.
 
-    A key is the row's number in its table plus the rows of all tables before. bounds_U2: from where to where
-    in `places_N`, which holds addresses. held: what the addresses point to.
+    A key is the row's number in its table plus the rows of all tables before. count: of all ids. bounds,
+    places: addresses in `memory`: from where to where in the places each key's are (int32, U x 2), and the
+    places (int64, count), which are addresses themselves. held: what these point to.
     """
 
     keys_U: Tensor
-    bounds_U2: Tensor
-    places_N: Tensor
+    count: int
+    memory: Tensor
+    bounds: int
+    places: int
     inverse_N: Tensor | None
     held: object = field(repr=False)
+
+    def occurrences(self) -> tuple[Tensor, Tensor]:
+        """Return (bounds_U2, places_N) as tensors."""
+        start, unique = (self.bounds - self.memory.data_ptr()) // 8, len(self.keys_U)
+        bounds_U2 = self.memory[start : start + unique].view(torch.int32).view(unique, 2)
+        return bounds_U2, self.memory[start + self.count : start + 2 * self.count]
 
 
 def _gradients(rows_XD: Tensor, count: int) -> tuple[int | None, int, int]:
@@ -279,27 +288,28 @@ def arrange(
 
     Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is no row.
     """
-    count = sum([len(segment.ids_N) for segment, _ in segments])
-    lines, held = (_Segment * len(segments))(), []
+    lines, held, count = (_Segment * len(segments))(), [], 0
     for line, (segment, first_key) in zip(lines, segments, strict=True):
         ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
-        sources = None if sources_N is None else address(sources_N, "sources", torch.int64, ids_N.shape)
-        line.ids, line.count = address(ids_N, "ids", torch.int64, (len(ids_N),)), len(ids_N)
-        own = num_keys - first_key if segment.num_rows is None else segment.num_rows
-        line.first_key, line.num_rows = first_key, own
-        line.rows, line.row_bytes, line.num_sources = _gradients(rows_XD, len(ids_N))
-        line.sources = sources
+        own = ids_N.shape[0]
+        line.ids, line.count = address(ids_N, "ids", torch.int64, (own,)), own
+        line.sources = None if sources_N is None else address(sources_N, "sources", torch.int64, (own,))
+        line.first_key = first_key
+        line.num_rows = num_keys - first_key if segment.num_rows is None else segment.num_rows
+        line.rows, line.row_bytes, line.num_sources = _gradients(rows_XD, own)
         held.append((ids_N, rows_XD, sources_N))
+        count += own
     direct = len(segments) == 1 and segments[0][0].sources_N is None
-    longs = torch.empty((4 if direct else 5) * count, dtype=torch.int64, device="cpu")
-    bounds_U2 = torch.empty((count, 2), dtype=torch.int32, device="cpu")
+    # keys, bounds, places; scratch: two words an id, and the unsorted places where they are needed
+    memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device="cpu")
+    keys = memory.data_ptr()
+    bounds, places, words, unsorted = (keys + n * 8 * count for n in (1, 2, 3, 5))
     inverse_N = torch.empty(count, dtype=torch.int32, device="cpu") if inverse else None
-    keys_U, places_N = (torch.empty(count, dtype=torch.int64, device="cpu") for _ in range(2))
-    frozen_F = torch.tensor(frozen, dtype=torch.int64, device="cpu")
+    frozen_F = torch.tensor(frozen, dtype=torch.int64, device="cpu") if frozen else None
     call = _Arrange(
-        c.addressof(lines), len(segments), count, num_keys, frozen_F.data_ptr(), len(frozen),
-        longs.data_ptr(), None if direct else longs.data_ptr() + 16 * count, keys_U.data_ptr(),
-        bounds_U2.data_ptr(), places_N.data_ptr(), None if inverse_N is None else inverse_N.data_ptr(),
+        c.addressof(lines), len(segments), count, num_keys, None if frozen_F is None else frozen_F.data_ptr(),
+        len(frozen), words, None if direct else unsorted, keys, bounds, places,
+        None if inverse_N is None else inverse_N.data_ptr(),
     )  # fmt: skip
     if not _library().arrange(c.addressof(call)):
         if call.wrong_segment < 0:
@@ -309,43 +319,37 @@ def arrange(
             )
         wrong = segments[call.wrong_segment][0].ids_N[call.wrong_place]
         raise IndexError(f"the gradient of row {int(wrong)}, which its table lacks")
-    unique = call.num_unique
-    return Arranged(keys_U.resize_(unique), bounds_U2.resize_(unique, 2), places_N, inverse_N, held)
+    return Arranged(memory[: call.num_unique], count, memory, bounds, places, inverse_N, held)
 
 
 def sum_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (sums_UD, squares_U): of each key's rows, which are of `dtype`, and the square (float64) of each
     sum's 2-norm."""
-    sums_UD = torch.empty((len(arranged.keys_U), dim), dtype=real_dtype(dtype), device="cpu")
-    return sums_UD, square_rows(arranged, dim, dtype, sums_UD)
-
-
-def square_rows(arranged: Arranged, dim: int, dtype: torch.dtype, sums_UD: Tensor | None = None) -> Tensor:
-    """Return squares_U of `sum_rows` alone."""
-    squares_U = torch.empty(len(arranged.keys_U), dtype=torch.float64, device="cpu")
-    _sum(arranged.bounds_U2, arranged.places_N, dim, dtype, sums_UD, squares_U)
-    return squares_U
+    unique = len(arranged.keys_U)
+    sums_UD = torch.empty((unique, dim), dtype=real_dtype(dtype), device="cpu")
+    squares_U = torch.empty(unique, dtype=torch.float64, device="cpu")
+    _sum(
+        sums_UD, dtype, arranged.bounds, arranged.places, arranged.count, None, 1, squares_U.data_ptr()
+    )  # the places are addresses
+    return sums_UD, squares_U
 
 
 def _sum(
-    bounds_U2: Tensor,
-    places_N: Tensor,
-    dim: int,
+    out_UD: Tensor,
     dtype: torch.dtype,
-    out_UD: Tensor | None,
-    squares_U: Tensor | None = None,
-    rows_VD: Tensor | None = None,
+    bounds: int,
+    places: int,
+    num_places: int,
+    base: int | None,
+    step: int,
+    squares: int | None = None,
 ) -> None:
-    """rows_VD: whose rows the places are; None: they are addresses."""
-    count = len(bounds_U2)
+    count, dim = out_UD.shape
     if not count:
         return
     call = _Sums(
-        _team(count, dim * real_dtype(dtype).itemsize), address(bounds_U2, "bounds", torch.int32, (count, 2)),
-        count, address(places_N, "places", torch.int64, (len(places_N),)), len(places_N),
-        None if rows_VD is None else rows_VD.data_ptr(), 1 if rows_VD is None else dim * dtype.itemsize, dim,
-        STORED[dtype], None if out_UD is None else out_UD.data_ptr(),
-        None if squares_U is None else squares_U.data_ptr(),
+        _team(count, dim * out_UD.element_size()), bounds, count, places, num_places, base, step, dim,
+        STORED[dtype], out_UD.data_ptr(), squares,
     )  # fmt: skip
     if not _library().sum_rows(c.addressof(call)):
         raise TypeError(f"rows of {dim} values; use 1 to {MAX_DIM}")
@@ -354,11 +358,14 @@ def _sum(
 def pool(weight_VD: Tensor, flat_N: Tensor, offsets_B: Tensor) -> Tensor:
     """Return pooled_BD, the sums of bags of rows: bag b has the ids flat_N (in range) from offsets_B[b] (as
     `check_offsets` returned them) to before the next one."""
-    _, _, dim = _rows_address(weight_VD)
+    rows, _, dim = _rows_address(weight_VD)
+    flat_N, count = flat_N.contiguous(), flat_N.numel()
     pooled_BD = torch.empty((len(offsets_B), dim), dtype=real_dtype(weight_VD.dtype), device="cpu")
-    ends_B = torch.cat([offsets_B[1:], offsets_B.new_tensor([len(flat_N)])]) if len(offsets_B) else offsets_B
+    ends_B = torch.cat([offsets_B[1:], offsets_B.new_tensor([count])]) if len(offsets_B) else offsets_B
     bounds_B2 = torch.stack([offsets_B, ends_B], 1).int()
-    _sum(bounds_B2, flat_N.contiguous(), dim, weight_VD.dtype, pooled_BD, rows_VD=weight_VD)
+    places = address(flat_N, "ids", torch.int64, (count,))
+    row_bytes = dim * weight_VD.element_size()
+    _sum(pooled_BD, weight_VD.dtype, bounds_B2.data_ptr(), places, count, rows, row_bytes)
     return pooled_BD
 
 
@@ -381,9 +388,10 @@ def check_offsets(offsets_B: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a touched row changes. corrections: of Adam's two moments by step (float64); see `optim`."""
+    """How a touched row changes. number: of `enum rule` in rows.c. corrections: of Adam's two moments by step
+    (float64); see `optim`."""
 
-    name: str
+    number: int
     lr: float
     decay: float
     eps: float = 0.0
@@ -391,27 +399,29 @@ class Rule:
     corrections: tuple[Tensor, Tensor] | None = None
 
 
-RULES = {"sgd": 0, "adagrad": 1, "adam": 2, "lazy-adam": 3, "adamw": 4}
-_FIELDS = {"sum": "square", "mean": "mean", "square": "square", "steps": "steps"}
-"""The states of rules, by their name in the update's table."""
+@dataclass(frozen=True)
+class State:
+    """A state of a table's rows, its shape and type, and its field in the update's table."""
+
+    tensor: Tensor
+    field: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Tables:
     """Tables of one width and type and their states, as the update reads them: (weight, states)."""
 
-    def __init__(self, members: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
+    def __init__(self, members: Sequence[tuple[Tensor, Sequence[State]]]) -> None:
         self.dtype, self.dim = members[0][0].dtype, members[0][0].shape[1]
         self.lines = (_Table * len(members))()
-        self.tensors = [tensor for weight, states in members for tensor in (weight, *states.values())]
-        real, first_key = real_dtype(self.dtype), 0
+        first_key = 0
         for line, (weight, states) in zip(self.lines, members, strict=True):
-            line.rows, rows, dim = _rows_address(weight)
+            line.rows, rows, _ = _rows_address(weight)
             line.first_key, line.num_rows = first_key, rows
             first_key += rows
-            for name, state in states.items():
-                whole = name == "mean" or (name == "square" and state.dim() == 2)
-                kind = torch.int32 if name == "steps" else real
-                setattr(line, _FIELDS[name], address(state, name, kind, (rows, dim) if whole else (rows,)))
+            for state in states:
+                setattr(line, state.field, address(state.tensor, state.field, state.dtype, state.shape))
 
     def set_updates(self, updates: Sequence[int], noises: Sequence[int]) -> None:
         """Set each table's number of updates, with the coming one, and where its rounding's noise starts."""
@@ -422,19 +432,17 @@ class Tables:
 _NO_FIXES = torch.ones(1, dtype=torch.float64)
 
 
-def update(rule: Rule, arranged: Arranged, tables: Tables, keys_U: Tensor, bounds_U2: Tensor) -> None:
-    """Change the rows and states of some of the arranged keys, with their bounds, or of all."""
-    count, dim, places_N = len(keys_U), tables.dim, arranged.places_N
+def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:
+    """Change the rows and states of the arranged keys."""
+    count, dim = len(arranged.keys_U), tables.dim
     if not count:
         return
     fix1, fix2 = rule.corrections or (_NO_FIXES, _NO_FIXES)
     last_fix = len(fix1) - 1
     call = _Update(
-        _team(count, dim * tables.dtype.itemsize), address(keys_U, "keys", torch.int64, (count,)),
-        address(bounds_U2, "bounds", torch.int32, (count, 2)), count,
-        address(places_N, "places", torch.int64, (len(places_N),)), len(places_N),
-        c.addressof(tables.lines), len(tables.lines), RULES[rule.name], STORED[tables.dtype], dim, rule.lr,
-        rule.decay, rule.eps, *rule.betas,
+        _team(count, dim * tables.dtype.itemsize), arranged.keys_U.data_ptr(), arranged.bounds, count,
+        arranged.places, arranged.count, c.addressof(tables.lines), len(tables.lines), rule.number,
+        STORED[tables.dtype], dim, rule.lr, rule.decay, rule.eps, *rule.betas,
         address(fix1, "corrections", torch.float64, (last_fix + 1,)), fix2.data_ptr(), last_fix,
     )  # fmt: skip
     if not _library().update_rows(c.addressof(call)):

@@ -28,10 +28,12 @@ from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 from dphybrid.util.labels import profiler_looks_on
+from dphybrid.util.row_rules import RULES, RowRule
 
 _UPDATES = "updates"
 """The state that counts a table's updates."""
 _LARGEST_BETA = 0.99999
+_NUMBERS = {name: number for number, name in enumerate(RULES)}
 _OPTIONS_OF_OTHERS = {
     *("momentum", "dampening", "nesterov", "maximize", "amsgrad", "lr_decay", "initial_accumulator_value"),
     *("decoupled_weight_decay", "foreach", "fused", "capturable", "differentiable", "betas", "eps"),
@@ -47,14 +49,17 @@ class RowOptimizer(torch.optim.Optimizer):
     params: as torch's: weights (`model.table.parameters()`), named or not, or groups of them; tables, or
     tables by name (`find_tables(model)`), stand for their weights. lr: learning rate. weight_decay: added to
     the gradient of touched rows (lazy). A dense gradient, of a weight that was used as a whole, changes all
-    rows. Raises UserError for other parameters and numbers.
+    rows. Other options, with their defaults: `row_rules.RULES`. Raises UserError for other parameters and
+    numbers, TypeError for options that the optimizer does not have.
     """
 
-    rule_name: str
-    counts_updates = False
+    of: RowRule
     changes: ChangedRows | None = None
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, **numbers: Any) -> None:
+    def __init__(self, params: Any, lr: float | None = None, **numbers: Any) -> None:
+        known = self.of.numbers
+        if foreign := sorted(numbers.keys() - known.keys() - {"weight_decay"}):
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {foreign[0]!r}")
         if isinstance(params, Mapping):  # one group a table
             groups: list[Any] = [{"params": [entry]} for entry in _named(list(params.items()))]
         else:
@@ -62,17 +67,27 @@ class RowOptimizer(torch.optim.Optimizer):
             groups = groups if groups and isinstance(groups[0], dict) else _named(groups)
         if not groups:
             raise UserError("row optimizer: there is no table; give it the tables of a model that has one")
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, **numbers})
+        self._kept: dict[Any, tuple[Any, native.Tables]] = {}
+        if lr is not None:
+            numbers["lr"] = lr
+        super().__init__(groups, {"weight_decay": 0.0, **known, **numbers})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._kept = {}
 
     def state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
         """Return shape and type of each state of a table of rows (num_rows, dim)."""
-        return {}
+        shapes = {"row": ((num_rows,), real), "weight": ((num_rows, dim), real)}
+        shapes["steps"] = ((num_rows,), torch.int32)
+        return {name: shapes[kind] for name, (_, kind) in self.of.states.items()}
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """Return the rule with the present numbers of a parameter group."""
-        return Rule(
-            self.rule_name, float(group["lr"]), float(group["weight_decay"]), float(group.get("eps", 0))
-        )
+        plain = (_NUMBERS[self.of.name], float(group["lr"]), float(group["weight_decay"]))
+        one, two = map(float, group.get("betas", (0.0, group.get("beta2", 0.0))))
+        corrections = _corrections(one, two) if one or two or "betas" in group else None
+        return Rule(*plain, float(group.get("eps", 0.0)), (one, two), corrections)
 
     @property
     def tables(self) -> dict[str, nn.Parameter]:
@@ -122,7 +137,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 if make is None
                 else make(wanted)
             )
-            if self.counts_updates or weight.dtype == torch.bfloat16:
+            if self.of.counts_updates or weight.dtype == torch.bfloat16:
                 states[_UPDATES] = torch.zeros(1, dtype=torch.int64)
         for key, state in states.items():
             if isinstance(state, Tensor) and state.device.type == "cuda":  # trainers move states to the model
@@ -202,21 +217,9 @@ class RowOptimizer(torch.optim.Optimizer):
             for row in info.frozen
         ]
         arranged = native.arrange(segments, first_keys[-1], frozen)
-        states = [self._states(weight) for weight in weights]
-        lines = native.Tables(
-            [
-                (weight.detach(), {key: state for key, state in own.items() if key != _UPDATES})
-                for weight, own in zip(weights, states, strict=True)
-            ]
-        )
-        if _UPDATES in states[0]:
-            places = {id(weight): place for place, weight in enumerate(self.tables.values())}
-            counts = [int(own[_UPDATES].add_(1)) for own in states]
-            noises = [_noise(n, places[id(weight)]) for n, weight in zip(counts, weights, strict=True)]
-            lines.set_updates(counts, noises)
+        tables, changed = self._tables(weights)
         versions = [weight._version for weight in weights]
-        native.update(rule, arranged, lines, arranged.keys_U, arranged.bounds_U2)
-        changed = [*weights, *(state for own in states for key, state in own.items() if key != _UPDATES)]
+        native.update(rule, arranged, tables)
         torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
         if self.changes is not None:
             self.changes.add(names, arranged.keys_U)
@@ -229,6 +232,36 @@ class RowOptimizer(torch.optim.Optimizer):
             if not infos[0].ahead.is_placed:  # those of replicas were counted when they were looked up
                 infos[0].counters.unique += len(arranged.keys_U)
             infos[0].counters.update_ms += 1e3 * (time.perf_counter() - start)
+
+    def _tables(self, weights: list[Tensor]) -> tuple[native.Tables, list[Tensor]]:
+        """Return what the kernel reads of the weights and their states, and these tensors. Made anew where
+        one of them has other memory than in the step before."""
+        own = [self._states(weight) for weight in weights]
+        names = list(self.of.states)
+        changed = [*weights, *(states[name] for states in own for name in names)]
+        now = [(each.data_ptr(), each.shape, each.stride(), each.dtype, type(each)) for each in changed]
+        key = tuple(map(id, weights))
+        kept = self._kept.get(key)
+        if kept is None or kept[0] != now:
+            members = []
+            for weight, states in zip(weights, own, strict=True):
+                shapes = self.state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype))
+                fields = {name: field for name, (field, _) in self.of.states.items()}
+                held = [native.State(states[name], fields[name], *shapes[name]) for name in names]
+                members.append((weight.detach(), held))
+            kept = self._kept[key] = (now, native.Tables(members))
+        if _UPDATES in own[0]:
+            places = {id(weight): place for place, weight in enumerate(self.tables.values())}
+            counts = [int(states[_UPDATES].add_(1)) for states in own]
+            noises = [_noise(n, places[id(weight)]) for n, weight in zip(counts, weights, strict=True)]
+            kept[1].set_updates(counts, noises)
+        return kept[1], changed
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. (torch's own labels the call for a profile: 60 us.)"""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad = None
 
     def track_changes(self) -> ChangedRows:
         """Keep, from now on, which rows are changed; return what knows them."""
@@ -369,55 +402,26 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
 class RowSGD(RowOptimizer):
     """w -= lr * g. No state."""
 
-    rule_name = "sgd"
-
-    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr, weight_decay)
+    of = RULES["sgd"]
 
 
 class RowAdagrad(RowOptimizer):
     """Adagrad with one accumulator a row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps)."""
 
-    rule_name = "adagrad"
-
-    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0, eps: float = 1e-10) -> None:
-        super().__init__(params, lr, weight_decay, eps=eps)
-
-    def state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
-        return {"sum": ((num_rows,), real)}
+    of = RULES["adagrad"]
 
 
 class RowAdam(RowOptimizer):
     """Adam with one second moment a row (partial row-wise Adam). The step count is the row's own, so that a
     rare row's bias correction is right."""
 
-    rule_name = "adam"
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, lr, weight_decay, betas=tuple(betas), eps=eps)
-
-    def state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
-        second = (num_rows,) if self.rule_name == "adam" else (num_rows, dim)
-        steps = ((num_rows,), torch.int32)
-        return {"mean": ((num_rows, dim), real), "square": (second, real), "steps": steps}
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        one, two = map(float, group["betas"])
-        plain = super().rule(group)
-        return Rule(plain.name, plain.lr, plain.decay, plain.eps, (one, two), _corrections(one, two))
+    of = RULES["adam"]
 
 
-class LazyAdam(RowAdam):
+class LazyAdam(RowOptimizer):
     """Adam with full moments, kept and changed for touched rows only."""
 
-    rule_name = "lazy-adam"
+    of = RULES["lazy-adam"]
 
 
 class RowAdamW(RowOptimizer):
@@ -428,25 +432,7 @@ class RowAdamW(RowOptimizer):
     Rare rows take larger steps, and shrink between them: the choice for retrieval.
     """
 
-    rule_name = "adamw"
-    counts_updates = True
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(params, lr, weight_decay, beta2=beta2, eps=eps)
-
-    def state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
-        return {"square": ((num_rows, dim), real), "steps": ((num_rows,), torch.int32)}
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        plain, beta2 = super().rule(group), float(group["beta2"])
-        return Rule(plain.name, plain.lr, plain.decay, plain.eps, (0.0, beta2), _corrections(0.0, beta2))
+    of = RULES["adamw"]
 
 
 @lru_cache(maxsize=8)
@@ -463,12 +449,9 @@ def _corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
     return first.reciprocal_(), second.rsqrt_()
 
 
+_WITH_CLASS = {kind.of.name: kind for kind in (RowSGD, RowAdagrad, RowAdam, LazyAdam, RowAdamW)}
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
-    "sgd": RowSGD,
-    "adagrad": RowAdagrad,
-    "adam": RowAdam,
-    "lazy-adam": LazyAdam,
-    "adamw": RowAdamW,
+    name: _WITH_CLASS.get(name) or type(name, (RowOptimizer,), {"of": rule}) for name, rule in RULES.items()
 }
 
 

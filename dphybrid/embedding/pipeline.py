@@ -9,8 +9,7 @@ How a training loop uses it (the loop is the same with mode "off"):
             metrics |= pipeline.counters()
 
 The worker draws the next batch, sorts each replica's ids, gathers their unique rows and sends them to its
-device. It also sorts the rows of all replicas for the update, and finds those that the batch after needs:
-they are updated first, and the others by a second thread while the devices compute (see `plans`).
+device.
 `HostEmbedding` recognises a prepared lookup by the equality of its ids (53,248 ids: 0.05 ms), sends
 the rows again that an update has changed since they were gathered, and goes on as if it had gathered them
 itself. Thus a lookup that was not announced is simply done on the spot, and tables, losses and states have

@@ -318,7 +318,7 @@ INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int6
     const struct table *t = u->tables, *end = u->tables + u->num_tables;
     _Alignas(LINE) REAL sum[MAX_DIM];
     for (int64_t k = first; k < last; k++) {
-        int64_t key = u->keys[k], ahead = u->keys[MIN(k + ROWS_AHEAD, last - 1)];
+        int64_t key = u->keys[k], ahead = u->keys[MIN(k + ROWS_AHEAD, u->count - 1)];
         while (t + 1 < end && t[1].first_key <= key)
             t++;
         OF(prefetch_row)(u, t, MIN(ahead - t->first_key, t->num_rows - 1), dim);

@@ -2,23 +2,36 @@
 tables."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dphybrid.config.experiment import TableConfig
 from dphybrid.embedding import (
     HostEmbedding,
     RowOptimizer,
     clip_grad_norm_,
     make_row_optimizer,
+    native,
 )
 from dphybrid.embedding.native import fill_normal
+from dphybrid.embedding.optim import ROW_OPTIMIZERS
+from dphybrid.util.row_rules import RULES
 
-KINDS = ["sgd", "adagrad", "adam", "lazy-adam"]
+KINDS = list(RULES)
+
+
+def test_config_optimizers_and_kernels_follow_one_table_of_rules() -> None:
+    choices = TableConfig.model_json_schema()["properties"]["optimizer"]["enum"]
+    source = Path(native.__file__).with_name("rows.c").read_text(encoding="utf-8")
+    names = re.findall(r"enum rule \{ (.*) \};", source)[0].lower().replace("_", "-").split(", ")
+    assert list(RULES) == choices == names == list(ROW_OPTIMIZERS)
 
 
 def reference(kind: str, row: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float) -> Tensor:

@@ -91,7 +91,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
             return gather(weight, ids, out, *args, **options)
 
         monkeypatch.setattr(native, "gather", gathers)
-        for name in ("update", "sum_rows", "square_rows"):
+        for name in ("update", "sum_rows"):
             monkeypatch.setattr(native, name, partial(_reads, world, getattr(native, name)))
         return world
 

@@ -1,0 +1,54 @@
+"""Optimizers of table rows as data: config, flags, the optimizers and the kernel take their choices from
+`RULES`. The arithmetic of each is in `dphybrid/embedding/rows_of.h` (`change`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+StateKind = Literal["row", "weight", "steps"]
+"""One number a row, one a weight (both in the type of gradients), or the number of a row's steps (int32)."""
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """states: by name, as checkpoints hold them: the field of rows.c's `struct table`, and the kind. numbers:
+    the options with their defaults. says: what the optimizer keeps, for help texts. counts_updates:
+    does the arithmetic need the number of the table's updates?"""
+
+    name: str
+    states: Mapping[str, tuple[str, StateKind]]
+    numbers: Mapping[str, float | tuple[float, float]]
+    says: str
+    counts_updates: bool = False
+
+
+_ADAM: Mapping[str, float | tuple[float, float]] = {"betas": (0.9, 0.999), "eps": 1e-8}
+_STEPS: tuple[str, StateKind] = ("steps", "steps")
+
+RULES: Mapping[str, RowRule] = {
+    rule.name: rule
+    for rule in (
+        RowRule("sgd", {}, {"lr": 1e-3}, "no state"),
+        RowRule("adagrad", {"sum": ("square", "row")}, {"lr": 1e-2, "eps": 1e-10}, "one number a row"),
+        RowRule(
+            "adam",
+            {"mean": ("mean", "weight"), "square": ("square", "row"), "steps": _STEPS},
+            {"lr": 1e-3, **_ADAM},
+            "one number a weight and two a row",
+        ),
+        RowRule(
+            "lazy-adam",
+            {"mean": ("mean", "weight"), "square": ("square", "weight"), "steps": _STEPS},
+            {"lr": 1e-3, **_ADAM},
+            "two numbers a weight and one a row",
+        ),
+        RowRule(
+            "adamw",
+            {"square": ("square", "weight"), "steps": _STEPS},
+            {"lr": 1e-3, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
+            "one number a weight and one a row",
+            counts_updates=True,
+        ),
+    )
+}
+"""In the order of `enum rule` in rows.c."""
