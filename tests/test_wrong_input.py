@@ -51,6 +51,14 @@ def test_schema_files(content: str | None, tmp_path: Path) -> None:
         read_schema(file)
 
 
+@pytest.mark.parametrize("number", ["1e23", "9" * 23, "0"])
+def test_numbers_that_no_column_has(number: str, tmp_path: Path) -> None:
+    file = tmp_path / "schema.toml"
+    file.write_text(f'label = "y"\n[columns.a]\nrole = "categorical"\ntop = {number}\n')
+    with pytest.raises(UserError, match=r"schema\.toml.*top[^\n]*$"):
+        read_schema(file)
+
+
 FLOW = "entrypoint: dphybrid.flows.train_hybrid:train_hybrid"
 
 

@@ -64,21 +64,24 @@ async def full_name(client: Any, name: str) -> str:
 
 
 async def refuse_wrong_parameters(client: Any, deployment_id: Any, parameters: dict[str, Any]) -> None:
-    """Raise UserError for parameters of a dphybrid deployment that its flow would not take; the command
-    `prefect` ends with its message."""
+    """Raise UserError for parameters of a dphybrid deployment that its flow would not take, or that name code
+    of packages that DPHYBRID_FACTORY_PACKAGES does not allow; the command `prefect` ends with its message."""
+    from dphybrid.config.settings import load_settings
     from dphybrid.orchestration.validate import check_values
     from dphybrid.util.errors import UserError
+    from dphybrid.util.importing import importing_only
 
     deployment = await client.read_deployment(deployment_id)
     if "dphybrid" not in deployment.tags:
         return
     try:
         _refuse_another_recipe(deployment, parameters)
-        check_values(
-            {**deployment.parameters, **parameters},
-            f"deployment {deployment.name}",
-            deployment.entrypoint or "",
-        )
+        with importing_only(load_settings().factory_packages):  # whoever knows the password set the values
+            check_values(
+                {**deployment.parameters, **parameters},
+                f"deployment {deployment.name}",
+                deployment.entrypoint or "",
+            )
     except UserError as error:
         if Path(sys.argv[0]).name == "prefect":
             raise SystemExit(f"Error creating flow run: {error}") from error

@@ -41,6 +41,20 @@ def missing_extra(error: ModuleNotFoundError) -> UserError:
     )
 
 
+@contextmanager
+def importing_only(packages: str) -> Iterator[None]:
+    """Within the block this process imports named code as a run of a worker does: from dphybrid and these
+    packages alone (names separated by commas)."""
+    before = os.environ.get(ONLY)
+    os.environ[ONLY] = packages
+    try:
+        yield
+    finally:
+        os.environ.pop(ONLY)
+        if before is not None:
+            os.environ[ONLY] = before
+
+
 def check_import(path: str, place: str, packages: str | None = None) -> None:
     """Raise UserError when `path`, given in `place`, is of neither dphybrid nor an allowed package.
 

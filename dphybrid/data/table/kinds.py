@@ -41,6 +41,7 @@ _BUCKET_ROWS = 128
 SMALL = 1024
 """Texts up to which looking each up is faster than finding the distinct ones first."""
 
+_MOST = 2**31 - 1
 _WORD = r"\w+(?:['’]\w+)*"
 
 
@@ -210,11 +211,11 @@ class Category(Column):
     flag_help = "Columns to read as categories, separated by commas."
     coded = True
 
-    min_count: int | None = Field(default=None, ge=1, examples=[2])
+    min_count: int | None = Field(default=None, ge=1, le=_MOST, examples=[2])
     """Values seen in fewer training rows become the unknown one."""
-    top: int | None = Field(default=None, ge=1, examples=[10000])
+    top: int | None = Field(default=None, ge=1, le=_MOST, examples=[10000])
     """At most so many values, the most frequent ones, get an embedding of their own."""
-    hash_buckets: int = Field(default=0, ge=0, examples=[1000])
+    hash_buckets: int = Field(default=0, ge=0, le=_MOST, examples=[1000])
     """Embeddings that the other values share by a hash, instead of the unknown one."""
     ignore_case: bool = Field(default=False, examples=[False])
     """Are Yes and yes the same value?"""
