@@ -166,7 +166,7 @@ class Faults:
             self.hit(f"rmdir {full}")
         self._real["rmdir"](full)
         if full.startswith(self.root):
-            self._undone_with(full, lambda: os.makedirs(full, exist_ok=True))
+            self._undone_with(full, lambda: self._real["mkdir"](full))
 
     def _mkdir(self, path: object, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         full = self._full(path, dir_fd)
