@@ -231,14 +231,14 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
     """
     final = prepared_path(folder, name, digest)
     if final.exists():
-        return open_prepared(final)
+        return verify_prepared(final)
     with _told(folder):
         make_folder(folder)
         with locked(folder / f".{final.name}.lock"):
             # of a killed process: whoever holds the lock is the only one alive
             clear_leftovers(folder, final.name)
             if final.exists():  # another process was faster
-                return open_prepared(final)
+                return verify_prepared(final)
             with making(final) as partial:
                 scratch = partial / "scratch"
                 scratch.mkdir()

@@ -101,13 +101,14 @@ def test_damage_is_told_or_harmless(
     assert told > len(chosen) // 12
 
 
-def test_damaged_training_data_is_named(finished: Path) -> None:
+@pytest.mark.parametrize("name", ["dense_BN.npy", "train_rows.npy"])
+def test_damaged_training_data_is_named(finished: Path, name: str) -> None:
     shutil.rmtree(finished / "data")
     shutil.copytree(finished / "whole", finished / "data")
-    (file,) = (finished / "data").glob("prepared/*/dense_BN.npy")
+    (file,) = (finished / "data").glob(f"prepared/*/{name}")
     content = file.read_bytes()
-    damage(file, content[:-1] + b"\x7f")  # a number of 1e38
-    with pytest.raises(UserError, match=r"dense_BN\.npy: is damaged .*run the preparation again"):
+    damage(file, content[:-1] + b"\x7f")  # a number of 1e38, and a row far beyond the last
+    with pytest.raises(UserError, match=f"{name}: is damaged .*run the preparation again"):
         resumed(finished)
 
 
