@@ -40,7 +40,9 @@ def test_each_row_of_a_damaged_block_is_refused_and_no_other_one(tmp_path: Path)
     good = torch.tensor([row for row in range(NUM_ROWS) if row not in hit])
     table = mapped(file, sums)
     torch.testing.assert_close(table(good), weight[good], rtol=0, atol=0)
-    looks = [table, lambda ids: table.bags(ids, torch.tensor([0])), table.replica_rows]
+    placed = mapped(file, sums)
+    placed.place_on([torch.device("cpu")], lambda rows: [rows])
+    looks = [table, lambda ids: table.bags(ids, torch.tensor([0])), placed.replica_rows]
     for row in (hit[0], hit[1], hit[-1]):
         for look in looks:
             with pytest.raises(

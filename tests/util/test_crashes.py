@@ -25,6 +25,7 @@ STEPS: list[tuple[Callable[[Path], None], Any]] = [
     (lambda root: put(root / "deep" / "folder", "one"), ("two", {"x": "one", "in/y": "one"})),
     (lambda root: put(root / "deep" / "folder", "two"), ("two", {"x": "two", "in/y": "two"})),
     (lambda root: remove_folder(root / "deep" / "folder"), ("two", None)),
+    (lambda root: write_text(root / "page", "three"), ("three", None)),
 ]
 OUTCOMES = [(None, None), *(outcome for _, outcome in STEPS)]
 
