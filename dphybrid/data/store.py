@@ -29,7 +29,7 @@ from dphybrid.util.files import clear_leftovers, make_folder, making, naming, sy
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
-ENCODER_VERSION = 8
+ENCODER_VERSION = 9
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
 _PIECE_BYTES = 2**24

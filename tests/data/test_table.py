@@ -103,6 +103,25 @@ def test_labels_that_are_not_binary_are_named(tmp_path: Path, values: list[objec
         table(tmp_path, {"n": [i * i for i in range(40)], "y": labels}, task="binary")
 
 
+def test_each_class_gives_its_share_of_the_validation_rows(tmp_path: Path) -> None:
+    labels: list[object] = ["often"] * 80 + ["seldom"] * 8 + ["twice"] * 2 + ["once"]
+    prepared = table(tmp_path, {"n": [i * i for i in range(91)], "y": labels})
+    held = np.bincount(prepared.arrays["labels_B"][prepared.arrays["valid_rows"]].astype(int), minlength=4)
+    counts = dict(zip(prepared.manifest.facts["classes"], held.tolist(), strict=True))
+    assert counts == {"often": 20, "once": 0, "seldom": 2, "twice": 1}
+
+
+@pytest.mark.parametrize("values", [{}, {"split": "time", "split_column": "n"}])
+def test_a_class_that_one_part_lacks_is_told_when_the_data_is_prepared(
+    tmp_path: Path, values: dict[str, object]
+) -> None:
+    columns: dict[str, list[object]] = {"n": [i * i for i in range(40)], "y": ["yes"] + ["no"] * 39}
+    with pytest.raises(
+        UserError, match=r"data\.label=y: all 10 validation rows are 'no'; 'yes' has 1 of 40 rows"
+    ):
+        table(tmp_path, columns, **values)
+
+
 def test_names_that_mean_something_to_polars(tmp_path: Path) -> None:
     names = ["count", "*", "^x$", "value", "rows", "len", "literal", " n "]
     columns: dict[str, list[object]] = {name: [f"{'abc'[i % 3]}" for i in range(40)] for name in names}

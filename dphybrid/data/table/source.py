@@ -89,7 +89,10 @@ class TableSource:
             self.base.encoder.check_forms(plan.columns)
         table = read_table(plan, self.files, len(self.held_files), scratch / "rows", progress)
         label, answers_B = _answers(table)
-        split = _split(table, self.seed)
+        classes_B = label.encoded(answers_B) if label.classes else np.zeros(table.num_rows)
+        split = _split(table, self.seed, classes_B)
+        if label.task == "binary" and not self.base:
+            _check_both_classes(label, classes_B, split)
         texts = {c.name: table.texts(f"column {c.name}") for c in plan.columns if c.coded}
         parts: dict[str, Array] = {}
         weights_B = table.whole("weight").astype(np.float32) if plan.weight else None
@@ -225,11 +228,24 @@ def _answers(table: Table) -> tuple[Label, Array]:
     return label, np.concatenate([[np.nan], number])[values_B]
 
 
-def _split(table: Table, seed: int) -> RowSplit:
+def _check_both_classes(label: Label, classes_B: Array, split: RowSplit) -> None:
+    """Raise UserError unless both parts have rows of both classes."""
+    for part, rows_B in (("training", ~split.held_B), ("validation", split.held_B)):
+        found = np.bincount(classes_B[rows_B].astype(np.int64), minlength=2)
+        if not found.all():
+            only, rare = int(found.argmax()), int(found.argmin())
+            raise UserError(
+                f"data.label={label.name}: all {found.sum():,} {part} rows are {label.classes[only]!r}; "
+                f"{label.classes[rare]!r} has {(classes_B == rare).sum():,} of {len(classes_B):,} rows, and "
+                "training and validation need one or more each: give more of them, or another split"
+            )
+
+
+def _split(table: Table, seed: int, classes_B: Array) -> RowSplit:
     codes_B, texts = None, None
     if table.plan.split:
         codes_B, texts = table.whole("split"), table.texts("split")
-    return split_rows(table.plan.data, seed, table.num_rows, table.num_read, codes_B, texts)
+    return split_rows(table.plan.data, seed, classes_B, table.num_read, codes_B, texts)
 
 
 def _fitted(

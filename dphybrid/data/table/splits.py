@@ -24,21 +24,21 @@ class RowSplit:
 def split_rows(
     data: TableDataConfig,
     seed: int,
-    num_rows: int,
+    classes_B: Array,
     num_read: int,
     codes_B: Array | None,
     values: pl.Series | None,
 ) -> RowSplit:
     """Choose the validation rows. Rows from number `num_read` on came from files given as held out.
 
-    codes_B, values: the split column, as a dictionary's codes (0: no value). Raises UserError when one part
-    would be empty.
+    classes_B: what random rows are stratified by, so that each class gives its share. codes_B, values: the
+    split column, as a dictionary's codes (0: no value). Raises UserError when one part would be empty.
     """
     if data.valid_path is not None:
-        held_B = np.arange(num_rows) >= num_read
+        held_B = np.arange(len(classes_B)) >= num_read
         text = f"validation split: the rows of {data.valid_path}"
     elif codes_B is None or values is None:
-        held_B = _random(seed, num_rows, data.valid_fraction)
+        held_B = _random(seed, classes_B.astype(np.int64), data.valid_fraction)
         text = f"validation split: at random by train.seed={seed}"
     else:
         held_B, text = _by_value(data, seed, codes_B, values)
@@ -51,14 +51,20 @@ def split_rows(
     return RowSplit(held_B, text)
 
 
-def _random(seed: int, num_rows: int, fraction: float) -> Array:
-    """Hold out the same share of every block of rows: memory does not grow with a permutation of all of
-    them."""
-    held_B = np.zeros(num_rows, bool)
-    for number, start in enumerate(range(0, num_rows, _BLOCK)):
-        size = min(_BLOCK, num_rows - start)
-        wanted = min(max(1, round(size * fraction)), max(1, size - 1))
-        held_B[start + np.random.default_rng([seed, number]).permutation(size)[:wanted]] = True
+def _random(seed: int, classes_B: Array, fraction: float) -> Array:
+    """Hold out the same share of every class in every block of rows (a permutation of all rows would take
+    memory): one row or more of a class that has two, none of one that has a single row."""
+    held_B = np.zeros(len(classes_B), bool)
+    for number, start in enumerate(range(0, len(classes_B), _BLOCK)):
+        block_B = classes_B[start : start + _BLOCK]
+        order_B = np.random.default_rng([seed, number]).permutation(len(block_B))
+        order_B = order_B[np.argsort(block_B[order_B], kind="stable")]
+        counts_C = np.bincount(block_B)
+        ends_C = np.cumsum(counts_C)
+        wanted_C = np.diff(np.round(ends_C * fraction), prepend=0)  # rounded so that the sum is right
+        wanted_C = wanted_C.clip(np.minimum(counts_C - 1, 1), np.maximum(counts_C - 1, 0))
+        place_B = np.arange(len(block_B)) - np.repeat(ends_C - counts_C, counts_C)
+        held_B[start + order_B[place_B < np.repeat(wanted_C, counts_C)]] = True
     return held_B
 
 
