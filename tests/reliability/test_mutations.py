@@ -82,12 +82,6 @@ PLANTED = {
         LOOKUPS,
     ),
     "bags are not checked": ("embedding/table", "        self._check_read(ids_N)\n", "", LOOKUPS),
-    "rows of replicas are not checked": (
-        "embedding/table",
-        "        self._check_read(lookup.ids.reshape(-1))\n",
-        "",
-        LOOKUPS,
-    ),
     "a damaged file is written on": (
         "training/saving",
         "_check_base(base, base_page.sha256[key])",
