@@ -13,7 +13,7 @@ from dphybrid.util.importing import missing_extra
 
 COMMANDS = [
     *("train", "plan", "check", "compare", "sync", "ui", "init", "completion", "devices", "rollback"),
-    *("sweep", "validate", "prepare", "predict", "verify", "selftest", "doctor"),
+    *("sweep", "validate", "prepare", "predict", "export", "verify", "selftest", "doctor"),
 ]
 """Modules of this package, in the order of the help.
 

@@ -87,7 +87,7 @@ class Predictor:
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
                 f"of a recipe that reads tables ({', '.join(tabular_names())})"
             )
-        self._model = model_from_checkpoint(self.folder, devices, mapped=True)  # checks the encoder, too
+        self.model = model_from_checkpoint(self.folder, devices, mapped=True)  # checks the encoder, too
         self.encoder = Encoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
         self.task = label_task(state.info)
@@ -128,15 +128,28 @@ class Predictor:
             pieces = wanted.collect_batches(chunk_size=PIECE_ROWS, maintain_order=True)
         scores, wrong = [self.task.nothing], 0
         for piece in pieces:
-            cells = piece.select(by_name(*self.encoder.names))
-            cells.columns = [str(place) for place in range(cells.width)]
-            cells = clean(cells, self._data.no_value, numbers=True)
-            columns = dict(zip(self.encoder.names, cells.get_columns(), strict=True))
-            scores_B, odd = self._scores(columns, self.encoder)
+            scores_B, odd = self._scores(self._cells(piece), self.encoder)
             scores.append(scores_B)
             wrong += odd
         _warn(wrong)
         return np.concatenate(scores)
+
+    def batch(self, rows: pl.DataFrame) -> dict[str, torch.Tensor]:
+        """Return the model's batch for rows; its bags have room for two items at least."""
+        columns = self.encoder.columns
+        cells = self._cells(rows)
+        return _tensors(self.encoder.arrays({c.name: c.read(cells[c.name]) for c in columns}, longest=2))
+
+    @property
+    def no_value(self) -> tuple[str, ...]:
+        """Texts that mean "no value", but for the empty one."""
+        return self._data.no_value
+
+    def _cells(self, frame: pl.DataFrame) -> dict[str, pl.Series]:
+        cells = frame.select(by_name(*self.encoder.names))
+        cells.columns = [str(place) for place in range(cells.width)]
+        cells = clean(cells, self.no_value, numbers=True)
+        return dict(zip(self.encoder.names, cells.get_columns(), strict=True))
 
     def _predict_path(self, path: str) -> np.ndarray:
         done, scores = Predicted(Path(path)), [self.task.nothing]
@@ -268,12 +281,15 @@ class Predictor:
         with torch.inference_mode():
             for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)
-                batch = {name: torch.from_numpy(array[rows]) for name, array in arrays.items()}
-                batch |= {name: ids.long() for name, ids in batch.items() if ids.dtype == torch.int32}
-                batch["labels_B"] = torch.zeros(len(batch["ids_BF"]))  # only the loss needs them
-                outputs = self._model(batch)
+                outputs = self.model(_tensors({name: array[rows] for name, array in arrays.items()}))
                 scores.append(self.task.link(outputs["logits"]).cpu().numpy())
         return np.concatenate(scores), wrong
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    batch |= {name: ids.long() for name, ids in batch.items() if ids.dtype == torch.int32}
+    return batch | {"labels_B": torch.zeros(len(batch["ids_BF"]))}  # only the loss needs them
 
 
 def _warn(wrong: int) -> None:

@@ -1,0 +1,35 @@
+"""Write a trained model as a folder that predicts without dphybrid.
+
+examples:
+  %(prog)s ctr-cpu-1121-044553 --out clicks/
+  %(prog)s models:/clicks@champion --out clicks/ --onnx
+
+The folder has the tables (mapped into memory when they are read), the dense part as programs of
+torch.export, the encoder, an example request, and predict.py, which needs torch, safetensors and polars.
+It predicts the same bits as `dphybrid.load` does on the CPU. It is written under another name, and renamed
+when it is complete.
+"""
+
+import argparse
+
+from dphybrid.cli.parser import Parser
+from dphybrid.config.settings import load_settings
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    model = "a run (name or MLflow id), a checkpoint folder, or models:/NAME@champion"
+    parser.add_argument("model", metavar="RUN_OR_MODEL", help=model)
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="a folder that is not there yet")
+    onnx = "also write the dense part as dense.onnx (needs the packages onnx and onnxscript)"
+    parser.add_argument("--onnx", action="store_true", help=onnx)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write a trained model as a folder that predicts without dphybrid."""
+    from dphybrid.serving.export import export
+    from dphybrid.serving.load import find_checkpoint
+
+    folder = export(find_checkpoint(args.model, load_settings()), args.out, onnx=args.onnx)
+    print(f"{folder}: try `python {folder / 'predict.py'} {folder / 'example.json'}`")
+    return 0

@@ -1,0 +1,321 @@
+"""A trained model as a folder that predicts without dphybrid: tables to map, the rest as programs of
+`torch.export`, the encoder's page, and the Python that joins them.
+
+A model is cut at its lookups: `lookups.pt2` gives the ids of each, whose rows are gathered outside, and
+`dense.pt2` goes on from the rows. Nothing here depends on the recipe. Letters: B samples.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from dphybrid.data.table.column import Column
+from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric, Text, Time
+from dphybrid.embedding import find_tables
+from dphybrid.parallel import find_data_parallel
+from dphybrid.serving.predict import Predictor, open_predictor
+from dphybrid.training.checkpoint import verify_checkpoint
+from dphybrid.training.tensor_file import write_tensors
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import check_target, making, read_json, write_json, write_text
+
+EXAMPLES = 11
+"""Samples of the batch that programs are traced with: unlike other sizes of a model."""
+KINDS = (Bag, Category, Ignore, Numeric, Text, Time)
+"""Columns that exported/encode.py reads."""
+PROGRAMS = Path(__file__).parent / "exported"
+README = """# Predictions of {predicts}
+
+    python predict.py example.json
+
+needs torch, safetensors and polars (exported with torch {torch}, polars {polars}). In Python:
+
+    import sys; sys.path.append("this/folder")
+    from predict import Model
+    Model().predict({{"column": [value, ...], ...}})   # or a polars frame, or a list of records
+
+| file | what it holds |
+| --- | --- |
+| predict.py, encode.py | the program; from cells to arrays |
+| tables/*.safetensors | the embedding tables, mapped into memory: only looked-up rows take memory |
+| lookups.pt2, dense.pt2 | programs of torch.export: the ids of each lookup; from rows to predictions |
+| encoder/ | columns, their statistics and values |
+| signature.json, example.json | columns and answers by name; a request and its answer |
+"""
+
+Batch = dict[str, Tensor]
+Answer = Callable[[str, Tensor], Tensor]
+
+
+@contextmanager
+def _looked_up(model: nn.Module, answer: Answer) -> Iterator[None]:
+    """While the block runs, `answer` gives the rows of a table's ids, by its name, and regions are their
+    modules: the record of splits would make the batch's size a constant."""
+    tables, regions = find_tables(model), find_data_parallel(model).values()
+
+    def forward(name: str, ids: Tensor, *, by_replica: bool = False) -> Tensor | list[Tensor]:
+        rows = answer(name, ids)
+        return [rows] if by_replica else rows
+
+    try:
+        for name, table in tables.items():
+            table.forward = partial(forward, name)  # type: ignore[method-assign]
+        for region in regions:
+            region.forward = region.module.__call__  # type: ignore[method-assign]
+        yield
+    finally:
+        for changed in (*tables.values(), *regions):
+            del changed.forward
+
+
+class _Part(nn.Module):
+    """A model's part before its rows, or after them. Inputs that it does not use are zeros."""
+
+    def __init__(self, model: nn.Module, example: Batch, used: list[str]) -> None:
+        super().__init__()
+        self.model, self._example, self._used = model, example, used
+
+    def _whole(self, batch: Batch) -> Batch:
+        num_samples = batch[self._used[0]].shape[0]
+        return {
+            name: batch[name]
+            if name in self._used
+            else torch.zeros((num_samples, *value.shape[1:]), dtype=value.dtype)
+            for name, value in self._example.items()
+        }
+
+
+class _Lookups(_Part):
+    """batch -> the ids of each lookup."""
+
+    def __init__(self, model: nn.Module, example: Batch, used: list[str], dims: list[int]) -> None:
+        super().__init__(model, example, used)
+        self._dims = dims
+
+    def forward(self, batch: Batch) -> list[Tensor]:
+        asked: list[Tensor] = []
+
+        def note(_: str, ids: Tensor) -> Tensor:
+            asked.append(ids)
+            return torch.zeros(*ids.shape, self._dims[len(asked) - 1])
+
+        with _looked_up(self.model, note):
+            self.model(self._whole(batch))
+        return asked
+
+
+class _Dense(_Part):
+    """(batch, rows of each lookup) -> what the model gives."""
+
+    def forward(self, batch: Batch, rows: list[Tensor]) -> Batch:
+        left = iter(rows)
+        with _looked_up(self.model, lambda *_: next(left)):
+            found: Batch = self.model(self._whole(batch))
+        return found
+
+
+class _Predicting(nn.Module):
+    """batch -> the outputs that are predictions. link: from logits to predictions, of a label."""
+
+    def __init__(self, model: nn.Module, link: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.model, self._link = model, link
+
+    def forward(self, batch: Batch) -> Batch:
+        found: Batch = self.model(batch)
+        if self._link is not None:
+            return {"prediction": self._link(found["logits"])}
+        return {name: value for name, value in found.items() if name not in ("loss", "weight")}
+
+
+class _Programs:
+    """A model's two programs, and what they need. tables: rows and their type in the model, by name.
+    lookups: the table of each. used: the inputs that are read."""
+
+    def __init__(self, model: nn.Module, example: Batch) -> None:
+        """Raises whatever torch.export does for a model that it cannot trace."""
+        tables = find_tables(model)
+        self.tables = {name: (table.settled(), table.out_dtype) for name, table in tables.items()}
+        self.lookups: list[str] = []
+        self._rows: list[Tensor] = []
+
+        def note(name: str, ids: Tensor) -> Tensor:
+            self.lookups.append(name)
+            self._rows.append(self._gathered(name, ids))
+            return self._rows[-1]
+
+        with torch.no_grad(), _looked_up(model, note):
+            model(example)
+        weights = {name: table.weight for name, table in tables.items()}
+        for table in tables.values():  # else a program would hold its rows
+            table.weight = nn.Parameter(torch.empty(0, table.dim), requires_grad=False)
+        dims = [tables[name].dim for name in self.lookups]
+        self.used = [name for name in example if name != "labels_B"]  # only the loss reads them
+        for _ in range(2):  # the second time without inputs that nothing reads
+            batch = {name: example[name] for name in self.used}
+            self.asks = _traced(_Lookups(model, example, self.used, dims), batch)
+            self.dense = _traced(_Dense(model, example, self.used), batch, self._rows)
+            read = _read(self.asks, batch) | _read(self.dense, batch)
+            self.used = [name for name in self.used if name in read]
+        for name, table in tables.items():
+            table.weight = weights[name]
+
+    def run(self, batch: Batch) -> Batch:
+        """Return the outputs as predict.py computes them."""
+        batch = {name: batch[name] for name in self.used}
+        ids = self.asks.module(check_guards=False)(batch)
+        rows = [self._gathered(name, each) for name, each in zip(self.lookups, ids, strict=True)]
+        found: Batch = self.dense.module(check_guards=False)(batch, rows)
+        return found
+
+    def _gathered(self, name: str, ids: Tensor) -> Tensor:
+        rows_VD, dtype = self.tables[name]
+        return rows_VD[ids].to(dtype)
+
+
+def _traced(module: nn.Module, *arguments: Any) -> torch.export.ExportedProgram:
+    """Return the program of a module for arguments of any size, without operations that nothing needs."""
+    dims = torch.export.Dim
+    sizes = tree_map(lambda t: {d: dims.AUTO if d else dims.DYNAMIC for d in range(t.dim())}, arguments)
+    with torch.no_grad():
+        program = torch.export.export(module, arguments, dynamic_shapes=sizes)
+    for node in program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
+    ):
+        program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return program
+
+
+def _read(program: torch.export.ExportedProgram, batch: Batch) -> set[str]:
+    """Return the inputs of a batch that a program reads."""
+    users = {node.name: len(node.users) for node in program.graph.nodes if node.op == "placeholder"}
+    return {
+        name for name, place in zip(batch, program.graph_signature.user_inputs, strict=False) if users[place]
+    }
+
+
+def export(checkpoint: Path, out: str | Path, *, onnx: bool = False) -> Path:
+    """Write the model of a checkpoint of a tabular recipe into the new folder `out`, which needs no dphybrid.
+
+    onnx: also `dense.onnx`, whose inputs are the model's and the rows. Raises UserError when the folder
+    exists, when the recipe does not score rows of a table, and for a model that torch.export cannot trace.
+    """
+    target = Path(out).expanduser()
+    check_target(target, f"--out {out}")
+    if target.exists():
+        raise UserError(f"--out {out}: is there already; give a new folder, or remove it first")
+    verify_checkpoint(Path(checkpoint))  # tables are mapped, and are checked where rows are looked up
+    predictor = open_predictor(checkpoint)
+    if not isinstance(predictor, Predictor):
+        raise UserError(
+            f"{checkpoint}: recipe retrieval recommends with dphybrid.load; export takes models of rows"
+        )
+    columns = predictor.encoder.columns
+    if others := [column for column in columns if type(column) not in KINDS]:
+        raise UserError(
+            f"column {others[0].name!r}: is of kind {others[0].role}, which exports do not read; they "
+            f"read {', '.join(kind.role for kind in KINDS)}"
+        )
+    rows = _example(columns)
+    programs = _programs(predictor, rows)
+    with making(target) as folder:
+        (folder / "tables").mkdir()
+        for name, (rows_VD, _) in programs.tables.items():
+            write_tensors(folder / "tables" / f"{name}.safetensors", {"weight": rows_VD})
+        for name, program in (("lookups", programs.asks), ("dense", programs.dense)):
+            torch.export.save(program, folder / f"{name}.pt2")
+        if onnx:
+            _write_onnx(programs, folder / "dense.onnx")
+        _write_encoder(predictor, folder / "encoder")
+        _write_pages(predictor, programs, rows, folder)
+    return target
+
+
+def _example(columns: Sequence[Column]) -> pl.DataFrame:
+    """Return rows of values that the columns know, and one without values at the end."""
+    read = (column for column in columns if not isinstance(column, Ignore))
+    return pl.DataFrame({column.name: [_known(column)] * (EXAMPLES - 1) + [None] for column in read})
+
+
+def _known(column: Column) -> Any:
+    if isinstance(column, Numeric):
+        return round(column.learned.mean, 2) if not column.learned.log else 1.0
+    if isinstance(column, Time):
+        return "2024-03-12 08:30"
+    texts = column.learned.head(2 if isinstance(column, Bag) else 1).to_list() or ["unknown"]
+    return (" " if isinstance(column, Text) or not isinstance(column, Bag) else column.separator).join(texts)
+
+
+def _programs(predictor: Predictor, rows: pl.DataFrame) -> _Programs:
+    batch = predictor.batch(rows)
+    model = _Predicting(predictor.model, predictor.task.link).eval().requires_grad_(False)
+    batches = [batch, {name: value[:1] for name, value in batch.items()}]
+    with torch.inference_mode():
+        wanted = [model(each)["prediction"] for each in batches]
+    try:
+        programs = _Programs(model, batch)
+        with torch.inference_mode():
+            found = [programs.run(each)["prediction"] for each in batches]
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{predictor.folder}: torch.export cannot trace this model: {reason}") from error
+    if not all(map(torch.equal, wanted, found)):
+        raise UserError(
+            f"{predictor.folder}: the traced model predicts other numbers; it depends on its batch's values"
+        )
+    return programs
+
+
+def _write_onnx(programs: _Programs, file: Path) -> None:
+    try:
+        names = [*programs.used, *(f"rows_{place}" for place in range(len(programs.lookups)))]
+        torch.onnx.export(programs.dense, f=file, input_names=names, dynamo=True, verbose=False)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"--onnx: torch's exporter cannot write this model: {reason}") from error
+
+
+def _write_encoder(predictor: Predictor, folder: Path) -> None:
+    predictor.encoder.save(folder)
+    page = read_json(folder / "encoder.json")
+    write_json(folder / "encoder.json", {**page, "no_value": ["", *predictor.no_value]})
+
+
+def _write_pages(predictor: Predictor, programs: _Programs, rows: pl.DataFrame, folder: Path) -> None:
+    label = predictor.task.label
+    types = {name: str(programs.tables[name][1]).removeprefix("torch.") for name in programs.lookups}
+    page = {
+        "format": 1,
+        "predicts": predictor.predicts,
+        "classes": list(predictor.classes),
+        "inputs": programs.used,
+        "lookups": [[name, types[name]] for name in programs.lookups],
+        "batch_size": predictor.batch_size,
+        "torch": torch.__version__,
+    }
+    write_json(folder / "model.json", page)
+    columns = {c.name: "number" if isinstance(c, Numeric) else "text" for c in predictor.encoder.columns}
+    asked = {name: columns[name] for name in rows.columns}
+    write_json(
+        folder / "signature.json",
+        {"columns": asked, "returns": label.columns, "classes": list(predictor.classes)},
+    )
+    shown = rows[[0, -1]]
+    answer = {"rows": shown.to_dict(as_series=False), "predictions": predictor.predict(shown).tolist()}
+    write_json(folder / "example.json", answer)
+    for name in ("predict.py", "encode.py"):
+        shutil.copyfile(PROGRAMS / name, folder / name)
+    write_text(
+        folder / "README.md",
+        README.format(predicts=predictor.predicts, torch=torch.__version__, polars=pl.__version__),
+    )

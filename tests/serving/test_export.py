@@ -1,0 +1,182 @@
+"""An exported model predicts the same bits in a process that has no dphybrid, Prefect or MLflow."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import polars as pl
+import pytest
+
+import dphybrid
+from dphybrid.cli.main import main
+from dphybrid.serving.export import PROGRAMS, export
+from dphybrid.util.errors import UserError
+from tests.conftest import REPOSITORY
+from tests.waiting import wait_until
+
+NUM_ROWS = 600
+WITHOUT = """
+import sys
+for name in ("dphybrid", "prefect", "mlflow"):
+    sys.modules[name] = None  # an import of it fails
+sys.path.insert(0, sys.argv[1])
+import numpy as np, polars as pl
+from predict import Model
+model = Model()
+rows = pl.read_parquet(sys.argv[2])
+found = [model.predict(each) for each in (rows, rows[:1], rows[:0], rows[:3].to_dict(as_series=False))]
+np.savez(sys.argv[3], *found)
+"""
+
+
+def table() -> pl.DataFrame:
+    random = np.random.default_rng(0)
+    number = random.normal(size=NUM_ROWS)
+    letters = [list(random.choice(list("uvwxyz"), random.integers(0, 4))) for _ in range(NUM_ROWS)]
+    return pl.DataFrame(
+        {
+            "size": number,
+            "price": [f"{1000 + 900 * abs(n):,.2f}" if n > -1 else None for n in number],
+            "shop": [f"s{n}" for n in random.integers(0, 60, NUM_ROWS)],
+            "flag": random.choice(["TRUE", "true", "False", "?"], NUM_ROWS),
+            "when": [f"{d}/3/2024 {h}:30" for d, h in random.integers(1, 24, (NUM_ROWS, 2))],
+            "tags": ["|".join(each) for each in letters],
+            "lists": letters,
+            "said": [" ".join(f"{word}'s" for word in each).upper() for each in letters],
+            "clicked": np.where(number + random.normal(size=NUM_ROWS) > 0, "yes", "no"),
+            "group": random.choice(["a", "b", "c"], NUM_ROWS),
+            "amount": 100 * number.round(3),
+            "count": random.poisson(np.exp(number)),
+        }
+    )
+
+
+COLUMNS = {"bags": ["tags"], "text": ["said"], "dayfirst": True, "buckets": 4}
+LABELS = {"binary": "clicked", "multiclass": "group", "regression": "amount", "counts": "count"}
+
+
+@pytest.fixture
+def unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+
+
+def trained(task: str, **values: Any) -> Any:
+    label = LABELS[task]
+    rows = table().drop([name for name in LABELS.values() if name != label])
+    given = {"devices": "cpu", "epochs": 1, "dim": 4, "hidden": 8, "quiet": True, **COLUMNS, **values}
+    return dphybrid.train(rows, label=label, task=task, run_name=task, **given), rows.drop(label)
+
+
+@pytest.mark.parametrize(
+    ("task", "values"),
+    [
+        ("binary", {"kind": "dlrm"}),
+        ("multiclass", {"kind": "deepfm"}),
+        ("regression", {"kind": "wide-deep", "table__dtype": "bfloat16"}),
+        ("counts", {"kind": "mlp"}),
+    ],
+)
+def test_predictions_are_the_runs_bit_for_bit(
+    task: str, values: dict[str, str], unrecorded: None, tmp_path: Path
+) -> None:
+    run, rows = trained(task, **values)
+    assert main(["export", task, "--out", str(tmp_path / "out")]) == 0
+    new = pl.concat([rows, rows[:2].with_columns(shop=pl.lit("new"), price=pl.lit("old"), when=pl.lit("?"))])
+    new.write_parquet(tmp_path / "new.parquet")
+    command = [sys.executable, "-c", WITHOUT, *map(str, (tmp_path / "out", tmp_path / "new.parquet"))]
+    subprocess.run([*command, str(tmp_path / "found.npz")], check=True, cwd=tmp_path)
+    with np.load(tmp_path / "found.npz") as found:
+        with pytest.warns(UserWarning, match="are no numbers"):
+            wanted = [run.predict(each) for each in (new, new[:1], new[:0], new[:3])]
+        for name, expected in zip(sorted(found), wanted, strict=True):
+            assert found[name].dtype == expected.dtype
+            assert np.array_equal(found[name], expected), name
+    example = json.loads((tmp_path / "out" / "example.json").read_text())
+    command = [sys.executable, str(tmp_path / "out" / "predict.py"), str(tmp_path / "out" / "example.json")]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert json.loads(printed) == example["predictions"]
+
+
+def test_the_example_serves_requests_at_once_and_names_a_missing_column(
+    unrecorded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, rows = trained("multiclass")
+    export(run.checkpoint, tmp_path / "out")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "uvicorn", "serve:app", "--app-dir", str(REPOSITORY / "examples")]
+    server = subprocess.Popen(
+        [*command, "--port", str(port)], env=os.environ | {"EXPORT": str(tmp_path / "out")}
+    )
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+    try:
+        wait_until(lambda: answers(client), "the service answers")
+        asked = [rows[n : n + 2].to_dicts() for n in range(0, 16, 2)]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda each: client.post("/predict", json=each).json(), asked))
+        np.testing.assert_allclose(np.concatenate(found), run.predict(rows[:16]), rtol=1e-6)
+        lacking = client.post("/predict", json=rows[:1].drop("shop").to_dicts())
+        assert (lacking.status_code, "'shop'" in lacking.json()["detail"]) == (400, True)
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/docs").is_success
+    except httpx.TransportError:
+        return False
+
+
+def test_nothing_half_is_left_and_nothing_is_overwritten(
+    unrecorded: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained("binary")
+    there = {path.name for path in tmp_path.iterdir()}
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dphybrid.serving.export._write_pages", interrupted)
+        assert main(["export", "binary", "--out", "out"]) == 130
+    assert {path.name for path in tmp_path.iterdir()} == there
+    for command, words in (
+        (["nobody", "--out", "out"], "nobody: no run"),
+        (["binary", "--out", "none/out"], "--out none/out: cannot be written there"),
+        (["binary", "--out", "data"], "--out data: cannot be written there"),
+    ):
+        assert main(["export", *command]) == 2
+        assert words in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == there
+    assert len((PROGRAMS / "predict.py").read_text().splitlines()) <= 80
+
+
+def test_a_dense_part_as_onnx(unrecorded: None, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    run, rows = trained("binary")
+    export(run.checkpoint, tmp_path / "out", onnx=True)
+    session = runtime.InferenceSession(tmp_path / "out" / "dense.onnx")
+    batch = run.predictor.batch(rows[:5])
+    model = run.predictor.model
+    gathered = model.table.flat(model.table_ids(batch)["table"]).detach().numpy()
+    given = {name: value.numpy() for name, value in batch.items()} | {"rows_0": gathered}
+    feeds = {each.name: given[each.name] for each in session.get_inputs()}
+    (found,) = session.run(None, feeds)
+    np.testing.assert_allclose(found, run.predict(rows[:5]), rtol=1e-5)
+
+
+def test_a_recipe_without_predictions_is_refused(unrecorded: None, tmp_path: Path) -> None:
+    run = dphybrid.train(recipe="hybrid", devices="cpu", epochs=1, quiet=True)
+    with pytest.raises(UserError, match="recipe hybrid without an encoder"):
+        export(run.checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
