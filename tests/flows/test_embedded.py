@@ -113,6 +113,8 @@ def test_the_server_ends_with_its_starter_and_one_that_cannot_start_is_told(tmp_
         pid, imported = starter.stdout.readline().split()
         assert imported == "False"  # it is not imported twice
         server = psutil.Process(int(pid))
+        sockets = [c for p in (server, psutil.Process(starter.pid)) for c in p.net_connections("inet")]
+        assert {c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
         os.kill(starter.pid, signal.SIGKILL)
         wait_until(lambda: not server.is_running() or server.status() == "zombie", "the server has ended", 30)
     database = tmp_path / "prefect" / "prefect.db"

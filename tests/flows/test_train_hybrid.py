@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import psutil
 import pytest
 
 from dphybrid.gpus import lease_folder
@@ -249,6 +250,9 @@ def test_the_command_that_deploy_prints_shows_epochs_metric_and_address(team: Te
     shown = " ".join(watched.stdout.split())
     for words in ("epoch 10/10: train loss", "validation: mse", "MLflow: dphybrid ui hybrid-"):
         assert words in shown
+    processes = [found := psutil.Process(worker.pid), *found.children(recursive=True)]
+    sockets = [c for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert {socket.laddr.ip for socket in sockets} <= {"127.0.0.1"}
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(patience(30)) == 0
 
