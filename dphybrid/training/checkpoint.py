@@ -208,7 +208,8 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
     devices they are.
 
     mapped: the tables stay in the checkpoint's files, and memory holds only rows that were looked up; each
-    lookup checks the blocks of the file that it is the first to read. Raises UserError on mismatch.
+    lookup checks the blocks of the file that it is the first to read. Tables of checkpoints that have no
+    sums of blocks are read whole. Raises UserError on mismatch.
     """
     tables, sums = find_tables(model), read_state(path).block_sums if mapped else {}
     blocks = read_tensors(path / "blocks.safetensors")
@@ -231,9 +232,13 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
         for name, tensor in wanted.items():
             tensor.copy_(blocks[name])
         for name, table in tables.items():
-            if mapped:
-                block_sums = sums[table_file(path, name).relative_to(path).as_posix()]
+            block_sums = sums.get(table_file(path, name).relative_to(path).as_posix())
+            if block_sums is not None:
                 table.map_rows(*mapped_weight(path, name, table.settled(), block_sums))
+            elif mapped:  # the model was built without memory for its rows
+                rows_VD = torch.empty(table.settled().shape, dtype=table.settled().dtype)
+                read_table(path, name, "weight", rows_VD)
+                table.map_rows(rows_VD, lambda _: None)
             elif name not in skip:
                 read_table(path, name, "weight", table.settled())
 

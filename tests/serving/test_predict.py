@@ -2,6 +2,7 @@
 rows, other models refused."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
+from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError
 
 HEADER = "age,city,user_id,clicked"
@@ -247,6 +249,16 @@ def test_a_mapped_table_gives_the_same_bits_and_leaves_the_file_alone(trained: t
     assert torch.equal(mapped.table.flat.weight, whole.table.flat.weight)
     mapped.table.flat.settled().zero_()
     assert (folder / "tables" / "table.safetensors").read_bytes() == before
+
+
+def test_a_checkpoint_without_sums_of_blocks_is_read_whole(
+    trained: tuple[Report, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "step-000001"
+    shutil.copytree(trained[0].best_checkpoint, folder)
+    read_state(folder).model_copy(update={"block_sums": {}}).write(folder / "state.json")
+    read, wanted = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
+    assert torch.equal(read.table.flat.weight, wanted.table.flat.weight)
 
 
 def test_a_table_of_half_the_size_comes_back_as_such(
