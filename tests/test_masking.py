@@ -46,7 +46,7 @@ def test_an_error_of_prefects_client_shows_no_password(
 
     run = SimpleNamespace(experiment=lambda _: None)
     monkeypatch.setattr(steps, "read_run", lambda _: run)
-    monkeypatch.setattr(steps.job, "report_run", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(steps.job, "report_run", lambda *_: SimpleNamespace(text=""))
     monkeypatch.setattr(steps, "_publish", refused)
     inspect.unwrap(steps.report)("folder")
     said = capsys.readouterr().out

@@ -71,11 +71,11 @@ def test_what_is_no_table_is_refused(
 
 def test_a_line_as_long_as_allowed_is_read(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
-    file.write_text("t,y\n" + "".join(f"{'x' * (2**20 - 10)}{i},{i % 2}\n" for i in range(4)))
+    file.write_text("t,y\n" + "".join(f"{'x' * (2**20 - 10)}{i},{i % 2}\n" for i in range(5)))
     config = TableDataConfig(path=str(file), label="y", max_line_mib=1)
     assert prepare("ctr", config, tmp_path / "prepared", 0).manifest.split["train_rows"] == 3
     file.write_text(file.read_text() + "x" * (2**20 + 1) + ",1\n")
-    with pytest.raises(UserError, match="line 6 is longer than data.max_line_mib=1"):
+    with pytest.raises(UserError, match="line 7 is longer than data.max_line_mib=1"):
         prepare("ctr", config, tmp_path / "prepared", 0)
 
 
