@@ -325,7 +325,8 @@ class CheckpointWriter:
                     assert before is not None
                     base = table_file(before, name)
                     base_page, key = read_state(before), _key(before, base)
-                    if page.since_full and self._linked(base, file):
+                    # a base without sums of blocks is older than these: its rows are written whole
+                    if page.since_full and key in base_page.block_sums and self._linked(base, file):
                         sums[key], blocks[key] = base_page.sha256[key], base_page.block_sums[key]
                         file = changed_file(partial, name)
                         tensors = {rows_of(key): rows for key, rows in copied.by_row.items()}

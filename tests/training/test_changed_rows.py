@@ -213,6 +213,22 @@ def test_a_disk_without_links_and_a_full_memory_get_whole_files(
             torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
 
 
+def test_a_base_without_sums_of_blocks_is_written_whole_with_them(tmp_path: Path) -> None:
+    trained = new("adam")
+    with CheckpointWriter(tmp_path, trained, full_every=5) as writer:
+        for number in range(3):
+            step(trained)
+            path = writer.save({}, {})
+            writer.wait()
+            tables = {name for name in read_state(path).sha256 if name.startswith("tables/")}
+            assert read_state(path).block_sums.keys() == tables
+            torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
+            if number == 0:
+                read_state(path).model_copy(update={"block_sums": {}}).write(path / "state.json")
+            else:
+                assert bool(list((path / "changed").glob("*"))) == (number == 2)
+
+
 def test_a_damaged_base_is_never_written_on(tmp_path: Path) -> None:
     trained = new("adam")
     writer = CheckpointWriter(tmp_path, trained, full_every=2)
