@@ -5,7 +5,8 @@ examples:
   %(prog)s models:/clicks@champion --out clicks/ --onnx
 
 The folder has the tables (mapped into memory when they are read), the dense part as programs of
-torch.export, the encoder, an example request, and predict.py, which needs torch, safetensors and polars.
+torch.export, the encoder, an example request, and predict.py, which needs torch, safetensors, numpy and
+polars.
 It predicts the same bits as `dphybrid.load` does on the CPU. It is written under another name, and renamed
 when it is complete.
 """

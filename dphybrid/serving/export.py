@@ -27,16 +27,16 @@ from dphybrid.training.tensor_file import write_tensors
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, making, read_json, write_json, write_text
 
-EXAMPLES = 11
+_EXAMPLES = 11
 """Samples of the batch that programs are traced with: unlike other sizes of a model."""
-KINDS = (Bag, Category, Ignore, Numeric, Text, Time)
+_KINDS = (Bag, Category, Ignore, Numeric, Text, Time)
 """Columns that exported/encode.py reads."""
 PROGRAMS = Path(__file__).parent / "exported"
-README = """# Predictions of {predicts}
+_README = """# Predictions of {predicts}
 
     python predict.py example.json
 
-needs torch, safetensors and polars (exported with torch {torch}, polars {polars}). In Python:
+needs torch, safetensors, numpy and polars (exported with torch {torch}, polars {polars}). In Python:
 
     import sys; sys.path.append("this/folder")
     from predict import Model
@@ -51,12 +51,12 @@ needs torch, safetensors and polars (exported with torch {torch}, polars {polars
 | signature.json, example.json | columns and answers by name; a request and its answer |
 """
 
-Batch = dict[str, Tensor]
-Answer = Callable[[str, Tensor], Tensor]
+_Batch = dict[str, Tensor]
+_Answer = Callable[[str, Tensor], Tensor]
 
 
 @contextmanager
-def _looked_up(model: nn.Module, answer: Answer) -> Iterator[None]:
+def _looked_up(model: nn.Module, answer: _Answer) -> Iterator[None]:
     """While the block runs, `answer` gives the rows of a table's ids, by its name, and regions are their
     modules: the record of splits would make the batch's size a constant."""
     tables, regions = find_tables(model), find_data_parallel(model).values()
@@ -79,11 +79,11 @@ def _looked_up(model: nn.Module, answer: Answer) -> Iterator[None]:
 class _Part(nn.Module):
     """A model's part before its rows, or after them. Inputs that it does not use are zeros."""
 
-    def __init__(self, model: nn.Module, example: Batch, used: list[str]) -> None:
+    def __init__(self, model: nn.Module, example: _Batch, used: list[str]) -> None:
         super().__init__()
         self.model, self._example, self._used = model, example, used
 
-    def _whole(self, batch: Batch) -> Batch:
+    def _whole(self, batch: _Batch) -> _Batch:
         num_samples = batch[self._used[0]].shape[0]
         return {
             name: batch[name]
@@ -96,11 +96,11 @@ class _Part(nn.Module):
 class _Lookups(_Part):
     """batch -> the ids of each lookup."""
 
-    def __init__(self, model: nn.Module, example: Batch, used: list[str], dims: list[int]) -> None:
+    def __init__(self, model: nn.Module, example: _Batch, used: list[str], dims: list[int]) -> None:
         super().__init__(model, example, used)
         self._dims = dims
 
-    def forward(self, batch: Batch) -> list[Tensor]:
+    def forward(self, batch: _Batch) -> list[Tensor]:
         asked: list[Tensor] = []
 
         def note(_: str, ids: Tensor) -> Tensor:
@@ -115,32 +115,29 @@ class _Lookups(_Part):
 class _Dense(_Part):
     """(batch, rows of each lookup) -> what the model gives."""
 
-    def forward(self, batch: Batch, rows: list[Tensor]) -> Batch:
+    def forward(self, batch: _Batch, rows: list[Tensor]) -> _Batch:
         left = iter(rows)
         with _looked_up(self.model, lambda *_: next(left)):
-            found: Batch = self.model(self._whole(batch))
+            found: _Batch = self.model(self._whole(batch))
         return found
 
 
 class _Predicting(nn.Module):
-    """batch -> the outputs that are predictions. link: from logits to predictions, of a label."""
+    """batch -> predictions. link: from logits to predictions, of a label."""
 
-    def __init__(self, model: nn.Module, link: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, link: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.model, self._link = model, link
 
-    def forward(self, batch: Batch) -> Batch:
-        found: Batch = self.model(batch)
-        if self._link is not None:
-            return {"prediction": self._link(found["logits"])}
-        return {name: value for name, value in found.items() if name not in ("loss", "weight")}
+    def forward(self, batch: _Batch) -> _Batch:
+        return {"prediction": self._link(self.model(batch)["logits"])}
 
 
 class _Programs:
     """A model's two programs, and what they need. tables: rows and their type in the model, by name.
     lookups: the table of each. used: the inputs that are read."""
 
-    def __init__(self, model: nn.Module, example: Batch) -> None:
+    def __init__(self, model: nn.Module, example: _Batch) -> None:
         """Raises whatever torch.export does for a model that it cannot trace."""
         tables = find_tables(model)
         self.tables = {name: (table.settled(), table.out_dtype) for name, table in tables.items()}
@@ -168,12 +165,12 @@ class _Programs:
         for name, table in tables.items():
             table.weight = weights[name]
 
-    def run(self, batch: Batch) -> Batch:
+    def run(self, batch: _Batch) -> _Batch:
         """Return the outputs as predict.py computes them."""
         batch = {name: batch[name] for name in self.used}
         ids = self.asks.module(check_guards=False)(batch)
         rows = [self._gathered(name, each) for name, each in zip(self.lookups, ids, strict=True)]
-        found: Batch = self.dense.module(check_guards=False)(batch, rows)
+        found: _Batch = self.dense.module(check_guards=False)(batch, rows)
         return found
 
     def _gathered(self, name: str, ids: Tensor) -> Tensor:
@@ -196,7 +193,7 @@ def _traced(module: nn.Module, *arguments: Any) -> torch.export.ExportedProgram:
     return program
 
 
-def _read(program: torch.export.ExportedProgram, batch: Batch) -> set[str]:
+def _read(program: torch.export.ExportedProgram, batch: _Batch) -> set[str]:
     """Return the inputs of a batch that a program reads."""
     users = {node.name: len(node.users) for node in program.graph.nodes if node.op == "placeholder"}
     return {
@@ -221,10 +218,10 @@ def export(checkpoint: Path, out: str | Path, *, onnx: bool = False) -> Path:
             f"{checkpoint}: recipe retrieval recommends with dphybrid.load; export takes models of rows"
         )
     columns = predictor.encoder.columns
-    if others := [column for column in columns if type(column) not in KINDS]:
+    if others := [column for column in columns if type(column) not in _KINDS]:
         raise UserError(
             f"column {others[0].name!r}: is of kind {others[0].role}, which exports do not read; they "
-            f"read {', '.join(kind.role for kind in KINDS)}"
+            f"read {', '.join(kind.role for kind in _KINDS)}"
         )
     rows = _example(columns)
     programs = _programs(predictor, rows)
@@ -244,7 +241,7 @@ def export(checkpoint: Path, out: str | Path, *, onnx: bool = False) -> Path:
 def _example(columns: Sequence[Column]) -> pl.DataFrame:
     """Return rows of values that the columns know, and one without values at the end."""
     read = (column for column in columns if not isinstance(column, Ignore))
-    return pl.DataFrame({column.name: [_known(column)] * (EXAMPLES - 1) + [None] for column in read})
+    return pl.DataFrame({column.name: [_known(column)] * (_EXAMPLES - 1) + [None] for column in read})
 
 
 def _known(column: Column) -> Any:
@@ -252,8 +249,10 @@ def _known(column: Column) -> Any:
         return round(column.learned.mean, 2) if not column.learned.log else 1.0
     if isinstance(column, Time):
         return "2024-03-12 08:30"
-    texts = column.learned.head(2 if isinstance(column, Bag) else 1).to_list() or ["unknown"]
-    return (" " if isinstance(column, Text) or not isinstance(column, Bag) else column.separator).join(texts)
+    if not isinstance(column, Bag):
+        return (column.learned.head(1).to_list() or ["unknown"])[0]
+    items = column.learned.head(2).to_list() or ["unknown"]
+    return (" " if isinstance(column, Text) else column.separator).join(items)
 
 
 def _programs(predictor: Predictor, rows: pl.DataFrame) -> _Programs:
@@ -317,5 +316,5 @@ def _write_pages(predictor: Predictor, programs: _Programs, rows: pl.DataFrame, 
         shutil.copyfile(PROGRAMS / name, folder / name)
     write_text(
         folder / "README.md",
-        README.format(predicts=predictor.predicts, torch=torch.__version__, polars=pl.__version__),
+        _README.format(predicts=predictor.predicts, torch=torch.__version__, polars=pl.__version__),
     )

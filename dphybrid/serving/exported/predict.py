@@ -1,4 +1,4 @@
-"""Predictions of the model in this folder. Needs torch, safetensors and polars; README.md beside it says how.
+"""Predictions of the model in this folder. Needs torch, safetensors, numpy and polars (see README.md).
 
 python predict.py rows.csv          # or .parquet, or a request such as example.json
 """
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
+from encode import Encoder  # type: ignore[import-not-found]
 from safetensors import safe_open
 
 HERE = Path(__file__).absolute().parent
@@ -27,11 +28,7 @@ class Model:
         files = {name: folder / f"tables/{name}.safetensors" for name, _ in self.page["lookups"]}
         tables = {name: safe_open(file, "pt").get_tensor("weight") for name, file in files.items()}
         self._tables = [(tables[name], getattr(torch, dtype)) for name, dtype in self.page["lookups"]]
-        self._encoder: Any = None
-        if (folder / "encoder").is_dir():
-            from encode import Encoder  # type: ignore[import-not-found]
-
-            self._encoder = Encoder(folder / "encoder")
+        self._encoder = Encoder(folder / "encoder")
 
     @torch.inference_mode()
     def run(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -44,8 +41,6 @@ class Model:
     def predict(self, rows: Any) -> np.ndarray:
         """Return the prediction of each row of a polars frame, a dict of columns or a list of records. Raises
         ValueError for a missing column, by its name."""
-        if self._encoder is None:
-            raise ValueError("this model takes tensors: call run(batch); model.json names them")
         arrays, size = self._encoder.encode(rows), self.page["batch_size"]
         found = []
         for start in range(0, max(1, len(arrays["ids_BF"])), size):
