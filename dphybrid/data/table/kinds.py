@@ -7,6 +7,7 @@ Letters: B rows, N dense columns, L items of a bag.
 """
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, Literal, Self
@@ -75,9 +76,9 @@ class Numbers(Column):
     """Quantile buckets that get an embedding each; 0: none."""
 
     @property
+    @abstractmethod
     def parts(self) -> "tuple[Numeric, ...]":
         """The columns of one number a cell that it becomes."""
-        raise NotImplementedError
 
     def numbers(self, values: pl.Series) -> list[Array]:
         """Return the numbers (B,) of its parts, nan for no value."""

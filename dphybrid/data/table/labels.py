@@ -7,6 +7,7 @@
 
 Letters: B rows."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -51,9 +52,9 @@ class Label(Section):
         """Say what is predicted."""
         return f"{self.name} ({self.task})"
 
+    @abstractmethod
     def told(self) -> str:
         """Say what the label was taken for."""
-        raise NotImplementedError
 
     def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
         """Return the label with the offset and the scale of its training rows."""
