@@ -39,7 +39,7 @@ def add_sweep_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_grid(text: str) -> dict[str, Any]:
-    """Return the grid that a flag gives. Raises UserError for what is no JSON object."""
+    """Return the grid that a flag gives. Raises UserError for text that is not a JSON object."""
     try:
         grid = json.loads(text)
     except ValueError as error:

@@ -79,9 +79,8 @@ class _Watch:
         there = complete_checkpoints(self.checkpoints)
         if not there or self.pruned:
             return self.pruned
-        with contextlib.suppress(
-            UserError, FileNotFoundError
-        ):  # removed meanwhile: the next look finds another
+        # a checkpoint may be removed meanwhile: the next look finds another one
+        with contextlib.suppress(UserError, FileNotFoundError):
             history = read_state(there[-1]).progress.history
             for epoch, row in enumerate(history[self.seen :], start=self.seen + 1):
                 self.trial.report(row[VALIDATION + self.task.metric], epoch)
@@ -145,7 +144,7 @@ def search(
 
 def _study(what: Search, folder: Path, sweep: str, seed: int, task: Task) -> optuna.Study:
     """Open the sweep's study; trials that were cut off are in its queue again, by the names of their runs."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # failures are told with the results
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results name failed runs
     samplers = optuna.samplers
     tpe = what.sampler == "tpe"
     study = optuna.create_study(

@@ -76,7 +76,8 @@ async def refuse_wrong_parameters(client: Any, deployment_id: Any, parameters: d
         return
     try:
         _refuse_another_recipe(deployment, parameters)
-        with importing_only(load_settings().factory_packages):  # whoever knows the password set the values
+        # anybody with the server's password may have set the deployment's values
+        with importing_only(load_settings().factory_packages):
             check_values(
                 {**deployment.parameters, **parameters},
                 f"deployment {deployment.name}",

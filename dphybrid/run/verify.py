@@ -14,8 +14,7 @@ def verify_places(places: Sequence[str], settings: Settings) -> Iterator[tuple[s
     """Yield (what was found, is it whole) for each prepared folder and checkpoint.
 
     places: names of runs, prepared folders or checkpoint folders; none: everything below the data folder.
-    Every byte is read. Raises UserError for a place that is none of
-    these.
+    Every byte is read. Raises UserError for any other place.
     """
     for folder in _folders(places, settings):
         check = verify_checkpoint if (folder / "state.json").is_file() else verify_prepared

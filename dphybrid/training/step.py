@@ -122,7 +122,7 @@ class Step:
     def _change(
         self, batch: Batch, loss: Tensor, chosen: Mapping[str, torch.optim.Optimizer]
     ) -> NotFinite | None:
-        """Clip, and change blocks and rows; or change nothing and return what is no finite number."""
+        """Clip, then update blocks and rows. Returns what is not finite; then nothing was updated."""
         trained, clock, config = self.session.trained, self.session.clock, self.session.config.train
         with clock.stage("clip"):
             own = {id(p) for one in chosen.values() for group in one.param_groups for p in group["params"]}
