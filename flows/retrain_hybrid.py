@@ -106,7 +106,7 @@ def _retrained(
     settings = load_settings()
     # this very flow run began before
     if before := find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id):
-        run = read_run(settings.runs_dir / before)
+        run = read_run(settings.runs_dir / before, settings)
         name = run.config.checkpoint.register_as or ""
         planned = Plan(config=run.config, model=name, champion=run.page.tags.get(CHAMPION_TAG, ""))
         if (run.folder / "report.json").is_file():

@@ -32,7 +32,7 @@ class TrainedRun:
 
         self.folder = Path(folder)
         self._settings = settings or load_settings()
-        self._run: Run = read_run(self.folder)
+        self._run: Run = read_run(self.folder, self._settings)
 
     @property
     def name(self) -> str:
@@ -112,14 +112,14 @@ class TrainedRun:
         devices."""
         from dphybrid.serving.load import model_from_checkpoint
 
-        return model_from_checkpoint(self.checkpoint)
+        return model_from_checkpoint(self.checkpoint, settings=self._settings)
 
     @cached_property
     def predictor(self) -> Any:
         """What `dphybrid.load(run.name)` gives. Raises UserError when the recipe does not predict."""
         from dphybrid.serving.predict import open_predictor
 
-        return open_predictor(self.checkpoint)
+        return open_predictor(self.checkpoint, settings=self._settings)
 
     def predict(self, rows: object) -> Any:
         """Return the predictor's answer for new rows; see `Predictor.predict`."""
@@ -139,7 +139,7 @@ class TrainedRun:
 
     def report(self) -> "RunReport":
         """Return what the run came to, as text, values and a page. Raises UserError before it has ended."""
-        return RunReport(self._run, self._settings, self._trained("report.json"))
+        return RunReport(self._run, self._trained("report.json"))
 
     def _trained(self, page: str) -> Path:
         file = self.folder / page
@@ -166,10 +166,10 @@ class RunReport:
     """What a run came to. `text`: the lines that the command line prints; `page()`: the report as HTML; a
     notebook shows it."""
 
-    def __init__(self, run: "Run", settings: Settings, file: Path) -> None:
+    def __init__(self, run: "Run", file: Path) -> None:
         from dphybrid.run.pages import Report
 
-        self._run, self._settings = run, settings
+        self._run = run
         self.values: Report = Report.read(file)
 
     @property
@@ -182,7 +182,7 @@ class RunReport:
         data is gone."""
         from dphybrid.run.report import report_page
 
-        return report_page(self._run, self._settings)
+        return report_page(self._run)
 
     def save(self, file: str | Path) -> Path:
         """Write the page to a file. Raises UserError when that cannot be done."""

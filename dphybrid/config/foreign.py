@@ -4,20 +4,21 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from dphybrid.config.settings import Settings, load_settings
+from dphybrid.config.settings import Settings
 from dphybrid.util.importing import check_import
 
 _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 """Fields of a config that name code as package.module:NAME."""
 
 
-def check_code(config: Mapping[str, object], page: Path, known: Mapping[str, object]) -> None:
+def check_code(
+    config: Mapping[str, object], page: Path, settings: Settings, known: Mapping[str, object]
+) -> None:
     """Raise UserError when a page that this user's runs did not write names code of a package that
     DPHYBRID_FACTORY_PACKAGES does not allow.
 
     known: values of a config that the user gave; code that it names as well is the user's choice.
     """
-    settings = load_settings()
     if _is_own(page, settings):
         return
     chosen = {path for field in _CODE_FIELDS for path in _named(known, field)}

@@ -25,7 +25,6 @@ from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.lookup import all_in_range, no_row, sort_ids, whole_numbers
 from dphybrid.embedding.replicas import Channel, Share, SizesOf
 from dphybrid.embedding.storage import zero_rows
-from dphybrid.util.errors import UserError
 
 
 @dataclass
@@ -190,5 +189,4 @@ class LookupsAhead:
 def _read(
     weight: Tensor, threads: int | None, ids_U: Tensor, out_XD: Tensor, places_U: Tensor | None = None
 ) -> None:
-    if not native.gather(weight.detach(), ids_U, out_XD, threads, places_N=places_U):
-        raise UserError("a table became smaller while its rows were read")
+    native.gather(weight.detach(), ids_U, out_XD, threads, places_N=places_U)

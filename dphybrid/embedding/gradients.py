@@ -29,8 +29,7 @@ class RowsInfo:
     """What optimizers and gradients need to know of the table that a weight belongs to.
 
     frozen: rows, ascending, that row optimizers leave as they are. over_ranks: do all processes of a group
-    share these rows? make_states: makes an optimizer's states where the rows are (in files, say). check_read:
-    called with the ids (N,) whose rows were read; raises UserError when these are damaged.
+    share these rows? make_states: makes an optimizer's states where the rows are (in files, say).
     """
 
     name: str
@@ -42,7 +41,6 @@ class RowsInfo:
     make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]] | None = (
         None
     )
-    check_read: Callable[[Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         self.ahead = LookupsAhead(self.counters)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dphybrid.embedding.checked import check_read
 from dphybrid.embedding.compile_rows import compile_library, levels, library_name
 from dphybrid.util.errors import UserError
 
@@ -190,6 +191,7 @@ def look_up(
         if call.wrong < count:
             raise IndexError(call.wrong)
         raise TypeError("look_up: columns or places do not fit the table")
+    check_read(rows, flat_N)
     return out_XD, flat_N, call.padded
 
 
@@ -200,13 +202,12 @@ def gather(
     threads: int | None = None,
     *,
     places_N: Tensor | None = None,
-) -> bool:
-    """Copy rows as `look_up` does; return False, with out_XD untouched, when an id is no row."""
+) -> None:
+    """Copy rows as `look_up` does. Raises UserError, with out_XD untouched, when an id is no row."""
     try:
         look_up(weight_VD, ids_N, columns_of((len(weight_VD),), (None,)), out_XD, places_N, threads)
     except IndexError:
-        return False
-    return True
+        raise UserError("a table became smaller while its rows were read") from None
 
 
 def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
@@ -364,8 +365,8 @@ def pool(weight_VD: Tensor, flat_N: Tensor, offsets_B: Tensor) -> Tensor:
     ends_B = torch.cat([offsets_B[1:], offsets_B.new_tensor([count])]) if len(offsets_B) else offsets_B
     bounds_B2 = torch.stack([offsets_B, ends_B], 1).int()
     places = address(flat_N, "ids", torch.int64, (count,))
-    row_bytes = dim * weight_VD.element_size()
-    _sum(pooled_BD, weight_VD.dtype, bounds_B2.data_ptr(), places, count, rows, row_bytes)
+    _sum(pooled_BD, weight_VD.dtype, bounds_B2.data_ptr(), places, count, rows, dim * weight_VD.itemsize)
+    check_read(rows, flat_N)
     return pooled_BD
 
 

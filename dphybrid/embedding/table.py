@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import native
+from dphybrid.embedding.checked import check_all
 from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op, sparse
 from dphybrid.embedding.lookup import all_in_range, no_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
@@ -125,6 +126,7 @@ class HostEmbedding(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle gets: rows, in memory, and settings."""
+        self.settled()
         return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,17 +170,15 @@ class HostEmbedding(nn.Module):
         self._info.over_ranks = value
 
     def settled(self) -> Tensor:
-        """The rows as a plain tensor, without autograd."""
+        """The rows as a plain tensor, without autograd. Raises UserError when they lie in a checkpoint's file
+        that is damaged."""
+        if native.is_plain(self.weight):
+            check_all(self.weight)
         return self.weight.detach()
 
-    def map_rows(self, rows_VD: Tensor, check_read: Callable[[Tensor], None]) -> None:
-        """Take rows that lie in a file, which are not trained. check_read: see `RowsInfo`."""
+    def map_rows(self, rows_VD: Tensor) -> None:
+        """Take rows that lie in a file, which are not trained."""
         self.weight = nn.Parameter(rows_VD, requires_grad=False)
-        self._info.check_read = check_read
-
-    def _check_read(self, ids_N: Tensor) -> None:
-        if self._info.check_read is not None:
-            self._info.check_read(ids_N)
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -234,7 +234,6 @@ class HostEmbedding(nn.Module):
         if is_captured(weight, ids):
             return self._in_graph(ids)
         rows, flat_N = self._look_up(weight, ids)
-        self._check_read(flat_N)
         if torch.is_grad_enabled():
             counters = self.counters
             counters.gather_ms += 1e3 * (time.perf_counter() - start)
@@ -297,7 +296,6 @@ class HostEmbedding(nn.Module):
         if not all_in_range(ids_N, len(weight)):
             raise no_row(ids_N, len(weight), self.name)
         pooled_BD = native.pool(weight.detach(), ids_N, offsets_B)
-        self._check_read(ids_N)
         lengths_B = torch.diff(offsets_B, append=torch.tensor([len(ids_N)]))
         if torch.is_grad_enabled():
             self.counters.ids += len(ids_N)
@@ -344,7 +342,6 @@ class HostEmbedding(nn.Module):
     def _rows_by_replica(self, ids: Tensor) -> list[Tensor]:
         weight = self.weight
         lookup = self.ahead.lookup_of(weight, self.name, whole_numbers(ids, self.name))
-        self._check_read(lookup.ids.reshape(-1))
         counted, counters = torch.is_grad_enabled(), self.counters
         if counted:
             counters.ids += lookup.ids.numel()

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from dphybrid.config.settings import Settings
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.run.experiment import Experiment
@@ -43,10 +42,10 @@ class Decision(Page):
     high: float = 0.0
 
 
-def compare_on_validation_rows(run: Run, settings: Settings, min_gain: float) -> Decision:
+def compare_on_validation_rows(run: Run, min_gain: float) -> Decision:
     """Return the comparison of a run's best checkpoint, on the run's validation rows, with the checkpoint it
     started from; of a first model with the recipe's floor, which the whole interval must beat."""
-    experiment = run.experiment(settings)
+    experiment = run.experiment()
     config, task = experiment.config, experiment.task
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
     if config.train.warm_start is None:

@@ -135,7 +135,7 @@ def _from_champion(
         )
     before, now = (
         c.model.model_dump(mode="json")
-        for c in (stored_config(state.config, checkpoint / "state.json", config), config)
+        for c in (stored_config(state.config, checkpoint / "state.json", settings, config), config)
     )
     changed = [
         f"{name}: {before.get(name)} -> {value}"
@@ -215,7 +215,7 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
     Promoted when the whole 95 % interval of the gain lies above `min_gain`. Raises UserError when MLflow does
     not answer.
     """
-    run = read_run(run_folder)
+    run = read_run(run_folder, settings)
     # made before this process, which goes on where another one died
     if (run.folder / "decision.json").is_file():
         return Decision.read(run.folder / "decision.json")
@@ -228,7 +228,7 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
             f"the model of run {run.folder.name} is not registered as {model!r} yet; run `dphybrid sync`, "
             "then start the retraining again"
         )
-    decision = compare_on_validation_rows(run, settings, min_gain)
+    decision = compare_on_validation_rows(run, min_gain)
     registry.decide(challenger, decision.promoted, decision.why)
     decision.write(run.folder / "decision.json")
     return decision

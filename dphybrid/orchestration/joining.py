@@ -146,7 +146,7 @@ def same_run(seat: Seat, settings: Settings) -> Run:
     # not by their texts: the server orders names anew
     if Seat.model_validate_json(told) != seat.model_copy(update={"node": 0}):
         raise UserError(f"machine {here} reads in {folder / SEAT} something else than it was told; {remedy}")
-    run = read_run(folder)
+    run = read_run(folder, settings)
     if not Path(run.page.prepared).is_dir():
         raise UserError(f"machine {here} does not see the prepared data {run.page.prepared}; {remedy}")
     if found := difference(f"machine {here}", versions(), seat.host, seat.versions):

@@ -102,22 +102,22 @@ def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, An
         gathered(others, run_folder, settings) if others else nullcontext() as meeting,
         shown_progress(runtime.flow_run.id) as tell,
     ):
-        run = read_run(run_folder)
-        return job.train_run(run, run.experiment(settings), stop, [tell], meeting).model_dump()
+        run = read_run(run_folder, settings)
+        return job.train_run(run, run.experiment(), stop, [tell], meeting).model_dump()
 
 
 @step("evaluate")
 def evaluate(run_folder: str) -> dict[str, float]:
     """Evaluate the best checkpoint on the validation rows."""
-    run = read_run(run_folder)
-    return job.evaluate_run(run, run.experiment(load_settings()))
+    run = read_run(run_folder, load_settings())
+    return job.evaluate_run(run, run.experiment())
 
 
 @step("report")
 def report(run_folder: str) -> job.Report:
     """Write the report and the flow run's artifacts."""
-    run = read_run(run_folder)
-    done = job.report_run(run, run.experiment(load_settings()))
+    run = read_run(run_folder, load_settings())
+    done = job.report_run(run, run.experiment())
     print(done.text, flush=True)
     try:
         _publish(done)
@@ -181,9 +181,9 @@ def trained(
             all_tags |= {"dphybrid.nodes": str(nodes), "dphybrid.other_machines": ", ".join(others)}
         with giving_way(devices, settings, stop), stop_signals(stop):
             folder = build(config, prepared, devices.text, run_name, resume, all_tags, _links())
-            with job.closing_run(read_run(folder), settings):
+            with job.closing_run(read_run(folder, settings), settings):
                 train(folder, stop, others)
-        with job.closing_run(read_run(folder), settings):
+        with job.closing_run(read_run(folder, settings), settings):
             evaluate(folder)
             stop.obey("after its evaluation")
             return report(folder)

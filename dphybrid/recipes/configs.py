@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 
 from dphybrid.config import ExperimentConfig, Section, flatten, merge
 from dphybrid.config.foreign import check_code
+from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import read_small_text
@@ -168,13 +169,15 @@ AnyExperiment = Annotated[ExperimentConfig, BeforeValidator(as_config), _ANY_OBJ
 no one schema could do."""
 
 
-def stored_config(values: Values, page: Path, given: ExperimentConfig | None = None) -> ExperimentConfig:
+def stored_config(
+    values: Values, page: Path, settings: Settings, given: ExperimentConfig | None = None
+) -> ExperimentConfig:
     """Return the config that the page of a run or checkpoint holds.
 
     given: a config of the user's own, which may name the same code. Raises UserError, also for a page from
     elsewhere that names code of packages that are not allowed.
     """
-    check_code(values, page, given.model_dump() if given else {})
+    check_code(values, page, settings, given.model_dump() if given else {})
     return build_config(values)
 
 

@@ -114,14 +114,14 @@ def build_run(
         created=previous.page.created if previous else datetime.now(UTC).isoformat(),
     )
     try:
-        run_id = _recorded(Run(folder, page), experiment, tracker, given, facts)
+        run_id = _recorded(Run(folder, page, experiment.settings), experiment, tracker, given, facts)
     except BaseException:
         if previous is None:
             folder.rmdir()
         raise
     finally:
         tracker.close()
-    run = Run(folder, page.model_copy(update={"run_id": run_id}))
+    run = Run(folder, page.model_copy(update={"run_id": run_id}), experiment.settings)
     run.page.write(folder / "run.json")
     if tracker.tracking_uri == FILES:
         print(f"Recorded in plain files: {folder / 'record'}; pip install 'dphybrid[mlflow]' adds MLflow")

@@ -31,18 +31,19 @@ _RUNNING = "run {} is running in another process; wait for its end, or stop it f
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder and its page."""
+    """A run folder and its page. settings: say which runs are the user's own."""
 
     folder: Path
     page: RunPage
+    settings: Settings
 
     @cached_property
     def config(self) -> ExperimentConfig:
-        return stored_config(self.page.config, self.folder / "run.json")
+        return stored_config(self.page.config, self.folder / "run.json", self.settings)
 
-    def experiment(self, settings: Settings) -> Experiment:
+    def experiment(self) -> Experiment:
         """Resolve what the run is made of. Raises UserError when its prepared data is gone or damaged."""
-        return Experiment.open(self.config, settings, self.page.prepared)
+        return Experiment.open(self.config, self.settings, self.page.prepared)
 
     @property
     def checkpoints(self) -> Path:
@@ -101,12 +102,12 @@ def find_run(experiment: Experiment, which: str) -> Run:
     return run
 
 
-def read_run(run_folder: str | Path) -> Run:
+def read_run(run_folder: str | Path, settings: Settings) -> Run:
     """Return a run by its folder. Raises UserError when it is none."""
     folder = Path(run_folder)
     if not (folder / "run.json").is_file():
         raise UserError(f"{folder}: is no run folder (it has no run.json)")
-    return Run(folder, RunPage.read(folder / "run.json"))
+    return Run(folder, RunPage.read(folder / "run.json"), settings)
 
 
 def all_runs(settings: Settings, wanted: str = "") -> list[Run]:
@@ -118,7 +119,7 @@ def all_runs(settings: Settings, wanted: str = "") -> list[Run]:
     runs = []
     for path in settings.runs_dir.glob("*/run.json"):
         try:
-            runs.append(read_run(path.parent))
+            runs.append(read_run(path.parent, settings))
         except UserError as error:
             if path.parent.name == wanted:
                 raise

@@ -44,15 +44,15 @@ def _rank_device(devices: str) -> torch.device:
     return torch.device("cpu" if names == ("cpu",) else names[int(os.environ["LOCAL_RANK"])])
 
 
-def _be_a_rank(run: Run, settings: Settings) -> Outcome:
+def _be_a_rank(run: Run) -> Outcome:
     """Train as the rank that this process's variables say, and write how it ended."""
-    stop, device = StopRequest(), _rank_device(run.page.devices)
+    stop, device, settings = StopRequest(), _rank_device(run.page.devices), run.settings
     with (
         stop_signals(stop),
         asked_from_outside(stop),
         joined(settings.cluster_timeout_s, device, settings.cluster_wait_s, stop.obey) as ranks,
     ):
-        outcome = _train(run, settings, stop, ranks)
+        outcome = _train(run, stop, ranks)
         # what one rank alone refuses, the others see as its end
         if ranks.leads or outcome.state == "refused":
             outcome.write(run.folder / OUTCOME)
@@ -61,9 +61,9 @@ def _be_a_rank(run: Run, settings: Settings) -> Outcome:
     return outcome
 
 
-def _train(run: Run, settings: Settings, stop: StopRequest, ranks: Ranks) -> Outcome:
+def _train(run: Run, stop: StopRequest, ranks: Ranks) -> Outcome:
     try:
-        train_here(run, run.experiment(settings), stop, RankEngine(run.config, ranks))
+        train_here(run, run.experiment(), stop, RankEngine(run.config, ranks))
     except UserError as error:
         return Outcome(state="refused", words=str(error))
     except Interrupted as interruption:
@@ -133,16 +133,16 @@ def _built_by_the_first(ranks: Ranks, experiment: Experiment, build: Callable[[]
     problem, folder, page = told
     if page is None:
         raise UserError(problem)
-    return Run(folder, page.model_copy(update={"prepared": str(experiment.data.path)}))
+    return Run(folder, page.model_copy(update={"prepared": str(experiment.data.path)}), experiment.settings)
 
 
 def main(argv: Sequence[str]) -> int:
     """Be a rank of the run of a folder. A failure ends this process alone; the agent sees to the others."""
-    run = read_run(argv[0])
+    run = read_run(argv[0], load_settings())
     if (run.folder / OUTCOME).is_file():  # started again for the ranks that did not know the end
         return 0
     try:
-        _be_a_rank(run, load_settings())
+        _be_a_rank(run)
     except Interrupted as interruption:  # before all ranks were here
         Outcome(state="stopped", words=str(interruption)).write(run.folder / OUTCOME)
     except LostRanks as error:

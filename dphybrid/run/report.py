@@ -102,13 +102,13 @@ def report_run(run: Run, experiment: Experiment) -> Report:
     return report
 
 
-def report_page(run: Run, settings: Settings) -> str:
+def report_page(run: Run) -> str:
     """Return the report of a finished run as a page of HTML that needs nothing else. Raises UserError when
     the run has not ended, or its data is gone."""
     report = Report.read(run.folder / "report.json")
     result, table = ResultPage.read(run.folder / "result.json"), [row.table_row() for row in report.splits]
     evaluated = MetricsPage.read(run.folder / "metrics.json")
-    experiment = run.experiment(settings)
+    experiment = run.experiment()
     facts = report.model_dump() | _facts(table, experiment, result, evaluated)
     values = experiment.config.model_dump(mode="json")
     return run_report_html(facts, values, _pictures(result, table, evaluated.charts), run.page.links)

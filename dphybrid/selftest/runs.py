@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sklearn.metrics
 import torch
@@ -22,14 +22,15 @@ from dphybrid.run.folder import all_runs
 from dphybrid.run.pages import Report, ResultPage, SplitsPage
 from dphybrid.run.train import run_job
 from dphybrid.selftest.faults import Faults
-from dphybrid.serving import predict as _predict
+from dphybrid.serving.load import find_checkpoint
+from dphybrid.serving.predict import Predictor
 from dphybrid.tracking import figures
 from dphybrid.training.checkpoint import complete_checkpoints, read_state
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_json
 
 torch.set_num_threads(1)
-IMPORTED = (_predict, _source, sklearn.metrics, torch._dynamo)
+IMPORTED = (_source, sklearn.metrics, torch._dynamo)
 """What a run imports on its way: imported here, once for all trials."""
 NAME = "run"
 
@@ -42,6 +43,16 @@ RUNS = {
     "hybrid, cpu*8": ["recipe=hybrid", "train.batch_size=3000", "devices=cpu*8", *SMALL],
 }
 """Name -> overrides of a run of about a second: a table with its columns, and whole GPU blocks beside one."""
+PREDICTS = "ctr, cpu*2"
+SHORTER = ["train.schedule=constant", "train.epochs=1"]
+LONGER = ["train.schedule=constant", "train.epochs=2"]
+"""Of a run that is finished, and then goes on."""
+
+
+Work = Literal["go on", "resume", "predict"]
+
+ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
+"""What a run of the table predicts for."""
 
 
 def write_clicks(folder: Path) -> None:
@@ -77,17 +88,20 @@ def run_trial(
     kill_after_s: float | None = None,
     recorded: bool = False,
     slow_s: float = 0.0,
+    work: Work = "go on",
 ) -> Ended:
     """Start a run in `data_dir`, or resume the one there, and break file operation `target` (0: none).
 
     mode: one of `faults.MODES`. kill_after_s: send SIGKILL after so many seconds. recorded: track in the
-    embedded MLflow store. slow_s: delay of each fsync.
+    embedded MLflow store. slow_s: delay of each fsync. work: resume also where no run
+    is to be seen; or print predictions of the run there.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     log = data_dir.parent / f"{data_dir.name}.log"
     log.unlink(missing_ok=True)
-    child = context.Process(target=_work, args=(data_dir, overrides, target, mode, log, recorded, slow_s))
+    fault = (target, mode, slow_s)
+    child = context.Process(target=_work, args=(data_dir, overrides, fault, log, recorded, work))
     child.start()
     if kill_after_s is not None:
         child.join(kill_after_s)
@@ -103,7 +117,12 @@ def run_trial(
 
 
 def _work(
-    data_dir: Path, overrides: list[str], target: int, mode: str, log: Path, recorded: bool, slow_s: float
+    data_dir: Path,
+    overrides: list[str],
+    fault: tuple[int, str, float],
+    log: Path,
+    recorded: bool,
+    work: Work,
 ) -> None:
     sys.stdout = sys.stderr = log.open("w", buffering=1, encoding="utf-8")
     for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_"))]:
@@ -114,13 +133,17 @@ def _work(
     os.chdir(data_dir.parent)
     for name in ("rows_per_replica_figure", "stage_figure", "curves_figure"):
         setattr(figures, name, lambda *_: b"")  # pictures take a second, and nothing is recorded here
+    target, mode, slow_s = fault
     faults = Faults(data_dir, target, mode, seed=target, slow_s=slow_s)
     faults.install()
     code = 0
     try:
         settings, config = load_settings(), load_config(None, overrides)
-        begun = bool(all_runs(settings))
-        run_job(config, settings, run_name=None if begun else NAME, resume="latest" if begun else None)
+        begun = work == "resume" or bool(all_runs(settings))
+        if work == "predict":
+            print(f"predicted {Predictor(find_checkpoint(NAME, settings)).predict(ROWS).tolist()}")
+        else:
+            run_job(config, settings, run_name=None if begun else NAME, resume="latest" if begun else None)
     except UserError as error:
         print(f"error: {error}")
         code = 2

@@ -1,4 +1,4 @@
-"""`dphybrid selftest`: kill, power loss and full disk, tried on the user's own disk.
+"""`dphybrid selftest`: kill, power loss, full disk and damaged files, tried on the user's own disk.
 
 Everything happens in a folder of its own inside the data folder, which is removed afterwards.
 """
@@ -6,6 +6,7 @@ Everything happens in a folder of its own inside the data folder, which is remov
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -17,8 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from dphybrid.config.settings import Settings
+from dphybrid.selftest.damages import DAMAGES, damage
 from dphybrid.selftest.faults import ERRORS, KILLED
-from dphybrid.selftest.runs import RUNS, Ended, came_to, run_trial, write_clicks
+from dphybrid.selftest.runs import (
+    LONGER,
+    PREDICTS,
+    RUNS,
+    SHORTER,
+    Ended,
+    Work,
+    came_to,
+    run_trial,
+    write_clicks,
+)
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder
 
@@ -27,7 +39,7 @@ QUIET_S = 20.0
 """Seconds without a line, after which one says how far the selftest is."""
 
 _Trial = Callable[[random.Random], str]
-"""Breaks one run and resumes it; returns what differs from an undisturbed run, or an empty text."""
+"""Breaks one run and goes on with it; returns what differs from an undisturbed one, or an empty text."""
 
 
 @dataclass
@@ -98,7 +110,8 @@ def own_folder(data_dir: Path) -> Iterator[Path]:
             pid = left.name.removeprefix(_PREFIX).partition("-")[0]
             if pid.isdigit() and not Path("/proc", pid).exists():
                 shutil.rmtree(left, ignore_errors=True)
-        root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=data_dir))
+        # without links: the layer of faults knows files by the names that the kernel gives them
+        root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=data_dir)).resolve()
     except OSError as error:
         raise UserError(
             f"{data_dir}: cannot be written ({error.strerror}); make room there, or set DPHYBRID_DATA_DIR"
@@ -117,6 +130,7 @@ def kinds_of(root: Path, tell: Callable[[str], None]) -> list[Kind]:
         Kind("killed at an operation", "before one, or in the middle of a write", runs.at("kill", "torn")),
         Kind("power loss", "drops writes and names that were not fsynced", runs.at("unsynced", "lost")),
         Kind("disk full", "one operation fails", runs.at("ENOSPC")),
+        Kind("damaged file", f"{', '.join(DAMAGES)}; times kept", runs.damage),
     ]
 
 
@@ -129,6 +143,7 @@ class _Runs:
             name: [text.format(folder=root) for text in overrides] for name, overrides in RUNS.items()
         }
         self._known: dict[str, tuple[dict[str, object], Ended, float]] = {}
+        self._whole: dict[tuple[str, Work], tuple[Path, object]] = {}
 
     def kill(self, chosen: random.Random) -> str:
         """Kill a run after a random share of its time."""
@@ -150,6 +165,32 @@ class _Runs:
             return self._hit(name, f"operation {target}, {mode}", codes, target=target, mode=mode)
 
         return trial
+
+    def damage(self, chosen: random.Random) -> str:
+        """Damage a file of a finished run, and predict with the run or go on with it."""
+        works: list[tuple[str, Work]] = [(name, "resume") for name in self._options]
+        name, work = chosen.choice([*works, (PREDICTS, "predict")])
+        whole, expected = self._finished(name, work)
+        kind, place = chosen.choice(list(DAMAGES)), chosen.random()
+        file = chosen.choice(sorted(path for path in whole.rglob("*") if path.is_file()))
+        with self._folder() as data_dir:
+            shutil.copytree(whole, data_dir)
+            damage(data_dir / file.relative_to(whole), DAMAGES[kind](file.read_bytes(), place))
+            ended = run_trial(data_dir, [*self._options[name], *LONGER], work=work)
+            same = ended.code == 0 and _outcome(data_dir, ended, work) == expected
+        return judged(f"{name}, {file.relative_to(whole)}: {kind} at {place:.0%}", ended, same)
+
+    def _finished(self, name: str, work: Work) -> tuple[Path, object]:
+        """Return a copy of a finished run's data folder, and what its predictions or more epochs come to."""
+        if (name, work) not in self._whole:
+            whole = self._root / f"whole-{len(self._whole)}"
+            with self._folder() as data_dir:
+                run_trial(data_dir, [*self._options[name], *SHORTER])
+                shutil.copytree(data_dir, whole)
+                ended = run_trial(data_dir, [*self._options[name], *LONGER], work=work)
+                assert ended.code == 0, ended.output
+                self._whole[name, work] = whole, _outcome(data_dir, ended, work)
+        return self._whole[name, work]
 
     def _undisturbed(self, name: str) -> tuple[dict[str, object], Ended, float]:
         if name not in self._known:
@@ -185,6 +226,18 @@ class _Runs:
             yield folder / "data"
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _outcome(data_dir: Path, ended: Ended, work: Work) -> object:
+    return re.findall("^predicted .*", ended.output, re.MULTILINE) if work == "predict" else came_to(data_dir)
+
+
+def judged(what: str, ended: Ended, same: bool) -> str:
+    """Return the complaint about a run with a damaged file. same: did it come to the same as without?"""
+    if ended.code not in (0, 2):
+        return f"{what}: exit code {ended.code}\n{ended.output}"
+    told = ended.code == 2 or "Note: the best checkpoint" in ended.output
+    return "" if told or same else f"{what}: another outcome, without a word"
 
 
 def table(kinds: list[Kind]) -> str:

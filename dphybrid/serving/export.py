@@ -22,7 +22,6 @@ from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric, Text, Time
 from dphybrid.embedding import find_tables
 from dphybrid.parallel import find_data_parallel
 from dphybrid.serving.predict import Predictor, open_predictor
-from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.tensor_file import write_tensors
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, making, read_json, write_json, write_text
@@ -211,7 +210,6 @@ def export(checkpoint: Path, out: str | Path, *, onnx: bool = False) -> Path:
     check_target(target, f"--out {out}")
     if target.exists():
         raise UserError(f"--out {out}: is there already; give a new folder, or remove it first")
-    verify_checkpoint(Path(checkpoint))  # tables are mapped, and are checked where rows are looked up
     predictor = open_predictor(checkpoint)
     if not isinstance(predictor, Predictor):
         raise UserError(

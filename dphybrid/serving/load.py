@@ -18,16 +18,19 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
 
-def model_from_checkpoint(folder: str | Path, devices: str = "cpu", *, mapped: bool = False) -> nn.Module:
+def model_from_checkpoint(
+    folder: str | Path, devices: str = "cpu", *, mapped: bool = False, settings: Settings | None = None
+) -> nn.Module:
     """Build the model of a checkpoint folder on `devices` and fill it, whatever devices it was trained on; it
     is in evaluation mode.
 
     mapped: its tables stay in the checkpoint's files, and memory holds only rows that were looked up.
+    settings: None for those in force.
     Raises UserError when the folder is no checkpoint or does not fit, and when it comes from elsewhere and
     names code that is not allowed to run.
     """
     state = verify_checkpoint(Path(folder), mapped)
-    config = stored_config(state.config, Path(folder) / "state.json")
+    config = stored_config(state.config, Path(folder) / "state.json", settings or load_settings())
     with deferred_rows() if mapped else unfilled_rows():
         model = build_from_config(config, state.info, resolve_devices(devices))
     load_weights(Path(folder), model, mapped)
@@ -45,7 +48,7 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
     folder = given_path(which, "run or checkpoint")
     if (folder / "state.json").is_file():
         return folder
-    run = read_run(folder) if (folder / "run.json").is_file() else _named_run(which, settings)
+    run = read_run(folder, settings) if (folder / "run.json").is_file() else _named_run(which, settings)
     if not (run.folder / "result.json").is_file():
         raise UserError(f"{which}: run {run.folder.name} has not been trained to a checkpoint yet")
     return Path(ResultPage.read(run.folder / "result.json").best_checkpoint)

@@ -19,7 +19,7 @@ import polars as pl
 import torch
 from polars.selectors import by_name
 
-from dphybrid.config.settings import load_settings
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.frames import as_frame
@@ -76,18 +76,26 @@ class Predictor:
     """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's values, of
     two the predicted one last; none of a number. task: what the label is learnt as."""
 
-    def __init__(self, folder: str | Path, devices: str = "cpu", batch_size: int = 8192) -> None:
-        """Read a checkpoint folder. Raises UserError when it is none or cannot predict from rows of a
-        table."""
+    def __init__(
+        self,
+        folder: str | Path,
+        devices: str = "cpu",
+        batch_size: int = 8192,
+        settings: Settings | None = None,
+    ) -> None:
+        """Read a checkpoint folder. settings: None for those in force. Raises UserError when it is none or
+        cannot predict from rows of a table."""
         self.folder = Path(folder)
         state = read_state(self.folder)
-        config = stored_config(state.config, self.folder / "state.json")
+        settings = settings or load_settings()
+        config = stored_config(state.config, self.folder / "state.json", settings)
         if not (self.folder / "encoder").is_dir():
             raise UserError(
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
                 f"of a recipe that reads tables ({', '.join(tabular_names())})"
             )
-        self.model = model_from_checkpoint(self.folder, devices, mapped=True)  # checks the encoder, too
+        # checks the encoder, too
+        self.model = model_from_checkpoint(self.folder, devices, mapped=True, settings=settings)
         self.encoder = Encoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
         self.task = label_task(state.info)
@@ -299,14 +307,20 @@ def _warn(wrong: int) -> None:
         )
 
 
-def open_predictor(folder: Path, devices: str = "cpu", batch_size: int = 8192) -> Any:
-    """Return what a checkpoint's recipe predicts with: a `Predictor`, or the recipe's own. Raises UserError
-    when it has none."""
-    config = stored_config(read_state(folder).config, folder / "state.json")
+def open_predictor(
+    folder: Path, devices: str = "cpu", batch_size: int = 8192, settings: Settings | None = None
+) -> Any:
+    """Return what a checkpoint's recipe predicts with: a `Predictor`, or the recipe's own. settings: None for
+    those in force. Raises UserError when it has none."""
+    settings = settings or load_settings()
+    config = stored_config(read_state(folder).config, folder / "state.json", settings)
     own = find_recipe(config.recipe).predictor(
-        folder, config, lambda: model_from_checkpoint(folder, devices, mapped=True), batch_size
+        folder,
+        config,
+        lambda: model_from_checkpoint(folder, devices, mapped=True, settings=settings),
+        batch_size,
     )
-    return Predictor(folder, devices, batch_size) if own is None else own
+    return Predictor(folder, devices, batch_size, settings) if own is None else own
 
 
 def print_predictions(predictor: Any, path: str, **options: Any) -> None:

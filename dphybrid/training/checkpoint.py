@@ -234,11 +234,11 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
         for name, table in tables.items():
             block_sums = sums.get(table_file(path, name).relative_to(path).as_posix())
             if block_sums is not None:
-                table.map_rows(*mapped_weight(path, name, table.settled(), block_sums))
+                table.map_rows(mapped_weight(path, name, table.weight, block_sums))
             elif mapped:  # the model was built without memory for its rows
                 rows_VD = torch.empty(table.settled().shape, dtype=table.settled().dtype)
                 read_table(path, name, "weight", rows_VD)
-                table.map_rows(rows_VD, lambda _: None)
+                table.map_rows(rows_VD)
             elif name not in skip:
                 read_table(path, name, "weight", table.settled())
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dphybrid.embedding.storage import GIB, available_memory_bytes
 from dphybrid.training.tensor_file import (
-    CheckRead,
     mapped_tensor,
     read_into,
     read_rows_into,
@@ -71,16 +70,16 @@ def table_weight(checkpoint: Path, table: str) -> Tensor:
     return weight
 
 
-def mapped_weight(checkpoint: Path, table: str, like: Tensor, sums: str) -> tuple[Tensor, CheckRead]:
-    """Return the rows of a table mapped into memory: what is read of them is loaded then; and what checks
-    rows when they were read. Changed rows, and what lies on their pages, are in memory at once.
+def mapped_weight(checkpoint: Path, table: str, like: Tensor, sums: str) -> Tensor:
+    """Return the rows of a table mapped into memory: what is read of them is loaded and checked then. Changed
+    rows, and what lies on their pages, are in memory at once.
 
     Raises UserError when shape or type differ from those of `like`, and when the changed rows do not fit.
     """
-    weight, check = mapped_tensor(table_file(checkpoint, table), "weight", like, sums)
+    weight = mapped_tensor(table_file(checkpoint, table), "weight", like, sums)
     ids_U = changed_rows(checkpoint, table)
     if ids_U is None:
-        return weight, check
+        return weight
     row_bytes = weight.nbytes // max(1, len(weight))
     pages = len(torch.unique_consecutive(ids_U * row_bytes // _PAGE_BYTES)) if row_bytes < _PAGE_BYTES else 0
     wanted, free = max(pages * _PAGE_BYTES, len(ids_U) * row_bytes), available_memory_bytes()
@@ -91,4 +90,4 @@ def mapped_weight(checkpoint: Path, table: str, like: Tensor, sums: str) -> tupl
             "(one without a folder `changed`; checkpoint.full_every=1 makes each one full)"
         )
     read_rows_into(changed_file(checkpoint, table), rows_of("weight"), ids_U, weight)
-    return weight, check
+    return weight

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from dphybrid.embedding.checked import check_when_read
 from dphybrid.util.digests import BLOCK, BlockSums
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import naming
@@ -31,8 +32,6 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SLICE_BYTES = 16 * 2**20
 
-CheckRead = Callable[[Tensor], None]
-"""Told the ids (N,) whose rows were read. Raises UserError when these are damaged."""
 REMEDY = "use another checkpoint, or delete this one's folder"
 
 
@@ -194,9 +193,9 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     return entries, 8 + length
 
 
-def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> tuple[Tensor, CheckRead]:
-    """Return the tensor `name` (V, ...) of the file, mapped into memory, and what checks the blocks of the
-    file under given rows, each once.
+def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
+    """Return the tensor `name` (V, ...) of the file, mapped into memory. The first lookup that reads a block
+    of the file checks it, and raises UserError when it is damaged (`native.check_when_read`).
 
     Writing does not reach the file. sums: of `BlockSums`. Raises UserError when shape or type differ from
     those of `like`, and for a damaged header.
@@ -219,7 +218,9 @@ def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> tuple[Tenso
         for within in (*range(0, row_bytes, BLOCK), row_bytes - 1):
             blocks.check(first_N + within)
 
-    return torch.from_numpy(raw).view(like.dtype).view(like.shape), check_read
+    found = torch.from_numpy(raw).view(like.dtype).view(like.shape)
+    check_when_read(found, check_read, raw)
+    return found
 
 
 class _Blocks:

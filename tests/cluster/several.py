@@ -20,9 +20,9 @@ try:
     torch.set_num_threads(1)
     with joined(60.0, torch.device("cpu")) as ranks:
         for folder in sys.argv[1:]:
-            run = read_run(folder)
+            run = read_run(folder, load_settings())
             engine = RankEngine(run.config, ranks)
-            train_here(run, run.experiment(load_settings()), StopRequest(), engine)
+            train_here(run, run.experiment(), StopRequest(), engine)
 except BaseException:  # noqa: BLE001 - printed, and the end of this process
     traceback.print_exc()
     sys.stderr.flush()

@@ -134,8 +134,8 @@ from dphybrid.run.train import train_run
 from dphybrid.util.stop import StopRequest
 from pathlib import Path
 settings = settings_in(Path(sys.argv[1]))
-run = read_run(built(settings, "one", ["train.epochs=1"]))
-train_run(run, run.experiment(settings), StopRequest())
+run = read_run(built(settings, "one", ["train.epochs=1"]), settings)
+train_run(run, run.experiment(), StopRequest())
 heavy = ("torchrec", "fbgemm_gpu", "tensordict", "dphybrid.cluster.sharding")
 print("found:", *[name for name in heavy if name in sys.modules])
 """

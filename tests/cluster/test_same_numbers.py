@@ -47,13 +47,13 @@ MORTAL += ["model.dropout=0.2", "cluster.ranks=2"]
 
 
 def train_alone(settings: Settings, folder: str) -> None:
-    run = read_run(folder)
-    train_run(run, run.experiment(settings), StopRequest())
+    run = read_run(folder, settings)
+    train_run(run, run.experiment(), StopRequest())
 
 
 def evaluated(folder: str, settings: Settings) -> dict[str, float]:
-    run = read_run(folder)
-    return evaluate_run(run, run.experiment(settings))
+    run = read_run(folder, settings)
+    return evaluate_run(run, run.experiment())
 
 
 def history(folder: str) -> list[dict[str, float]]:

@@ -91,7 +91,7 @@ def test_three_days_of_data(
     assert second is not None
     assert second.number == "2"
     assert second.decision.startswith("better: ")
-    run = read_run(second.run_tags["dphybrid.run_folder"])
+    run = read_run(second.run_tags["dphybrid.run_folder"], load_settings())
     decision = read_json(run.folder / "decision.json")
     assert decision["low"] > 0
     assert decision["challenger"]["auc"] > decision["champion"]["auc"]
@@ -135,7 +135,7 @@ def test_a_grown_model_answers_as_the_champion_did(
     retrain_hybrid(config=experiment, return_state=True)
     write_day(days, 2, range(20, 60))
     retrain_hybrid(config=experiment, return_state=True)
-    run = read_run(sorted((data_dir / "runs").iterdir())[-1])
+    run = read_run(sorted((data_dir / "runs").iterdir())[-1], load_settings())
     checkpoint = Path(run.config.train.warm_start or "")
     champion = model_from_checkpoint(checkpoint)
     data = open_prepared(Path(run.page.prepared))

@@ -27,7 +27,7 @@ def together(run: str, machines: list[str] = [], wait_again_s: float = 100) -> s
         settings = settings.model_copy(update={"cluster_wait_s": wait_again_s})
     with supervised() as stop, watched_flow_run(runtime.flow_run.id, stop), ExitStack() as held:
         others = other_workers(2, machines, settings, stop)
-        page = read_run(settings.runs_dir / run)
+        page = read_run(settings.runs_dir / run, settings)
         held.enter_context(leased_devices(page.config, settings, run=run, stop=stop))
         held.enter_context(stop_signals(stop))
         (page.folder / OUTCOME).unlink(missing_ok=True)

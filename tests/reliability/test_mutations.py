@@ -81,7 +81,24 @@ PLANTED = {
         "(0,)",
         LOOKUPS,
     ),
-    "bags are not checked": ("embedding/table", "        self._check_read(ids_N)\n", "", LOOKUPS),
+    "rows are not checked": (
+        "embedding/native",
+        "    check_read(rows, flat_N)\n    return out_XD",
+        "    return out_XD",
+        LOOKUPS,
+    ),
+    "bags are not checked": (
+        "embedding/native",
+        "    check_read(rows, flat_N)\n    return pooled_BD",
+        "    return pooled_BD",
+        LOOKUPS,
+    ),
+    "a table is copied unchecked": (
+        "embedding/table",
+        "        self.settled()\n        return self.__dict__",
+        "        return self.__dict__",
+        LOOKUPS,
+    ),
     "a damaged file is written on": (
         "training/saving",
         "_check_base(base, base_page.sha256[key])",

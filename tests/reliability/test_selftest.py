@@ -11,16 +11,18 @@ import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.selftest import trials
-from dphybrid.selftest.trials import Kind, table
+from dphybrid.selftest.damages import DAMAGES
+from dphybrid.selftest.runs import Ended
+from dphybrid.selftest.trials import Kind, judged, table
 from tests.conftest import LONG
-from tests.reliability.damages import DAMAGES
 
 
 @pytest.mark.slow
 def test_selftest_tries_every_kind_of_fault_and_leaves_the_data_folder_as_it_was(
-    data_dir: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data_dir.mkdir()
+    (tmp_path / "disk").mkdir()
+    data_dir.symlink_to(tmp_path / "disk")
     (data_dir / "mine.txt").write_text("mine")
     (data_dir / f".selftest-{2**22 + 1}-killed").mkdir()  # no process has such a number
     (data_dir / f".selftest-{os.getpid()}-other").mkdir()
@@ -28,7 +30,7 @@ def test_selftest_tries_every_kind_of_fault_and_leaves_the_data_folder_as_it_was
     shown = capsys.readouterr().out
     assert re.match(r"--seed \d+ repeats these trials", shown)
     rows = [line for line in shown.splitlines() if line.startswith("|")][2:]
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert all(re.search(r"\| \d+ +\| fails in at most (46|95) % of cases", row) for row in rows), rows
     assert {path.name for path in data_dir.iterdir()} == {"mine.txt", f".selftest-{os.getpid()}-other"}
     assert (data_dir / "mine.txt").read_text() == "mine"
@@ -67,6 +69,20 @@ def test_a_wrong_time_and_a_folder_that_cannot_be_written_are_told(
     monkeypatch.setenv("DPHYBRID_DATA_DIR", "/proc/nothing")
     assert main(["selftest"]) == 2
     assert "/proc/nothing: cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "same", "complaint"),
+    [
+        (0, "", True, ""),
+        (2, "error: state.json: is damaged", False, ""),
+        (0, "Note: the best checkpoint is gone", False, ""),
+        (0, "", False, "a file: another outcome, without a word"),
+        (1, "KeyError", False, "a file: exit code 1\nKeyError"),
+    ],
+)
+def test_a_damage_is_told_or_harmless(code: int, output: str, same: bool, complaint: str) -> None:
+    assert judged("a file", Ended(code, 0, [], output), same) == complaint
 
 
 WRITING = """

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import dphybrid
-from dphybrid.config.settings import load_settings
+from dphybrid.api.run import TrainedRun
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import read_run
 from dphybrid.run.train import run_job
@@ -103,6 +104,21 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
         assert torch.equal(value, own.state_dict()[key])
 
 
+def test_a_run_of_settings_that_were_passed_is_the_users_own(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mymodels.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(data_dir=tmp_path / "other", tracking_uri="none")
+    config = load_config(None, ["recipe=toy", "model.factory=mymodels:make", "train.epochs=1"])
+    run = TrainedRun(settings.runs_dir / run_job(config, settings).run_name, settings)
+    assert run.config == config
+    assert run.model.state_dict()
+    with pytest.raises(UserError, match="would run code"):
+        TrainedRun(run.folder).model  # noqa: B018 - of the data folder in force
+
+
 EVIL = """\
 import pathlib
 pathlib.Path("imported").touch()
@@ -132,7 +148,7 @@ def test_no_name_in_a_page_from_elsewhere_imports_code(
     else:
         content["config"][section] = value
     (folder / page).write_text(json.dumps(content | {"page_sha256": value_digest(content)}))
-    read = dphybrid.load if page == "state.json" else lambda name: read_run(name).config
+    read = dphybrid.load if page == "state.json" else lambda name: read_run(name, load_settings()).config
     with pytest.raises(UserError, match=f"{page}: none of your own runs wrote it; {field} = 'evilmod:"):
         read(str(folder))
     assert not (tmp_path / "imported").exists()

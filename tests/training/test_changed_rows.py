@@ -357,18 +357,18 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     monkeypatch.undo()
     best, folder = Path(report.best_checkpoint), data_dir / "runs" / "run"
     (best / "blocks.safetensors").write_bytes(b"")
-    run = read_run(folder)
+    run = read_run(folder, settings)
     remedy = rf"blocks.safetensors: is damaged .*; remove {best} and give --resume run"
     with pytest.raises(UserError, match=remedy):
-        evaluate_run(run, run.experiment(settings))
+        evaluate_run(run, run.experiment())
     shutil.rmtree(best)
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(data_dir))
     again = run_job(load_config(None, OPTIONS), settings, resume="run", tags={"by": "hand"})
     verify_checkpoint(Path(again.best_checkpoint))
-    page = read_run(folder).page
+    page = read_run(folder, settings).page
     assert (page.links, page.tags) == (links, {"team": "a", "by": "hand"})
     for path in complete_checkpoints(folder / "checkpoints"):
         (path / "blocks.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="no other checkpoint of this run is whole: start a new run"):
-        evaluate_run(run, run.experiment(settings))
+        evaluate_run(run, run.experiment())

@@ -1,17 +1,23 @@
 """Rows that are looked up in a checkpoint's file are checked, block by block."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dphybrid.embedding import HostEmbedding
+from dphybrid.embedding.checked import check_when_read
 from dphybrid.embedding.storage import deferred_rows
+from dphybrid.selftest.damages import damage
 from dphybrid.training.tensor_file import mapped_tensor, write_tensors
 from dphybrid.util.digests import BLOCK, BlockSums
 from dphybrid.util.errors import UserError
-from tests.reliability.damages import damage
 
+Look = Callable[[torch.Tensor], Any]
 NUM_ROWS, DIM = 3000, 100  # 400 bytes a row: rows lie across the blocks' borders
 
 
@@ -24,32 +30,96 @@ def written(file: Path) -> tuple[torch.Tensor, str]:
 def mapped(file: Path, sums: str) -> HostEmbedding:
     with deferred_rows():
         table = HostEmbedding(NUM_ROWS, DIM)
-    table.map_rows(*mapped_tensor(file, "weight", table.settled(), sums))
+    table.map_rows(mapped_tensor(file, "weight", table.settled(), sums))
     return table
 
 
-def test_each_row_of_a_damaged_block_is_refused_and_no_other_one(tmp_path: Path) -> None:
+class _Summed(torch.nn.Module):
+    """A model that looks rows up, and that programs can be made of."""
+
+    def __init__(self, table: HostEmbedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids_N: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.table(ids_N)
+        return rows.sum(1)
+
+
+def on_replicas(table: HostEmbedding) -> Look:
+    table.place_on([torch.device("cpu")] * 3, lambda rows: [rows - 2, 1, 1])
+    return lambda ids_N: torch.cat(table.replica_rows(ids_N))
+
+
+def exported(table: HostEmbedding) -> Look:
+    with torch.no_grad():
+        program = torch.export.export(_Summed(table), (torch.tensor([0, 1, 2, 3]),))
+    return program.module()
+
+
+LOOKS: dict[str, Callable[[HostEmbedding], Look]] = {
+    "a lookup": lambda table: table,
+    "bags": lambda table: lambda ids_N: table.bags(ids_N, torch.tensor([0, 1])),
+    "largest of a bag": lambda table: lambda ids_N: table.bags(ids_N, torch.tensor([0, 1]), mode="max"),
+    "replicas": on_replicas,
+    "a compiled model": lambda table: torch.compile(_Summed(table), backend="eager", fullgraph=True),
+    "an exported program": exported,
+    "a call with other parameters": lambda table: (
+        lambda ids_N: torch.func.functional_call(table, dict(table.named_parameters()), (ids_N,))
+    ),
+}
+"""Way to read rows by their ids -> what does so."""
+
+WHOLES: dict[str, Callable[[HostEmbedding], object]] = {
+    "all rows": HostEmbedding.settled,
+    "a copy": copy.deepcopy,
+    "a pickle": pickle.dumps,
+}
+
+
+def rotten(tmp_path: Path) -> tuple[HostEmbedding, torch.Tensor, list[int]]:
+    """Return a table with a damaged block, its rows as they were, and the rows that lie there."""
     file = tmp_path / "table.safetensors"
     weight, sums = written(file)
     whole = file.read_bytes()
     start = len(whole) - weight.nbytes
-    assert len(sums) == 8 * -(-len(whole) // BLOCK) > 8 * 4
     damage(file, whole[: 2 * BLOCK + 9] + bytes([whole[2 * BLOCK + 9] ^ 1]) + whole[2 * BLOCK + 10 :])
     places = [(start + row * 4 * DIM, start + (row + 1) * 4 * DIM - 1) for row in range(NUM_ROWS)]
     hit = [row for row, ends in enumerate(places) if any(end // BLOCK == 2 for end in ends)]
-    good = torch.tensor([row for row in range(NUM_ROWS) if row not in hit])
-    table = mapped(file, sums)
-    torch.testing.assert_close(table(good), weight[good], rtol=0, atol=0)
-    placed = mapped(file, sums)
-    placed.place_on([torch.device("cpu")], lambda rows: [rows])
-    looks = [table, lambda ids: table.bags(ids, torch.tensor([0])), placed.replica_rows]
+    return mapped(file, sums), weight, hit
+
+
+DAMAGED = r"table\.safetensors: is damaged \(in bytes 524,288 to 786,432"
+
+
+@pytest.mark.parametrize("way", LOOKS)
+def test_each_row_of_a_damaged_block_is_refused_and_no_other_one(way: str, tmp_path: Path) -> None:
+    table, weight, hit = rotten(tmp_path)
+    look = LOOKS[way](table)
     for row in (hit[0], hit[1], hit[-1]):
-        for look in looks:
-            with pytest.raises(
-                UserError, match=r"table\.safetensors: is damaged \(in bytes 524,288 to 786,432"
-            ):
-                look(torch.tensor([0, row]))
+        with pytest.raises(UserError, match=DAMAGED):
+            look(torch.tensor([0, 1, row, 0]))
+    good = torch.tensor([row for row in range(NUM_ROWS) if row not in hit])
     torch.testing.assert_close(table(good), weight[good], rtol=0, atol=0)
+    look(good[:4])
+
+
+@pytest.mark.parametrize("way", WHOLES)
+def test_a_damaged_table_is_not_read_as_a_whole(way: str, tmp_path: Path) -> None:
+    table, *_ = rotten(tmp_path)
+    with pytest.raises(UserError, match=DAMAGED):
+        WHOLES[way](table)
+
+
+def test_rows_are_checked_as_long_as_their_memory_is_there() -> None:
+    rows_VD, read = torch.zeros(5, 2), list[list[int]]()
+    memory = rows_VD.numpy()
+    check_when_read(rows_VD, lambda ids_N: read.append(ids_N.tolist()), memory)
+    HostEmbedding.from_pretrained(rows_VD)(torch.tensor([3, 0]))
+    assert read == [[3, 0]]
+    del memory
+    HostEmbedding.from_pretrained(rows_VD)(torch.tensor([3, 0]))
+    assert read == [[3, 0]]
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 2**20, None])
