@@ -44,7 +44,7 @@ def test_an_error_of_prefects_client_shows_no_password(
         address = httpx.Request("POST", "http://bob:s3cret@h:4200/api/artifacts")
         httpx.Response(401, request=address).raise_for_status()
 
-    run = SimpleNamespace(experiment=lambda _: None)
+    run = SimpleNamespace(experiment=lambda: None)
     monkeypatch.setattr(steps, "read_run", lambda *_: run)
     monkeypatch.setattr(steps.job, "report_run", lambda *_: SimpleNamespace(text=""))
     monkeypatch.setattr(steps, "_publish", refused)

@@ -232,6 +232,35 @@ def test_a_lock_file_that_is_closed_costs_its_gpu_alone(open_folder: Path) -> No
 
 
 @needs_root
+@pytest.mark.usefixtures("folder")
+def test_another_user_sees_a_lease_and_asks_for_it_but_takes_nothing(open_folder: Path) -> None:
+    folder = lease_folder(open_folder / "leases")
+    units = Inventory("tests.fake_nvml").read()
+    lease = try_lease(folder, units[:1], "mine")
+    assert lease is not None
+    page = folder / f"gpu-{units[0].uuid}.lock"
+
+    def work() -> str:
+        holder = find_holder(folder, units[0].uuid)
+        assert holder is not None
+        assert (holder.user, holder.run) == ("root", "mine")
+        assert try_lease(folder, units[:1], "theirs") is None
+        for attack in (page.unlink, lambda: page.rename(folder / "away")):
+            with pytest.raises(PermissionError):
+                attack()
+        ask_for(folder, units[0])
+        page.write_text("{}")  # the words are nobody's, the lock is the kernel's
+        assert try_lease(folder, units[:1], "theirs") is None
+        return "asked"
+
+    with lease:
+        assert asked_by(lease) is None
+        assert as_nobody(work) == "asked"
+        assert "nobody" in str(asked_by(lease))
+        assert lease.lost() is None
+
+
+@needs_root
 def test_resuming_another_users_run_tells_what_to_do(open_folder: Path) -> None:
     run = open_folder / "theirs"
     run.mkdir()

@@ -242,11 +242,11 @@ def _readable(path: Path) -> tuple[dict[int, Row], dict[str, str]]:
         database.execute("PRAGMA writable_schema = ON")  # opens a file that is too short, too
         for order in ("ASC", "DESC"):
             with suppress(*UNREADABLE):
-                for *row, crc, content in database.execute(f"SELECT * FROM records ORDER BY n {order}"):  # noqa: S608
+                for *row, crc, content in database.execute(f"SELECT * FROM records ORDER BY n {order}"):  # noqa: S608 - ASC or DESC
                     if crc == _sum(*row, content):
                         rows[row[0]] = (*row, content)
             with suppress(*UNREADABLE):
-                for name, value, crc in database.execute(f"SELECT * FROM facts ORDER BY name {order}"):  # noqa: S608
+                for name, value, crc in database.execute(f"SELECT * FROM facts ORDER BY name {order}"):  # noqa: S608 - ASC or DESC
                     if crc == _sum(name, value):
                         facts[name] = value
     return rows, facts

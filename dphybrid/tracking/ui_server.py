@@ -80,7 +80,7 @@ def _wait(server: "subprocess.Popen[bytes]", port: int, token: str) -> str | Non
         if server.poll() is not None:
             return f"ended with exit code {server.returncode}"
         try:
-            with urllib.request.urlopen(wanted, timeout=5):  # noqa: S310
+            with urllib.request.urlopen(wanted, timeout=5):  # noqa: S310 - its own server
                 return None
         except OSError:
             time.sleep(0.2)

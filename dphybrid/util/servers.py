@@ -25,7 +25,7 @@ def ask(url: str, auth: str | None) -> tuple[Any, float]:
     headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, as just checked
-        answer = urllib.request.urlopen(request, timeout=_ANSWER_S)  # noqa: S310
+        answer = urllib.request.urlopen(request, timeout=_ANSWER_S)  # noqa: S310 - the same
     except urllib.error.HTTPError as error:
         return "refuses user and password" if error.code == 401 else f"answers {error.code}", time.time()
     except (OSError, ValueError) as error:

@@ -42,7 +42,7 @@ def test_memory_handles_and_threads_stay_level_over_small_steps(data_dir: Path, 
             lambda: process.poll() is not None or len(list(checkpoints.glob("step-*"))) > 1,
             "a second checkpoint",
         )
-        seen = samples(psutil.Process(process.pid), MINUTES * 60)
+        seen = samples(psutil.Process(process.pid), data_dir / "mlflow" / "spool", MINUTES * 60)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(patience(60))
@@ -51,10 +51,11 @@ def test_memory_handles_and_threads_stay_level_over_small_steps(data_dir: Path, 
     steps = max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
     level = seen[len(seen) // 4 :]  # caches fill first
     minutes = (level[:, 0] - level[0, 0]) / 60
-    slopes = [float(np.polyfit(minutes, level[:, column], 1)[0]) for column in (1, 2, 3)]
+    slopes = [float(np.polyfit(minutes, level[:, column], 1)[0]) for column in (1, 2, 3, 4)]
     print(
         f"{steps} steps in {seen[-1, 0] / 60:.1f} min; from {level[0, 1:]} to {level[-1, 1:]}; a minute: "
-        f"{slopes[0]:+.3f} MiB, {slopes[1]:+.4f} handles, {slopes[2]:+.4f} threads"
+        f"{slopes[0]:+.3f} MiB, {slopes[1]:+.4f} handles, {slopes[2]:+.4f} threads, "
+        f"{slopes[3]:+.3f} MiB of outbox"
     )
     half = len(level) // 2
     for column, slack in ((2, 3), (3, 2)):  # what a checkpoint or a sent record has open meanwhile
@@ -65,11 +66,14 @@ def test_memory_handles_and_threads_stay_level_over_small_steps(data_dir: Path, 
         assert abs(slopes[2]) < 0.05
 
 
-def samples(process: psutil.Process, seconds: float) -> np.ndarray:
-    """Return time (s), resident memory (MiB), file handles and threads of a process, a row for each look."""
+def samples(process: psutil.Process, spool: Path, seconds: float) -> np.ndarray:
+    """Return time (s), resident memory (MiB), file handles and threads of a process, and the size of its
+    outbox (MiB), a row for each look."""
     start = time.monotonic()
     rows = []
     while (now := time.monotonic() - start) < seconds:
-        rows.append((now, process.memory_info().rss / 2**20, process.num_fds(), process.num_threads()))
+        outbox = sum(file.stat().st_size for file in spool.glob("*.db"))
+        handles, threads = process.num_fds(), process.num_threads()
+        rows.append((now, process.memory_info().rss / 2**20, handles, threads, outbox / 2**20))
         time.sleep(min(1.0, seconds / 60))
     return np.array(rows)
