@@ -34,6 +34,8 @@ def recipe_of(argv: Sequence[str]) -> str:
     """Return the recipe that a command line means, for the flags that it offers; mistakes are left for
     `load_config`."""
     given: dict[str, str] = {}
+    if list(argv[:2]) == ["check", "recipe"]:
+        given["recipe"] = next((text for text in argv[2:3] if not text.startswith("-")), "")
     for place, text in enumerate(argv):
         if text.startswith(("--recipe", "--config", "--data.")):
             name, equals, value = text.partition("=")

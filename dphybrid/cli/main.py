@@ -12,7 +12,7 @@ from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.util.importing import missing_extra
 
 COMMANDS = [
-    *("train", "plan", "check", "compare", "sync", "ui", "init", "completion", "devices", "rollback"),
+    *("train", "plan", "check", "compare", "sync", "ui", "init", "new", "completion", "devices", "rollback"),
     *("sweep", "validate", "prepare", "predict", "export", "verify", "selftest", "doctor"),
 ]
 """Modules of this package, in the order of the help.

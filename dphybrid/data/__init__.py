@@ -1,16 +1,22 @@
 """Sources -> prepared data set on disk -> batches."""
 
 from dphybrid.data.batches import Dataset, batches, num_batches
+from dphybrid.data.draws import DrawnDataset, Draws
 from dphybrid.data.prepare import prepare_source, source_digest
 from dphybrid.data.store import Prepared, open_prepared, verify_prepared
+from dphybrid.data.vocabulary import Vocabulary, read_vocabularies
 
 __all__ = [
     "Dataset",
+    "DrawnDataset",
+    "Draws",
     "Prepared",
+    "Vocabulary",
     "batches",
     "num_batches",
     "open_prepared",
     "prepare_source",
+    "read_vocabularies",
     "source_digest",
     "verify_prepared",
 ]

@@ -14,6 +14,8 @@ from dphybrid.embedding.optim import (
     row_optimizer,
 )
 from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
+from dphybrid.embedding.ranking import Ranked, rank_rows
+from dphybrid.embedding.softmax import linear_cross_entropy, sampled_softmax
 from dphybrid.embedding.table import HostEmbedding, dense_parameters
 from dphybrid.embedding.vocabulary import GrowingVocabulary, HashedVocabulary
 
@@ -25,6 +27,7 @@ __all__ = [
     "HostEmbedding",
     "HostEmbeddingCollection",
     "LazyAdam",
+    "Ranked",
     "RowAdagrad",
     "RowAdam",
     "RowAdamW",
@@ -34,6 +37,9 @@ __all__ = [
     "clip_grad_norm_",
     "dense_parameters",
     "find_tables",
+    "linear_cross_entropy",
     "make_row_optimizer",
+    "rank_rows",
     "row_optimizer",
+    "sampled_softmax",
 ]

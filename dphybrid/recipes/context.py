@@ -44,12 +44,13 @@ class ModelContext(Generic[Options]):
     data: Any = None
 
     def num_ids(self, *names: str) -> int:
-        """Return the rows that one table needs for the ids of these arrays, or columns, together. Raises
-        UserError for arrays without ids."""
+        """Return the rows that one table needs for the ids of these arrays, columns or vocabularies together.
+        Raises UserError for names without ids."""
         known = self.info["num_ids"]
         if unknown := [name for name in names if name not in known]:
             raise UserError(
-                f"num_ids: {unknown[0]!r} is no array of whole numbers{suggestion(unknown[0], list(known))}"
+                f"num_ids: {unknown[0]!r} is no array of whole numbers and no vocabulary"
+                f"{suggestion(unknown[0], list(known))}"
             )
         return max(int(known[name]) for name in names)
 

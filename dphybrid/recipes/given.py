@@ -2,9 +2,10 @@
 other."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress
+from dphybrid.data.vocabulary import Vocabulary, write_vocabularies
 from dphybrid.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,19 +46,27 @@ class GivenSource:
         return ()
 
     @cached_property
+    def _given(self) -> tuple[Given, Given, Mapping[str, Vocabulary]]:
+        """What rows() returned; without vocabularies there are none. Raises UserError for anything else."""
+        given: Any = self.recipe.rows(self.data, self.seed)
+        if isinstance(given, tuple) and len(given) == 2:
+            given = (*given, {})
+        vocabularies = given[2] if isinstance(given, tuple) and len(given) == 3 else None
+        if not isinstance(vocabularies, Mapping):
+            raise UserError(
+                f"recipe {self.recipe.name}: rows() returned a {type(given).__name__}; return (training "
+                "split, validation split), and vocabularies by name as a third where there are some"
+            )
+        return given
+
+    @cached_property
     def splits(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """The arrays of the training and of the validation split. Raises UserError where they do not fit
         together."""
         where = f"recipe {self.recipe.name}"
-        given = self.recipe.rows(self.data, self.seed)
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise UserError(
-                f"{where}: rows() returned a {type(given).__name__}; return (training split, validation "
-                "split)"
-            )
         train, valid = (
             as_arrays(split, f"{where}, {name} split")
-            for name, split in zip(("training", "validation"), given, strict=True)
+            for name, split in zip(("training", "validation"), self._given[:2], strict=True)
         )
         if train.keys() != valid.keys():
             raise UserError(
@@ -73,11 +83,13 @@ class GivenSource:
 
     def digests(self, progress: Progress) -> list[bytes]:
         progress("read samples", 0, 1)
-        return [
+        arrays = [
             hashlib.sha256(_header(name, array) + array.tobytes()).digest()
             for split in self.splits
             for name, array in split.items()
         ]
+        pages = {name: vocabulary.page() for name, vocabulary in self._given[2].items()}
+        return [*arrays, json.dumps(pages).encode()] if pages else arrays
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         train, valid = self.splits
@@ -89,11 +101,15 @@ class GivenSource:
         }
         shapes = ", ".join(f"{name} {tuple(array.shape[1:])} {array.dtype}" for name, array in arrays.items())
         lines = [f"  {self.recipe.name}: {num_train:,} samples to train, {num_valid:,} to validate: {shapes}"]
+        vocabularies = self._given[2]
+        sizes = {name: len(vocabulary) for name, vocabulary in vocabularies.items()}
+        lines += [f"  vocabulary {name}: {size:,} rows" for name, size in sizes.items()]
         info = {
             "shapes": {name: list(array.shape[1:]) for name, array in arrays.items()},
-            "num_ids": _num_ids(arrays),
+            "num_ids": _num_ids(arrays) | sizes,
         }
-        return Content("arrays", arrays | parts, info, lines, tuple(arrays))
+        save = partial(write_vocabularies, vocabularies)
+        return Content("arrays", arrays | parts, info, lines, tuple(arrays), save=save)
 
 
 def as_arrays(given: Given, where: str) -> dict[str, Array]:

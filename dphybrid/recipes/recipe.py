@@ -23,11 +23,13 @@ from dphybrid.util.errors import UserError
 
 # The command line and the forms look at recipes, too: torch and polars wait until work begins.
 if TYPE_CHECKING:
+    import polars as pl
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from dphybrid.data.batches import Dataset
     from dphybrid.data.store import Prepared, Progress, Source
+    from dphybrid.data.vocabulary import Vocabulary
     from dphybrid.recipes.context import ModelContext
     from dphybrid.recipes.given import Given
     from dphybrid.training.metrics import Task
@@ -45,6 +47,7 @@ class Recipe:
     tabular: its samples are rows of a table read by `dphybrid.data.table`: they have a schema file, grow when
     files arrive (retraining), and rows of new files can be scored (predict).
     one_process: it was not tried with several processes, and a config with `cluster` is refused.
+    example: columns of a few rows as `predict` takes them; `dphybrid check recipe` predicts these.
     prints_shapes: say of a split what PyTorch's data-parallel tutorial says, a line a replica, not one line.
     """
 
@@ -58,17 +61,20 @@ class Recipe:
     tabular: bool = False
     one_process: bool = False
     prints_shapes: bool = False
+    example: Mapping[str, Any] = {}
 
     key: str = ""
     """What finds this recipe again: its name, or `package.module:NAME`. The registry sets it; configs carry
     it."""
 
-    def rows(self, data: Any, seed: int) -> "tuple[Given, Given]":
+    def rows(
+        self, data: Any, seed: int
+    ) -> "tuple[Given, Given] | tuple[Given, Given, Mapping[str, Vocabulary]]":
         """Return the training and the validation split: each a dict of arrays, a DataFrame, or a map-style
-        torch Dataset.
+        torch Dataset; and, as a third, the vocabularies by name that made their ids, if any.
 
-        The simple way to bring data: everything is read here and kept as a prepared folder. seed: for a
-        random split.
+        The simple way to bring data: everything is read here and kept as a prepared folder, the vocabularies
+        in each checkpoint, too. seed: for a random split.
         """
         raise UserError(
             f"recipe {self.name}: define rows(data, seed), or source(data, seed) and dataset(prepared, part)"
@@ -86,13 +92,13 @@ class Recipe:
         return prepared.rows(part)
 
     def training_rows(self, rows: "Dataset", info: Mapping[str, Any], model: Any) -> "Dataset":
-        """Return the training split as it is trained on: where the `model` section asks for changes that
-        differ by epoch. info: facts about the prepared data."""
+        """Return the training split as it is trained on: with what differs by epoch, such as negatives; see
+        `dphybrid.data.DrawnDataset`. info: facts about the prepared data. model: the `model` section."""
         return rows
 
     def baselines(self, data: "Prepared") -> dict[str, dict[str, float]]:
-        """Return metrics of simple predictions on the validation split by name, to tell how good a model
-        is."""
+        """Return metrics of simple predictions on the validation split by name, to tell how good a model is.
+        Without any, a constant takes the place of the task's `prediction`, where the task names it."""
         return {}
 
     def floor(self, data: "Prepared") -> "dict[str, Tensor] | None":
@@ -151,6 +157,26 @@ class Recipe:
         prepared data's facts."""
         raise UserError(f"recipe {self.name}: define task(info)")
 
+    def predict(
+        self, model: Any, rows: "pl.DataFrame", vocabularies: "Mapping[str, Vocabulary]"
+    ) -> "pl.DataFrame":
+        """Return what the trained model says of new rows: a frame, of any length, with the same columns each
+        time. `dphybrid.load`, `dphybrid predict` and the registered model call it.
+
+        model: in evaluation mode; no gradients are kept. rows: from files all texts, None for no value.
+        vocabularies: those that `rows(data, seed)` returned. Raise UserError for a column that is missing.
+        """
+        raise UserError(
+            f"recipe {self.name}: makes no predictions from rows; dphybrid.load_model gives its module. A "
+            "recipe of your own defines predict(model, rows, vocabularies)"
+        )
+
+    @property
+    def predicts(self) -> bool:
+        """Does it say what its trained model makes of new rows?"""
+        own = type(self)
+        return self.tabular or own.predict is not Recipe.predict or own.predictor is not Recipe.predictor
+
     def predictor(
         self,
         checkpoint: Path,
@@ -159,13 +185,19 @@ class Recipe:
         batch_size: int,
     ) -> Any:
         """Return what `dphybrid.load` gives and `dphybrid predict` asks: an object with `predict(rows)`,
-        `predict_file` and `told`, as `dphybrid.serving.predict.Predictor` has them. None: that class, for a
-        tabular recipe.
+        `predict_file` and `told`. Here it calls `predict`; None for a tabular recipe, which has
+        `dphybrid.serving.predict.Predictor`. Raises UserError where there is no `predict`.
 
         checkpoint: its folder, with the files of the prepared data's `encoder/`. build: makes its filled
         model.
         """
-        return None
+        if self.tabular:
+            return None
+        if not self.predicts:
+            self.predict(None, None, {})  # type: ignore[arg-type]
+        from dphybrid.recipes.predicting import RowsPredictor
+
+        return RowsPredictor(self, checkpoint, build(), batch_size)
 
     def recognises(self, data: Mapping[str, Any]) -> str | None:
         """Say why these values of the data section call for this recipe, or None. Asked only when no recipe

@@ -4,11 +4,11 @@ it."""
 import inspect
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.data import batches
+from dphybrid.data import Prepared, batches
 from dphybrid.gpus.leasing import wanted_spec
 from dphybrid.parallel import (
     DataParallel,
@@ -41,7 +41,7 @@ def memory_report(config: ExperimentConfig, settings: Settings, batch_size: int)
         block.register_forward_pre_hook(
             lambda _, args, kwargs, name=name: calls.update({name: (args, kwargs)}), with_kwargs=True
         )
-    model(next(batches(data.dataset("train"), max(sizes), seed=0, epoch=0, shuffle=False)))
+    model(_first_batch(config, data, max(sizes)))
     parts = []
     for name, block in find_data_parallel(model).items():
         args, kwargs = calls[name]
@@ -54,6 +54,11 @@ def memory_report(config: ExperimentConfig, settings: Settings, batch_size: int)
             )
         )
     return "\n".join(parts)
+
+
+def _first_batch(config: ExperimentConfig, data: Prepared, rows: int) -> dict[str, Tensor]:
+    samples = find_recipe(config.recipe).training_rows(data.dataset("train"), data.info, config.model)
+    return next(batches(samples, rows, seed=0, epoch=0, shuffle=False))
 
 
 def check_target(
@@ -74,9 +79,7 @@ def check_target(
         model = build_from_config(config, data.info, resolve_devices("cpu"))
         if find_data_parallel(model):
             rows = min(config.train.batch_size, _COMPARED_ROWS)
-            across = compare_split(
-                model, next(batches(data.dataset("train"), rows, seed=0, epoch=0, shuffle=False))
-            )
+            across = compare_split(model, _first_batch(config, data, rows))
     else:
         made: object = import_callable(target, "check")()
         if not isinstance(made, nn.Module):

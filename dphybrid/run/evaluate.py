@@ -13,7 +13,7 @@ from dphybrid.run.pages import MetricsPage, ResultPage
 from dphybrid.run.report import attached
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, verify_checkpoint
 from dphybrid.training.loop import evaluate, validation_outputs
-from dphybrid.training.metrics import Task
+from dphybrid.training.metrics import Task, constant_prediction
 from dphybrid.util.errors import UserError
 
 
@@ -35,7 +35,7 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
             f"test_{name}": value
             for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
         }
-    baselines = experiment.recipe.baselines(data)
+    baselines = experiment.recipe.baselines(data) or constant_prediction(outputs, task)
     page = MetricsPage(metrics=metrics, charts=list(charts), beside=_beside(metrics, baselines, task))
     page.write(run.folder / "metrics.json")
     with closing(attached(run, experiment.settings)) as tracker:

@@ -30,10 +30,12 @@ class Engine:
     """What one process decides and does for itself.
 
     mapped: an evaluation reads the tables from the checkpoint's files: they may not fit into memory. part:
-    this process's number, and how many there are.
+    this process's number, and how many there are. prefetches_on_cpu: also without a GPU, which shows that the
+    bits stay the same.
     """
 
     mapped = False
+    prefetches_on_cpu = False
     part: tuple[int, int] = (0, 1)
 
     def __init__(self, config: ExperimentConfig) -> None:

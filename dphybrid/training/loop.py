@@ -43,7 +43,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
     with (
         precisely(config),
         observed(session, display, meter) as seen,
-        RowPipeline(model, mode=config.pipeline) as pipeline,
+        RowPipeline(model, mode=config.pipeline, on_cpu=engine.prefetches_on_cpu) as pipeline,
     ):
         seen.reads(pipeline)
         while progress.epoch < config.epochs and not _stale(session):

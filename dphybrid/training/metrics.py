@@ -44,6 +44,7 @@ class Task:
     reads: what compute needs of batches and outputs, samples on dim 0; losses and weights come along anyway.
     chosen_by: the loss among the metrics, lower is better, that chooses the best checkpoint and stops the
     training early, where few rows soon give the metric itself its highest value; "" for the metric.
+    prediction: the model's output, among `reads`, whose mean over all rows is a baseline; "" for none.
     """
 
     metric: str
@@ -52,6 +53,23 @@ class Task:
     reads: tuple[str, ...] = ()
     charts: Callable[[dict[str, Tensor]], Sequence[Chart | Confusion]] | None = None
     chosen_by: str = ""
+    prediction: str = ""
+
+
+def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dict[str, float]]:
+    """Return the metrics of a model that predicts its own mean for every row, under their baseline's name.
+
+    Empty where the task names no prediction, or where the deciding metric is computed from the losses, which
+    a constant has none of.
+    """
+    if not task.prediction:
+        return {}
+    predicted = outputs[task.prediction]
+    mean = predicted.double().mean(0).to(predicted.dtype).expand_as(predicted)
+    no_loss_B = torch.full_like(outputs["loss"], torch.nan)
+    metrics = task.compute(outputs | {task.prediction: mean, "loss": no_loss_B})
+    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return {"constant prediction": known} if task.metric in known else {}
 
 
 def sample_weights(outputs: dict[str, Tensor]) -> np.ndarray | None:
@@ -102,7 +120,7 @@ def _ranking(outputs: dict[str, Tensor]) -> dict[str, float]:
 
 
 LANGUAGE_MODEL = Task("perplexity", False, _perplexity)
-BINARY = Task("auc", True, _binary, ("logits", "labels_B"))
-MULTICLASS = Task("accuracy", True, _multiclass, ("logits", "labels_B"))
+BINARY = Task("auc", True, _binary, ("logits", "labels_B"), prediction="logits")
+MULTICLASS = Task("accuracy", True, _multiclass, ("logits", "labels_B"), prediction="logits")
 RANKING = Task("mrr", True, _ranking, ("ranks_B2",))
 REGRESSION = Task("mse", False, _regression)

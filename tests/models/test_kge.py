@@ -64,8 +64,7 @@ def test_ranks_are_those_of_a_naive_reference(
     kind: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # several blocks of entities, a short one last
-    monkeypatch.setattr("dphybrid.recipes.kge.model.PRODUCTS", 2 * 10 * 7)
-    monkeypatch.setattr("dphybrid.recipes.kge.model.DISTANCES", 2 * 10 * 7 * 6)
+    monkeypatch.setattr("dphybrid.embedding.ranking.SCORES", 2 * 10 * 7 * (6 if kind == "rotate" else 1))
     data = graph(tmp_path)
     model = model_for(data, kind, devices).eval()
     table = model.entities.weight.detach()

@@ -19,14 +19,14 @@ from dphybrid.api.run import TrainedRun
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.data import Prepared, batches
-from dphybrid.embedding import RowPipeline, find_tables, make_row_optimizer
+from dphybrid.embedding import RowPipeline, find_tables, make_row_optimizer, sampled_softmax
 from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.retrieval.config import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.metrics import recall_and_ndcg
-from dphybrid.recipes.retrieval.model import RetrievalModel, sampled_softmax
+from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report, run_job
 from dphybrid.training.memory import micro_batches
@@ -179,7 +179,7 @@ def test_candidates_are_a_function_of_seed_epoch_and_batch_and_drawn_by_frequenc
 def test_evaluation_is_that_of_a_naive_reference(
     layers: int, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dphybrid.recipes.retrieval.model.SCORES", 7 * 7)  # blocks of items, a short one last
+    monkeypatch.setattr("dphybrid.embedding.ranking.SCORES", 7 * 7)  # blocks of items, a short one last
     monkeypatch.setattr("dphybrid.recipes.retrieval.model.CATALOG_ROWS", 10)
     data = small(tmp_path)
     model, arrays = model_for(data, devices, layers=layers).eval(), data.arrays
@@ -345,7 +345,7 @@ def test_eight_devices_and_a_broken_run_come_to_the_same(
 def test_recommendations_are_the_best_items_that_a_user_has_not_met(
     trained: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dphybrid.recipes.retrieval.model.SCORES", 4 * 100)
+    monkeypatch.setattr("dphybrid.embedding.ranking.SCORES", 4 * 100)
     found = dphybrid.load("sample", batch_size=4)
     encoder = Path(trained[0].best_checkpoint) / "encoder"
     users, items = (pl.read_parquet(encoder / f"{name}.parquet") for name in ("users", "items"))

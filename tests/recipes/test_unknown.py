@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from dphybrid.data.batches import ArrayDataset, batches
+from dphybrid.data.draws import DrawnDataset
 from dphybrid.data.table.kinds import MISSING_ID, UNKNOWN_ID
-from dphybrid.recipes.ctr.unknown import SomeUnknown
+from dphybrid.recipes.ctr.unknown import some_unknown
 
 ROWS = 4000
 INFO = {
@@ -15,10 +16,10 @@ INFO = {
 }
 
 
-def some(share: float) -> SomeUnknown:
+def some(share: float) -> DrawnDataset:
     ids_BF = np.full((ROWS, 2), 7, np.int32)
     arrays = {"ids_BF": ids_BF, "dense_BN": np.zeros((ROWS, 1), np.float32)}
-    return SomeUnknown(ArrayDataset(arrays, np.arange(ROWS)), INFO, share)
+    return DrawnDataset(ArrayDataset(arrays, np.arange(ROWS)), some_unknown(INFO, share))
 
 
 def test_a_share_of_each_column_is_replaced_anew_in_each_epoch() -> None:

@@ -23,7 +23,7 @@ def table_target(out: str | Path) -> Path:
 
 
 def write_frames(
-    frames: Iterator[pl.DataFrame], schema: Mapping[str, type[pl.DataType]], target: Path
+    frames: Iterator[pl.DataFrame], schema: Mapping[str, pl.DataType | type[pl.DataType]], target: Path
 ) -> None:
     """Write the frames, all of one schema. Errors of `frames` are raised as they are, and UserError where the
     file cannot be written; nothing is left at `target` then."""

@@ -74,9 +74,10 @@ class Ctr(Recipe):
         return found.model_copy(update={"table": found.table.model_copy(update={"lr": lr})}), lines
 
     def training_rows(self, rows: "Dataset", info: Mapping[str, Any], model: Any) -> "Dataset":
-        from dphybrid.recipes.ctr.unknown import SomeUnknown
+        from dphybrid.data.draws import DrawnDataset
+        from dphybrid.recipes.ctr.unknown import some_unknown
 
-        return SomeUnknown(rows, info, model.unknown) if model.unknown else rows
+        return DrawnDataset(rows, some_unknown(info, model.unknown)) if model.unknown else rows
 
     def build(self, context: "ModelContext[CtrModelConfig]") -> "nn.Module":
         from dphybrid.recipes.ctr.model import build_ctr

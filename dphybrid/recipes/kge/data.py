@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
+from dphybrid.data.draws import Draw, DrawnDataset, Draws
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.delimited import SHOWN
 from dphybrid.data.table.rows import Rejected, check_rejected
@@ -27,29 +28,27 @@ PARTS = ("train", "valid", "test")
 
 
 class TripleDataset(Dataset):
-    """Triples to train on, with negatives that a batch shares, num_negatives 0: all entities; the same batch
-    of an epoch always has the same ones."""
+    """Triples to train on."""
 
-    def __init__(
-        self, triples_B3: Array, num_entities: int, num_negatives: int, seed: tuple[int, int] = (0, 0)
-    ) -> None:
-        self.triples_B3, self.num_entities = triples_B3, num_entities
-        self.num_negatives, self.seed = num_negatives, seed
+    def __init__(self, triples_B3: Array) -> None:
+        self.triples_B3 = triples_B3
 
     def __len__(self) -> int:
         return len(self.triples_B3)
 
-    def at_epoch(self, seed: int, epoch: int) -> "TripleDataset":
-        return TripleDataset(self.triples_B3, self.num_entities, self.num_negatives, (seed, epoch))
-
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        if self.num_negatives:
-            # A number stands in one batch of an epoch only, so the first one names the batch.
-            random = np.random.default_rng([*self.seed, int(index_B[0]), 3])
-            negatives_K = torch.from_numpy(random.integers(0, self.num_entities, self.num_negatives))
-        else:
-            negatives_K = torch.arange(self.num_entities)
-        return columns(self.triples_B3[index_B]) | {"negatives_K": negatives_K}
+        return columns(self.triples_B3[index_B])
+
+
+def _negatives(num_entities: int, num_negatives: int) -> Draw:
+    """Return what draws the negatives that a batch shares; num_negatives 0: all entities."""
+
+    def draw(_: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
+        if not num_negatives:
+            return {"negatives_K": torch.arange(num_entities)}
+        return {"negatives_K": torch.from_numpy(draws.of_batch().integers(0, num_entities, num_negatives))}
+
+    return draw
 
 
 class RankedDataset(Dataset):
@@ -120,7 +119,8 @@ class KnownAnswers:
 def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Dataset:
     """Return a part of prepared triples."""
     if name == "train":
-        return TripleDataset(arrays["train_triples"], info["num_entities"], info["num_negatives"])
+        draw = _negatives(info["num_entities"], info["num_negatives"])
+        return DrawnDataset(TripleDataset(arrays["train_triples"]), draw)
     known = KnownAnswers(
         arrays["keys"], arrays["starts"], arrays["answers"], info["num_entities"], info["num_relations"]
     )

@@ -13,39 +13,43 @@ import torch
 from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
+from dphybrid.data.draws import Draw, DrawnDataset, Draws
 
 
 class PairDataset(Dataset):
-    """Pairs to train on, each against the items of its batch and `num_negatives` drawn ones; the same batch
-    of an epoch always has the same ones.
+    """Pairs to train on."""
 
-    The candidates' names carry no B: a batch that is computed in parts has all of them in each part.
-    """
-
-    def __init__(
-        self, arrays: Mapping[str, Array], num_negatives: int, seed: tuple[int, int] = (0, 0)
-    ) -> None:
-        self.arrays, self.num_negatives, self.seed = arrays, num_negatives, seed
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = arrays
 
     def __len__(self) -> int:
         return len(self.arrays["train_pairs"])
 
-    def at_epoch(self, seed: int, epoch: int) -> "PairDataset":
-        return PairDataset(self.arrays, self.num_negatives, (seed, epoch))
-
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        pairs_N2 = self.arrays["train_pairs"]
-        # A number stands in one batch of an epoch only, so the first one names the batch.
-        random = np.random.default_rng([*self.seed, int(index_B[0]), 5])
-        drawn_K = random.integers(0, len(self), self.num_negatives)  # rows at random: items by frequency
-        users_B, items_B = pairs_N2[index_B].T
-        items_C = np.concatenate([items_B, pairs_N2[drawn_K, 1]])
+        users_B, items_B = self.arrays["train_pairs"][index_B].T
         return {
             "users_BF": _long(self.arrays["users_UF"][users_B]),
             "places_B": torch.arange(len(index_B)),
-            "candidates_CF": _long(self.arrays["items_VF"][items_C]),
-            "log_q_C": torch.from_numpy(self.arrays["log_q_V"][items_C]),
+            "items_B": _long(items_B),
         }
+
+
+def _candidates(arrays: Mapping[str, Array], num_negatives: int) -> Draw:
+    """Return what gives a batch its candidates: its own items, and `num_negatives` drawn by frequency.
+
+    Their names carry no B: a batch that is computed in parts has all of them in each part.
+    """
+
+    def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
+        pairs_N2 = arrays["train_pairs"]
+        drawn_K = draws.of_batch().integers(0, len(pairs_N2), num_negatives)  # rows at random
+        items_C = np.concatenate([batch["items_B"].numpy(), pairs_N2[drawn_K, 1]])
+        return {
+            "candidates_CF": _long(arrays["items_VF"][items_C]),
+            "log_q_C": torch.from_numpy(arrays["log_q_V"][items_C]),
+        }
+
+    return draw
 
 
 class HeldDataset(Dataset):
@@ -84,4 +88,6 @@ def _long(array: Array) -> Tensor:
 
 def part_of(name: str, arrays: Mapping[str, Array], info: Mapping[str, Any]) -> Dataset:
     """Return a part of prepared interactions."""
-    return PairDataset(arrays, info["negatives"]) if name == "train" else HeldDataset(arrays)
+    if name == "train":
+        return DrawnDataset(PairDataset(arrays), _candidates(arrays, info["negatives"]))
+    return HeldDataset(arrays)

@@ -11,19 +11,17 @@ items, H held-out items of a user, S items that a user has met, K places of a li
 """
 
 import itertools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.embedding import HostEmbeddingCollection
+from dphybrid.embedding import HostEmbeddingCollection, sampled_softmax
+from dphybrid.embedding.ranking import Best, places_in, score_blocks
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.retrieval.config import RetrievalModelConfig
 
-SCORES = 2**23
-"""Scores that are computed at a time when all items are ranked."""
 CATALOG_ROWS = 2**14
 """Items whose vectors are computed at a time."""
 
@@ -56,51 +54,6 @@ class Side(nn.Module):
         where autocast made the blocks' numbers short."""
         vectors_BE: Tensor = self.tower(self.tower.rows(self.table, ids_BF))
         return vectors_BE.to(torch.promote_types(vectors_BE.dtype, torch.float32))
-
-
-def sampled_softmax(scores_BC: Tensor, places_B: Tensor, items_C: Tensor, log_q_C: Tensor) -> Tensor:
-    """Return loss_B: -log of the softmax, over the candidates, of the user's own one at places_B.
-
-    log_q_C, the logarithm of how probable a candidate is in a draw, is subtracted from its scores; candidates
-    that are the user's own item once more (items_C) are left out.
-    """
-    logits_BC = scores_BC - log_q_C
-    again_BC = (items_C[places_B].unsqueeze(1) == items_C).scatter(1, places_B.unsqueeze(1), False)
-    logits_BC = logits_BC.masked_fill(again_BC, -torch.inf)
-    return logits_BC.logsumexp(1) - logits_BC.gather(1, places_B.unsqueeze(1)).squeeze(1)
-
-
-def places_in(items_BL: Tensor, start: int, size: int) -> Tensor:
-    """Return where items stand in the block of `size` from `start` on; `size` for those elsewhere."""
-    place_BL = items_BL - start
-    return place_BL.where((place_BL >= 0) & (place_BL < size), size)
-
-
-def score_blocks(users_BE: Tensor, items_VE: Tensor, hidden_BS: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first item, its block's scores on the users' device); those of hidden items are -inf."""
-    step = max(1, SCORES // max(1, len(users_BE)))
-    for start in range(0, len(items_VE), step):
-        block_VE = items_VE[start : start + step].to(users_BE)
-        hide_BV = torch.zeros(len(users_BE), len(block_VE) + 1, dtype=torch.bool, device=users_BE.device)
-        hide_BV.scatter_(1, places_in(hidden_BS, start, len(block_VE)), True)
-        yield start, (users_BE @ block_VE.T).masked_fill(hide_BV[:, :-1], -torch.inf)
-
-
-class Best:
-    """The k best of scores that come block by block: scores_BK and items_BK, best first; item -1 and -inf
-    where there are fewer."""
-
-    def __init__(self, users_BE: Tensor, k: int) -> None:
-        self.scores_BK = users_BE.new_full((len(users_BE), k), -torch.inf)
-        self.items_BK = torch.full((len(users_BE), k), -1, device=users_BE.device)
-
-    def add(self, start: int, scores_BV: Tensor) -> None:
-        """Take note of a block of scores, that of item `start` first."""
-        top_BK, place_BK = scores_BV.topk(min(self.scores_BK.shape[1], scores_BV.shape[1]))
-        item_BK = (place_BK + start).where(top_BK > -torch.inf, -1)
-        both_B2K = torch.cat([self.scores_BK, top_BK], 1)
-        self.scores_BK, chosen_BK = both_B2K.topk(self.scores_BK.shape[1])
-        self.items_BK = torch.cat([self.items_BK, item_BK], 1).gather(1, chosen_BK)
 
 
 def popular_found(held_BH: Tensor, seen_BS: Tensor, num_items: int, k: int) -> Tensor:
@@ -168,11 +121,11 @@ class RetrievalModel(nn.Module):
             held_scores_BH += F.pad(scores_BV, (0, 1)).gather(1, place_BH)
         is_held_BH = held_BH < len(items_VE)
         loss_BH = (total_B.unsqueeze(1) - held_scores_BH) * is_held_BH
-        place_BK = torch.searchsorted(held_BH, best.items_BK).clamp(max=held_BH.shape[1] - 1)
+        place_BK = torch.searchsorted(held_BH, best.rows_QK).clamp(max=held_BH.shape[1] - 1)
         return {
             "loss": loss_BH.sum(1),
             "weight": is_held_BH.sum(1).to(loss_BH),
-            "found_BK": held_BH.gather(1, place_BK) == best.items_BK,
+            "found_BK": held_BH.gather(1, place_BK) == best.rows_QK,
             "popular_BK": popular_found(held_BH, seen_BS, len(items_VE), self.depth),
             "held_B": is_held_BH.sum(1),
         }

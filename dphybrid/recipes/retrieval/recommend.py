@@ -20,10 +20,11 @@ from dphybrid.data.batches import Array
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import Rejected, check_rejected, find_files, read_chunks
 from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
+from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval.config import RetrievalDataConfig
 from dphybrid.recipes.retrieval.dataset import lists_of
-from dphybrid.recipes.retrieval.model import Best, RetrievalModel, score_blocks
+from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.util.errors import UserError
 
 COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
@@ -181,10 +182,8 @@ class Recommender:
                 users = self._users[known_B[rows]]
                 users_BE = self._model.users(_ids(users))
                 seen_BS = _padded(users["seen"], num_items)
-                best = Best(users_BE, items_BK.shape[1])
-                for first, scores_BV in score_blocks(users_BE, catalog_VE, seen_BS.to(users_BE.device)):
-                    best.add(first, scores_BV)
-                items_BK[rows], scores_BK[rows] = best.items_BK.cpu(), best.scores_BK.cpu()
+                best = rank_rows(users_BE, catalog_VE, hidden_QS=seen_BS, k=items_BK.shape[1])
+                items_BK[rows], scores_BK[rows] = best.rows_QK.cpu(), best.scores_QK.cpu()
             yield self._frame(part, items_BK, scores_BK)
 
     def _frame(self, names: Sequence[str], items_BK: Array, scores_BK: Array) -> pl.DataFrame:

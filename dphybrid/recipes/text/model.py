@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbedding
+from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.softmax import IGNORED, linear_cross_entropy
 from dphybrid.recipes.text.config import TextModelConfig
 from dphybrid.util.errors import UserError
 

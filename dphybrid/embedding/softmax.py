@@ -1,4 +1,5 @@
-"""Cross entropy of a linear layer whose scores are never held all at once.
+"""Cross entropy over many classes: of a linear layer whose scores are never held all at once, and over
+sampled candidates.
 
 Known from "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger Kernel (Hsu
 et al. 2024): the scores of a few rows at a time become losses and, while they are at hand, gradients.
@@ -38,6 +39,19 @@ def linear_cross_entropy(
         rows_XH, weights_VH, bias_V, targets_X, lower, torch.is_grad_enabled()
     )
     return loss_X
+
+
+def sampled_softmax(scores_BC: Tensor, places_B: Tensor, items_C: Tensor, log_q_C: Tensor) -> Tensor:
+    """Return loss_B: -log of the softmax, over the candidates C, of the sample's own one, which stands at
+    places_B (Yi et al. 2019).
+
+    log_q_C, the logarithm of how probable a candidate is in a draw, is subtracted from its scores; candidates
+    that are the sample's own item once more (items_C) are left out.
+    """
+    logits_BC = scores_BC - log_q_C
+    again_BC = (items_C[places_B].unsqueeze(1) == items_C).scatter(1, places_B.unsqueeze(1), False)
+    logits_BC = logits_BC.masked_fill(again_BC, -torch.inf)
+    return logits_BC.logsumexp(1) - logits_BC.gather(1, places_B.unsqueeze(1)).squeeze(1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dphybrid.embedding import softmax
+from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel, resolve_devices
-from dphybrid.recipes import softmax
-from dphybrid.recipes.softmax import IGNORED, linear_cross_entropy
 from dphybrid.recipes.text.model import FullSoftmax
 
 

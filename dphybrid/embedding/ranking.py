@@ -1,0 +1,140 @@
+"""Scores of queries against every row of a table, block by block: the best rows, and ranks of known answers.
+
+Letters: Q queries, D width of a row, V rows of the table, N rows of a block, S hidden rows of a query, K
+places of a list.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dphybrid.embedding.table import HostEmbedding
+
+SCORES = 2**23
+"""Scores that are computed at a time."""
+TIE = 1e-6
+"""Scores closer than this share are equal: their sums were taken in another order, perhaps."""
+
+Score = Callable[[Tensor, Tensor], Tensor]
+
+
+def dot_products(queries_QD: Tensor, rows_ND: Tensor) -> Tensor:
+    """Return scores_QN; further dimensions may stand before these."""
+    return queries_QD @ rows_ND.transpose(-1, -2)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What `rank_rows` found. rows_QK, scores_QK: the best rows and their scores, best first; row -1 and -inf
+    where there are fewer than K. ranks_Q: from 1 on, equal scores share the mean of their ranks. loss_Q: the
+    cross entropy of a softmax over the answer and all rows that are not hidden."""
+
+    rows_QK: Tensor
+    scores_QK: Tensor
+    ranks_Q: Tensor
+    loss_Q: Tensor
+
+
+@torch.no_grad()
+def rank_rows(
+    queries_QD: Tensor,
+    table: HostEmbedding | Tensor,
+    answers_Q: Tensor | None = None,
+    *,
+    hidden_QS: Tensor | None = None,
+    k: int = 0,
+    score: Score = dot_products,
+    numbers_a_score: int = 1,
+) -> Ranked:
+    """Score each query against all rows of a table, and return the `k` best rows and the rank of its answer.
+
+    Memory holds a block of rows and of scores at a time, on the queries' device. table: a host table, or rows
+    (V, D). answers_Q: one row a query; None: no ranks and losses (NaN). hidden_QS: rows that do not compete
+    (known answers, items that a user has met), padded with -1; an answer among them is ranked all the same.
+    score: from (..., Q, D) and (..., N, D) to (..., Q, N). numbers_a_score: numbers that it holds for each.
+    """
+    if hidden_QS is None:
+        hidden_QS = torch.empty(len(queries_QD), 0, dtype=torch.int64)
+    # Autocast may have made the queries short; scores are sums of many products.
+    queries_QD = queries_QD.to(torch.promote_types(queries_QD.dtype, torch.float32))
+    best, ranking = Best(queries_QD, k), _Ranking(queries_QD, table, answers_Q, score)
+    for start, scores_QN in score_blocks(queries_QD, table, hidden_QS, score, numbers_a_score):
+        if k:
+            best.add(start, scores_QN)
+        ranking.add(start, scores_QN)
+    return Ranked(best.rows_QK, best.scores_QK, ranking.ranks_Q, ranking.total_Q - ranking.own_Q)
+
+
+def score_blocks(
+    queries_QD: Tensor,
+    table: HostEmbedding | Tensor,
+    hidden_QS: Tensor,
+    score: Score = dot_products,
+    numbers_a_score: int = 1,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first row, its block's scores on the queries' device); those of hidden rows are -inf."""
+    num_rows = table.num_rows if isinstance(table, HostEmbedding) else len(table)
+    step = max(1, SCORES // max(1, len(queries_QD) * numbers_a_score))
+    hidden_QS = hidden_QS.to(queries_QD.device)
+    for start in range(0, num_rows, step):
+        rows_ND = _rows(table, torch.arange(start, min(start + step, num_rows))).to(queries_QD)
+        hide_QN = torch.zeros(len(queries_QD), len(rows_ND) + 1, dtype=torch.bool, device=queries_QD.device)
+        hide_QN.scatter_(1, places_in(hidden_QS, start, len(rows_ND)), True)
+        yield start, score(queries_QD, rows_ND).masked_fill(hide_QN[:, :-1], -torch.inf)
+
+
+def _rows(table: HostEmbedding | Tensor, ids: Tensor) -> Tensor:
+    rows: Tensor = table(ids.cpu()) if isinstance(table, HostEmbedding) else table[ids.to(table.device)]
+    return rows
+
+
+def places_in(rows_QS: Tensor, start: int, size: int) -> Tensor:
+    """Return where rows stand in the block of `size` from `start` on; `size` for those elsewhere."""
+    place_QS = rows_QS - start
+    return place_QS.where((place_QS >= 0) & (place_QS < size), size)
+
+
+class Best:
+    """The k best of scores that come block by block: scores_QK and rows_QK, best first; row -1 and -inf where
+    there are fewer."""
+
+    def __init__(self, queries_QD: Tensor, k: int) -> None:
+        self.scores_QK = queries_QD.new_full((len(queries_QD), k), -torch.inf)
+        self.rows_QK = torch.full((len(queries_QD), k), -1, device=queries_QD.device)
+
+    def add(self, start: int, scores_QN: Tensor) -> None:
+        """Take note of a block of scores, that of row `start` first."""
+        top_QK, place_QK = scores_QN.topk(min(self.scores_QK.shape[1], scores_QN.shape[1]))
+        row_QK = (place_QK + start).where(top_QK > -torch.inf, -1)
+        both_Q2K = torch.cat([self.scores_QK, top_QK], 1)
+        self.scores_QK, chosen_QK = both_Q2K.topk(self.scores_QK.shape[1])
+        self.rows_QK = torch.cat([self.rows_QK, row_QK], 1).gather(1, chosen_QK)
+
+
+class _Ranking:
+    """The rank of each query's answer among scores that come block by block. total_Q: the logarithm of the
+    softmax's sum; own_Q: the answers' scores."""
+
+    def __init__(
+        self, queries_QD: Tensor, table: HostEmbedding | Tensor, answers_Q: Tensor | None, score: Score
+    ) -> None:
+        self.ranks_Q = self.own_Q = self.total_Q = queries_QD.new_full((len(queries_QD),), torch.nan)
+        self._answers_Q = answers_Q
+        if answers_Q is not None:
+            self._answers_Q = answers_Q.to(queries_QD.device)
+            rows_QD = _rows(table, answers_Q).to(queries_QD)
+            self.own_Q = self.total_Q = score(queries_QD.unsqueeze(1), rows_QD.unsqueeze(1))[:, 0, 0]
+            self.ranks_Q = torch.ones_like(self.own_Q)
+
+    def add(self, start: int, scores_QN: Tensor) -> None:
+        """Take note of a block of scores, that of row `start` first."""
+        if self._answers_Q is None:
+            return
+        ids_N = torch.arange(start, start + scores_QN.shape[1], device=scores_QN.device)
+        others_QN = scores_QN.masked_fill(ids_N == self._answers_Q.unsqueeze(1), -torch.inf)
+        lead_QN = others_QN - self.own_Q.unsqueeze(1)
+        close_Q1 = (TIE * (1 + self.own_Q.abs())).unsqueeze(1)
+        self.ranks_Q = self.ranks_Q + (lead_QN > close_Q1).sum(1) + (lead_QN.abs() <= close_Q1).sum(1) / 2
+        self.total_Q = torch.logaddexp(self.total_Q, others_QN.logsumexp(1))

@@ -1,0 +1,1 @@
+"""Recipe newrecipe: which rating a user gives to an item."""

@@ -1,0 +1,42 @@
+"""The recipe: what dphybrid needs to know, in one object."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import polars as pl
+import torch
+
+from dphybrid.data import Vocabulary
+from dphybrid.recipes import ModelContext, Recipe, Task
+from dphybrid.recipes.newrecipe.metrics import TASK
+from dphybrid.recipes.newrecipe.model import Network, NewRecipeModel
+from dphybrid.recipes.newrecipe.reader import NewRecipeData, read
+from dphybrid.util.errors import UserError
+
+
+class NewRecipe(Recipe):
+    """Ratings that users give to items."""
+
+    name = "newrecipe"
+    summary = "Ratings that users give to items."
+    data = NewRecipeData
+    model = NewRecipeModel
+    train = {"epochs": 4, "batch_size": 64, "lr": 0.02}
+    example = {"user": ["user 1", "user 2"], "item": ["item 1", "an item without ratings"]}
+
+    def rows(self, data: NewRecipeData, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
+        return read(data, seed)
+
+    def build(self, context: ModelContext[NewRecipeModel]) -> torch.nn.Module:
+        return Network(context)
+
+    def task(self, info: Mapping[str, Any]) -> Task:
+        return TASK
+
+    def predict(self, model: Any, rows: pl.DataFrame, vocabularies: Mapping[str, Vocabulary]) -> pl.DataFrame:
+        if missing := [name for name in vocabularies if name not in rows.columns]:
+            raise UserError(f"the rows have no column {missing[0]!r}; columns: {', '.join(rows.columns)}")
+        ids = {name: torch.from_numpy(words.ids(rows[name])) for name, words in vocabularies.items()}
+        return rows.select("user", "item").with_columns(
+            rating=model.ratings(ids["user"], ids["item"]).numpy()
+        )

@@ -1,0 +1,113 @@
+"""Predictions of a recipe's own `predict`, of frames and of files."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from torch import nn
+
+from dphybrid.config.tables import READING_FIELDS, TableDataConfig
+from dphybrid.data.table.frames import as_frame
+from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, read_chunks
+from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
+from dphybrid.data.vocabulary import read_vocabularies
+from dphybrid.recipes.recipe import Recipe
+from dphybrid.util.errors import UserError
+
+
+@dataclass
+class _Written:
+    """What became of a file's rows."""
+
+    out: Path
+    num_rows: int = 0
+    num_rejected: int = 0
+
+
+class RowsPredictor:
+    """A trained model of an own recipe, with its vocabularies."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Path, model: nn.Module, batch_size: int) -> None:
+        self.recipe, self.checkpoint, self.batch_size = recipe, checkpoint, batch_size
+        self.vocabularies = read_vocabularies(checkpoint)
+        self._model = model.eval()
+
+    def __repr__(self) -> str:
+        place = f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}"
+        return f"<Predictor of recipe {self.recipe.name}, {place}>"
+
+    def predict(self, rows: Any) -> pl.DataFrame:
+        """Return what the recipe's `predict` does, for `batch_size` rows at a time. rows: a frame (polars,
+        pandas, Arrow), a dict of columns or a list of records. Raises UserError as `predict` does."""
+        frame = as_frame(rows, "the rows").lazy().collect()
+        return pl.concat(map(self._predicted, frame.iter_slices(self.batch_size) if len(frame) else [frame]))
+
+    @torch.inference_mode()
+    def _predicted(self, rows: pl.DataFrame) -> pl.DataFrame:
+        found: object = self.recipe.predict(self._model, rows, self.vocabularies)
+        if not isinstance(found, pl.DataFrame):
+            raise UserError(
+                f"recipe {self.recipe.name}: predict returned a {type(found).__name__}; return a "
+                "polars DataFrame"
+            )
+        return found
+
+    def predict_file(
+        self,
+        path: str | Path,
+        out: str | Path,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        keep: Sequence[str] = (),
+        threshold: float | None = None,
+        **reading: Any,
+    ) -> _Written:
+        """Write what `predict` returns for the rows of `path` (file, folder or pattern), piece by piece, to a
+        .parquet or .csv file.
+
+        keep: columns of the input to write, too, where a prediction is made for each row. reading: how files
+        are written (header, delimiter, missing, ...). Raises UserError; nothing is left at `out` then.
+        OUT.rejected.jsonl says which rows cannot be read, and why.
+        """
+        if threshold is not None:
+            raise UserError("--threshold: is of recipes that read tables; this recipe's predict decides")
+        done, rejected = _Written(table_target(out)), list[Rejected]()
+        named = {name: value for name, value in reading.items() if name in READING_FIELDS}
+        if odd := reading.keys() - named.keys():
+            raise UserError(f"{min(odd)}: is no option of recipe {self.recipe.name}'s predictions")
+        data = TableDataConfig(path=str(path), **named)
+
+        def frames() -> Iterator[pl.DataFrame]:
+            for file in find_files(str(path), "data.path"):
+                for chunk in read_chunks(file, data):
+                    rejected.extend(chunk.rejected)
+                    done.num_rows += len(chunk)
+                    if on_progress:
+                        on_progress("predict rows", done.num_rows, done.num_rows)
+                    yield self._with(keep, chunk)
+            check_rejected(str(path), rejected, done.num_rows + len(rejected), data.max_rejected)
+
+        pieces = frames()
+        first = next(pieces)
+        write_frames(chain([first], pieces), dict(first.schema), done.out)
+        done.num_rejected = len(rejected)
+        write_rejected(rejected, done.out)
+        return done
+
+    def _with(self, keep: Sequence[str], chunk: Rows) -> pl.DataFrame:
+        rows = pl.DataFrame({name: chunk.column(name) for name in chunk.names})
+        predicted = self.predict(rows)
+        if odd := [name for name in keep if name not in chunk.names or len(predicted) != len(rows)]:
+            raise UserError(
+                f"--keep {odd[0]}: {chunk.file} has no such column, or recipe {self.recipe.name} does "
+                f"not give one prediction a row; columns: {', '.join(chunk.names)}"
+            )
+        return predicted.with_columns(rows[name] for name in keep)
+
+    def told(self, done: _Written) -> list[str]:
+        """Return what became of a file's rows, in lines for people."""
+        lines = [f"Predictions of {done.num_rows:,} rows: {done.out}"]
+        return lines + told_of_rejected(done.num_rejected, done.out)

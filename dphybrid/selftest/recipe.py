@@ -1,0 +1,312 @@
+"""`dphybrid check recipe`: trains a recipe on a sample of its data, and says what holds and what breaks."""
+
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings
+from dphybrid.data import Dataset, Prepared
+from dphybrid.data.batches import Array
+from dphybrid.data.table.rows import find_files, read_chunks
+from dphybrid.parallel import resolve_devices
+from dphybrid.run.build import build_run, prepare_data
+from dphybrid.run.check import check_target
+from dphybrid.run.train import closing_run, train_run
+from dphybrid.serving.load import model_from_checkpoint
+from dphybrid.serving.predict import open_predictor
+from dphybrid.training.checkpoint import read_state
+from dphybrid.training.engine import Engine
+from dphybrid.training.loop import validation_outputs
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import make_folder
+from dphybrid.util.stop import Interrupted, StopRequest
+
+_BATCH = 32
+"""Samples of a batch, at most."""
+_EPOCHS, _STOPPED_AFTER = 2, 4
+"""Epochs of three steps, the last a short one; the stop comes in the middle of the second."""
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check found. holds: None where it was not tried. words: figures, or what is wrong and the
+    remedy."""
+
+    check: str
+    holds: bool | None
+    words: str
+
+    def line(self) -> str:
+        """Return it as a line."""
+        return f"{ {True: 'ok', False: 'BREAKS', None: '-'}[self.holds]:<7}{self.check:<14}{self.words}"
+
+
+class _FirstRows(Dataset):
+    """The first samples of a split."""
+
+    def __init__(self, rows: Dataset, num: int) -> None:
+        self.rows, self.num = rows, num
+
+    def __len__(self) -> int:
+        return min(self.num, len(self.rows))
+
+    def at_epoch(self, seed: int, epoch: int) -> "_FirstRows":
+        return _FirstRows(self.rows.at_epoch(seed, epoch), self.num)
+
+    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+        return self.rows.fetch(index_B)
+
+
+class _TrialEngine(Engine):
+    """Prefetches rows without a GPU, too, and asks to stop after some steps; 0: never."""
+
+    prefetches_on_cpu = True
+
+    def __init__(self, config: ExperimentConfig, stop_after: int = 0) -> None:
+        super().__init__(config)
+        self._steps = stop_after
+
+    def asked(self, stop: StopRequest) -> bool:
+        self._steps -= 1
+        if self._steps == 0:
+            stop.ask("the check")
+        return super().asked(stop)
+
+
+class _Breaks(Exception):
+    """What a check found wrong, and the remedy."""
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A trained sample. weights: sha256 by file of its last checkpoint. told: why no rows were prefetched, or
+    an empty text."""
+
+    weights: Mapping[str, str]
+    best: Path
+    told: str
+
+
+def check_recipe(config: ExperimentConfig, settings: Settings) -> Iterator[Found]:
+    """Yield what each check of a recipe found, in a folder of its own, which is removed afterwards.
+
+    Checks that need what another one found broken are left out. Raises nothing of the recipe's own errors.
+    """
+    make_folder(settings.runs_dir)  # whose pages may name any code
+    with TemporaryDirectory(prefix=".check-", dir=settings.runs_dir) as folder:
+        apart = {"data_dir": Path(folder), "tracking_uri": "none", "table_storage": "memory"}
+        trial = _Trial(config, settings.model_copy(update=apart))
+        for needed, checks in trial.checks():
+            found = [_found(name, check) for name, check in checks.items()]
+            yield from found
+            if needed and any(one.holds is False for one in found):
+                return
+
+
+def _found(name: str, check: Callable[[], str]) -> Found:
+    """Run a check; what it says counts as not tried where it begins so."""
+    try:
+        with redirect_stdout(StringIO()):
+            words = check()
+    except (UserError, _Breaks) as error:
+        return Found(name, False, " ".join(str(error).split()))
+    except Exception as error:  # noqa: BLE001 - a recipe's own code may raise anything
+        return Found(name, False, _of_code(error))
+    return Found(name, None if words.startswith("not tried") else True, words)
+
+
+def _of_code(error: Exception) -> str:
+    """Return an error with the last line of it that is not dphybrid's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parent.parent)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(package) and "site-packages" not in frame.filename
+    ]
+    place = (own or frames)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+
+
+class _Trial:
+    """The checks of one recipe, and what they share."""
+
+    def __init__(self, config: ExperimentConfig, settings: Settings) -> None:
+        self.config, self.settings = config, settings
+
+    def checks(self) -> Iterator[tuple[bool, dict[str, Callable[[], str]]]]:
+        """Yield checks by name, and whether those after them need them to hold."""
+        yield True, {"prepare": self._prepare}
+        yield False, {"prepare twice": self._prepare_again}
+        yield True, {"evaluate": self._evaluate}
+        yield True, {"train": self._train}
+        yield True, {"train twice": self._train_again}
+        yield (
+            False,
+            {
+                "resume": self._resume,
+                "pipeline": self._pipeline,
+                "devices": self._devices,
+                "predict": self._predict,
+            },
+        )
+
+    def _prepare(self) -> str:
+        whole = prepare_data(self.config, self.settings)
+        data = whole.data
+        sizes = {part: len(data.dataset(part)) for part in data.parts}
+        if not sizes.get("train") or not sizes.get("valid"):
+            raise _Breaks(f"the splits have {sizes} samples; give both one or more")
+        batch = max(1, min(_BATCH, whole.config.train.batch_size, sizes["train"] // 3))
+        train = {"epochs": _EPOCHS, "batch_size": batch, "patience": 0, "warm_start": None}
+        config = whole.config.model_copy(update={"train": whole.config.train.model_copy(update=train)})
+        view = data.dataset
+        rows = 2 * batch + max(1, batch // 2)
+
+        def sample(_: Prepared, part: str) -> Dataset:
+            return _FirstRows(view(part), rows)
+
+        self.experiment = replace(whole, config=config, data=replace(data, view=sample))
+        return ", ".join(f"{size:,} samples in {part}" for part, size in sizes.items())
+
+    def _prepare_again(self) -> str:
+        recipe, config = self.experiment.recipe, self.config
+        again = recipe.prepare(config.data, self.settings.prepared_dir, config.train.seed)
+        if again.digest != self.experiment.data.digest:
+            raise _Breaks(
+                "the data is another one the second time, so no run could be resumed; draw from the seed "
+                "alone: np.random.default_rng(seed)"
+            )
+        return "the same bytes"
+
+    def _evaluate(self) -> str:
+        experiment = self.experiment
+        task, valid = experiment.task, experiment.data.dataset("valid")
+        outputs = validation_outputs(
+            experiment.build(resolve_devices("cpu")), valid, experiment.config.train.batch_size, task
+        )
+        if missing := [name for name in task.reads if name not in outputs]:
+            raise _Breaks(
+                f"the task reads {missing[0]!r}, which neither batches nor the model's outputs have"
+            )
+        if odd := [name for name, value in outputs.items() if len(value) != len(valid)]:
+            raise _Breaks(
+                f"{odd[0]} has {len(outputs[odd[0]])} rows for {len(valid)} samples; return one for each"
+            )
+        metrics = task.compute(outputs)
+        if task.metric not in metrics:
+            raise _Breaks(f"compute returns {sorted(metrics)}, not the deciding metric {task.metric!r}")
+        if odd := [name for name, value in metrics.items() if not math.isfinite(value)]:
+            raise _Breaks(f"{odd[0]} is {metrics[odd[0]]}; give it a finite value for any model")
+        return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+    def _trained(self, name: str, stop_after: int = 0, **train: Any) -> _Trained:
+        """Train the sample on two virtual devices, or go on with it where there is a run of that name."""
+        config = self.experiment.config
+        values = config.model_copy(update={"train": config.train.model_copy(update=train)})
+        experiment = replace(self.experiment, config=values, engine=_TrialEngine(values, stop_after))
+        resume = name if (self.settings.runs_dir / name).is_dir() else None
+        run = build_run(experiment, "cpu*2", run_name=name, resume=resume)
+        with closing_run(run, self.settings), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = train_run(run, experiment, StopRequest())
+        told = [str(one.message) for one in caught if str(one.message).startswith("RowPipeline: ")]
+        weights = read_state(Path(result.checkpoint)).sha256
+        return _Trained(weights, Path(result.best_checkpoint), told[0] if told else "")
+
+    def _train(self) -> str:
+        self.whole = self._trained("whole")
+        return f"{_EPOCHS} epochs of a sample, batches of {self.experiment.config.train.batch_size}"
+
+    def _train_again(self) -> str:
+        return self._same(
+            self.whole,
+            self._trained("again"),
+            "a second training has other weights; draw in the model from torch's generator, in data with "
+            "dphybrid.data.DrawnDataset, in a step with step.generator()",
+        )
+
+    def _same(self, one: _Trained, other: _Trained, words: str) -> str:
+        files = one.weights
+        if odd := [name for name in files if name in other.weights and files[name] != other.weights[name]]:
+            raise _Breaks(f"{words} ({odd[0]} differs)")
+        return "the same bits"
+
+    def _resume(self) -> str:
+        try:
+            self._trained("stopped", stop_after=_STOPPED_AFTER)
+        except Interrupted:
+            return self._same(
+                self.whole,
+                self._trained("stopped"),
+                "a stopped and resumed training has other weights; keep what changes in training in "
+                "parameters, buffers or optimizers, and draw from (seed, epoch, sample)",
+            )
+        return f"not tried: the training ended before step {_STOPPED_AFTER}"
+
+    def _pipeline(self) -> str:
+        same = self._same(
+            self.whole,
+            self._trained("off", pipeline="off"),
+            "prefetching changes the weights; table_ids must return the ids that forward looks up, and draw "
+            "and change nothing",
+        )
+        return f"not tried: {self.whole.told.removeprefix('RowPipeline: ')}" if self.whole.told else same
+
+    def _devices(self) -> str:
+        config = self.experiment.config
+        findings = [
+            finding
+            for _, block in check_target(None, config, self.settings)
+            for finding in block
+            if finding.breaks
+        ]
+        if findings:
+            raise _Breaks(f"{findings[0].module or 'the model'}: {findings[0].problem}; {findings[0].remedy}")
+        task, valid = self.experiment.task, self.experiment.data.dataset("valid")
+        one, two = (
+            validation_outputs(
+                model_from_checkpoint(self.whole.best, devices), valid, config.train.batch_size, task
+            )["loss"]
+            for devices in ("cpu", "cpu*2")
+        )
+        if not torch.allclose(one, two, rtol=1e-3, atol=1e-4):
+            raise _Breaks(
+                f"losses differ by {float((one - two).abs().max()):.3g} between one and two devices; compute "
+                "what needs the whole batch outside of the data-parallel block"
+            )
+        return "one and two virtual devices agree"
+
+    def _predict(self) -> str:
+        recipe = self.experiment.recipe
+        if not recipe.predicts:
+            return "not tried: the recipe makes no predictions; define predict(model, rows, vocabularies)"
+        predictor = open_predictor(self.whole.best)
+        rows = dict(recipe.example) or self._rows_of_a_file()
+        if not rows:
+            return "not tried: give the recipe an `example`, columns of some rows to predict"
+        first, second = predictor.predict(rows), predictor.predict(rows)
+        if repr(first) != repr(second):
+            raise _Breaks("predicting the same rows twice gives two answers; draw nothing in evaluation mode")
+        return f"{len(first)} predictions of {len(next(iter(rows.values())))} rows"
+
+    def _rows_of_a_file(self) -> Values:
+        data: Any = self.config.data
+        if not self.experiment.recipe.tabular:
+            return {}
+        chunk = next(read_chunks(find_files(data.path, "data.path")[0], data.reading))
+        return {name: list(islice(chunk.column(name), 8)) for name in chunk.names}

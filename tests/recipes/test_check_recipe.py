@@ -1,0 +1,213 @@
+"""`dphybrid check recipe` finds what breaks, one recipe for each way, and says what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from torch import Tensor
+
+from dphybrid.cli.main import main
+from dphybrid.config.settings import load_settings
+from dphybrid.recipes import Recipe, Task
+from dphybrid.recipes.configs import load_config
+from dphybrid.recipes.newrecipe.metrics import TASK, compute
+from dphybrid.recipes.newrecipe.model import Network
+from dphybrid.recipes.newrecipe.recipe import NewRecipe
+from dphybrid.selftest.recipe import Found, check_recipe
+
+
+class Sound(NewRecipe):
+    def rows(self, data: Any, seed: int) -> Any:
+        train, valid, vocabularies = super().rows(data, seed)
+        return {k: v[:200] for k, v in train.items()}, {k: v[:40] for k, v in valid.items()}, vocabularies
+
+    net: type[Network] = Network
+
+    def build(self, context: Any) -> torch.nn.Module:
+        return self.net(context)
+
+
+class FailsToRead(Sound):
+    def rows(self, data: Any, seed: int) -> Any:
+        return {}["ratings"]
+
+
+class OtherData(Sound):
+    def rows(self, data: Any, seed: int) -> Any:
+        return super().rows(data, int(np.random.default_rng().integers(2**31)))
+
+
+class NoSuchOutput(Sound):
+    def task(self, info: Any) -> Task:
+        return Task("mae", False, compute, reads=("predicted", "stars"))
+
+
+class NoSuchMetric(Sound):
+    def task(self, info: Any) -> Task:
+        return Task("accuracy", True, compute, reads=TASK.reads)
+
+
+class NotANumber(Sound):
+    def task(self, info: Any) -> Task:
+        return Task("mae", False, lambda _: {"mae": float("nan")}, reads=TASK.reads)
+
+
+def with_network(name: str, net: type[Network]) -> type[Sound]:
+    return type(name, (Sound,), {"net": net, "__module__": __name__})
+
+
+class _FailsInTraining(Network):
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.training:
+            raise RuntimeError("the shapes do not fit")
+        return super().forward(batch)
+
+
+class _DrawsUnseeded(Network):
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        noise_B = torch.from_numpy(np.random.default_rng().random(len(batch["user_B"])))
+        found = super().forward(batch)
+        return found | {"loss": found["loss"] * noise_B.to(found["loss"]) if self.training else found["loss"]}
+
+
+class _Counts(Network):
+    """Its loss grows with a count that no checkpoint holds."""
+
+    count = 0
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = super().forward(batch)
+        self.count += self.training
+        return found | {"loss": found["loss"] * (1 + self.count)}
+
+
+class _CountsAhead(Network):
+    """Announcing ids changes its loss."""
+
+    announced = 0
+
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.announced += 1
+        return super().table_ids(batch)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = super().forward(batch)
+        return found | {"loss": found["loss"] * (1 + min(self.announced, 1))}
+
+
+class _Unannounced(Network):
+    table_ids = None  # type: ignore[assignment]
+
+
+class _Centred(torch.nn.Bilinear):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        found = super().forward(left, right)
+        return found - found.mean(0)
+
+
+class _AcrossTheBatch(Network):
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.region.module = _Centred(8, 8, 1)
+
+
+FailsInTraining = with_network("FailsInTraining", _FailsInTraining)
+DrawsUnseeded = with_network("DrawsUnseeded", _DrawsUnseeded)
+Counts = with_network("Counts", _Counts)
+CountsAhead = with_network("CountsAhead", _CountsAhead)
+Unannounced = with_network("Unannounced", _Unannounced)
+AcrossTheBatch = with_network("AcrossTheBatch", _AcrossTheBatch)
+
+
+class Forgets(Sound):
+    def predict(self, model: Any, rows: Any, vocabularies: Any) -> Any:
+        return pl.DataFrame({"rating": torch.rand(len(rows)).numpy()})
+
+
+class FailsToPredict(Sound):
+    example = {"user": ["user 1"]}
+
+
+class Mute(Sound):
+    predict = Recipe.predict
+
+
+def found_in(name: str) -> dict[str, Found]:
+    config = load_config(None, [f"recipe={__name__}:{name}"])
+    return {found.check: found for found in check_recipe(config, load_settings())}
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "words"),
+    [
+        ("FailsToRead", "prepare", "KeyError: 'ratings' (test_check_recipe.py, line"),
+        ("OtherData", "prepare twice", "draw from the seed alone"),
+        (
+            "NoSuchOutput",
+            "evaluate",
+            "the task reads 'stars', which neither batches nor the model's outputs have",
+        ),
+        ("NoSuchMetric", "evaluate", "compute returns ['mae', 'rmse'], not the deciding metric 'accuracy'"),
+        ("NotANumber", "evaluate", "mae is nan"),
+        ("FailsInTraining", "train", "RuntimeError: the shapes do not fit (test_check_recipe.py, line"),
+        ("DrawsUnseeded", "train twice", "dphybrid.data.DrawnDataset"),
+        ("Counts", "resume", "keep what changes in training in parameters, buffers or optimizers"),
+        ("CountsAhead", "pipeline", "table_ids must return the ids that forward looks up"),
+        ("AcrossTheBatch", "devices", "computes across the batch"),
+        ("Forgets", "predict", "draw nothing in evaluation mode"),
+        ("FailsToPredict", "predict", "the rows have no column 'item'; columns: user"),
+    ],
+)
+def test_what_breaks_is_named_with_its_remedy(name: str, check: str, words: str, data_dir: Path) -> None:
+    found = found_in(name)
+    assert found[check].holds is False
+    assert words in found[check].words
+    before = list(found)[: list(found).index(check)]
+    assert [one for one in before if found[one].holds is False] == []
+
+
+def test_a_sound_recipe_holds_and_leaves_nothing_behind(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "recipe", f"{__name__}:Sound", "--train.batch-size", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:21].split(maxsplit=1)[1].strip() for line in lines] == [
+        *(
+            "prepare",
+            "prepare twice",
+            "evaluate",
+            "train",
+            "train twice",
+            "resume",
+            "pipeline",
+            "devices",
+            "predict",
+        ),
+    ]
+    assert all(line.startswith("ok ") for line in lines)
+    assert "batches of 16" in lines[3]
+    assert list((data_dir / "runs").iterdir()) == []
+    assert main(["check", "recipe", f"{__name__}:NotANumber"]) == 1
+    assert "BREAKS evaluate" in capsys.readouterr().out
+
+
+def test_what_is_not_there_is_not_held_against_it(data_dir: Path) -> None:
+    pipeline = found_in("Unannounced")["pipeline"]
+    assert pipeline.holds is None
+    assert "the ids are not known ahead" in pipeline.words
+    found = found_in("Mute")
+    assert found["predict"].holds is None
+    assert "define predict(model, rows, vocabularies)" in found["predict"].words
+
+
+@pytest.mark.parametrize("argv", [["recipe"], ["recipe", "a", "b"], ["recipe", "toi"], ["a:b", "c:d"]])
+def test_one_recipe_or_function_is_checked_at_a_time(
+    argv: list[str], data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *argv]) == 2
+    assert (
+        "name one" in (told := capsys.readouterr().err) or "did you mean 'toy'" in told or "at a time" in told
+    )

@@ -1,0 +1,82 @@
+"""`dphybrid new recipe`: the package that it writes does what its README says, in a folder of its own."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dphybrid.cli.main import main
+
+
+def command(*argv: str, folder: Path, path: Path | None = None) -> str:
+    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+    done = subprocess.run(
+        [sys.executable, "-m", *argv],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    told = command("dphybrid", "new", "recipe", "film_club", folder=tmp_path)
+    assert "cd film_club && dphybrid train --recipe film_club.recipe:FilmClub" in told
+    package = tmp_path / "film_club"
+    assert not [
+        file for file in package.rglob("*") if file.is_file() and "newrecipe" in file.read_text().lower()
+    ]
+    assert len((package / "README.md").read_text().splitlines()) <= 10
+    values = ["--recipe", "film_club.recipe:FilmClub", "--train.epochs", "1", "--devices", "cpu*2"]
+    trained = command("dphybrid", "train", *values, "--run-name", "films", folder=package)
+    assert "constant prediction mae" in trained
+    (package / "new.csv").write_text("user,item\nuser 1,item 1\nnobody,item 2\n")
+    predicted = command("dphybrid", "predict", "films", "--data.path", "new.csv", folder=package)
+    assert predicted.splitlines()[0] == "user,item,rating"
+    assert "2 passed" in command("pytest", "-q", "-p", "no:cacheprovider", folder=package)
+
+    site = tmp_path / "site"
+    build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
+    built = subprocess.run(
+        [sys.executable, "-c", build], cwd=package, capture_output=True, text=True, check=True
+    )
+    with zipfile.ZipFile(package / built.stdout.split()[-1]) as wheel:
+        wheel.extractall(site)  # what pip does with it
+    assert "film_club  Ratings that users give to items." in command(
+        "dphybrid", "--help", folder=tmp_path, path=site
+    )
+    shown = command("dphybrid", "train", "--recipe", "film_club", "--help", folder=tmp_path, path=site)
+    assert "--data.valid-fraction" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("film-club", "use small letters, digits and underscores"),
+        ("9films", "use small letters"),
+        ("films_", "use small letters"),
+        ("../films", "use small letters"),
+        ("Films", "use small letters"),
+        ("class", "is a word of Python"),
+        ("kge", "is there already"),
+        ("json", "a package of that name is installed"),
+        ("there", "a there is in this folder"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(
+    name: str, words: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("there").mkdir()
+    assert main(["new", "recipe", name]) == 2
+    assert words in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["there"]
