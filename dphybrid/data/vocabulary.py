@@ -32,8 +32,7 @@ class Vocabulary:
             raise UserError(f"vocabulary: unknown_rows={unknown_rows}; reserve at least 1")
         self.unknown_rows = unknown_rows
         self.values = list(dict.fromkeys(map(str, values)))
-        first = 1 + unknown_rows
-        self._rows = {value: row for row, value in enumerate(self.values, start=first)}
+        self._rows = {value: row for row, value in enumerate(self.values, start=self.first)}
 
     @classmethod
     def fit(cls, values: Any, *, least: int = 1, unknown_rows: int = 1) -> Self:
@@ -51,9 +50,14 @@ class Vocabulary:
         newer = self.fit(values, least=least).values
         return type(self)([*self.values, *newer], unknown_rows=self.unknown_rows)
 
+    @property
+    def first(self) -> int:
+        """The row of the first value; those before are of no value, and of unknown ones."""
+        return 1 + self.unknown_rows
+
     def __len__(self) -> int:
         """Rows that a table needs."""
-        return 1 + self.unknown_rows + len(self.values)
+        return self.first + len(self.values)
 
     def ids(self, values: Any) -> Array:
         """Return the rows of values as int64, in the shape of `values`."""
@@ -62,7 +66,7 @@ class Vocabulary:
 
     def value(self, row: int) -> str | None:
         """Return the value of a row; None for a row that values share."""
-        place = row - 1 - self.unknown_rows
+        place = row - self.first
         return self.values[place] if 0 <= place < len(self.values) else None
 
     def _row(self, text: str) -> int:
