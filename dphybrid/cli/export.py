@@ -4,11 +4,11 @@ examples:
   %(prog)s ctr-cpu-1121-044553 --out clicks/
   %(prog)s models:/clicks@champion --out clicks/ --onnx
 
-The folder has the tables (mapped into memory when they are read), the dense part as programs of
-torch.export, the encoder, an example request, and predict.py, which needs torch, safetensors, numpy and
-polars.
-It predicts the same bits as `dphybrid.load` does on the CPU. It is written under another name, and renamed
-when it is complete.
+Of a model that scores rows of a table, the folder has the embedding tables (mapped into memory when they are
+read), the rest as torch.export traced it, the encoder, an example request, and predict.py, which needs torch,
+safetensors, numpy and polars. It predicts the same bits as `dphybrid.load` does on the CPU. Of recipe
+retrieval, it has the vectors of all users and items, and recommend.py.
+It is written under another name, and renamed when it is complete. README.md in it says how to use it.
 """
 
 import argparse
@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
     from dphybrid.serving.load import find_checkpoint
 
     folder = export(find_checkpoint(args.model, load_settings()), args.out, onnx=args.onnx)
-    print(f"{folder}: try `python {folder / 'predict.py'} {folder / 'example.json'}`")
+    print(f"{folder}: {folder / 'README.md'} says how to use it")
     return 0

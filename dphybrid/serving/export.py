@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from dphybrid.data.table import cells
 from dphybrid.data.table.column import Column
 from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric, Text, Time
 from dphybrid.embedding import find_tables
@@ -39,16 +40,27 @@ needs torch, safetensors, numpy and polars (exported with torch {torch}, polars 
 
     import sys; sys.path.append("this/folder")
     from predict import Model
-    Model().predict({{"column": [value, ...], ...}})   # or a polars frame, or a list of records
+    model = Model()
+    model.predict({{"column": [value, ...], ...}})   # or a polars frame, or a list of records
 
 | file | what it holds |
 | --- | --- |
-| predict.py, encode.py | the program; from cells to arrays |
+| predict.py, encode.py, cells.py | the program; from cells to arrays |
 | tables/*.safetensors | the embedding tables, mapped into memory: only looked-up rows take memory |
-| lookups.pt2, dense.pt2 | programs of torch.export: the ids of each lookup; from rows to predictions |
+| programs.py, programs.safetensors | the model, traced: the ids of each lookup; from rows to predictions |
+| lookups.pt2, dense.pt2 | the same for torch.export.load (AOTInductor, C++) |
 | encoder/ | columns, their statistics and values |
 | signature.json, example.json | columns and answers by name; a request and its answer |
 """
+
+_PROGRAMS = '''"""The model, traced by torch.export: from inputs to ids, and from rows to predictions."""
+
+import operator
+from math import inf, nan
+
+import torch
+from torch import device
+'''
 
 _Batch = dict[str, Tensor]
 _Answer = Callable[[str, Tensor], Tensor]
@@ -163,14 +175,38 @@ class _Programs:
             self.used = [name for name in self.used if name in read]
         for name, table in tables.items():
             table.weight = weights[name]
+        calls = [("lookups", self.asks), ("dense", self.dense)]
+        sources = {name: _source(name, program) for name, program in calls}
+        self.text = _PROGRAMS + "".join(text for text, _ in sources.values())
+        self.takes = {name: targets for name, (_, targets) in sources.items()}
+        held = {**self.asks.state_dict, **self.asks.constants, **self.dense.constants}
+        self._held = {name: held[name].detach() for each in self.takes.values() for name in each if name}
+        self._space: dict[str, Any] = {}
+        exec(compile(self.text, "programs.py", "exec"), self._space)  # noqa: S102 - torch has just written it
 
-    def run(self, batch: _Batch) -> _Batch:
-        """Return the outputs as predict.py computes them."""
-        batch = {name: batch[name] for name in self.used}
-        ids = self.asks.module(check_guards=False)(batch)
+    def run(self, batch: _Batch) -> Tensor:
+        """Return the predictions as predict.py computes them."""
+        inputs = [batch[name] for name in self.used]
+        ids = self._call("lookups", inputs)
         rows = [self._gathered(name, each) for name, each in zip(self.lookups, ids, strict=True)]
-        found: _Batch = self.dense.module(check_guards=False)(batch, rows)
+        return self._call("dense", [*inputs, *rows])[0]
+
+    def _call(self, name: str, inputs: list[Tensor]) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = self._space[name](
+            *(each and self._held[each] for each in self.takes[name]), *inputs
+        )
         return found
+
+    def write(self, folder: Path) -> None:
+        """Write the tables and the programs: as Python, which a process reads in a moment, and for
+        `torch.export.load`, which imports half of torch and checks sizes in each call."""
+        (folder / "tables").mkdir()
+        for name, (rows_VD, _) in self.tables.items():
+            write_tensors(folder / "tables" / f"{name}.safetensors", {"weight": rows_VD})
+        write_tensors(folder / "programs.safetensors", self._held)
+        write_text(folder / "programs.py", self.text)
+        for name, program in (("lookups", self.asks), ("dense", self.dense)):
+            torch.export.save(program, folder / f"{name}.pt2")
 
     def _gathered(self, name: str, ids: Tensor) -> Tensor:
         rows_VD, dtype = self.tables[name]
@@ -178,43 +214,77 @@ class _Programs:
 
 
 def _traced(module: nn.Module, *arguments: Any) -> torch.export.ExportedProgram:
-    """Return the program of a module for arguments of any size, without operations that nothing needs."""
+    """Return the program of a module for arguments of any size, without operations that nothing needs: torch
+    keeps those that draw random numbers, which a dropout of an evaluation does not."""
     dims = torch.export.Dim
-    sizes = tree_map(lambda t: {d: dims.AUTO if d else dims.DYNAMIC for d in range(t.dim())}, arguments)
+    sizes = tree_map(
+        lambda t: {d: dims.AUTO if d else dims.DYNAMIC for d, size in enumerate(t.shape) if size > 1},
+        arguments,
+    )
     with torch.no_grad():
         program = torch.export.export(module, arguments, dynamic_shapes=sizes)
     for node in program.graph.find_nodes(
         op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
     ):
         program.graph.erase_node(node)
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.dropout.default):
+        if not node.args[2]:
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
     return program
 
 
+def _source(name: str, program: torch.export.ExportedProgram) -> tuple[str, list[str | None]]:
+    """Return a program as a Python function, and the names of the tensors before its inputs (None: it is
+    not read). Raises ValueError for a program that calls others."""
+    if calls := list(program.graph.find_nodes(op="get_attr")):
+        raise ValueError(f"it calls a program of its own, {calls[0].target}")
+    users = _users(program)
+    specs = [spec for spec in program.graph_signature.input_specs if spec.target is not None]
+    source = program.graph.python_code("self").src.strip().replace("def forward(self, ", f"def {name}(", 1)
+    return f"\n\n{source}\n", [spec.target if users[spec.arg.name] else None for spec in specs]
+
+
+def _users(program: torch.export.ExportedProgram) -> dict[str, int]:
+    """Return how often a program reads each of its inputs."""
+    return {node.name: len(node.users) for node in program.graph.find_nodes(op="placeholder")}
+
+
 def _read(program: torch.export.ExportedProgram, batch: _Batch) -> set[str]:
     """Return the inputs of a batch that a program reads."""
-    users = {node.name: len(node.users) for node in program.graph.nodes if node.op == "placeholder"}
+    users = _users(program)
     return {
         name for name, place in zip(batch, program.graph_signature.user_inputs, strict=False) if users[place]
     }
 
 
 def export(checkpoint: Path, out: str | Path, *, onnx: bool = False) -> Path:
-    """Write the model of a checkpoint of a tabular recipe into the new folder `out`, which needs no dphybrid.
+    """Write the model of a checkpoint into the new folder `out`, which needs no dphybrid: a model that scores
+    rows of a table, or whose recipe's predictor has a method `export(folder)`.
 
     onnx: also `dense.onnx`, whose inputs are the model's and the rows. Raises UserError when the folder
-    exists, when the recipe does not score rows of a table, and for a model that torch.export cannot trace.
+    exists, when the recipe has no export, and for a model that torch.export cannot trace.
     """
     target = Path(out).expanduser()
     check_target(target, f"--out {out}")
     if target.exists():
         raise UserError(f"--out {out}: is there already; give a new folder, or remove it first")
     predictor = open_predictor(checkpoint)
-    if not isinstance(predictor, Predictor):
-        raise UserError(
-            f"{checkpoint}: recipe retrieval recommends with dphybrid.load; export takes models of rows"
-        )
+    if isinstance(predictor, Predictor):
+        _export_rows(predictor, target, onnx)
+    elif not hasattr(predictor, "export"):
+        raise UserError(f"{checkpoint}: its recipe's predictor has no method export(folder)")
+    elif onnx:
+        raise UserError("--onnx: is for models that score rows of a table; this one has its own export")
+    else:
+        with making(target) as folder:
+            predictor.export(folder)
+    return target
+
+
+def _export_rows(predictor: Predictor, target: Path, onnx: bool) -> None:
     columns = predictor.encoder.columns
     if others := [column for column in columns if type(column) not in _KINDS]:
         raise UserError(
@@ -224,16 +294,11 @@ def export(checkpoint: Path, out: str | Path, *, onnx: bool = False) -> Path:
     rows = _example(columns)
     programs = _programs(predictor, rows)
     with making(target) as folder:
-        (folder / "tables").mkdir()
-        for name, (rows_VD, _) in programs.tables.items():
-            write_tensors(folder / "tables" / f"{name}.safetensors", {"weight": rows_VD})
-        for name, program in (("lookups", programs.asks), ("dense", programs.dense)):
-            torch.export.save(program, folder / f"{name}.pt2")
+        programs.write(folder)
         if onnx:
             _write_onnx(programs, folder / "dense.onnx")
         _write_encoder(predictor, folder / "encoder")
         _write_pages(predictor, programs, rows, folder)
-    return target
 
 
 def _example(columns: Sequence[Column]) -> pl.DataFrame:
@@ -262,7 +327,7 @@ def _programs(predictor: Predictor, rows: pl.DataFrame) -> _Programs:
     try:
         programs = _Programs(model, batch)
         with torch.inference_mode():
-            found = [programs.run(each)["prediction"] for each in batches]
+            found = [programs.run(each) for each in batches]
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{predictor.folder}: torch.export cannot trace this model: {reason}") from error
@@ -297,6 +362,7 @@ def _write_pages(predictor: Predictor, programs: _Programs, rows: pl.DataFrame, 
         "classes": list(predictor.classes),
         "inputs": programs.used,
         "lookups": [[name, types[name]] for name in programs.lookups],
+        "tensors": programs.takes,
         "batch_size": predictor.batch_size,
         "torch": torch.__version__,
     }
@@ -310,8 +376,8 @@ def _write_pages(predictor: Predictor, programs: _Programs, rows: pl.DataFrame, 
     shown = rows[[0, -1]]
     answer = {"rows": shown.to_dict(as_series=False), "predictions": predictor.predict(shown).tolist()}
     write_json(folder / "example.json", answer)
-    for name in ("predict.py", "encode.py"):
-        shutil.copyfile(PROGRAMS / name, folder / name)
+    for file in (PROGRAMS / "predict.py", PROGRAMS / "encode.py", Path(cells.__file__)):
+        shutil.copyfile(file, folder / file.name)
     write_text(
         folder / "README.md",
         _README.format(predicts=predictor.predicts, torch=torch.__version__, polars=pl.__version__),

@@ -21,10 +21,11 @@ from polars.selectors import by_name
 
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
+from dphybrid.data.table.cells import clean
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.labels import Label
-from dphybrid.data.table.rows import Rows, check_rejected, clean, find_files, read_chunks
+from dphybrid.data.table.rows import Rows, check_rejected, find_files, read_chunks
 from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
@@ -154,9 +155,8 @@ class Predictor:
         return self._data.no_value
 
     def _cells(self, frame: pl.DataFrame) -> dict[str, pl.Series]:
-        cells = frame.select(by_name(*self.encoder.names))
-        cells.columns = [str(place) for place in range(cells.width)]
-        cells = clean(cells, self.no_value, numbers=True)
+        named = [frame.get_column(name).alias(str(i)) for i, name in enumerate(self.encoder.names)]
+        cells = clean(pl.DataFrame(named), self.no_value, numbers=True)
         return dict(zip(self.encoder.names, cells.get_columns(), strict=True))
 
     def _predict_path(self, path: str) -> np.ndarray:

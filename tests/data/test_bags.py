@@ -11,9 +11,10 @@ import torch
 
 from dphybrid.config.settings import load_settings
 from dphybrid.data import Prepared
+from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.extend import old_ids
-from dphybrid.data.table.kinds import PADDING_ID, Bag, Text
+from dphybrid.data.table.kinds import Bag, Text
 from dphybrid.lifecycle.retrain import largest_drift
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model

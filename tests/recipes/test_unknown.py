@@ -6,7 +6,7 @@ import torch
 
 from dphybrid.data.batches import ArrayDataset, batches
 from dphybrid.data.draws import DrawnDataset
-from dphybrid.data.table.kinds import MISSING_ID, UNKNOWN_ID
+from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 from dphybrid.recipes.ctr.unknown import some_unknown
 
 ROWS = 4000

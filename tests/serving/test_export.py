@@ -180,3 +180,24 @@ def test_a_recipe_without_predictions_is_refused(unrecorded: None, tmp_path: Pat
     with pytest.raises(UserError, match="recipe hybrid without an encoder"):
         export(run.checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_recommendations_are_the_runs(unrecorded: None, tmp_path: Path) -> None:
+    run = dphybrid.train(recipe="retrieval", devices="cpu", epochs=1, run_name="towers", quiet=True)
+    assert main(["export", "towers", "--out", str(tmp_path / "out")]) == 0
+    program = [sys.executable, str(tmp_path / "out" / "recommend.py")]
+    users = [*run.recommend()["user"].unique(maintain_order=True)[:40], "nobody"]
+    printed = subprocess.run([*program, *users], check=True, capture_output=True, text=True).stdout
+    found, wanted = json.loads(printed), run.recommend(users)
+    assert [each["user"] for each in found] == users
+    assert [item for each in found for item in each["items"]] == wanted["item"].to_list()
+    scores = [score for each in found[:-1] for score in each["scores"]]
+    np.testing.assert_allclose(scores, wanted["score"].drop_nulls(), rtol=1e-5)
+    assert found[-1]["scores"] is None  # an unknown user gets popular items
+    with pytest.raises(UserError, match="--onnx: is for models that score rows"):
+        export(run.checkpoint, tmp_path / "onnx", onnx=True)
+    pytest.importorskip("faiss")
+    example = [sys.executable, str(REPOSITORY / "examples" / "ann_index.py"), str(tmp_path / "out")]
+    lines = subprocess.run(example, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert float(lines[-1].split("recall@10 ")[1].split()[0]) > 0.95
+    assert (tmp_path / "out" / "items.faiss").is_file()

@@ -16,8 +16,9 @@ import polars as pl
 
 from dphybrid.data.batches import Array
 from dphybrid.data.store import ENCODER_VERSION
+from dphybrid.data.table.cells import one_width
 from dphybrid.data.table.column import Column
-from dphybrid.data.table.kinds import PADDING_ID, Bag, Category, Numbers, kind_of
+from dphybrid.data.table.kinds import Bag, Category, Numbers, kind_of
 from dphybrid.data.table.labels import Label
 from dphybrid.util.errors import UserError
 
@@ -93,7 +94,7 @@ class Encoder:
         ids = [ids_B for c in (*self.numbers, *self.categories) for ids_B in c.ids(values[c.name])]
         arrays = {"ids_BF": _side_by_side(ids, num_rows), "dense_BN": dense_BN}
         if self.bags:
-            arrays["bags_BFL"] = _one_width([bag.ids(values[bag.name])[0] for bag in self.bags], longest)
+            arrays["bags_BFL"] = one_width([bag.ids(values[bag.name])[0] for bag in self.bags], longest)
         return arrays
 
     def coded_by(self, texts: Mapping[str, pl.Series]) -> "Encoder":
@@ -180,12 +181,3 @@ def _side_by_side(columns: Sequence[Array], num_rows: int) -> Array:
         for place, column_B in enumerate(columns):
             out_BF[rows, place] = column_B[rows]
     return out_BF
-
-
-def _one_width(bags: Sequence[Array], longest: int) -> Array:
-    """Return bags (B, L) of several columns as (B, F, L), padded to the longest."""
-    width = max(longest, *(ids_BL.shape[1] for ids_BL in bags))
-    padded = (
-        np.pad(ids_BL, ((0, 0), (0, width - ids_BL.shape[1])), constant_values=PADDING_ID) for ids_BL in bags
-    )
-    return np.stack(list(padded), axis=1)

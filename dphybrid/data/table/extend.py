@@ -10,8 +10,8 @@ import polars as pl
 
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Prepared, verify_prepared
+from dphybrid.data.table.cells import FIRST_ID, PADDING_ID
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.kinds import FIRST_ID, PADDING_ID
 from dphybrid.data.table.splits import RowSplit
 from dphybrid.util.errors import UserError
 

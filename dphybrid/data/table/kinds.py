@@ -6,7 +6,6 @@ schema.toml and its page of the saved encoder follow from the class. Ids: 0 = no
 Letters: B rows, N dense columns, L items of a bag.
 """
 
-import zlib
 from abc import abstractmethod
 from collections.abc import Iterable
 from functools import cache
@@ -18,6 +17,16 @@ from pydantic import Field, PrivateAttr, create_model
 
 from dphybrid.config.experiment import Names
 from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.table.cells import (
+    FIRST_ID,
+    MISSING_ID,
+    bag_ids,
+    ids_of,
+    items_of,
+    read_times,
+    time_parts,
+    words_of,
+)
 from dphybrid.data.table.column import Array, Claim, Column, Dictionary, Found, Keys, Sample
 from dphybrid.data.table.numbers import (
     Notation,
@@ -27,12 +36,9 @@ from dphybrid.data.table.numbers import (
     notation_of,
     why_no_number,
 )
-from dphybrid.data.table.times import YEAR_FIRST, is_day_first, looks_like_dates, read_times
+from dphybrid.data.table.times import YEAR_FIRST, is_day_first, looks_like_dates
 from dphybrid.util.errors import UserError
 
-MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
-PADDING_ID = -1
-"""Behind the last item of a bag."""
 _ROW_NUMBERS = 20
 """Rows from which on a column that counts them is taken for a row number."""
 _ROW_GAPS = 0.05
@@ -43,7 +49,6 @@ SMALL = 1024
 """Texts up to which looking each up is faster than finding the distinct ones first."""
 
 _MOST = 2**31 - 1
-_WORD = r"\w+(?:['’]\w+)*"
 
 
 class Ignore(Column):
@@ -200,8 +205,7 @@ class Time(Numbers):
         return self.learned
 
     def numbers(self, values: pl.Series) -> list[Array]:
-        days = values.dt.epoch("d")
-        return [part.cast(pl.Float64).to_numpy() for part in (values.dt.hour(), values.dt.weekday(), days)]
+        return time_parts(values)
 
 
 class Category(Column):
@@ -283,13 +287,7 @@ class Category(Column):
                 text: number for number, text in enumerate(self.learned.to_list(), FIRST_ID)
             }
             self._known = {None: MISSING_ID, **known}
-        known, buckets, first = self._known, self.hash_buckets, FIRST_ID + len(self.learned)
-        if not buckets:
-            return np.fromiter((known.get(text, UNKNOWN_ID) for text in texts), np.int32)
-        found = ((text, known.get(text)) for text in texts)
-        return np.fromiter(
-            (first + zlib.crc32(str(t).encode()) % buckets if i is None else i for t, i in found), np.int32
-        )
+        return ids_of(texts, self._known, FIRST_ID + len(self.learned), self.hash_buckets)
 
     def coded_by(self, texts: pl.Series) -> Self:
         """Return the column for values that come as codes of a dictionary of these texts, 0 for no value."""
@@ -340,15 +338,12 @@ class Bag(Category):
             f", {self.hash_buckets} hash buckets" if self.hash_buckets else ""
         )
 
-    def items(self, cells: pl.Series) -> pl.Series:
+    def items(self, cells: pl.Series, most: int | None = None) -> pl.Series:
         """Return the items of cells as lists: blanks around them are stripped, empty ones dropped."""
-        item = pl.element().str.strip_chars()
-        if cells.dtype != pl.List:
-            cells = cells.cast(pl.String).str.split(self.separator)
-        return cells.cast(pl.List(pl.String)).list.eval(item.filter(item != ""))
+        return items_of(cells, self.separator, most)
 
     def read(self, cells: pl.Series) -> pl.Series:
-        return self.items(cells).list.head(self.max_items)
+        return self.items(cells, self.max_items)
 
     def left_out(self, cells: pl.Series) -> tuple[int, int]:
         """Return how many cells hold more items than are looked up, and how many items these are."""
@@ -357,12 +352,7 @@ class Bag(Category):
         return len(beyond), int(beyond.sum())
 
     def ids(self, values: pl.Series) -> list[Array]:
-        lengths_B = values.list.len().fill_null(0).to_numpy().astype(np.int64)
-        ids_BL = np.full((len(values), max(1, int(lengths_B.max(initial=1)))), PADDING_ID, np.int32)
-        items = values.filter(pl.Series(lengths_B > 0)).explode()
-        ids_BL[np.arange(ids_BL.shape[1]) < lengths_B[:, None]] = self.ids_of_values(items)
-        ids_BL[lengths_B == 0, 0] = MISSING_ID
-        return [ids_BL]
+        return [bag_ids(values, self.ids_of_values)]
 
 
 class Text(Bag):
@@ -380,8 +370,8 @@ class Text(Bag):
     def form(self) -> str:
         return f"words, at most {self.max_items} of a cell"
 
-    def items(self, cells: pl.Series) -> pl.Series:
-        return cells.cast(pl.String).str.to_lowercase().str.extract_all(_WORD)
+    def items(self, cells: pl.Series, most: int | None = None) -> pl.Series:
+        return words_of(cells, most)
 
 
 KINDS: list[type[Column]] = [Bag, Text, Time, Ignore, Numeric, Category]

@@ -10,13 +10,10 @@ from pydantic import Field
 
 from dphybrid.config.experiment import Section
 from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.table.cells import bucket_ids, plain_numbers, read_numbers, signed_log, standardized
 from dphybrid.data.table.column import Array, Sample
 from dphybrid.data.table.times import looks_like_dates
 
-_MAX_DEVIATION = 100.0
-"""Standard deviations at which a number is cut off, so that one absurd value cannot drown a batch."""
-_FEW_EDGES = 64
-"""Edges up to which comparing with each of them is faster than a search."""
 _INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity")
 """Lower-cased texts of infinite numbers, which count as no value."""
 NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
@@ -47,21 +44,11 @@ class Notation(NamedTuple):
 
     def plain(self, cells: pl.Series) -> pl.Series:
         """Return texts as programs write numbers; None for other texts where the notation is another."""
-        if self == (".", "") or cells.dtype != pl.String:
-            return cells
-        group = re.escape(self.thousands)
-        whole = rf"(?:\d{{1,3}}(?:{group}\d{{3}})+|\d+)" if group else r"\d+"
-        mark = re.escape(self.decimal)
-        pattern = rf"^[+-]?(?:{whole}(?:{mark}\d*)?|{mark}\d+)(?:[eE][+-]?\d+)?$"
-        texts = cells.str.replace_all(self.thousands, "", literal=True) if group else cells
-        texts = texts.str.replace_all(self.decimal, ".", literal=True)
-        return texts.set(~cells.str.contains(pattern).fill_null(True), None)
+        return plain_numbers(cells, self.decimal, self.thousands)
 
     def read(self, cells: pl.Series) -> pl.Series:
         """Return finite numbers as Float64, None for everything else."""
-        numbers = self.plain(cells).cast(pl.Float64, strict=False)
-        finite = numbers.is_finite()
-        return numbers if finite.all() else numbers.set(~finite.fill_null(True), None)
+        return read_numbers(cells, self.decimal, self.thousands)
 
     def wrong(self, cells: pl.Series, numbers: pl.Series | None = None) -> pl.Series:
         """Return which cells (B,) hold neither a number nor infinity. numbers: what `read` gave."""
@@ -153,26 +140,13 @@ class Scale(Section):
 
     def dense(self, numbers_B: Array, out_BN: Array) -> None:
         """Write standardized numbers, 0 for nan, and the indicator into out_BN (B, width)."""
-        missing_B = np.isnan(numbers_B)
-        scaled_B = _log(numbers_B) if self.log else numbers_B
-        # numbers near the end of float64: infinite is then a fair answer to "how far"
-        with np.errstate(over="ignore"):
-            deviation_B = (scaled_B - self.mean) / self.std
-        out_BN[:, 0] = np.where(missing_B, 0.0, np.clip(deviation_B, -_MAX_DEVIATION, _MAX_DEVIATION))
+        out_BN[:, 0] = standardized(numbers_B, self.log, self.mean, self.std)
         if self.indicator:
-            out_BN[:, 1] = missing_B
+            out_BN[:, 1] = np.isnan(numbers_B)
 
     def ids(self, numbers_B: Array) -> Array:
         """Return the bucket (B,) of numbers: 0 for nan, then by size."""
-        edges = self.edges or ()
-        if len(edges) <= _FEW_EDGES:
-            place_B: Array = np.ones(len(numbers_B), np.uint8)
-            for edge in edges:
-                place_B += (numbers_B >= edge).view(np.uint8)
-        else:
-            place_B = 1 + np.searchsorted(edges, numbers_B, side="right")
-        place_B[np.isnan(numbers_B)] = 0
-        return place_B
+        return bucket_ids(numbers_B, self.edges or ())
 
 
 def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:
@@ -183,7 +157,7 @@ def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:
     if not len(known):
         return Scale(indicator=indicator)
     log = scale == "log" or (scale == "auto" and _has_heavy_tail(known))
-    fit = _log(known) if log else known
+    fit = signed_log(known) if log else known
     mean, std = (0.0, 1.0) if scale == "none" else (float(fit.mean()), float(fit.std()) or 1.0)
     edges = tuple(bucket_edges(known, num_buckets).tolist()) if num_buckets else None
     return Scale(log=log, mean=mean, std=std, indicator=indicator, edges=edges)
@@ -195,10 +169,6 @@ def _has_heavy_tail(known: Array) -> bool:
         far = top - middle > 10 * max(high - low, 1e-12)
     skewed = low >= 0 and high > 30 * max(middle, 1e-12)
     return bool(far or skewed or max(abs(known[0]), abs(known[-1])) > 1e100)
-
-
-def _log(numbers_B: Array) -> Array:
-    return np.sign(numbers_B) * np.log1p(np.abs(numbers_B))
 
 
 def bucket_edges(known: Array, num_buckets: int) -> Array:

@@ -12,6 +12,7 @@ import polars as pl
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
+from dphybrid.data.table.cells import clean, is_list_of_items
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
@@ -175,26 +176,6 @@ def check_rejected(
         )
 
 
-def _is_list_of_items(dtype: pl.DataType) -> bool:
-    """Tell whether values of a type are lists of texts or whole numbers, which can be read as bags."""
-    inner = getattr(dtype, "inner", None)
-    return inner is not None and (inner.is_integer() or inner in (pl.String, pl.Categorical, pl.Enum))
-
-
-def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) -> pl.DataFrame:
-    """Return a frame's cells as stripped text, None for what means no value; lists of items stay lists, and
-    with `numbers` columns of numbers what they are. Names of columns must be no patterns."""
-    kept = {name for name, dtype in frame.schema.items() if _is_list_of_items(dtype)}
-    if numbers:
-        kept |= {name for name, dtype in frame.schema.items() if dtype.is_numeric()}
-    texts = [name for name in frame.columns if name not in kept]
-    if not texts:
-        return frame
-    stripped = frame.with_columns(pl.col(texts).cast(pl.String).str.strip_chars())
-    none = pl.Series(["", *missing]).implode()
-    return stripped.with_columns(pl.when(~pl.col(texts).is_in(none)).then(pl.col(texts)))
-
-
 def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     names, first, size = list[str](), 1, 0
     with file.open("rb") as stream:
@@ -279,7 +260,7 @@ def _parquet_rows(frame: pl.DataFrame, file: Path, data: TableDataConfig, start:
 
 
 def _is_odd(dtype: pl.DataType) -> bool:
-    return (dtype.is_nested() or dtype in (pl.Binary, pl.Object)) and not _is_list_of_items(dtype)
+    return (dtype.is_nested() or dtype in (pl.Binary, pl.Object)) and not is_list_of_items(dtype)
 
 
 def check_types(schema: pl.Schema, where: str, field: str, ignored: Sequence[str]) -> None:

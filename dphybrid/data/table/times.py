@@ -1,34 +1,13 @@
-"""Dates and times of tables, as they are written, whatever zone they name."""
+"""Which columns hold dates, and in which order of day and month."""
 
 import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.table.cells import read_times
 
 YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
 _DATE = r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ]|$)"
 _FEW = 20
-
-
-def read_times(cells: pl.Series, day_first: bool) -> pl.Series:
-    """Return times (Datetime) of dates such as 2024-12-31, 12/31/2024 and 31.12.2024, with or without a time
-    of the day; None for other texts. day_first: 31/12/2024."""
-    if cells.dtype.is_temporal():
-        return cells.cast(pl.Datetime("us"))
-    words = cells.cast(pl.String).str.strip_chars().str.replace("T", " ", literal=True)
-    words = words.str.replace(r"(:\d{2})(?:\.\d+)?\s*(?:Z|[+-]\d{2}:?\d{2})?$", "$1")
-    date = words.str.extract(r"^(\S+)", 1)
-    time = words.str.extract(r"^\S+ (.+)$", 1).fill_null("00:00:00")
-    time = time.zip_with(~time.str.contains(r"^\d{1,2}:\d{2}$"), time + ":00")
-    found = date.str.to_date("%Y-%m-%d", strict=False)
-    for pattern in ("%Y/%m/%d", "%Y%m%d", "%d.%m.%Y", "%d/%m/%Y" if day_first else "%m/%d/%Y"):
-        if found.null_count():
-            found = found.zip_with(found.is_not_null(), date.str.to_date(pattern, strict=False))
-    clock = time.str.to_time("%H:%M:%S", strict=False)
-    return (
-        pl.DataFrame({"date": found, "clock": clock})
-        .select(pl.col("date").dt.combine(pl.col("clock")))
-        .to_series()
-    )
 
 
 def looks_like_dates(cells: pl.Series, day_first: bool) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.data.draws import Draw, Draws
-from dphybrid.data.table.kinds import MISSING_ID, UNKNOWN_ID
+from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 
 
 def some_unknown(info: Mapping[str, Any], share: float) -> Draw:

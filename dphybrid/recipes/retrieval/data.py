@@ -16,10 +16,10 @@ import polars as pl
 
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.data.table.cells import FIRST_ID, read_times
 from dphybrid.data.table.column import Dictionary
-from dphybrid.data.table.kinds import FIRST_ID, Category
+from dphybrid.data.table.kinds import Category
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, read_chunks
-from dphybrid.data.table.times import read_times
 from dphybrid.recipes.retrieval.config import RetrievalDataConfig
 from dphybrid.util.errors import UserError, suggestion
 

@@ -5,6 +5,7 @@ Exact, block by block of users and items: memory holds the items' vectors and a 
 users, S items that a user has met, K places.
 """
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,31 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval.config import RetrievalDataConfig
 from dphybrid.recipes.retrieval.dataset import lists_of
 from dphybrid.recipes.retrieval.model import RetrievalModel
+from dphybrid.training.tensor_file import write_tensors
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import write_text
 
 COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
 """What recommendations hold: ranks from 1 on; no score where a user is unknown and gets popular items."""
+
+_EXPORTED = Path(__file__).parent / "exported" / "recommend.py"
+_README = """# {model}
+
+    python recommend.py USER [USER ...]
+
+needs torch, safetensors and polars. In Python:
+
+    import sys; sys.path.append("this/folder")
+    from recommend import Model
+    model = Model()
+    model.recommend(["USER", ...], k=10)
+
+| file | what it holds |
+| --- | --- |
+| recommend.py | the program: exact, all items for each user, without those that the user has met |
+| vectors.safetensors | `users` and `items`, a vector each: a score is their dot product |
+| *.parquet | names in the order of the vectors, popular items first; what each user has met |
+"""
 
 
 @dataclass
@@ -133,6 +155,19 @@ class Recommender:
         write_frames(frames(), COLUMNS, target)
         write_rejected(rejected, target)
         return done
+
+    @torch.inference_mode()
+    def export(self, folder: Path) -> None:
+        """Write vectors and names of all users and items, and recommend.py, which needs no dphybrid."""
+        blocks = _ids(self._users).split(self.batch_size)
+        vectors = {"users": torch.cat([self._model.users(block).cpu() for block in blocks])}
+        write_tensors(
+            folder / "vectors.safetensors", {**vectors, "items": self._model.catalog(self._catalog_VF)}
+        )
+        self._users.select("name", "seen").write_parquet(folder / "users.parquet")
+        self.items.to_frame().write_parquet(folder / "items.parquet")
+        shutil.copyfile(_EXPORTED, folder / _EXPORTED.name)
+        write_text(folder / "README.md", _README.format(model=self))
 
     def told(self, done: _Recommended) -> list[str]:
         """Return what became of a file's users, in lines for people."""

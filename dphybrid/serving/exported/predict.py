@@ -11,31 +11,37 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from encode import Encoder  # type: ignore[import-not-found]
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 HERE = Path(__file__).absolute().parent
+sys.path.insert(0, str(HERE))
+import programs  # type: ignore[import-not-found]  # noqa: E402
+from encode import Encoder  # type: ignore[import-not-found]  # noqa: E402
 
 
 class Model:
-    """folder: of the export. Its tables are mapped: memory holds only the rows that were looked up."""
+    """The exported model. Its tables are mapped: memory holds only the rows that were looked up."""
 
-    def __init__(self, folder: str | Path = HERE) -> None:
-        folder = Path(folder)
-        self.page = json.loads((folder / "model.json").read_text(encoding="utf-8"))
-        programs = (torch.export.load(folder / f"{name}.pt2") for name in ("lookups", "dense"))
-        self._lookups, self._dense = (program.module(check_guards=False) for program in programs)
-        files = {name: folder / f"tables/{name}.safetensors" for name, _ in self.page["lookups"]}
+    def __init__(self) -> None:
+        self.page = json.loads((HERE / "model.json").read_text(encoding="utf-8"))
+        # copied as torch aligns memory, on which the last bits of a matrix product may depend
+        held = {name: each.clone() for name, each in load_file(HERE / "programs.safetensors").items()}
+        self._held = {
+            name: [held.get(each) for each in takes] for name, takes in self.page["tensors"].items()
+        }
+        files = {name: HERE / f"tables/{name}.safetensors" for name, _ in self.page["lookups"]}
         tables = {name: safe_open(file, "pt").get_tensor("weight") for name, file in files.items()}
         self._tables = [(tables[name], getattr(torch, dtype)) for name, dtype in self.page["lookups"]]
-        self._encoder = Encoder(folder / "encoder")
+        self._encoder = Encoder(HERE / "encoder")
 
     @torch.inference_mode()
-    def run(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the outputs by name for a batch of the model's own inputs, samples on dim 0."""
-        batch = {name: batch[name] for name in self.page["inputs"]}
-        asked = zip(self._tables, self._lookups(batch), strict=True)
-        found: dict[str, torch.Tensor] = self._dense(batch, [t[ids].to(dtype) for (t, dtype), ids in asked])
+    def run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the predictions for a batch of the model's own inputs, samples on dim 0."""
+        inputs = [batch[name] for name in self.page["inputs"]]
+        ids = programs.lookups(*self._held["lookups"], *inputs)
+        rows = [table[each].to(dtype) for (table, dtype), each in zip(self._tables, ids, strict=True)]
+        found: torch.Tensor = programs.dense(*self._held["dense"], *inputs, *rows)[0]
         return found
 
     def predict(self, rows: Any) -> np.ndarray:
@@ -45,7 +51,7 @@ class Model:
         found = []
         for start in range(0, max(1, len(arrays["ids_BF"])), size):
             batch = {name: torch.from_numpy(array[start : start + size]) for name, array in arrays.items()}
-            found.append(self.run(batch)["prediction"].numpy())
+            found.append(self.run(batch).numpy())
         return np.concatenate(found)
 
 

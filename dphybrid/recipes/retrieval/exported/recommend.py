@@ -1,0 +1,56 @@
+"""Recommendations of the model in this folder. Needs torch, safetensors and polars (see README.md).
+
+python recommend.py USER [USER ...]
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from safetensors import safe_open
+
+HERE = Path(__file__).absolute().parent
+SCORES = 2**24  # numbers in memory at a time
+
+
+class Model:
+    """The exported model. users_UE, items_VE: vectors, mapped into memory. items: names, the most popular one
+    first. Letters: B users, U known users, V items, K places."""
+
+    def __init__(self) -> None:
+        with safe_open(HERE / "vectors.safetensors", "pt") as vectors:
+            self.users_UE, self.items_VE = vectors.get_tensor("users"), vectors.get_tensor("items")
+        users = pl.read_parquet(HERE / "users.parquet")
+        self.items = pl.read_parquet(HERE / "items.parquet")["name"].to_list()
+        self.seen: pl.Series = users["seen"]
+        self.numbers = {name: number for number, name in enumerate(users["name"])}
+
+    @torch.inference_mode()
+    def recommend(self, users: list[str], k: int = 10) -> list[dict[str, Any]]:
+        """Return user, items and scores for each user: the k best items that the user has not met. Users that
+        training lacks get the most popular items, and None for scores."""
+        known = [user for user in dict.fromkeys(users) if user in self.numbers]
+        best: dict[str, tuple[list[int], list[float]]] = {}
+        step = max(1, SCORES // len(self.items))
+        for start in range(0, len(known), step):
+            part = known[start : start + step]
+            rows = [self.numbers[user] for user in part]
+            scores_BV = self.users_UE[rows] @ self.items_VE.T
+            for place, row in enumerate(rows):
+                scores_BV[place, self.seen[row].to_list()] = -torch.inf
+            scores_BK, items_BK = scores_BV.topk(min(k, len(self.items)))
+            best |= dict(zip(part, zip(items_BK.tolist(), scores_BK.tolist(), strict=True), strict=True))
+        return [self._told(user, *best.get(user, (range(min(k, len(self.items))), None))) for user in users]
+
+    def _told(self, user: str, items: Any, scores: list[float] | None) -> dict[str, Any]:
+        if scores is None:
+            return {"user": user, "items": [self.items[item] for item in items], "scores": None}
+        left = [(self.items[i], s) for i, s in zip(items, scores, strict=True) if s > -torch.inf]
+        return {"user": user, "items": [i for i, _ in left], "scores": [s for _, s in left]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(Model().recommend(sys.argv[1:])))
