@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import (
     Inventory,
@@ -165,10 +166,15 @@ def test_what_belongs_to_somebody_else_is_not_ones_own(tmp_path: Path) -> None:
     assert "belongs to user 65534" in str(shared_folder_fault(tmp_path / "folder"))
 
 
-def test_a_data_folder_is_its_owners_unless_it_was_made_otherwise(data_dir: Path) -> None:
-    for mode in (0o700, 0o750):
+def test_a_data_folder_is_its_owners_unless_it_was_made_otherwise_which_doctor_tells(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dphybrid.cli.doctor._prefect", lambda: ([], False))
+    for mode, told in ((0o700, f"{data_dir} is closed to others"), (0o750, f"others may enter {data_dir}")):
         prepare_data(build_config({"recipe": "toy", "devices": "cpu"}), load_settings())
         assert data_dir.stat().st_mode & 0o777 == mode
+        main(["doctor"])
+        assert f"data folder: {told}" in capsys.readouterr().out
         data_dir.chmod(0o750)
 
 

@@ -144,6 +144,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
         ),
         "told": run.data.tags.get("dphybrid.lost_records", ""),
         "waiting": waiting(store / "spool"),
+        "spool": sorted(path.name.replace(run_id, "run") for path in (store / "spool").iterdir()),
     }
 
 
