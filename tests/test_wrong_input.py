@@ -1,6 +1,7 @@
 """What fuzzing found: each ended in a traceback, or never, and is told now with exit code 2."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_deployments(page: str, message: str, tmp_path: Path) -> None:
         ),
         (
             "train --recipe toy --tracking postgresql://u:secret@127.0.0.1:9/x",
-            "MLFLOW_TRACKING_URI='postgresql://[*]{3}@127.0.0.1:9/x': the database does not answer",
+            "MLFLOW_TRACKING_URI='postgresql://[*]{3}@127.0.0.1:9/x': no connection .*refused",
         ),
         ("check torch.nn:Linear", "is no factory of a model .missing a required argument: 'out_features'"),
         ("check builtins:int", "is no factory of a model .no signature"),
@@ -101,3 +102,16 @@ def test_odd_servers_and_factories_are_told_in_a_line(
     assert main([word.replace("a_b?", "a b") for word in command.split()]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert re.search(words, line), line
+
+
+def test_a_database_that_accepts_and_says_nothing_is_told(
+    data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dphybrid.tracking.opening._REACH_SECONDS", 2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"postgresql://u:secret@127.0.0.1:{mute.getsockname()[1]}/x"
+        assert main(["train", "--recipe", "toy", "--tracking", address]) == 2
+    told = capsys.readouterr().err
+    assert "no connection to the database" in told
+    assert "timeout expired" in told
+    assert "secret" not in told

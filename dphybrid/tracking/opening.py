@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import os
-import socket
 import urllib.error
 import urllib.request
 from http.client import HTTPException
@@ -18,7 +17,7 @@ from dphybrid.util.locks import locked
 from dphybrid.util.masking import without_credentials
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
-_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_DATABASES = ("postgresql", "mysql", "mssql")
 _REACH_SECONDS = 10
 """How long to wait for a server's first answer before saying that it is not there."""
 
@@ -146,25 +145,26 @@ def _check(uri: str) -> None:
             f"MLFLOW_TRACKING_URI={uri!r}: MLflow no longer writes file stores; "
             "use sqlite:////absolute/path/mlflow.db or a server's http address"
         )
-    if scheme in _DATABASE_PORTS:
-        _check_database(uri, _DATABASE_PORTS[scheme])
+    if scheme in _DATABASES:
+        _check_database(uri)
 
 
-def _check_database(uri: str, port: int) -> None:
-    """Raise UserError when a database's driver is missing or nobody listens at its address: MLflow itself
-    tries for two minutes."""
+def _check_database(uri: str) -> None:
+    """Raise UserError when a database's driver is missing or no connection comes about: MLflow itself tries
+    for two minutes, or waits for ever where somebody listens who does not answer."""
+    from sqlalchemy import create_engine
     from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import SQLAlchemyError
+    from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
     try:
-        url = make_url(uri)
-        url.get_dialect().import_dbapi()
-        if not str(url.host or "/").startswith("/"):  # else a socket of this machine
-            socket.create_connection((url.host, url.port or port), _REACH_SECONDS).close()
-    except (SQLAlchemyError, ImportError, ValueError) as error:
-        raise UserError(f"MLFLOW_TRACKING_URI={uri!r}: cannot be used ({error})") from error
-    except OSError as error:
+        driver = make_url(uri).get_driver_name()
+        within = "timeout" if driver in ("pg8000", "pyodbc") else "connect_timeout"
+        create_engine(uri, connect_args={within: _REACH_SECONDS}).connect().close()
+    except DBAPIError as error:
+        reason = " ".join(str(error.orig).split())
         raise UserError(
-            f"MLFLOW_TRACKING_URI={uri!r}: the database does not answer ({error}); start it, correct the "
+            f"MLFLOW_TRACKING_URI={uri!r}: no connection to the database ({reason}); start it, correct the "
             "address, or unset it for the embedded store"
         ) from error
+    except (SQLAlchemyError, ImportError, ValueError) as error:
+        raise UserError(f"MLFLOW_TRACKING_URI={uri!r}: cannot be used ({error})") from error
