@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dphybrid.api.estimator import HybridClassifier, HybridRegressor
-    from dphybrid.api.run import runs
+    from dphybrid.api.run import runs, tracking_uri
     from dphybrid.api.training import train
     from dphybrid.serving.load import load_model
     from dphybrid.serving.predict import load
 
 __version__ = "0.1.0"
-__all__ = ["HybridClassifier", "HybridRegressor", "__version__", "load", "load_model", "runs", "train"]
+__all__ = [
+    "HybridClassifier",
+    "HybridRegressor",
+    "__version__",
+    "load",
+    "load_model",
+    "runs",
+    "tracking_uri",
+    "train",
+]
 
 _PLACES = {
     "HybridClassifier": "dphybrid.api.estimator",
@@ -20,6 +29,7 @@ _PLACES = {
     "load": "dphybrid.serving.predict",
     "load_model": "dphybrid.serving.load",
     "runs": "dphybrid.api.run",
+    "tracking_uri": "dphybrid.api.run",
     "train": "dphybrid.api.training",
 }
 """Modules that are imported when a name of theirs is asked for: torch, polars and scikit-learn are not for

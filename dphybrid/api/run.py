@@ -255,6 +255,16 @@ def runs(recipe: str | None = None) -> Runs:
     return Runs([TrainedRun(run.folder, settings) for run in reversed(found)])
 
 
+def tracking_uri() -> str:
+    """Return where MLflow finds the runs and models, for `mlflow.set_tracking_uri` and `MLFLOW_TRACKING_URI`:
+    the server of the settings, else the database in the data folder. Raises UserError when nothing is
+    recorded there yet."""
+    from dphybrid.tracking.opening import store_to_read
+
+    settings = load_settings()
+    return store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+
+
 def _row(run: TrainedRun) -> dict[str, object]:
     facts = {"run": run.name, "recipe": run.config.recipe, "devices": run.devices, "status": run.status}
     return {**facts, "started": run.created[:19].replace("T", " "), **run.metrics}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import open_predictor
+from dphybrid.tracking.loader import refusing
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.tensor_file import read_tensors
 
@@ -49,13 +50,14 @@ class LoadedCheckpoint:
         model returns.
 
         data: a DataFrame (pandas, polars) or columns by name, for recipes that read tables; or the model's
-        own batch, a dict of tensors with samples on dim 0. Raises UserError when columns are missing, or when
-        the model cannot read rows of a table.
+        own batch, a dict of tensors with samples on dim 0. Raises MlflowException when columns are missing,
+        or when the model cannot read rows of a table.
         """
         if isinstance(data, Mapping) and data and all(isinstance(value, Tensor) for value in data.values()):
             with torch.no_grad():
                 return self._module(data)
-        return self._predictor.predict(data)
+        with refusing():
+            return self._predictor.predict(data)
 
 
 def _load_pyfunc(path: str) -> LoadedCheckpoint:

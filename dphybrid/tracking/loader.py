@@ -5,12 +5,27 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dphybrid.tracking.names import LEFT_OUT
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise a UserError of the block as MLflow's own: its scoring server answers by a 400 with the message
+    alone. For other errors it sends a stack trace."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+    try:
+        yield
+    except UserError as error:
+        raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
 
 
 def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:

@@ -6,6 +6,9 @@ from pathlib import Path
 import mlflow
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
+from mlflow.exceptions import MlflowException
+from mlflow.pyfunc.scoring_server import init
 from mlflow.tracking import MlflowClient
 
 import dphybrid
@@ -31,6 +34,7 @@ def test_a_frame_is_scored_and_the_model_kept(
     report = run_job(load_config(None, values), load_settings(), run_name="clicks")
     run = MlflowClient(report.tracking_uri).get_run(report.run_id)
     model_id = run.outputs.model_outputs[-1].model_id
+    assert dphybrid.tracking_uri() == report.tracking_uri
     monkeypatch.setenv("MLFLOW_TRACKING_URI", report.tracking_uri)
     model = mlflow.pyfunc.load_model(f"models:/{model_id}")
     assert sorted(model.metadata.signature.inputs.input_names()) == ["age", "site"]
@@ -41,5 +45,15 @@ def test_a_frame_is_scored_and_the_model_kept(
     expected = dphybrid.load("clicks").predict({"site": ["s7", "new", None], "age": [3, 49, 12]})
     assert np.array_equal(found, expected)
     assert np.array_equal(model.predict(frame), found)
-    with pytest.raises(Exception, match="has no column 'age'"):
-        model.predict(frame[["site"]])
+    for lacking in (frame[["site"]], {"site": ["s7"]}):
+        with pytest.raises(MlflowException, match="'?age'?"):
+            model.predict(lacking)
+    served = TestClient(init(model))
+    for rows, status, words in (
+        ([{"site": "s7", "age": 3}], 200, "predictions"),
+        ([{"site": "s7"}], 400, "age"),
+        ([{"age": 3}], 400, "site"),
+    ):
+        answer = served.post("/invocations", json={"dataframe_records": rows})
+        assert (answer.status_code, words in answer.text) == (status, True), answer.text
+        assert "Traceback" not in answer.text
