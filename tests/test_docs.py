@@ -41,6 +41,7 @@ table, ids = HostEmbedding(100, 5), torch.arange(30)
 model, batch = DataParallel(torch.nn.Linear(5, 2), "cpu*2"), x
 """,
 }
+GIVEN["across-the-batch.md"] = GIVEN["data-parallel.md"]
 """What a page's parts of programs take for granted."""
 
 

@@ -119,10 +119,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 def listed() -> dict[str, list[str]]:
     """What the page lists, with the words that it quotes; PackedSequence is in two of its tables."""
-    page = (REPOSITORY / "docs/data-parallel.md").read_text(encoding="utf-8")
-    section = page.split("## What is refused\n")[1].split("\n## ")[0]
+    page = (REPOSITORY / "docs/refused.md").read_text(encoding="utf-8")
     rows: dict[str, list[str]] = {}
-    for what, words, _ in re.findall(r"^\| (.+?) \| (.+?) \|(.*)\|$", section, flags=re.MULTILINE):
+    for what, words, _ in re.findall(r"^\| (.+?) \| (.+?) \|(.*)\|$", page, flags=re.MULTILINE):
         if "`" in words:
             rows[f"outputs: {what}" if what in rows else what] = re.findall(r"`([^`]+)`", words)
     return rows
