@@ -15,7 +15,7 @@ import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
-from examples import callbacks, own_loop, tutorial
+from examples import callbacks, make_notebook, own_loop, tutorial
 from tests.conftest import REPOSITORY
 
 
@@ -52,6 +52,26 @@ def test_the_tutorial_splits_trains_a_table_and_a_gan(
     mean, spread = tutorial.train_a_gan()
     assert abs(mean - 3) < 0.3
     assert abs(spread - 0.5) < 0.3
+
+
+def test_the_notebook_is_the_script_and_prints_its_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("DPHYBRID_DEVICES", "cpu*3")
+    page = nbformat.read(make_notebook.NOTEBOOK, as_version=4)
+    cells = make_notebook.cells_of(make_notebook.SCRIPT.read_text(encoding="utf-8"))
+    assert [(cell.cell_type, cell.source) for cell in page.cells] == cells, "python -m examples.make_notebook"
+
+    def splits(text: str) -> list[str]:
+        return re.findall(r"^.*(?:size|rows|blocks: )\b.*$", text, re.MULTILINE)
+
+    script = subprocess.run(
+        [sys.executable, make_notebook.SCRIPT], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    now = make_notebook.printed(make_notebook.executed(cells))
+    assert len(splits(script.stdout)) > 15
+    assert splits(make_notebook.printed(page)) == splits(now) == splits(script.stdout)
 
 
 def test_the_own_loop_comes_to_the_same_on_one_device() -> None:
