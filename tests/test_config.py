@@ -166,7 +166,7 @@ def test_without_a_recipe_the_data_says_which_one_is_meant(
     ):
         assert load_config(None, values).recipe == recipe
         told = capsys.readouterr().out
-        assert (f"Recipe: {recipe}, as data." in told) == (recipe != "text")
+        assert (f"Recipe: {recipe}, because data." in told) == (recipe != "text")
     assert load_config(None, ["recipe=text", "data.path=movies.csv"]).recipe == "text"
 
 

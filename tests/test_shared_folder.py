@@ -146,7 +146,7 @@ def test_folders_that_are_not_safe_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not sticky"):
         lease_folder(tmp_path / "open")
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         lease_folder(tmp_path / "link")
     own = own_folder(tmp_path / "own")
     own.chmod(0o755)

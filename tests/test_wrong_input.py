@@ -1,4 +1,4 @@
-"""What fuzzing found: each ended in a traceback, or never, and is told now with exit code 2."""
+"""Wrong input ends with one message and exit code 2 before work starts: never in a traceback, never late."""
 
 import re
 import socket
@@ -92,8 +92,8 @@ def test_deployments(page: str, message: str, tmp_path: Path) -> None:
             "train --recipe toy --tracking postgresql://u:secret@127.0.0.1:9/x",
             "MLFLOW_TRACKING_URI='postgresql://[*]{3}@127.0.0.1:9/x': no connection .*refused",
         ),
-        ("check torch.nn:Linear", "is no factory of a model .missing a required argument: 'out_features'"),
-        ("check builtins:int", "is no factory of a model .no signature"),
+        ("check torch.nn:Linear", "is not a factory of a model .missing a required argument: 'out_features'"),
+        ("check builtins:int", "is not a factory of a model .no signature"),
     ],
 )
 def test_odd_servers_and_factories_are_told_in_a_line(
@@ -115,3 +115,105 @@ def test_a_database_that_accepts_and_says_nothing_is_told(
     assert "no connection to the database" in told
     assert "timeout expired" in told
     assert "secret" not in told
+
+
+ROWS = "a,b,y\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(60))
+FILES = {
+    "ok.csv": ROWS,
+    "document.json": '{"a": 1}',
+    "prose.jsonl": "no record\n",
+    "lists.jsonl": "[1, 2]\n",
+    "book.xlsx": "PK",
+    "headed.csv": "a,y\n",
+    "constant.csv": "a,y\n1,1\n2,1\n",
+    "single.csv": "a,y\n" + "1,0\n" * 99 + "2,1\n",
+    "bad.toml": "a = ",
+}
+OK = "--data.path ok.csv --data.label y"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("prepare --data.path document.json --data.label a", "a JSON document is not read"),
+        ("prepare --data.path prose.jsonl --data.label a", "line 1: no JSON.*write one JSON record a line"),
+        ("prepare --data.path lists.jsonl --data.label a", "line 1: no record such as"),
+        ("prepare --data.path book.xlsx --data.label a", ".xlsx files are not read; save the table as CSV"),
+        ("prepare --data.path headed.csv --data.label y", "has a header and no rows that can be read"),
+        ("prepare --data.path constant.csv --data.label y", "needs two different values"),
+        ("prepare --data.path single.csv --data.label y", "'1' has 1 of 100 rows"),
+        ("prepare --data.path ok.csv --data.label Y", "'Y': ok.csv has no such column; columns: a, b, y"),
+        ("prepare --data.path ok.csv", "data.label is not set; name the column with the answer"),
+        (f"prepare {OK} --data.times a", "data.times: column 'a' holds '0', no date or time"),
+        (f"prepare {OK} --data.dayfirst maybe", "data.dayfirst = 'maybe'"),
+        (f"prepare {OK} --data.thousands . --data.decimal .", "give two signs"),
+        (f"prepare {OK} --data.split time", "split=time needs a column: set data.split_column"),
+        (f"prepare {OK} --data.split-column a", "split=random takes no split_column=a"),
+        (f"prepare {OK} --data.ignore y", "already named as label"),
+        (f"prepare {OK} --data.weight w", "data.weight='w': ok.csv has no such column"),
+        (f"train {OK} --devices cuda:7", "cuda:7 is not here .*; use cpu, or cpu[*]1 for the same split"),
+        (f"train {OK} --table.optimizer adamx", "table.optimizer = 'adamx'"),
+        (f"train {OK} --run-name ../x", "use a plain name without slashes"),
+        (f"train {OK} --resume nobody", "--resume nobody: no such run of recipe ctr"),
+        ("train --recipe ctrr", "unknown recipe; did you mean 'ctr'"),
+        ("train --config bad.toml", "--config bad.toml: cannot be read"),
+        ("train --recipe retrieval --data.path ok.csv", "has no column 'user'"),
+        ("predict nobody --data.path ok.csv", "nobody: no run, checkpoint folder or models:/ address"),
+        ("predict nobody --data.path ok.csv --out x.xlsx", "give a name that ends in .parquet or .csv"),
+        ("export nobody --out new", "nobody: no run, checkpoint folder or models:/ address"),
+        ("export nobody --out ok.csv", "ok.csv: is there already"),
+        ("compare", "name runs to compare"),
+        ("plan --rows 9 --batch-size -3", "both must be at least 1"),
+        ("sweep --recipe toy --grid {}", "grid: give at least one field"),
+        ("sweep --recipe toy --grid train.lr=1", "not valid JSON"),
+        ('sweep --recipe toy --grid {"train.lr":0.1}', "give a list of values$"),
+        ('sweep --recipe toy --grid {"train.lr":{"low":1,"high":2}}', "a range needs --trials"),
+        ('sweep --recipe toy --grid {"train.lr":["x"]}', "cell 1 .*valid number"),
+        ('sweep --recipe toy --grid {"train.lr":[1]} --sweep a/b', "--sweep 'a/b': use a plain name"),
+        ('sweep --recipe toy --grid {"train.lr":[1]} --at-once -1', "at_once=-1: give the number of runs"),
+    ],
+)
+def test_a_new_users_mistakes(
+    command: str,
+    words: str,
+    tmp_path: Path,
+    data_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    assert re.search(words, told(capsys, *command.split()).strip(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("range_", "words"),
+    [
+        ('{"low":1,"high":0.1}', "low <= high"),
+        ('{"low":0.1}', "give low and high"),
+        ('{"low":0.1,"high":1,"log":true,"step":0.1}', "step"),
+    ],
+)
+def test_ranges_of_a_search(
+    range_: str, words: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("optuna")
+    grid = f'{{"train.lr":{range_}}}'
+    assert words in told(capsys, "sweep", "--recipe", "toy", "--trials", "2", "--grid", grid)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("trian", "'trian': there is no such command; did you mean 'train'?"),
+        ("train --epochs 3", "--epochs: there is no such flag; did you mean --train.epochs?"),
+        ("sweep --recipe toy --grid {} --sampler grid", "--sampler 'grid': use tpe or random"),
+        ("sweep --recipe toy --grid {} --trials 0", "give an integer from 1 on"),
+        ("export nobody", "required: --out"),
+    ],
+)
+def test_flags(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(command.split())
+    assert words in capsys.readouterr().err

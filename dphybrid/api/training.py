@@ -40,8 +40,8 @@ def train(
 
     Args:
         data: a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list
-            of records, or the path of files. What is no path is written to the data folder once, and read as
-            files are: the same frame gives the same prepared data.
+            of records, or the path of files. Frames are written to the data folder once, and read as files
+            are: the same frame gives the same prepared data.
         recipe: kind of experiment; "ctr" for frames, else what the data says.
         label: column with the answer.
         valid: validation rows of their own, in the same form as `data`.
@@ -79,7 +79,7 @@ def train(
     for callback in callbacks:
         if not callable(callback):
             raise UserError(
-                f"callbacks: {callback!r} is no function; train={{'callbacks': [...]}} takes paths"
+                f"callbacks: {callback!r} is not a function; train={{'callbacks': [...]}} takes paths"
             )
     if framed:
         checked = _with_frames(checked, framed, settings)

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     breaks = 0
     for block, findings in check_target(target, given_config(args), load_settings()):
-        print(f"{block}: {'nothing found' if not findings else f'{len(findings)} found'}")
+        print(f"{block}: {f'{len(findings)} finding(s)' if findings else 'no findings'}")
         for finding in findings:
             print(f"  {finding.text()}")
         breaks += sum(finding.breaks for finding in findings)

@@ -26,7 +26,7 @@ def flags(parser: Parser) -> None:
     add("--group-by", default="devices", metavar="NAME", help=groups)
     out = "where the page goes (comparison)"
     add("--out", type=Path, default=Path("comparison"), metavar="FOLDER", help=out)
-    add("--text", action="store_true", help="print the comparison instead of writing a page")
+    add("--text", action="store_true", help="print the comparison only, without writing a page")
     add("--log", action="store_true", help="also log the page to MLflow, as a run of its own")
 
 
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
     run_ids = compare.find_runs(uri, experiment, args.runs, args.sweep)
     runs = compare.read_runs(uri, run_ids)
+    print(compare.comparison_text(runs, args.group_by))
     if args.text:
-        print(compare.comparison_text(runs, args.group_by))
         return 0
     page = compare.write_comparison(runs, args.out, args.group_by)
     print(f"{len(run_ids)} runs: {compare.page_link(page)}")

@@ -57,9 +57,11 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{flag}: there is no such flag{hint if 'did you mean' in hint else ''}")
 
     def error(self, message: str) -> NoReturn:
-        if wrong := re.match(r"argument \S+: invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            known = re.findall(r"[\w-]+", wrong[2])
-            message = f"{wrong[1]!r}: there is no such command{suggestion(wrong[1], known)}"
+        if wrong := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            flag, value, known = wrong[1], wrong[2], re.findall(r"[\w-]+", wrong[3])
+            message = f"{value!r}: there is no such command{suggestion(value, known)}"
+            if flag.startswith("-"):
+                message = f"{flag} {value!r}: use {' or '.join(known)}"
         self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 
 

@@ -13,10 +13,13 @@ from pathlib import Path
 
 from dphybrid.cli.flags import add_config_flags, data_config
 from dphybrid.cli.parser import Parser
+from dphybrid.config import flatten
 from dphybrid.config.settings import load_settings
+from dphybrid.recipes.configs import given_values
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target
+from dphybrid.util.text import as_flags
 
 
 def flags(parser: Parser) -> None:
@@ -37,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from dphybrid.run.build import prepare_data
 
     folder = prepare_data(config, load_settings()).data.path
+    print(f"Train on it: dphybrid train {as_flags(flatten(given_values(config)))}")
     if schema is not None:
         shutil.copyfile(folder / "schema.toml", schema)
         print(f"Roles: {schema}; edit it and give it back with --data.schema-file {schema}")

@@ -12,6 +12,7 @@ on with what is left. Results are in sweeps/NAME/sweep.json of the data folder;
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from dphybrid.cli.flags import add_experiment_flags, config_from_args
@@ -44,11 +45,20 @@ def read_grid(text: str) -> dict[str, Any]:
         grid = json.loads(text)
     except ValueError as error:
         raise UserError(
-            f'--grid {text}: is no JSON ({error}); write {{"train.batch_size": [256, 512]}}'
+            f'--grid {text}: not valid JSON ({error}); write {{"train.batch_size": [256, 512]}}'
         ) from error
     if not isinstance(grid, dict):
-        raise UserError(f'--grid {text}: is no object; write {{"train.batch_size": [256, 512]}}')
+        raise UserError(f'--grid {text}: not a JSON object; write {{"train.batch_size": [256, 512]}}')
     return grid
+
+
+def _line(row: Mapping[str, Any], served: bool) -> str:
+    """Return a run's row of the results as a line. served: the address of its page in MLflow answers."""
+    facts = {name: value for name, value in row.items() if name not in ("cell", "failed", "run")}
+    metrics = ", ".join(f"{key} {value:.4f}" for key, value in facts.items() if isinstance(value, float))
+    values = ", ".join(f"{key}={value}" for key, value in facts.items() if not isinstance(value, float))
+    address = f"  {row['run']}" if served and row.get("run") else ""
+    return f"{row['cell']}  {values}: {row.get('failed') or metrics}{address}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             not args.no_prune,
         )  # fmt: skip
     for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items() if value not in ("", None)))
-    print(f"Results: {file}")
+        print(_line(row, f"{settings.mlflow_uri}".startswith("http")))
+    print(f"Results: {file}\nCompare: dphybrid compare --sweep {name}")
     stop.obey(f"with runs left; --sweep {name} goes on")
     return 1 if failed else 0

@@ -235,7 +235,7 @@ class RankEngine(ClusterEngine):
         return [p.grad for p in parameters if p.grad is not None], sound
 
     def _not_finite(self, trained: Trained, loss: float) -> NotFinite:
-        """Say what of a step is no finite number, the same on all ranks."""
+        """Say what of a step is not a finite number, the same on all ranks."""
         bad = [
             f"the gradient of parameter {name}"
             for name, value in trained.model.named_parameters()

@@ -90,7 +90,7 @@ class SpreadTable(HostEmbedding):
     def forward(self, ids: Tensor, *, by_replica: bool = False) -> Any:
         """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the rank's device.
 
-        Raises UserError for ids that are no rows, and for a second lookup in a step.
+        Raises UserError for ids that are not rows, and for a second lookup in a step.
         """
         rows = self._look_up_here(ids)
         return [rows] if by_replica else rows
@@ -142,7 +142,7 @@ class SpreadTable(HostEmbedding):
         return self._lookup.leaf_UD.grad.sum()
 
     def bad_gradient(self) -> int | None:
-        """Return the first row whose gradient, from this rank's lookup, is no finite number."""
+        """Return the first row whose gradient, from this rank's lookup, is not a finite number."""
         if self._lookup is None or self._lookup.leaf_UD.grad is None:
             return None
         bad_U = ~torch.isfinite(self._lookup.leaf_UD.grad).all(1).cpu()

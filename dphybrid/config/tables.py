@@ -47,7 +47,7 @@ class TableDataConfig(DataConfig):
     """What the label is. auto: binary with two values; multiclass with texts, or with up to 20 whole numbers
     below 100; regression with other numbers. Counts are never inferred."""
     weight: str | None = None
-    """Column with each row's weight in loss and metrics, a number from 0 on; it is no feature."""
+    """Column with each row's weight in loss and metrics, a number from 0 on; it is not a feature."""
     schema_file: str | None = None
     """Roles and encodings of the columns, as a prepared folder's schema.toml has them."""
     base: str | None = None
@@ -128,8 +128,9 @@ class TableDataConfig(DataConfig):
     def _split_has_its_column(self) -> Self:
         if (self.split == "random") != (self.split_column is None):
             raise ValueError(
-                f"split={self.split} with split_column={self.split_column}: time and key need a column, "
-                "random has none"
+                f"split={self.split} needs a column: set data.split_column"
+                if self.split_column is None
+                else f"split=random takes no split_column={self.split_column}; set data.split to time or key"
             )
         if self.valid_path is not None and self.split != "random":
             raise ValueError(

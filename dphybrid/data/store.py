@@ -185,7 +185,7 @@ def open_prepared(path: Path) -> Prepared:
     try:
         manifest = Manifest.read(path / "manifest.json")
     except UserError as error:
-        raise UserError(f"{path}: is no complete prepared data ({error}); {_ANEW}") from error
+        raise UserError(f"{path}: is not complete prepared data ({error}); {_ANEW}") from error
     for name, facts in manifest.arrays.items():
         file = path / f"{name}.npy"
         found = file.stat().st_size if file.is_file() else 0

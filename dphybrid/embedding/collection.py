@@ -62,7 +62,7 @@ class HostEmbeddingCollection(nn.Module):
 
     def _known(self, table: str, row: int) -> int:
         if not 0 <= row < self.num_rows.get(table, 0):
-            raise UserError(f"padding {table!r}: {row} is no row of the tables {self.num_rows}")
+            raise UserError(f"padding {table!r}: {row} is not a row of the tables {self.num_rows}")
         return row
 
     def weight_of(self, table: str) -> Tensor:
@@ -84,8 +84,8 @@ class HostEmbeddingCollection(nn.Module):
             place = wrong.nonzero()[0].tolist()
             table = names[place[-1]]
             raise UserError(
-                f"table {table!r}: id {int(ids_BF[tuple(place)])} at position {place} is no row; rows are 0 "
-                f"to {self.num_rows[table] - 1}"
+                f"table {table!r}: id {int(ids_BF[tuple(place)])} at position {place} is not a row; rows are "
+                f"0 to {self.num_rows[table] - 1}"
             )
         return ids_BF + self._starts_F[tables]
 
@@ -118,7 +118,7 @@ class HostEmbeddingCollection(nn.Module):
         if bool(wrong.any()):
             place = int(wrong.nonzero()[0])
             raise UserError(
-                f"table {table!r}: id {int(ids_N[place])} at position [{place}] is no row; rows are 0 to "
+                f"table {table!r}: id {int(ids_N[place])} at position [{place}] is not a row; rows are 0 to "
                 f"{self.num_rows[table] - 1}"
             )
         return self.flat.bags(ids_N + self.starts[table], offsets_B, mode=mode, weights_N=weights_N)

@@ -14,7 +14,7 @@ class CombinedOptimizer(Optimizer):
     """A torch.optim.Optimizer whose steps are those of several: `CombinedOptimizer(dense, rows)`.
 
     `param_groups` are theirs, the same dicts, in their order; so a schedule changes each group's learning
-    rate from its own. `defaults` are those that all of them have. Raises UserError for what is no optimizer.
+    rate from its own. `defaults` are those that all of them have. Raises UserError for other objects.
     """
 
     optimizers: tuple[Optimizer, ...]
@@ -23,8 +23,8 @@ class CombinedOptimizer(Optimizer):
         others = [type(other).__name__ for other in optimizers if not isinstance(other, Optimizer)]
         if others or not optimizers:
             raise UserError(
-                f"CombinedOptimizer: {', '.join(others) or 'nothing'} is no torch.optim.Optimizer; give it "
-                "the dense and the row optimizer"
+                f"CombinedOptimizer: {', '.join(others) or 'nothing'} is not a torch.optim.Optimizer; give "
+                "it the dense and the row optimizer"
             )
         self.__setstate__({"optimizers": optimizers})
 

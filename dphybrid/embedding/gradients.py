@@ -95,7 +95,7 @@ class Pieces:
 
 
 class _First(torch.autograd.Function):
-    """weight_VD, and looked-up rows in a tuple: they are no input -> (the rows, a link without elements)."""
+    """weight_VD, and looked-up rows in a tuple: they are not input -> (the rows, a link without elements)."""
 
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, rows: tuple[Tensor], *noted: Any) -> tuple[Tensor, Tensor]:

@@ -111,9 +111,9 @@ def whole_numbers(ids: Tensor, name: str) -> Tensor:
 
 
 def no_row(ids: Tensor, num_rows: int, name: str) -> UserError:
-    """Return the error that names the first of the ids that is no row of the table."""
+    """Return the error that names the first of the ids that is not a row of the table."""
     wrong = ((ids < 0) | (ids >= num_rows)).nonzero()[0].tolist()
     return UserError(
-        f"table {name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is no row; rows are 0 to "
+        f"table {name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is not a row; rows are 0 to "
         f"{num_rows - 1}"
     )

@@ -171,7 +171,7 @@ def look_up(
 
     out_XD: where the rows go, in order or to its rows places_N (int64); bfloat16 as float32. threads: at
     most; None: torch's number where that pays. Raises IndexError with the place (`args[0]`) of the first id
-    of `ids` (int64) that is no row.
+    of `ids` (int64) that is not a row.
     """
     rows, num_rows, dim = _rows_address(weight_VD)
     real, ids, count = real_dtype(weight_VD.dtype), ids.contiguous(), ids.numel()
@@ -203,7 +203,7 @@ def gather(
     *,
     places_N: Tensor | None = None,
 ) -> None:
-    """Copy rows as `look_up` does. Raises UserError, with out_XD untouched, when an id is no row."""
+    """Copy rows as `look_up` does. Raises UserError, with out_XD untouched, when an id is not a row."""
     try:
         look_up(weight_VD, ids_N, columns_of((len(weight_VD),), (None,)), out_XD, places_N, threads)
     except IndexError:
@@ -287,7 +287,7 @@ def arrange(
 ) -> Arranged:
     """Sort the ids of segments, each with its table's first key, stably. frozen: ascending keys to leave out.
 
-    Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is no row.
+    Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is not a row.
     """
     lines, held, count = (_Segment * len(segments))(), [], 0
     for line, (segment, first_key) in zip(lines, segments, strict=True):
@@ -447,4 +447,4 @@ def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:
         address(fix1, "corrections", torch.float64, (last_fix + 1,)), fix2.data_ptr(), last_fix,
     )  # fmt: skip
     if not _library().update_rows(c.addressof(call)):
-        raise IndexError("update: a key is no row of the tables")
+        raise IndexError("update: a key is not a row of the tables")

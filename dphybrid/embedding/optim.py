@@ -360,7 +360,7 @@ def _listed(params: Any) -> list[Any]:
 
 
 def _named(params: list[Any]) -> list[tuple[str, Tensor]]:
-    """Return weights, each once, by name. Raises UserError for what is no table's."""
+    """Return weights, each once, by name. Raises UserError for what is not a table's."""
     named: dict[int, tuple[str, Tensor]] = {}
     for entry in params:
         name, weight = entry if isinstance(entry, tuple) else (None, entry)
@@ -369,7 +369,7 @@ def _named(params: list[Any]) -> list[tuple[str, Tensor]]:
         if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in native.STORED:
             what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
             raise UserError(
-                f"row optimizer: {what} is no table; give the tables' weights, and what else is to be "
+                f"row optimizer: {what} is not a table; give the tables' weights, and what else is to be "
                 "trained to a torch.optim optimizer"
             )
         info = info_of(weight)

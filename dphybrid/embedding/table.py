@@ -390,7 +390,7 @@ def _row(padding_idx: int | None, num_rows: int, name: str) -> int | None:
     if padding_idx is None:
         return None
     if not -num_rows <= padding_idx < num_rows:
-        raise UserError(f"table {name!r}: padding_idx={padding_idx} is no row; use 0 to {num_rows - 1}")
+        raise UserError(f"table {name!r}: padding_idx={padding_idx} is not a row; use 0 to {num_rows - 1}")
     return padding_idx % num_rows
 
 

@@ -215,7 +215,7 @@ def asked_by(lease: Lease) -> str | None:
 def locked_page(file: Path) -> str | None:
     """Return the text of a file that a living process holds locked ("" while it is being written), or None.
 
-    Raises OddFileError for what is no regular file.
+    Raises OddFileError for what is not a regular file.
     """
     try:
         handle = open_regular(file)

@@ -124,7 +124,7 @@ def _try(
     note: Callable[[str], None],
 ) -> tuple[Lease | None, str]:
     """Look once, and take what is ours to take; return (lease, why not). free_since: UUID -> since when it
-    has been free, kept up to date. note: is told what is no ticket, though named as one."""
+    has been free, kept up to date. note: is told what is not a ticket, though named as one."""
     now, reasons, leased = time.monotonic(), [], set()
     eligible = _eligible(wanted, visible(inventory.read(), names))
     for gpu in eligible:
@@ -238,8 +238,8 @@ def _age_s(file: Path) -> float:
 
 
 def _tickets(folder: Path, note: Callable[[str], None] = lambda what: None) -> dict[str, _Ticket]:
-    """The living tickets by name, oldest first; those of the dead are cleared away, and what is no ticket is
-    noted and left alone."""
+    """The living tickets by name, oldest first; removes those of dead processes, notes other files
+    and leaves them alone."""
     found = {}
     for file in sorted(folder.glob("*.ticket")):
         # glob finds hidden files, too: being made, and not locked yet
@@ -255,7 +255,7 @@ def _tickets(folder: Path, note: Callable[[str], None] = lambda what: None) -> d
             note(printable(str(error) if str(file) in str(error) else f"{file}: {error}"))
         except ValidationError as error:
             why = error.errors()[0]["msg"]
-            note(printable(f"{file}: is no ticket ({why[:100]})"))
+            note(printable(f"{file}: is not a ticket ({why[:100]})"))
         except PermissionError:
             continue  # another user's, in a sticky folder: it harms nobody
     return found

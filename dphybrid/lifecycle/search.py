@@ -51,6 +51,11 @@ class Search:
                 raise UserError(f"grid: {name} = {values!r}; give a list of values, or low and high")
             for value in ends:
                 make_cell(config, {name: value}, "check", settings)
+            if isinstance(values, Mapping):
+                try:
+                    _distribution(values)
+                except (ValueError, TypeError) as error:
+                    raise UserError(f"grid: {name} = {dict(values)}: {error}") from error
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
         """Return the values of a trial."""
@@ -59,10 +64,19 @@ class Search:
             if not isinstance(values, Mapping):
                 chosen[name] = trial.suggest_categorical(name, values)
                 continue
-            whole = isinstance(values["low"], int) and isinstance(values["high"], int)
+            found = _distribution(values)
+            whole = isinstance(found, optuna.distributions.IntDistribution)
             suggest: Any = trial.suggest_int if whole else trial.suggest_float
             chosen[name] = suggest(name, **values)
         return chosen
+
+
+def _distribution(values: Mapping[str, Any]) -> optuna.distributions.BaseDistribution:
+    """Return a field's range. Raises ValueError or TypeError for ends, log and step that do not fit."""
+    whole = isinstance(values["low"], int) and isinstance(values["high"], int)
+    kind: Any = optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution
+    made: optuna.distributions.BaseDistribution = kind(**values)
+    return made
 
 
 @dataclass

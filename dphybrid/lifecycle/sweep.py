@@ -20,6 +20,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.gpus import Inventory, visible
 from dphybrid.gpus.leasing import expected_devices, wanted_spec
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides
+from dphybrid.run.folder import check_run_name
 from dphybrid.run.train import Report
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json, write_text
@@ -71,7 +72,8 @@ def make_grid(
     count = 1
     for name, values in grid.items():
         if isinstance(values, str) or not isinstance(values, Sequence):
-            raise UserError(f"grid: {name} = {values!r}; give a list of values")
+            ranges = "; a range needs --trials" if isinstance(values, Mapping) else ""
+            raise UserError(f"grid: {name} = {values!r}; give a list of values{ranges}")
         count *= len(values)
     if count > MAX_CELLS:
         raise UserError(f"grid: {count:,} combinations, {MAX_CELLS} are allowed; give fewer values")
@@ -196,6 +198,11 @@ def run_sweep(
     trials: search among the grid's values, as `dphybrid.lifecycle.search.Search` says; 0: all combinations.
     Raises UserError as `make_grid` does.
     """
+    check_run_name(sweep, "--sweep")
+    if at_once < 0:
+        raise UserError(
+            f"at_once={at_once}: give the number of runs at a time, or 0 for as many as GPUs allow"
+        )
     folder = settings.data_dir / "sweeps" / sweep
     if trials:
         found, reports = searched(config, grid, sweep, settings, stop, at_once, trials, sampler, prune, {})

@@ -171,7 +171,7 @@ def queue_dead_runs(told: set[str]) -> list[str]:
         try:
             match = _FILE.fullmatch(file.name)
             if match is None:
-                raise OddFileError(f"{file}: is no file of a live run")
+                raise OddFileError(f"{file}: is not a file of a live run")
             if _is_locked(file):
                 continue
             with get_client(sync_client=True) as client:
@@ -280,8 +280,8 @@ def _worker_of(file: Path) -> int | None:
 
 
 def _is_locked(file: Path) -> bool:
-    """Does a process hold the file? Raises OddFileError for what is no file of this user's, FileNotFoundError
-    when it is gone."""
+    """Does a process hold the file? Raises OddFileError for another user's file, FileNotFoundError when it is
+    gone."""
     handle = open_regular(file, own=True)
     try:
         return is_locked(handle)

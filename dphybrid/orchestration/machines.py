@@ -198,7 +198,7 @@ class _Followers:
             idempotency_key=f"{self._seat.job}-{name}",
             work_queue_name=name,
         )
-        assert isinstance(run, FlowRun)  # this is no async flow
+        assert isinstance(run, FlowRun)  # this is not an async flow
         self._runs[name] = run.id
 
     def look(self) -> bool:

@@ -76,7 +76,7 @@ def load_flow(entrypoint: str) -> Flow[..., Any]:
     try:
         found = vars(importlib.import_module(module)).get(name)
     except (ImportError, ValueError, TypeError) as error:  # an empty name, a relative one
-        raise UserError(f"entrypoint {entrypoint}: {error or 'is no module:flow'}") from error
+        raise UserError(f"entrypoint {entrypoint}: {error or 'is not a module:flow'}") from error
     if not isinstance(found, Flow):
         raise UserError(f"entrypoint {entrypoint}: {module} has no flow {name!r}")
     return found
@@ -126,7 +126,7 @@ def read_deployments(file: Path) -> list[Deployment]:
         page = _Page.model_validate(yaml.safe_load(read_small_text(file)))
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
-        raise UserError(f"{file}: is no list of deployments as Prefect reads it: {wrong}") from error
+        raise UserError(f"{file}: is not a list of deployments as Prefect reads it: {wrong}") from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
     return page.deployments or []

@@ -241,8 +241,8 @@ _REDUCTIONS = {
 
 
 def _over_the_batch(call: ast.Call) -> str | None:
-    """Return what a call reduces or normalises when it does so over dim 0 of something that is no attribute
-    of the module."""
+    """Return what a call reduces or normalises over dim 0, unless its operand is an attribute of the
+    module."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in _REDUCTIONS:
         return None
     name = _dotted(call.func)

@@ -179,7 +179,7 @@ class DataParallel(nn.DataParallel):
         table: a `HostEmbedding`, or another `RowSource`. Its unique rows go straight to the devices, and
         `RowPipeline` fetches them ahead. One device gives a plain tensor, several give `Parts`, which only a
         region takes: flatten, sum and the like belong inside. Raises UserError for a region with dim != 0,
-        for a table whose rows go to other devices of another region, and for ids that are no rows.
+        for a table whose rows go to other devices of another region, and for ids that are not rows.
         """
         place(table, self)
         return parts(table.replica_rows(ids))

@@ -108,10 +108,10 @@ def _with_hardware(parsed: DeviceSpec) -> Devices:
         name for name in dict.fromkeys(names) if name.startswith("cuda") and int(name.split(":")[1]) >= count
     ]
     if missing:
-        there = f"cuda:0 to cuda:{count - 1}" if count else "no GPU"
+        there = f"GPUs found: cuda:0 to cuda:{count - 1}" if count else "no GPU found"
         raise UserError(
-            f"devices={parsed.text!r}: {', '.join(missing)} is not here; there is {there}; use one of "
-            f"those, cpu, or cpu*{len(names)}"
+            f"devices={parsed.text!r}: {', '.join(missing)} is not here ({there}); use cpu, or "
+            f"cpu*{len(names)} for the same split"
         )
     text = ",".join(names) if parsed.is_auto else parsed.text
     return Devices(text, tuple(torch.device(name) for name in names), parsed.virtual)

@@ -105,7 +105,7 @@ def rebuild(like: object, items: list[object]) -> Any:
 
 
 def map_leaves(function: Callable[[object], object], value: object) -> Any:
-    """Return the nest with `function` applied to every item that is no nest."""
+    """Return the nest with `function` applied to every item that is not a nest."""
     if is_nest(value):
         return rebuild(value, [map_leaves(function, item) for item in items_of(value)])
     return function(value)
@@ -206,7 +206,7 @@ PLAIN: frozenset[type] = frozenset(
 
 
 def _refuse_unsplittable(value: Any, path: str) -> None:
-    """Raise UserError for a value that is no known container and would reach the replicas whole though it
+    """Raise UserError for a value that is not a known container and would reach the replicas whole though it
     holds the batch, or once only."""
     kind = type(value).__name__
     if isinstance(value, PackedSequence):

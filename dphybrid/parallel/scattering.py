@@ -22,7 +22,7 @@ def scatter(inputs: object, devices: Places, dim: int = 0, sizes: Sequence[int] 
 
     sizes: rows of each used device; None: those of torch.chunk. `Whole` values and everything that is no
     tensor go to each device. Raises UserError for tensors that disagree on their rows and for what carries
-    tensors and is no known container.
+    tensors and is not a known container.
     """
     devices = resolve_devices(devices)
     if sizes is None:

@@ -212,7 +212,7 @@ def load_config(file: Path | None, overrides: list[str]) -> ExperimentConfig:
     if "recipe" not in values:
         values["recipe"], reason = infer_recipe(values)
         if reason:
-            print(f"Recipe: {values['recipe']}, as {reason} (--recipe names another one)", flush=True)
+            print(f"Recipe: {values['recipe']}, because {reason} (--recipe chooses another)", flush=True)
     return build_config(values, places)
 
 

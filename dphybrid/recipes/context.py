@@ -49,7 +49,7 @@ class ModelContext(Generic[Options]):
         known = self.info["num_ids"]
         if unknown := [name for name in names if name not in known]:
             raise UserError(
-                f"num_ids: {unknown[0]!r} is no array of whole numbers and no vocabulary"
+                f"num_ids: {unknown[0]!r} is neither an array of whole numbers nor a vocabulary"
                 f"{suggestion(unknown[0], list(known))}"
             )
         return max(int(known[name]) for name in names)

@@ -52,7 +52,7 @@ def find_recipe(name: str) -> Recipe:
     if ":" not in path:
         near = suggestion(name, recipe_names()).partition("; known")[0].rstrip("?")
         raise UserError(
-            f"recipe = {name!r}: there is none of that name{near}; there are "
+            f"recipe = {name!r}: unknown recipe{near}; known are "
             f"{', '.join(map(repr, recipe_names()))}, and your own as package.module:NAME"
         )
     if path == name:

@@ -55,7 +55,8 @@ def prepare_data(
     for doubt in recipe.doubts(data):
         print(f"Note: {doubt}", flush=True)
     experiment, sizes = Experiment.sized(recipe, config, settings, data)
-    print("\n".join(sizes), end="\n" if sizes else "", flush=True)
+    if sizes:
+        print("Chosen for this data (a flag overrides each):", *sizes, sep="\n  ", flush=True)
     _note_idle_devices(experiment.config, devices)
     return experiment
 
@@ -140,13 +141,19 @@ def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
     engine.check_model(model)
     sizes = _sizes_of(model)
     blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"
+    table = "no table"
+    if num_rows := sizes["size.table_rows"]:
+        table = f"{num_rows:,} table rows ({_shown_bytes(sizes['size.table_bytes'])}) in host memory"
     print(
-        f"Model: {sizes['size.block_parameters']:,} parameters in blocks, {sizes['size.table_rows']:,} table "
-        f"rows ({sizes['size.table_bytes'] / 2**20:.1f} MiB) in host memory; data-parallel: {blocks}; "
-        f"devices: {devices.text}",
+        f"Model: {sizes['size.block_parameters']:,} parameters in dense blocks, {table}; data-parallel: "
+        f"{blocks}; devices: {devices.text}",
         flush=True,
     )
     return {**({"label.task": label} if label else {}), **sizes}
+
+
+def _shown_bytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
 
 
 def _sizes_of(model: nn.Module) -> dict[str, int]:

@@ -106,8 +106,8 @@ def _takes_context(target: str) -> bool:
         signature.bind(*arguments)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"check {target}: is no factory of a model ({error}); name a function without arguments, or one "
-            "that takes a ModelContext"
+            f"check {target}: is not a factory of a model ({error}); name a function without arguments, or "
+            "one that takes a ModelContext"
         ) from error
     return bool(arguments)
 

@@ -35,7 +35,8 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
             f"test_{name}": value
             for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
         }
-    baselines = experiment.recipe.baselines(data) or constant_prediction(outputs, task)
+    own = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
+    baselines = experiment.recipe.baselines(data) or own
     page = MetricsPage(metrics=metrics, charts=list(charts), beside=_beside(metrics, baselines, task))
     page.write(run.folder / "metrics.json")
     with closing(attached(run, experiment.settings)) as tracker:

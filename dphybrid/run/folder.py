@@ -106,7 +106,7 @@ def read_run(run_folder: str | Path, settings: Settings) -> Run:
     """Return a run by its folder. Raises UserError when it is none."""
     folder = Path(run_folder)
     if not (folder / "run.json").is_file():
-        raise UserError(f"{folder}: is no run folder (it has no run.json)")
+        raise UserError(f"{folder}: is not a run folder (it has no run.json)")
     return Run(folder, RunPage.read(folder / "run.json"), settings)
 
 
@@ -189,11 +189,17 @@ def _git(*words: str) -> str:
     ).stdout.strip()
 
 
+def check_run_name(name: str, where: str) -> None:
+    """Raise UserError for a name that cannot be a folder's."""
+    if not name.strip() or Path(name).name != name or name.startswith("."):
+        raise UserError(f"{where} {name!r}: use a plain name without slashes, it also names a folder")
+
+
 def new_run_folder(experiment: Experiment, devices: Devices, name: str | None) -> Path:
     """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError for an
     unusable name."""
-    if name is not None and (not name.strip() or Path(name).name != name or name.startswith(".")):
-        raise UserError(f"run name {name!r}: use a plain name without slashes, it also names a folder")
+    if name is not None:
+        check_run_name(name, "run name")
     settings, where = (
         experiment.settings,
         devices.text.translate({ord("*"): "x", ord(":"): "", ord(","): "+"}),

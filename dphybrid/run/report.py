@@ -11,7 +11,7 @@ from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, SplitsPage
 from dphybrid.tracking import Tracker, open_tracker
-from dphybrid.tracking.report import REPORT_PAGE, run_report_html, run_report_markdown
+from dphybrid.tracking.report import REPORT_PAGE, first_facts, run_report_html, run_report_markdown
 from dphybrid.tracking.system import balance_warnings
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.clock import NOT_A_STEP
@@ -116,20 +116,19 @@ def report_page(run: Run) -> str:
 
 def _closing_words(report: Report) -> str:
     shown = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
-    lines = [
-        "",
-        f"Validation:  {shown}",
-        *([f"Beside:      {report.beside}"] if report.beside else []),
-        *(f"Note:        {warning}" for warning in report.warnings),
-    ]
+    facts = {"Validation": shown, **({"Baselines": report.beside} if report.beside else {})}
+    facts |= first_facts(report.model_dump())
+    lines = ["", *(f"{name + ':':<12} {line}" for name, line in facts.items())]
+    lines += [f"Note:        {warning}" for warning in report.warnings]
     lines += [f"Registered:  models:/{report.registered_as}@challenger"] if report.registered_as else []
     lines += [f"NOT registered as {report.not_registered}"] if report.not_registered else []
     lines += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
     if not report.ui_command.startswith("dphybrid ui"):
         lines += [f"             {report.run_url}"] if report.run_url not in ("", report.ui_command) else []
         lines += [f"All runs:    {address} ({name})" for name, address in report.views.items()]
-    lines += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
-    lines += [f"Best:        {report.best_checkpoint}"]
+    if not report.ui_command.endswith(f" {report.run_name}"):
+        lines += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
+    lines += [f"Checkpoint:  {report.best_checkpoint}"]
     return "\n".join(lines)
 
 

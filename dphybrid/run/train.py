@@ -86,7 +86,7 @@ def train_run(
     callbacks: beside those that train.callbacks names. meeting: of a cluster's machines.
 
     Raises Interrupted when `stop` was asked: as soon as the model is built and its checkpoint loaded, or
-    after a checkpoint. Raises UserError when the loss is no number any more.
+    after a checkpoint. Raises UserError when the loss is no longer a number.
     """
     stop.obey("before it was trained; it goes on with --resume")
     engine = experiment.engine

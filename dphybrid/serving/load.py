@@ -26,7 +26,7 @@ def model_from_checkpoint(
 
     mapped: its tables stay in the checkpoint's files, and memory holds only rows that were looked up.
     settings: None for those in force.
-    Raises UserError when the folder is no checkpoint or does not fit, and when it comes from elsewhere and
+    Raises UserError when the folder is not a checkpoint or does not fit, and when it comes from elsewhere and
     names code that is not allowed to run.
     """
     state = verify_checkpoint(Path(folder), mapped)

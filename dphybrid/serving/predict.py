@@ -64,7 +64,7 @@ class Asked:
 
 @dataclass
 class Predicted:
-    """What became of a file's rows. wrong_numbers: values in numeric columns that are no numbers and counted
+    """What became of a file's rows. wrong_numbers: values in numeric columns that are not numbers and counted
     as missing."""
 
     out: Path
@@ -123,7 +123,7 @@ class Predictor:
 
         rows: a polars DataFrame or LazyFrame (scored piece by piece), a pandas DataFrame, an Arrow table, a
         dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
-        `data.missing` and None mean no value; a numeric column's values that are no numbers do, too, with a
+        `data.missing` and None mean no value; a numeric column's values that are not numbers do, too, with a
         warning. Raises UserError when a column is missing, or a file has rows that cannot be read.
         """
         if isinstance(rows, str | Path):
@@ -235,7 +235,7 @@ class Predictor:
         lines += told_of_rejected(done.num_rejected, done.out)
         if done.wrong_numbers:
             lines.append(
-                f"{done.wrong_numbers:,} values of numeric columns are no numbers and count as missing"
+                f"{done.wrong_numbers:,} values of numeric columns are not numbers and count as missing"
             )
         return lines
 
@@ -303,7 +303,7 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 def _warn(wrong: int) -> None:
     if wrong:
         warnings.warn(
-            f"{wrong:,} values of numeric columns are no numbers and count as missing", stacklevel=3
+            f"{wrong:,} values of numeric columns are not numbers and count as missing", stacklevel=3
         )
 
 

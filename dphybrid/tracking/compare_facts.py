@@ -74,9 +74,11 @@ def param_of(group_by: str, runs: Sequence[RunFacts]) -> str:
 
 
 def differing(runs: Sequence[RunFacts]) -> list[str]:
-    """Return the params that differ between runs: devices first, the seed last. What follows from another one
-    is left out."""
-    names = sorted({name for run in runs for name in run.params if not name.startswith(_NOT_CONFIG)})
+    """Return the params that differ between runs: devices first, the seed last. Left out are those that
+    follow from another one, and between recipes those that one of them lacks."""
+    sets = [{name for name in run.params if not name.startswith(_NOT_CONFIG)} for run in runs]
+    recipes = {run.value("recipe") for run in runs}
+    names = sorted(set.intersection(*sets) if len(recipes) > 1 else set().union(*sets))
     found = [name for name in names if len({run.value(name) for run in runs}) > 1]
     return sorted(found, key=lambda name: (name == SEED, name != DEVICES))
 

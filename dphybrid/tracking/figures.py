@@ -174,7 +174,7 @@ def confusion_figure(title: str, classes: Sequence[str], counts: Sequence[Sequen
 
 
 def scaling_figure(series: Mapping[str, Sequence[tuple[float | str, float]]], name: str) -> bytes:
-    """Draw speed-up against devices with the ideal line, or, where places are no numbers, against the values
+    """Draw speed-up against devices with the ideal line, or, where places are not numbers, against the values
     of the param `name`.
 
     series: what its runs have in common -> points (number of devices, or value; speed over that of the

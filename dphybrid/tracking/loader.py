@@ -37,7 +37,7 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
     if "://" not in uri and not uri.startswith("models:/"):
         folder = Path(uri).expanduser()
         if not (folder / "state.json").is_file():
-            raise UserError(f"{uri}: is no checkpoint folder (it has no state.json)")
+            raise UserError(f"{uri}: is not a checkpoint folder (it has no state.json)")
         return folder
     from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException

@@ -48,6 +48,7 @@ def open_tracker(
     if tracking_uri == FILES or (tracking_uri is None and not has_mlflow()):
         return FileTracker(runs)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     # The outbox is sent again for ever, so the client itself should give up soon.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -84,6 +85,7 @@ def store_to_read(tracking_uri: str | None, store: Path) -> str:
     """Return where runs are read from. Raises UserError when a server does not answer, and when nothing is
     recorded there yet."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     if tracking_uri == "none":
         raise UserError(
             "tracking is none: no run is recorded there; set DPHYBRID_TRACKING_URI to a server or database"

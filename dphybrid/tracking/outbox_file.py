@@ -52,7 +52,7 @@ class Damaged(sqlite3.DatabaseError):
 class OutboxFile:
     """The file at `path`, for all threads of a process; other processes may have it open, too.
 
-    new: nothing was written yet, so that a missing file is no loss.
+    new: nothing was written yet, so that a missing file is not a loss.
     """
 
     def __init__(self, path: Path, new: bool) -> None:

@@ -8,18 +8,20 @@ from math import isfinite, nan
 from typing import Any
 
 from dphybrid.util.masking import masked
-from dphybrid.util.text import as_markdown, printable
+from dphybrid.util.text import as_flags, as_markdown, printable
 
 Page = Mapping[str, Any]
 """The fields of a page of JSON."""
 REPORT_PAGE = "Report.html"
 """The capital puts it before the other artifacts."""
 
-_COLUMN = re.compile(r"^(?P<column>.*?) {2,}(?P<role>[a-z]+) +(?P<ids>[\d,]+)  (?P<values>.*)$")
+_HEAD = ("column", "role", "table rows", "values such as")
+_COLUMN = re.compile(r"^(.*?) {2,}([a-z]+) +([\d,]+)  (.*)$")
 
 
 def run_report_markdown(report: Page, config: Page, links: Mapping[str, str] | None = None) -> str:
-    """Return the report in Markdown: what came of the run first, then its data, splits and times.
+    """Return the report in Markdown: result, baselines, split and largest stages first, then the data, all
+    splits and times.
 
     report: the fields of `dphybrid.run.pages.Report`, and given (flags), data_name, data_source, data_lines;
     for the page history and charts, too (of `ResultPage` and `MetricsPage`).
@@ -28,8 +30,8 @@ def run_report_markdown(report: Page, config: Page, links: Mapping[str, str] | N
     results = ", ".join(f"{as_markdown(name)} **{value:.4f}**" for name, value in report["metrics"].items())
     where = f"batch {config['train']['batch_size']}, seed {config['train']['seed']}"
     parts = [f"**{config['recipe']}** on `{report['devices']}`, {where}: {results}"]
-    parts.append("  \n".join(filter(None, (_split_line(report["splits"]), _largest_stages(report)))))
-    parts.append(f"Beside: {as_markdown(report['beside'])}" if report.get("beside") else "")
+    parts.append(f"Baselines: {as_markdown(report['beside'])}" if report["beside"] else "")
+    parts.append("  \n".join(f"{name}: {line}" for name, line in first_facts(report).items()))
     parts.append(" · ".join(f"[{as_markdown(name)}]({address})" for name, address in (links or {}).items()))
     parts += [f"> **Note:** {as_markdown(warning)}" for warning in report["warnings"]]
     parts += (
@@ -45,7 +47,7 @@ def run_report_markdown(report: Page, config: Page, links: Mapping[str, str] | N
     parts.append("\n".join(f"- {as_markdown(line)}" for line in [*before, *after][:12]))
     if columns:
         rows = [{name: as_markdown(value) for name, value in row.items()} for row in columns]
-        parts.append(_table(rows, ("column", "role", "ids", "values"), f"`{REPORT_PAGE}`"))
+        parts.append(_table(rows, _HEAD, f"`{REPORT_PAGE}`"))
     parts.append(
         "### How batches were split\n\n" + _table(report["splits"], ("where", "split", "device", "steps"))
     )
@@ -90,6 +92,7 @@ def run_report_html(
             for name, seconds in report["stages"].items()
             if seconds / total > 0.005
         ],
+        first_facts=first_facts(report),
         pictures={
             name.rpartition("/")[2]: base64.b64encode(picture).decode() for name, picture in pictures.items()
         },
@@ -135,11 +138,11 @@ def _data(lines: Sequence[str]) -> tuple[list[str], list[dict[str, str]], list[s
     before: list[str] = []
     columns: list[dict[str, str]] = []
     after: list[str] = []
-    heads = [place for place, line in enumerate(lines) if line.split()[:3] == ["column", "role", "ids"]]
+    heads = [place for place, line in enumerate(lines) if line.split() == " ".join(_HEAD).split()]
     for place, line in enumerate(printable(line).strip() for line in lines):
         found = _COLUMN.match(line) if heads and place > heads[0] and not after else None
         if found:
-            columns.append(found.groupdict())
+            columns.append(dict(zip(_HEAD, found.groups(), strict=True)))
         elif heads and place > heads[0]:
             after.append(line)
         elif not heads or place < heads[0]:
@@ -148,12 +151,7 @@ def _data(lines: Sequence[str]) -> tuple[list[str], list[dict[str, str]], list[s
 
 
 def _command(report: Page) -> str:
-    given = report.get("given", {}).items()
-    return printable(
-        masked(
-            " ".join(["dphybrid train", *(f"--{name.replace('_', '-')} {value!r}" for name, value in given)])
-        )
-    )
+    return printable(masked(f"dphybrid train {as_flags(report['given'])}"))
 
 
 def _where_time_went(report: Page) -> str:
@@ -166,7 +164,7 @@ def _where_time_went(report: Page) -> str:
     step = report["step_ms"]
     told = ""
     if step:
-        told = f"A step took {step['p50']:.2f} ms (p50), {step['p95']:.2f} ms (p95) after the warm-up. "
+        told = f"A step took {step['p50']:.2f} ms (median), {step['p95']:.2f} ms (p95) after the warm-up. "
     return f"### Where time went\n\n{told}Pictures are under Artifacts, `figures/`.\n\n" + _table(
         stages, ("stage", "seconds", "share")
     )
@@ -182,23 +180,28 @@ def _how_to_load(report: Mapping[str, object]) -> str:
     return "### Load the best checkpoint\n\n```python\nimport dphybrid\n\n" + "\n".join(lines) + "\n```"
 
 
+def first_facts(report: Page) -> dict[str, str]:
+    """Return the two lines that follow a run's result, by name: the split of a batch, the largest stages."""
+    facts = {"Split": _split_line(report["splits"]), "Time": _largest_stages(report)}
+    return {name: line for name, line in facts.items() if line}
+
+
 def _split_line(splits: Sequence[Mapping[str, object]]) -> str:
-    """Return how the first, that is the full, batch was split."""
+    """Return the split of the first batch, a full one; "" on one device."""
     full = [row for row in splits if row["number"] == 1]
     rows = [row["rows"] for row in full if row["block"] == full[0]["block"]]
-    if not rows:
+    if len(rows) < 2:
         return ""
     shown = " + ".join(map(str, rows[:8])) + (" + ..." if len(rows) > 8 else "")
-    devices = f"{len(rows)} devices" if len(rows) > 1 else "one device"
-    return f"A batch of {full[0]['batch_rows']} rows on {devices}: {shown}"
+    return f"{full[0]['batch_rows']} rows on {len(rows)} devices: {shown}"
 
 
 def _largest_stages(report: Page) -> str:
     stages = sorted(report["stages"].items(), key=lambda item: -item[1])[:3]
     total = sum(report["stages"].values()) or 1.0
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in stages)
-    step = f"; a step took {report['step_ms']['p50']:.3g} ms (median)" if report["step_ms"] else ""
-    return f"Largest stages: {shares}{step}" if stages else ""
+    step = f"; {report['step_ms']['p50']:.3g} ms a step (median)" if report["step_ms"] else ""
+    return f"{shares}{step}" if stages else ""
 
 
 def _table(rows: Any, columns: tuple[str, ...], more: str = "`split_shapes.json`") -> str:

@@ -282,7 +282,7 @@ def read_state(path: Path) -> CheckpointState:
     """Return the page of a checkpoint. Raises UserError when there is none, or when it is damaged or of
     another format."""
     if not (path / "state.json").is_file():
-        raise UserError(f"{path}: is no checkpoint (it has no state.json); name a step-... folder")
+        raise UserError(f"{path}: is not a checkpoint (it has no state.json); name a step-... folder")
     page = CheckpointState.read(path / "state.json")
     if not 1 <= page.format <= FORMAT:
         raise UserError(f"{path}: has checkpoint format {page.format}, this version reads up to {FORMAT}")

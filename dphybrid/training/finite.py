@@ -90,7 +90,7 @@ def not_finite(
 
 
 def _bad_at(tensor: Tensor) -> tuple[int, float] | None:
-    """Return where on dim 0 the first entry that is no finite number is, and that entry."""
+    """Return where on dim 0 the first entry that is not a finite number is, and that entry."""
     if not tensor.is_floating_point() or bool((fine := torch.isfinite(tensor)).all()):
         return None
     place = (~fine).reshape(-1).nonzero()[0]
@@ -114,7 +114,7 @@ def check_finite(
         if place is not None:
             row = int(ids_U[place]) if ids_U is not None else place
             raise UserError(
-                f"{what}{f' row {row}' if tensor.dim() else ''} is no finite number by step {step}, no "
+                f"{what}{f' row {row}' if tensor.dim() else ''} is not a finite number by step {step}, no "
                 "checkpoint is made of it; lower train.lr or table.lr, or set train.clip_norm, and "
                 f"{way_on(checkpoints)}"
             )
@@ -151,8 +151,8 @@ def _first_bad(tensor: Tensor, infinite_too: bool) -> int | None:
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _BLOCK):
         block = flat[start : start + _BLOCK]
-        # A sum over any that is no number is none either. Ten times as fast as isfinite; one that overflows
-        # is looked at again.
+        # nan and inf carry over into the sum, which is ten times as fast as isfinite; a sum that overflows is
+        # looked at again.
         if math.isfinite(float(block.sum(dtype=torch.float32 if block.element_size() < 4 else None))):
             continue
         bad = ~torch.isfinite(block) if infinite_too else torch.isnan(block)

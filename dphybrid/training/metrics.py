@@ -39,7 +39,8 @@ class Confusion(BaseModel):
 @dataclass(frozen=True)
 class Task:
     """metric: the deciding metric's name. higher_is_better: its direction. compute: from all validation
-    outputs to named numbers. charts: from the same to the report's figures of them.
+    outputs to named numbers. charts: from the same to the report's figures of them. baselines:
+    from the same to the metrics of simple rules, by the rule's name.
 
     reads: what compute needs of batches and outputs, samples on dim 0; losses and weights come along anyway.
     chosen_by: the loss among the metrics, lower is better, that chooses the best checkpoint and stops the
@@ -54,6 +55,7 @@ class Task:
     charts: Callable[[dict[str, Tensor]], Sequence[Chart | Confusion]] | None = None
     chosen_by: str = ""
     prediction: str = ""
+    baselines: Callable[[dict[str, Tensor]], dict[str, dict[str, float]]] | None = None
 
 
 def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dict[str, float]]:

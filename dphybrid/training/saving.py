@@ -168,7 +168,7 @@ class CheckpointWriter:
         config: the experiment's values. facts: what else belongs into state.json (digests of data, devices).
         stateful: whose states are kept by name, beside the progress and the random generators. first, then:
         called before it is written and when it is there, in the thread that writes. Raises UserError, and
-        writes nothing, when a weight or a state is no number any more; and what the writing of the checkpoint
+        writes nothing, when a weight or a state is no longer a number; and what the writing of the checkpoint
         before has failed with.
         """
         start = time.perf_counter()

@@ -74,7 +74,7 @@ class Session:
 
     def skip_or_stop(self, found: NotFinite) -> None:
         """Count and tell a step without an update. Raises UserError where train.on_nonfinite does not say
-        skip, and where a weight itself is no number: no later step could be sound."""
+        skip, and where a weight itself is not a number: no later step could be sound."""
         progress = self.trained.progress
         text = f"step {progress.step + 1}: {found.text}"
         if self.config.train.on_nonfinite == "stop" or found.weight:

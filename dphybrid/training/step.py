@@ -53,7 +53,7 @@ class Step:
         (default: all). Only their parameters are clipped, by one norm, and changed.
 
         A batch that does not fit into a GPU's memory is computed once more in parts, and so are all after it.
-        Raises UserError when that does not fit either, when loss or gradients are no finite numbers, and for
+        Raises UserError when that does not fit either, when loss or gradients are not finite numbers, and for
         names that are not there; with train.on_nonfinite=skip such an update changes nothing, and returns
         zeros.
         """

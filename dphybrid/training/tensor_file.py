@@ -118,7 +118,7 @@ def _patched_slices(tensor: Patched) -> Iterator[Tensor]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read all tensors of a file into memory."""
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is not a dict
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:

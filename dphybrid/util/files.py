@@ -42,7 +42,7 @@ def given_path(text: str, name: str) -> Path:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return path
-    except (OSError, RuntimeError, ValueError) as error:  # no home; a NUL, or text that is no UTF-8
+    except (OSError, RuntimeError, ValueError) as error:  # no home; a NUL, or text that is not UTF-8
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{name}={text[:200]!r}: cannot be looked up ({why}); give another path") from error
     return path

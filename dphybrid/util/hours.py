@@ -64,5 +64,5 @@ def parse_training_hours(text: str) -> _TrainingHours:
 def _minutes(clock: str, text: str) -> int:
     hours, minutes = (int(part) for part in clock.split(":"))
     if hours > 24 or minutes > 59 or hours * 60 + minutes > _DAY:
-        raise UserError(f"training hours {text!r}: {clock} is no time of day; {_HELP}")
+        raise UserError(f"training hours {text!r}: {clock} is not a time of day; {_HELP}")
     return hours * 60 + minutes

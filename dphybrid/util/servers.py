@@ -21,7 +21,7 @@ def ask(url: str, auth: str | None) -> tuple[Any, float]:
     url, own = without_credentials(url)
     auth = auth or own
     if not url.startswith(("http://", "https://")):
-        return "is no http address", time.time()
+        return "is not an http address", time.time()
     headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, as just checked

@@ -10,7 +10,7 @@ _MAX_BYTES = 65536
 _NO_FILE = {
     errno.ELOOP: "is a link",
     errno.EISDIR: "is a folder",
-    errno.ENXIO: "is no regular file",
+    errno.ENXIO: "is not a regular file",
     errno.EACCES: "is another user's and closed",
 }
 
@@ -34,7 +34,7 @@ def open_regular(file: Path, flags: int = os.O_RDONLY, own: bool = False) -> int
     facts = os.fstat(handle)
     why = ""
     if not stat.S_ISREG(facts.st_mode):
-        why = "is no regular file"
+        why = "is not a regular file"
     elif facts.st_nlink > 1:
         why = f"has {facts.st_nlink} names"
     elif own and facts.st_uid != os.getuid():
@@ -46,11 +46,11 @@ def open_regular(file: Path, flags: int = os.O_RDONLY, own: bool = False) -> int
 
 
 def read_text(handle: int) -> str:
-    """Return the text of an open file, up to `_MAX_BYTES`. Raises OddFileError for bytes that are no text."""
+    """Return the text of an open file, up to `_MAX_BYTES`. Raises OddFileError for other bytes."""
     try:
         return os.pread(handle, _MAX_BYTES, 0).decode()
     except UnicodeDecodeError as error:
-        raise OddFileError(f"is no text ({error.reason})") from error
+        raise OddFileError(f"is not text ({error.reason})") from error
 
 
 def own_folder(folder: Path) -> Path:
@@ -59,7 +59,7 @@ def own_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode):
-        raise OddFileError(f"{folder}: is no folder")
+        raise OddFileError(f"{folder}: is not a folder")
     if facts.st_uid != os.getuid():
         raise OddFileError(f"{folder}: belongs to user {facts.st_uid}")
     if stat.S_IMODE(facts.st_mode) != 0o700:
@@ -72,7 +72,7 @@ def shared_folder_fault(folder: Path) -> str | None:
     others put there."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode):
-        return f"{folder} is no folder"
+        return f"{folder} is not a folder"
     if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
         return f"{folder} is not sticky, so everybody can remove what others put there"
     if facts.st_uid not in (0, os.getuid()):

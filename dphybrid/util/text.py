@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+from collections.abc import Mapping
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
 
@@ -15,6 +17,15 @@ def printable(text: str) -> str:
 def as_markdown(text: str) -> str:
     """Return a text that Markdown shows as it is, on one line, in a cell of a table, too."""
     return _MARKDOWN.sub(r"\\\1", " ".join(printable(text).split()))
+
+
+def as_flags(values: Mapping[str, object]) -> str:
+    """Return values by their full names as flags for a shell; the items of a list are separated by commas."""
+    texts = {
+        name.replace("_", "-"): ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        for name, value in values.items()
+    }
+    return " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
 
 
 def toml_text(text: str) -> str:

@@ -103,7 +103,7 @@ def test_all_ranks_start_again_when_one_is_killed_and_end_with_its_code_at_last(
 def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "ranks").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is no folder; ranks meet there"):
+    with pytest.raises(UserError, match="is not a folder; ranks meet there"):
         run_ranks(1, (PATIENT, str(tmp_path)), tmp_path, {}, 0, StopRequest())
 
 

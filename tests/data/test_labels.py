@@ -154,5 +154,5 @@ def test_dates_of_one_order_are_times_and_the_rest_is_told(tmp_path: Path) -> No
         "word": "categorical",
     }
     assert "--data.dayfirst true where the day comes first" in new.describe()
-    assert "--data.categorical would look each of them up" in new.describe()
+    assert "--data.categorical reads each as a category" in new.describe()
     assert roles(table(tmp_path, columns, categorical=("iso",)))["iso"] == "categorical"

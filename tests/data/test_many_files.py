@@ -182,8 +182,8 @@ def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
     assert train.isdisjoint(held)
     assert len(held) == 5
     assert prepared.manifest.facts["unseen"]["user_id"] == 1.0
-    assert "validation split: 5 of 12 values of user_id, none of which trains" in prepared.describe()
-    assert "values that no training row has: user_id 100.0%" in prepared.describe()
+    assert "validation split: 5 of 12 values of user_id; their rows do not train" in prepared.describe()
+    assert "values without a training row: user_id 100.0%" in prepared.describe()
 
 
 def test_files_given_as_held_out(tmp_path: Path) -> None:
@@ -290,8 +290,8 @@ def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (gzip.compress(b"n,y\n1,1\n2,0\n" * 100, mtime=0)[:-9], ["no complete gzip file"]),
-        (b"n,y\n1,1\n", ["no complete gzip file"]),
+        (gzip.compress(b"n,y\n1,1\n2,0\n" * 100, mtime=0)[:-9], ["not a complete gzip file"]),
+        (b"n,y\n1,1\n", ["not a complete gzip file"]),
     ],
     ids=["cut", "plain"],
 )

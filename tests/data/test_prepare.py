@@ -160,13 +160,13 @@ def test_unusable_tables_are_told_and_leave_nothing(
     [
         ("ctr", lambda p: None, ["no such file"]),
         ("ctr", lambda p: p.mkdir(), ["is a folder"]),
-        ("ctr", lambda p: p.write_bytes(b"\xff\xfea,b\n" * 30), ["no UTF-8 text"]),
+        ("ctr", lambda p: p.write_bytes(b"\xff\xfea,b\n" * 30), ["not UTF-8 text"]),
         ("text", lambda p: None, ["no such file or folder"]),
         ("text", lambda p: p.mkdir(), ["holds no text files", ".txt"]),
         ("text", lambda p: p.write_text(""), ["is empty"]),
         ("text", lambda p: p.write_text("one line of words"), ["found 1 documents"]),
         ("text", lambda p: p.write_text("few words\n\nand more"), ["fewer than data.window=64"]),
-        ("text", lambda p: p.write_bytes(b"\xff\xfe\x00"), ["no UTF-8 text", "byte 0"]),
+        ("text", lambda p: p.write_bytes(b"\xff\xfe\x00"), ["not UTF-8 text", "byte 0"]),
     ],
 )
 def test_unusable_paths_are_told(tmp_path: Path, recipe: str, make: object, words: list[str]) -> None:

@@ -206,7 +206,7 @@ def test_a_time_becomes_numbers_that_new_rows_get_too(
 
 def test_a_column_of_dates_is_told(tmp_path: Path) -> None:
     body = "\n".join(f"{1 + i % 12}/{1 + i % 9}/2024,{i % 2}" for i in range(60))
-    assert "--data.times would read hour, weekday and day" in table(tmp_path, f"at,y\n{body}\n").describe()
+    assert "--data.times reads hour, weekday and day" in table(tmp_path, f"at,y\n{body}\n").describe()
 
 
 def test_cells_with_line_ends_are_printed_on_one_line(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_header_over_two_lines(tmp_path: Path) -> None:
 
 
 def test_bad_bytes_are_told_with_their_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no UTF-8 text \(line 3, byte 12\)"):
+    with pytest.raises(UserError, match=r"not UTF-8 text \(line 3, byte 12\)"):
         read(tmp_path, b"n,w\r\n1,a\r\n2,\xe9\r\n")
 
 

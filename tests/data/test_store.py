@@ -97,9 +97,9 @@ def test_a_damaged_folder_is_told_and_not_used(tmp_path: Path) -> None:
             build_once(tmp_path, "x", "0" * 64, small)
     for text in ("", "[]", "{}", '{"arrays": {"x_B": {}}}'):
         (path / "manifest.json").write_text(text)
-        with pytest.raises(UserError, match="is no complete prepared data .* delete the folder"):
+        with pytest.raises(UserError, match="is not complete prepared data .* delete the folder"):
             open_prepared(path)
-    with pytest.raises(UserError, match="is no complete prepared data"):
+    with pytest.raises(UserError, match="is not complete prepared data"):
         open_prepared(tmp_path / "nowhere")
 
 

@@ -60,7 +60,7 @@ def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
     n[7] = "x"
     prepared = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]})
     assert "categorical" in prepared.describe()
-    assert "'x' is no number; data.missing can name it" in prepared.describe()
+    assert "'x' is not a number; data.missing can name it" in prepared.describe()
     roles = table(tmp_path, {"n": n, "y": [i % 2 for i in range(60)]}, missing=("x",)).manifest.facts[
         "columns"
     ]

@@ -107,8 +107,8 @@ def test_a_group_a_table_each_with_numbers_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: RowSGD(nn.Linear(2, 2).parameters(), lr=0.1), r"shape \(2,\) is no table"),
-        (lambda: RowSGD([nn.Linear(2, 2)], lr=0.1), "is no table"),
+        (lambda: RowSGD(nn.Linear(2, 2).parameters(), lr=0.1), r"shape \(2,\) is not a table"),
+        (lambda: RowSGD([nn.Linear(2, 2)], lr=0.1), "is not a table"),
         (lambda: RowSGD({}, lr=0.1), "no table"),
         (lambda: RowSGD([table(), table()], lr=0.1), "two tables are called 'words'"),
         (lambda: RowSGD([{"params": table(), "momentum": 0.9}], lr=0.1), "RowSGD has no momentum"),

@@ -42,7 +42,7 @@ for threads in (1, 2):
             try:
                 use(torch.tensor(wrong))
             except UserError as error:
-                assert "is no row" in str(error)
+                assert "is not a row" in str(error)
             else:
                 raise SystemExit(f"{wrong} was looked up")
 print("complete", flush=True)

@@ -208,7 +208,7 @@ def test_a_collection_is_its_tables_side_by_side() -> None:
     rows.step()
     changed = (tables.flat.weight != before).any(1).nonzero().squeeze(1)
     assert changed.tolist() == [3, 29, 32, 34]
-    with pytest.raises(ValueError, match=r"'item': id 5 at position \[0, 1\] is no row; rows are 0 to 4"):
+    with pytest.raises(ValueError, match=r"'item': id 5 at position \[0, 1\] is not a row; rows are 0 to 4"):
         tables(torch.tensor([[3, 5]]))
     with pytest.raises(ValueError, match=r"'item': id -1 at position \[0\]"):
         tables.bags("item", torch.tensor([-1]), torch.tensor([0]))
@@ -226,7 +226,7 @@ def test_ids_of_some_tables_are_shifted() -> None:
     assert torch.equal(tables.flat_ids(torch.ones(2, 3, dtype=torch.int32)), torch.tensor([[1, 31, 36]] * 2))
     with pytest.raises(ValueError, match=r"columns, one a table"):
         tables.flat_ids(torch.zeros(2, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"'tags': id 7 at position \[0, 1\] is no row; rows are 0 to 6"):
+    with pytest.raises(ValueError, match=r"'tags': id 7 at position \[0, 1\] is not a row; rows are 0 to 6"):
         tables.flat_ids(torch.tensor([[0, 7]]), slice(1, None))
 
 

@@ -76,7 +76,7 @@ def test_several_as_one_step_clear_and_schedule_as_they_would_by_themselves() ->
     assert torch.equal(rows_of(together), rows_of(apart))
     with pytest.raises(ValueError, match="add the group to the optimizer"):
         one.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    for wrong, words in (((), "nothing is no torch.optim"), (([both[0]],), "list is no torch.optim")):
+    for wrong, words in (((), "nothing is not a torch.optim"), (([both[0]],), "list is not a torch.optim")):
         with pytest.raises(ValueError, match=words):
             CombinedOptimizer(*wrong)
     mixed = CombinedOptimizer(torch.optim.SGD(dense_parameters(apart), 0.1, momentum=0.9), both[1])
@@ -258,7 +258,7 @@ def test_transformers(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> 
     assert torch.equal(rows_of(trainer.model), accumulated)
 
     alone = make_trainer(str(tmp_path), optimizers=(None, None), max_steps=2, save_strategy="no")
-    with pytest.warns(UserWarning, match="nothing trains them: a table is no parameter"):
+    with pytest.warns(UserWarning, match="nothing trains them: a table is not a parameter"):
         alone.train()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(with_transformers, "clip_rows_too", lambda *_: None)

@@ -60,7 +60,7 @@ def test_only_a_database_of_this_very_prefect_is_left_as_it_is(tmp_path: Path) -
             tables.executemany("INSERT INTO alembic_version VALUES (?)", [(name,) for name in found])
             tables.commit()
         assert is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / place}") == current
-    (tmp_path / "no.db").write_bytes(b"this is no database")
+    (tmp_path / "no.db").write_bytes(b"this is not a database")
     assert not is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / 'no.db'}")
     assert not is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / 'missing.db'}")
     assert not is_up_to_date("sqlite+aiosqlite:///file::memory:?cache=shared&uri=true")
@@ -119,7 +119,7 @@ def test_the_server_ends_with_its_starter_and_one_that_cannot_start_is_told(tmp_
         wait_until(lambda: not server.is_running() or server.status() == "zombie", "the server has ended", 30)
     database = tmp_path / "prefect" / "prefect.db"
     assert is_up_to_date(f"sqlite+aiosqlite:///{database}")
-    database.write_bytes(b"this is no database")
+    database.write_bytes(b"this is not a database")
     with start() as starter:
         out, err = starter.communicate(timeout=patience(60))
     assert "UserError: Prefect's temporary server does not start" in err

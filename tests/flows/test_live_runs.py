@@ -130,7 +130,7 @@ def test_somebody_who_takes_the_place_of_the_folder_is_told(server: Server, tmp_
     leases = alive.live_folder().parent
     alive.live_folder().rmdir()
     (leases / f"runs-{os.getuid()}").symlink_to(tmp_path)
-    with pytest.raises(UserError, match=r"is no folder; remove it"):
+    with pytest.raises(UserError, match=r"is not a folder; remove it"):
         alive.live_folder()
 
 

@@ -163,7 +163,7 @@ def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> No
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(patience(30)) == 0
     assert (team.folder / "literal.log").read_text().count(
-        "flow-x.run: is no file of a live run; it is left alone"
+        "flow-x.run: is not a file of a live run; it is left alone"
     ) == 1
 
     from mlflow.tracking import MlflowClient

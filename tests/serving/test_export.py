@@ -93,7 +93,7 @@ def test_predictions_are_the_runs_bit_for_bit(
     command = [sys.executable, "-c", WITHOUT, *map(str, (tmp_path / "out", tmp_path / "new.parquet"))]
     subprocess.run([*command, str(tmp_path / "found.npz")], check=True, cwd=tmp_path)
     with np.load(tmp_path / "found.npz") as found:
-        with pytest.warns(UserWarning, match="are no numbers"):
+        with pytest.warns(UserWarning, match="are not numbers"):
             wanted = [run.predict(each) for each in (new, new[:1], new[:0], new[:3])]
         for name, expected in zip(sorted(found), wanted, strict=True):
             assert found[name].dtype == expected.dtype

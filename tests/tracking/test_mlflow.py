@@ -142,7 +142,7 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
     odd = "<script>alert(1)</script> | `x` \x1b[31m"
     lines = [
         f"  {odd}.csv: 10 rows",
-        "  column       role            ids  values such as",
+        "  column       role         table rows  values such as",
         f"  {odd}  categorical      12  a | b, <b>c</b>",
         "  8 rows to train",
     ]
@@ -163,7 +163,7 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
     assert "predictor = dphybrid.load(" in run_report_markdown(facts | {"tabular": True}, config, {})
     before_the_command = text.partition("### Reproduce")[0]
     assert "<script>" not in before_the_command
-    assert "| column | role | ids | values |" in text
+    assert "| column | role | table rows | values such as |" in text
     assert (
         r"| \<script\>alert\(1\)\</script\> \| \`x\` ?\[31m | categorical | 12 | a \| b, \<b\>c\</b\> |"
         in text
@@ -219,7 +219,7 @@ def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowC
         "How batches were split",
         "Where time went",
         "dphybrid.load_model(",
-        "dphybrid train --recipe 'hybrid' --devices 'cpu*3'",
+        "dphybrid train --recipe hybrid --devices 'cpu*3'",
     ):
         assert words in note
 

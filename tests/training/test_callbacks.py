@@ -75,7 +75,7 @@ def test_paths_of_callbacks_are_checked_before_data_is_read(
     assert set((data_dir / "prepared").iterdir()) == before
     with pytest.raises(UserError, match="callback wrong: returned a int; return a dict"):
         train(tracking="none", train={"callbacks": ["told:wrong"]})
-    with pytest.raises(UserError, match="callbacks: 'told:tell' is no function"):
+    with pytest.raises(UserError, match="callbacks: 'told:tell' is not a function"):
         train(tracking="none", callbacks=["told:tell"])
     assert load_config(None, ["train.callbacks=told:tell,told:wrong"]).train.callbacks == (
         "told:tell",

@@ -64,7 +64,8 @@ def test_what_is_no_number_is_never_saved(where: str, value: float, trained: Tra
             assert trained.dense is not None
             trained.dense.state[model.linear.bias]["exp_avg"][0] = value
     trained.progress.step = 4
-    with pytest.raises(UserError, match=rf"^{where} is no finite number by step 4, .* {good}, with --resume"):
+    words = rf"^{where} is not a finite number by step 4, .* {good}, with --resume"
+    with pytest.raises(UserError, match=words):
         save_checkpoint(tmp_path, trained, {}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 

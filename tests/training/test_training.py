@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_shape_or_a_damaged_one_is_named(data_dir: Path,
         UserError, match=r"region.network.network.weight_ih_l0 is .* in the file and .* in the model"
     ):
         load_weights(Path(report.latest_checkpoint), model)
-    with pytest.raises(UserError, match="is no checkpoint"):
+    with pytest.raises(UserError, match="is not a checkpoint"):
         model_from_checkpoint(data_dir / "runs")
 
 

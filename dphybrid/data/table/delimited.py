@@ -57,7 +57,7 @@ class _Layout:
 
 def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
     """Yield the jobs that return the rows of a file's blocks, in order. Raises UserError when it cannot be
-    read, is empty, or is no text."""
+    read, is empty, or is not text."""
     layout: _Layout | None = None
     line = offset = 0  # of what is not read yet
     block, unread, found = b"", b"", False
@@ -106,7 +106,7 @@ def _whole_lines(file: Path, data: TableDataConfig) -> Iterator[tuple[bytes, boo
                 rest = piece[cut:] if cut else rest + piece
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(
-                f"data.path={file}: is no complete gzip file: {error}; pack it again, or unpack it"
+                f"data.path={file}: is not a complete gzip file: {error}; pack it again, or unpack it"
             ) from error
     yield rest, True
 
@@ -187,7 +187,7 @@ class _Block:
                 quote_char=None,
                 null_values=present or None,
             )
-        except pl.exceptions.PolarsError:  # a row has too many fields, or the text is no UTF-8
+        except pl.exceptions.PolarsError:  # a row has too many fields, or the text is not UTF-8
             return None
         # with all separators there, and no row with too many fields, every row has its own
         if len(frame) != num_rows:
@@ -239,7 +239,7 @@ def _lines(file: Path, raw: bytes, line: int, offset: int) -> list[str]:
     except UnicodeDecodeError as error:
         line += 1 + _num_ends(raw[: error.start])
         raise UserError(
-            f"data.path={file}: is no UTF-8 text (line {line}, byte {offset + error.start}); save it as "
+            f"data.path={file}: is not UTF-8 text (line {line}, byte {offset + error.start}); save it as "
             "UTF-8, or give a Parquet file"
         ) from error
     lines = _LINE_END.split(text)

@@ -1,4 +1,4 @@
-"""What preparing a table tells people: its columns with their roles, its parts, and what was left out."""
+"""The summary of a prepared table: columns and roles, both parts, what to check, what was left out."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ _UNSEEN_TOLD = 0.0005
 def description(
     table: Table, encoder: Encoder, split_text: str, sizes: Mapping[str, object], unseen: Mapping[str, float]
 ) -> list[str]:
-    """Return what a table was taken for, in lines for people. sizes: rows of the parts, and their rates of a
+    """Return how a table was read, in lines for people. sizes: rows of the parts, and their rates of a
     binary label. unseen: by column, the share of validation values that no training row has."""
     data, label = table.plan.data, encoder.label
     how = "" if label.task == "binary" else f"{label.task} ({_told(data.task)}): "
@@ -24,21 +24,28 @@ def description(
     rows = sum(column["num_ids"] for column in encoder.id_columns)
     lines.append(
         f"  {sizes['train_rows']:,} rows to train"
-        + ("" if rates["train"] is None else f" ({rates['train']:.1%} of them 1)")
+        + ("" if rates["train"] is None else f" ({rates['train']:.1%} positive)")
         + f", {sizes['valid_rows']:,} to validate"
         + ("" if rates["valid"] is None else f" ({rates['valid']:.1%})")
         + f", {rows:,} table rows"
     )
     lines.append(f"  {split_text}")
+    lines += [
+        f"  check {_escaped(look.column.name)}, {look.column.role}: {look.reason}"
+        for look in table.plan.looks
+        if ";" in look.reason
+    ]
     new = sorted(unseen.items(), key=lambda item: -item[1])[:5]
     if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_TOLD):
-        lines.append(f"  validation values that no training row has: {shares}")
-    flags = ", ".join(f"--data.{field}" for field in data.role_fields())
-    lines.append(
-        f"  To change a column's role: {flags} with column names, or --data.schema-file with an edited "
-        "schema.toml of this folder; without a header columns are named 0, 1, ..."
-    )
-    return lines + _left_out_lines(table, encoder)
+        lines.append(f"  validation values without a training row: {shares}")
+    first, *others = data.role_fields()
+    unnamed = "" if table.plan.first.header else " Columns without a header are named 0, 1, ..."
+    return [
+        *lines,
+        *_left_out_lines(table, encoder),
+        f"  to change a role: --data.{first} NAMES, also {', '.join(others)}; or --data.schema-file with an "
+        f"edited copy of this folder's schema.toml.{unnamed}",
+    ]
 
 
 def _column_lines(table: Table, encoder: Encoder) -> list[str]:
@@ -50,11 +57,11 @@ def _column_lines(table: Table, encoder: Encoder) -> list[str]:
         parts = [part.name for part in numbers[column.name].parts] if column.name in numbers else []
         ids = sum(num_ids.get(name, 0) for name in {column.name, *parts})
         shown = ", ".join(_shown(text) for text in look.samples)
-        reason = f"  ({look.reason})" if look.reason else ""
+        reason = f"  ({look.reason})" if look.reason and ";" not in look.reason else ""
         rows.append((_escaped(column.name), column.role, ids, f"{shown}{reason}"))
     wide = max(len("column"), *(len(name) for name, *_ in rows))
-    head = f"  {'column':<{wide}}  role            ids  values such as"
-    return [head, *(f"  {name:<{wide}}  {role:<11} {ids:>7,}  {shown}" for name, role, ids, shown in rows)]
+    head = f"  {'column':<{wide}}  role         table rows  values such as"
+    return [head, *(f"  {name:<{wide}}  {role:<11} {ids:>11,}  {shown}" for name, role, ids, shown in rows)]
 
 
 def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:

@@ -27,7 +27,7 @@ KINDS = (
 def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
     """Return a table from memory as a polars frame; a lazy one stays lazy. An index of pandas is left out.
 
-    where: what a person calls the table, for messages. Raises UserError for what is no table.
+    where: what a person calls the table, for messages. Raises UserError for what is not a table.
     """
     if isinstance(data, pl.DataFrame | pl.LazyFrame):
         return data

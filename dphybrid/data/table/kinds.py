@@ -178,7 +178,7 @@ class Time(Numbers):
             return None
         order = "month" if not first and sample.cells.str.contains("/", literal=True).any() else "day"
         how = "" if sample.cells.str.contains(YEAR_FIRST).all() else f", {order} first"
-        return Claim(f"dates or times{how}; --data.categorical would look each of them up", cls.told(sample))
+        return Claim(f"dates or times{how}; --data.categorical reads each as a category", cls.told(sample))
 
     @classmethod
     def told(cls, sample: Sample) -> Keys:

@@ -20,7 +20,7 @@ NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
 NOTATIONS += [(decimal, group) for decimal in ".," for group in " '_"]
 """Signs of decimals and of groups that are tried, in this order."""
 FEW_OTHERS = 0.05
-"""Share of cells that are no numbers up to which the first one is named as the reason."""
+"""Share of cells that are not numbers up to which the first one is named as the reason."""
 
 _NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
 _CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
@@ -96,7 +96,7 @@ def why_no_number(sample: Sample) -> str | None:
     odd = cells.filter(notation.wrong(cells))
     if len(odd):
         few = len(odd) <= FEW_OTHERS * len(cells)
-        return f"{odd[0]!r} is no number; data.missing can name it" if few else _other_kind(odd)
+        return f"{odd[0]!r} is not a number; data.missing can name it" if few else _other_kind(odd)
     if has_leading_zeros(cells):
         return "leading zeros"
     plain = notation.plain(cells)
@@ -113,9 +113,9 @@ def _other_kind(cells: pl.Series) -> str:
     """Return what texts could be read as instead of categories."""
     if cells.dtype == pl.String and any(looks_like_dates(cells, first) for first in (False, True)):
         order = ", --data.dayfirst true where the day comes first"
-        return f"dates or times; --data.times would read hour, weekday and day{order}"
+        return f"dates or times, read as categories; --data.times reads hour, weekday and day{order}"
     several = 2 * int(cells.cast(pl.String).str.contains("|", literal=True).sum()) > len(cells)
-    return "most cells hold '|'; --data.bags would read their items" if several else ""
+    return "most cells hold '|'; --data.bags reads the items between" if several else ""
 
 
 class Scale(Section):

@@ -103,11 +103,14 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
     return tuple(sorted(files))
 
 
+_OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".feather", ".arrow", ".orc", ".avro", ".zip", ".pkl", ".sqlite")
+
+
 def read_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     """Yield the rows of a file, chunk after chunk, made by a thread of its own; a file without rows gives one
     empty chunk.
 
-    Raises UserError when it cannot be read, is empty, or is no text.
+    Raises UserError when it cannot be read, is empty, or is not text.
     """
     return mapped(lambda job: job(), read_jobs(file, data), threads=1)
 
@@ -125,6 +128,8 @@ def read_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
         raise UserError(
             f"data.path={file}: a JSON document is not read; write one record a line and name the file .jsonl"
         )
+    if suffix in _OTHER_FORMATS:
+        raise UserError(f"data.path={file}: {suffix} files are not read; save the table as CSV or Parquet")
     return csv_jobs(file, data)
 
 
@@ -191,6 +196,11 @@ def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
                     names = names or list(record)
                     records.append(record)
                     lines.append(line)
+            if rejected and not names:
+                raise UserError(
+                    f"data.path={file}: line {rejected[0]['line']}: {rejected[0]['reason']}; write one JSON "
+                    "record a line"
+                )
             first, size = first + len(texts), size + sum(map(len, texts))
             check_columns(file, len(names), data.max_columns)
             cells = [

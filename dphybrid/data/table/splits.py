@@ -39,7 +39,7 @@ def split_rows(
         text = f"validation split: the rows of {data.valid_path}"
     elif codes_B is None or values is None:
         held_B = _random(seed, classes_B.astype(np.int64), data.valid_fraction)
-        text = f"validation split: at random by train.seed={seed}"
+        text = f"validation split: rows at random, by train.seed={seed}"
     else:
         held_B, text = _by_value(data, seed, codes_B, values)
     if not held_B.any() or held_B.all():
@@ -94,7 +94,7 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, values: pl.Serie
         )
     else:
         text = (
-            f"validation split: {len(chosen):,} of {len(texts):,} values of {data.split_column}, none of "
-            "which trains"
+            f"validation split: {len(chosen):,} of {len(texts):,} values of {data.split_column}; their rows "
+            "do not train"
         )
     return is_held[codes_B], text

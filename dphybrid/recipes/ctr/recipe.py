@@ -70,7 +70,7 @@ class Ctr(Recipe):
             steps = config.train.epochs * math.ceil(num_rows / found.train.batch_size)
             share = min(max(share * (STEPS / max(1, steps)) ** 2, share), FAST_ROWS)
         lr = share * found.train.lr
-        lines.append(f"table.lr={lr:g}: {share:g} of train.lr")
+        lines.append(f"table.lr={lr:g}: {share:g} x train.lr")
         return found.model_copy(update={"table": found.table.model_copy(update={"lr": lr})}), lines
 
     def training_rows(self, rows: "Dataset", info: Mapping[str, Any], model: Any) -> "Dataset":
@@ -109,7 +109,7 @@ class Ctr(Recipe):
 
     def recognises(self, data: Mapping[str, Any]) -> str | None:
         if data.get("label") not in (None, ""):
-            return f"data.label={data['label']} names the label of a table"
+            return f"data.label={data['label']} is set"
         path = str(data.get("path") or "")
         if path.lower().endswith(ENDINGS):
             return f"data.path={path} is a table"

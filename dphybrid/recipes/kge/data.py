@@ -235,7 +235,7 @@ class _TripleSource:
                         )
         except UnicodeDecodeError as error:
             raise UserError(
-                f"data.path: {file} is no UTF-8 text (byte {error.start}); save it as UTF-8"
+                f"data.path: {file} is not UTF-8 text (byte {error.start}); save it as UTF-8"
             ) from error
 
 

@@ -106,9 +106,9 @@ class _InteractionSource:
             f"{len(items.ids_RF):,} items in training",
             f"  {len(train_N2):,} rows to train, {len(valid_N2):,} to validate ({split}): "
             f"{len(held_users):,} users with {len(held_items):,} items to find",
-            f"  not looked for: {unknown_N2[:, 0].sum():,} rows of users and {unknown_N2[:, 1].sum():,} of "
-            f"items that training lacks, {len(known_N2) - len(held_items):,} of pairs that it has or that "
-            "come twice",
+            f"  not evaluated: {unknown_N2[:, 0].sum():,} rows of unseen users, "
+            f"{unknown_N2[:, 1].sum():,} of unseen items, "
+            f"{len(known_N2) - len(held_items):,} of repeated pairs",
         ]
         if rejected:
             lines.append(

@@ -1,4 +1,4 @@
-"""Recall@k and NDCG@k of ranked items, beside those of the most popular ones.
+"""Recall@k and NDCG@k of ranked items; the most popular items are the baseline.
 
 Letters: B users, K places of a list, best first.
 """
@@ -34,12 +34,13 @@ def recommending(cutoffs: Sequence[int]) -> Task:
     """Return the task: the first cutoff's NDCG decides."""
 
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
-        held_B = outputs["held_B"]
-        popular = recall_and_ndcg(outputs["popular_BK"], held_B, cutoffs)
         return {
-            **recall_and_ndcg(outputs["found_BK"], held_B, cutoffs),
-            **{f"popular_{name}": value for name, value in popular.items()},
+            **recall_and_ndcg(outputs["found_BK"], outputs["held_B"], cutoffs),
             "loss": float(outputs["loss"].double().sum() / outputs["weight"].double().sum()),
         }
 
-    return Task(f"ndcg_at_{cutoffs[0]}", True, compute, ("found_BK", "popular_BK", "held_B"))
+    def baselines(outputs: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+        return {"most popular items": recall_and_ndcg(outputs["popular_BK"], outputs["held_B"], cutoffs)}
+
+    reads = ("found_BK", "popular_BK", "held_B")
+    return Task(f"ndcg_at_{cutoffs[0]}", True, compute, reads, baselines=baselines)

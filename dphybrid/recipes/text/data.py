@@ -230,7 +230,7 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"data.path: {file} is no UTF-8 text (byte {error.start}); convert it, or leave it out of the "
+            f"data.path: {file} is not UTF-8 text (byte {error.start}); convert it, or leave it out of the "
             "folder"
         ) from error
 
