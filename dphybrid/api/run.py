@@ -27,7 +27,7 @@ class TrainedRun:
     """
 
     def __init__(self, folder: str | Path, settings: Settings | None = None) -> None:
-        """Raises UserError when the folder is none of a run."""
+        """Raises UserError for a folder without a run."""
         from dphybrid.run.folder import read_run
 
         self.folder = Path(folder)
@@ -138,7 +138,7 @@ class TrainedRun:
         return self.predictor.recommend(users, k)
 
     def report(self) -> "RunReport":
-        """Return what the run came to, as text, values and a page. Raises UserError before it has ended."""
+        """Return the results as text, values and a page. Raises UserError before the run has ended."""
         return RunReport(self._run, self._trained("report.json"))
 
     def _trained(self, page: str) -> Path:
@@ -163,7 +163,7 @@ class TrainedRun:
 
 
 class RunReport:
-    """What a run came to. `text`: the lines that the command line prints; `page()`: the report as HTML; a
+    """The results of a run. `text`: the lines that the command line prints; `page()`: the report as HTML; a
     notebook shows it."""
 
     def __init__(self, run: "Run", file: Path) -> None:

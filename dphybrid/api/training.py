@@ -66,7 +66,7 @@ def train(
     tables = {place: table for place, table in (("path", data), ("valid_path", valid)) if table is not None}
     framed = {place: table for place, table in tables.items() if not isinstance(table, str | Path)}
     if framed and len(framed) < len(tables):
-        raise UserError("data, valid: one is a path and the other is none; give two paths, or two frames")
+        raise UserError("data, valid: one is a path and the other a frame; give two paths, or two frames")
     if framed and config is None:
         recipe = recipe or "ctr"  # a frame is a table
     given = {

@@ -46,7 +46,7 @@ def nested(values: Mapping[str, object], recipe: str, places: dict[str, str] | N
 
     A keyword is a field's own name where only one section has it (`epochs`), a section with its values
     (`train={"lr": 0.01}`), or sections and name joined by two underscores or dots (`train__lr`). places: gets
-    for each dotted name the keyword it came by. Raises UserError for what is none of these.
+    for each dotted name the keyword it came by. Raises UserError for other keywords.
     """
     fields = field_types(recipe)
     sections = {name.partition(".")[0] for name in fields if "." in name}

@@ -21,7 +21,7 @@ def flags(parser: Parser) -> None:
     """Add the command's flags."""
     model = "a run (name or MLflow id), a checkpoint folder, or models:/NAME@champion"
     parser.add_argument("model", metavar="RUN_OR_MODEL", help=model)
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="a folder that is not there yet")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the exported model")
     onnx = "also write the dense part as dense.onnx (needs the packages onnx and onnxscript)"
     parser.add_argument("--onnx", action="store_true", help=onnx)
 

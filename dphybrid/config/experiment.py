@@ -47,8 +47,7 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    """Where the samples come from and how they are read. A recipe's own class adds the fields; this one has
-    none."""
+    """Where the samples come from and how they are read."""
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
@@ -62,7 +61,7 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which network, and how large. A recipe's own class adds the fields."""
+    """The network and its sizes."""
 
     of_training: ClassVar[frozenset[str]] = frozenset()
     """Fields that change training alone: weights can be carried across them, as retraining does."""
@@ -103,8 +102,8 @@ class TrainConfig(Section):
     """Rows of a batch over all devices together; each device gets about batch_size / devices of them. 0: a
     32nd of the training rows, rounded to a power of two, within 32 and 512."""
     warm_start: str | None = None
-    """Checkpoint folder whose weights a new run starts from. Rows of values that are new since data.base
-    start as the unknown one's."""
+    """Checkpoint folder whose weights a new run starts from. New values since data.base start from
+    the "unknown" embedding."""
     shuffle_rows: int = Field(default=2**24, ge=1)
     """Rows shuffled as one. An epoch of more rows is dealt out in blocks of 4,096 neighbours, and shuffled so
     many rows at a time: for files larger than memory, which are read in long runs then."""
@@ -123,7 +122,7 @@ class TrainConfig(Section):
     """Largest global norm of the gradients of blocks and rows together; 0: no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What follows a loss or gradient that is NaN or infinite: stop, or skip that step (no update of blocks
-    nor rows; steps skipped are counted). A weight that is none ends training either way."""
+    nor rows; steps skipped are counted). A weight that is not finite ends training either way."""
     average: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Decay a step of a moving average of the blocks' weights, which is evaluated and kept in their place; 0:
     none."""

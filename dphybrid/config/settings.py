@@ -83,7 +83,7 @@ class Settings(BaseSettings):
     empty: always."""
     worker_allows: str = ""
     """What a worker takes from Prefect besides parameters, separated by commas: command, env, working_dir,
-    pull_steps. Whoever reaches Prefect's server runs commands as the worker's user then."""
+    pull_steps. With it, anyone who reaches Prefect's server can run commands as the worker's user."""
     requeue_after_s: float = Field(default=60.0, ge=0)
     """Seconds after which a run that gave its GPUs back asks for them again."""
     nvml: str = "pynvml"

@@ -1,4 +1,4 @@
-"""Work done by threads, a few items ahead of whoever uses it, in the order in which it was asked for."""
+"""Threads that work a few items ahead of the consumer and return the results in order."""
 
 import os
 from collections import deque

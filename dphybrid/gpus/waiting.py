@@ -124,7 +124,8 @@ def _try(
     note: Callable[[str], None],
 ) -> tuple[Lease | None, str]:
     """Look once, and take what is ours to take; return (lease, why not). free_since: UUID -> since when it
-    has been free, kept up to date. note: is told what is not a ticket, though named as one."""
+    has been free, kept up to date. note: called with a message for other files
+    named as tickets."""
     now, reasons, leased = time.monotonic(), [], set()
     eligible = _eligible(wanted, visible(inventory.read(), names))
     for gpu in eligible:

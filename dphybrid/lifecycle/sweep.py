@@ -237,7 +237,7 @@ def searched(
     prune: bool,
     tags: Mapping[str, str],
 ) -> tuple[Grid, dict[str, Report | str]]:
-    """Search with Optuna, as many runs at once as GPUs allow; return the cells and what they came to."""
+    """Search with Optuna, as many runs at once as GPUs allow; return the cells and their results."""
     from dphybrid.lifecycle.search import Search, search
 
     folder = settings.data_dir / "sweeps" / sweep

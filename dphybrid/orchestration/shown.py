@@ -21,7 +21,7 @@ TELL_EVERY_S = 2.0
 
 def show_run(flow_run_id: str | None, name: str, tags: Sequence[str], address: str) -> None:
     """Give a flow run the name of its run, more tags, and a link to `address`, where MLflow shows it ("": not
-    recorded by a server). A server that is away is told, and no reason not to train."""
+    recorded by a server). A server that does not answer is reported and does not stop the training."""
     if flow_run_id is None:
         return
     try:

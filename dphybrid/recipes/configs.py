@@ -201,7 +201,7 @@ def given_values(config: ExperimentConfig) -> Values:
 def load_config(file: Path | None, overrides: list[str]) -> ExperimentConfig:
     """Compose a config: the recipe, the file over it, the overrides over both. Raises UserError.
 
-    Without a recipe in either, the values say which one is meant, and that is told.
+    Without a recipe in either, the values decide, and a line says so.
     """
     from_file = read_config_file(file) if file else {}
     from_flags = parse_overrides(overrides)

@@ -15,7 +15,7 @@ from dphybrid.util.files import write_text
 
 
 def result_of(session: Session, meter: Meter, system: dict[str, float]) -> ResultPage:
-    """Return what a training came to, or has come to when it was interrupted. system: means of the machine's
+    """Return the results of a training, up to now when it was interrupted. system: means of the machine's
     figures."""
     progress, folder = session.trained.progress, session.checkpoints
     done = complete_checkpoints(folder)

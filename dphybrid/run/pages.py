@@ -1,5 +1,4 @@
-"""The pages of a run folder: what the run is, what its training came to, its metrics, its splits, its
-report."""
+"""The pages of a run folder: the run, the results of its training, its metrics, splits and report."""
 
 from typing import Any
 
@@ -31,7 +30,7 @@ class RunPage(Page):
 
 
 class ResultPage(Page):
-    """`result.json`: what training came to. checkpoint: the latest one. step_ms: of the steps with a full
+    """`result.json`: the results of training. checkpoint: the latest one. step_ms: of the steps with a full
     batch, whose number is steps_timed. stages: seconds. saving: what the checkpoints cost."""
 
     checkpoint: str
@@ -67,7 +66,7 @@ class SplitsPage(Page):
 
 
 class Report(Page):
-    """What a run came to; `--report FILE` writes it as JSON.
+    """The report of a run; `--report FILE` writes it as JSON.
 
     views: name -> address of MLflow's tables of all runs. stages: seconds; stages_ms: milliseconds of an
     average step. saving: what the checkpoints cost.

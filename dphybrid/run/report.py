@@ -1,4 +1,4 @@
-"""The last part of a run: what it came to, as numbers, pictures and a page, and the end of its record."""
+"""The last part of a run: its report as numbers, pictures and a page, and the end of its record."""
 
 from collections.abc import Sequence
 from pathlib import Path

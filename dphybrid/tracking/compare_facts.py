@@ -124,7 +124,7 @@ def finals(runs: Sequence[RunFacts]) -> list[str]:
 
 
 def overview(runs: Sequence[RunFacts], param: str) -> list[dict[str, str]]:
-    """Return a row a run for people: its name, what differs, what it came to, how fast it was."""
+    """Return a table row for each run: its name, differing values, metrics and speed."""
     names, speed = differing(runs), speeds(runs, param)
     rows = []
     for run in ordered(runs, param):

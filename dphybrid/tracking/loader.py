@@ -109,7 +109,7 @@ def _with_left_out(root: Path) -> Path:
 
 
 def _entries(page: Path) -> list[dict[str, Any]]:
-    """Return what a page of left-out files names. Raises UserError for a page that is none."""
+    """Return what a page of left-out files names. Raises UserError for another page."""
     wanted = {"name": str, "path": str, "bytes": int, "sha256": str}
     try:
         entries = json.loads(page.read_text(encoding="utf-8"))

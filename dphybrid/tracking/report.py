@@ -29,9 +29,10 @@ def run_report_markdown(report: Page, config: Page, links: Mapping[str, str] | N
     """
     results = ", ".join(f"{as_markdown(name)} **{value:.4f}**" for name, value in report["metrics"].items())
     where = f"batch {config['train']['batch_size']}, seed {config['train']['seed']}"
-    parts = [f"**{config['recipe']}** on `{report['devices']}`, {where}: {results}"]
-    parts.append(f"Baselines: {as_markdown(report['beside'])}" if report["beside"] else "")
-    parts.append("  \n".join(f"{name}: {line}" for name, line in first_facts(report).items()))
+    first = [f"**{config['recipe']}** on `{report['devices']}`, {where}: {results}"]
+    first += [f"Baselines: {as_markdown(report['beside'])}"] if report["beside"] else []
+    first += [f"{name}: {line}" for name, line in first_facts(report).items()]
+    parts = ["  \n".join(first)]  # MLflow's page shows about four lines of it
     parts.append(" · ".join(f"[{as_markdown(name)}]({address})" for name, address in (links or {}).items()))
     parts += [f"> **Note:** {as_markdown(warning)}" for warning in report["warnings"]]
     parts += (

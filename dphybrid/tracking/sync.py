@@ -28,7 +28,7 @@ _Writing = Callable[[list[Record]], None]
 
 @dataclass
 class _Synced:
-    """What `sync` came to, as run ids. waiting: run id -> why its records are still here; lost: run id ->
+    """The results of `sync`, as run ids. waiting: run id -> why its records are still here; lost: run id ->
     what never arrived of it; unread: files of a version that kept records otherwise."""
 
     completed: list[str] = field(default_factory=list)

@@ -19,7 +19,7 @@ NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile", "callbacks")
 """Stages that happen between steps and do not count as their time."""
 
 WARM_UP_STEPS = 5
-"""First steps of an attempt, in which caches, threads and kernels are made: told apart from the others."""
+"""First steps of an attempt, timed apart: they make caches, threads and kernels."""
 
 _RECENT_STEPS = 1000
 """So many steps make the running median."""

@@ -1,4 +1,4 @@
-"""What a person sees while training: a bar in a terminal or a notebook, a line an epoch elsewhere."""
+"""The progress of training: a bar in a terminal or a notebook, a line an epoch elsewhere."""
 
 import html
 import importlib
@@ -18,7 +18,7 @@ _PASSING_S = 30.0
 NOTEBOOK_S = 0.3
 """Between two drawings of a notebook's bar."""
 QUIET_S = 5.0
-"""Preparation shorter than this is not told where there is no terminal."""
+"""Without a terminal, shorter preparation prints no progress."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whether loss, gradients and weights are finite numbers: nothing that is none is put into weights, nor
+"""Whether loss, gradients and weights are finite numbers: an update never puts NaN or inf into weights, nor
 written over good checkpoints."""
 
 import math

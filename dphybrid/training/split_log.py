@@ -19,8 +19,8 @@ def announcement(devices: Devices) -> str | None:
 
 
 class SplitRow(BaseModel):
-    """What one replica got of a split. Splits are told apart by the rows a replica, not by what else varies,
-    such as a length.
+    """The share of one replica in a split. Two splits differ when the rows of a replica differ, not when
+    other sizes vary, such as a length.
 
     number: of the split, in the order of their first steps. first_shape, latest_shape: "input size -> output
     size".

@@ -12,7 +12,7 @@ def watching(look: Callable[[], bool], every_s: float, name: str, end_s: float =
     """While the block runs, call `look` every `every_s` seconds in a thread of that name, until it returns
     True: nothing is left to watch.
 
-    A look that fails is told once, with its traceback, and tried again: what it watches for may still come.
+    A failed look is reported once, with its traceback, and tried again.
     The block's end waits up to `end_s` seconds for a look that is under way.
     """
     done = threading.Event()

@@ -6,7 +6,7 @@ from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.reading import Table
 
 _UNSEEN_TOLD = 0.0005
-"""Share of validation values without a training row from which on a person is told."""
+"""The summary names a column when more than this share of its validation values has no training row."""
 
 
 def description(

@@ -6,21 +6,21 @@ from dphybrid.config import ModelConfig
 
 
 class HybridModelConfig(ModelConfig):
-    """How large."""
+    """The sizes of the model."""
 
     dim: int = Field(default=10, ge=1, le=65536)
     """Width of an embedding row."""
 
 
 class BlocksModelConfig(ModelConfig):
-    """How large."""
+    """The sizes of the model."""
 
     hidden: int = Field(default=20, ge=1, le=65536)
     """Width of the middle layer."""
 
 
 class ConvnetModelConfig(ModelConfig):
-    """How large."""
+    """The sizes of the model."""
 
     hidden: int = Field(default=64, ge=1, le=65536)
     """Channels of the convolution."""
