@@ -77,7 +77,7 @@ class RowsPredictor:
         done, rejected = _Written(table_target(out)), list[Rejected]()
         named = {name: value for name, value in reading.items() if name in READING_FIELDS}
         if odd := reading.keys() - named.keys():
-            raise UserError(f"{min(odd)}: is no option of recipe {self.recipe.name}'s predictions")
+            raise UserError(f"{min(odd)}: is not an option of recipe {self.recipe.name}'s predictions")
         data = TableDataConfig(path=str(path), **named)
 
         def frames() -> Iterator[pl.DataFrame]:

@@ -135,7 +135,7 @@ def test_a_file_is_predicted_with_the_vocabulary_of_training(
         ("Mute", (), "defines predict(model, rows, vocabularies)"),
         ("Chatty", (), "predict returned a list; return a polars DataFrame"),
         ("Trips", ("--threshold", "0.5"), "this recipe's predict decides"),
-        ("Trips", ("--top", "5"), "top: is no option of recipe trips's predictions"),
+        ("Trips", ("--top", "5"), "top: is not an option of recipe trips's predictions"),
         ("Trips", ("--keep", "price"), "trips.csv has no such column"),
         ("Trips", ("--data.delimiter", ";"), "column from is missing"),
     ],
