@@ -246,5 +246,5 @@ def test_paths_infer_their_recipe(data_dir: Path, monkeypatch: pytest.MonkeyPatc
         (texts / f"{name}.txt").write_text(f"a text called {name} goes on . " * 50)
     run = dphybrid.train(texts, devices="cpu", epochs=1, quiet=True)
     assert run.config.recipe == "text"
-    with pytest.raises(UserError, match="without an encoder"):
+    with pytest.raises(UserError, match="makes no predictions from rows"):
         run.predict({})

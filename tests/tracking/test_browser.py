@@ -105,7 +105,7 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
         "backward",
         "Load the best checkpoint",
         'dphybrid.load_model("models:/hybrid-model@challenger")',
-        "dphybrid train --recipe 'hybrid' --devices 'cpu*8'",
+        "dphybrid train --recipe hybrid --devices 'cpu*8'",
         "summary/samples_per_s_median",
         "hybrid-model",
     ):
