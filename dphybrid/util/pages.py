@@ -32,7 +32,7 @@ class Page(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the page"
-            raise UserError(f"{path}: is no {cls.__name__}: {place}: {first['msg']}") from error
+            raise UserError(f"{path}: does not fit {cls.__name__}: {place}: {first['msg']}") from error
         if page.version > cls.VERSION:
             raise UserError(
                 f"{path}: has version {page.version}, this dphybrid reads up to {cls.VERSION}; update "

@@ -191,7 +191,7 @@ def test_pages_of_other_versions(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has version 2.*update dphybrid"):
         Example.read(file)
     write_json(file, {"name": "x", "page_sha256": value_digest({"name": "x"})})
-    with pytest.raises(UserError, match="is no Example: values: Field required"):
+    with pytest.raises(UserError, match="does not fit Example: values: Field required"):
         Example.read(file)
 
 
