@@ -2,6 +2,7 @@
 
 from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables
 from dphybrid.embedding.combined import CombinedOptimizer
+from dphybrid.embedding.gradients import clip_grad_norm_
 from dphybrid.embedding.optim import (
     LazyAdam,
     RowAdagrad,
@@ -9,7 +10,6 @@ from dphybrid.embedding.optim import (
     RowAdamW,
     RowOptimizer,
     RowSGD,
-    clip_grad_norm_,
     make_row_optimizer,
     row_optimizer,
 )

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dphybrid.embedding import native
+from dphybrid.embedding.gradients import info_of
 from dphybrid.embedding.lookup import whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
@@ -137,3 +139,41 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, HostEmbedding]]:
             collections[id(module.flat)] = name
         elif isinstance(module, HostEmbedding):
             yield collections.get(id(module)) or name, module
+
+
+def listed(params: Any) -> list[Any]:
+    """Return what an optimizer is given as a list: of weights, tables, (name, one of both), or groups."""
+    if isinstance(params, Mapping):
+        return list(params.items())
+    return [params] if isinstance(params, HostEmbedding | Tensor) else list(params)
+
+
+def named_weights(params: list[Any]) -> list[tuple[str, Tensor]]:
+    """Return weights, each once, by name. Raises UserError for what is not a table's."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    for entry in params:
+        name, weight = entry if isinstance(entry, tuple) else (None, entry)
+        if isinstance(weight, HostEmbedding):
+            weight = _leaf_of(weight)
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in native.STORED:
+            what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+            raise UserError(
+                f"row optimizer: {what} is not a table; give the tables' weights, and what else is to be "
+                "trained to a torch.optim optimizer"
+            )
+        info = info_of(weight)
+        named.setdefault(id(weight), (name or (info.name if info else f"weight {len(named)}"), weight))
+    names = [name for name, _ in named.values()]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"row optimizer: two tables are called {name!r}; give them as {{name: table}}")
+    return list(named.values())
+
+
+def _leaf_of(table: HostEmbedding) -> Tensor:
+    if not table.weight.is_leaf:
+        raise UserError(
+            f"table {table.name!r}: its weight is computed (weight_norm, pruning, ...); give the row "
+            "optimizer table.parameters(), from which it is computed"
+        )
+    return table.weight

@@ -7,10 +7,11 @@ their gradients, and that of the first, which autograd calls last, makes one spa
 Letters: N ids of a lookup, U unique ids, D width of a row, X rows of gradients (ids, or bags), V rows.
 """
 
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -256,3 +257,41 @@ def is_captured(weight: Tensor, ids: Tensor) -> bool:
         or torch._C._get_tracing_state() is not None
         or not (native.is_plain(weight) and native.is_plain(ids))
     )
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> float:
+    """Scale the gradients of parameters, tables' weights among them, so that their common 2-norm is at most
+    `max_norm`; return the norm before.
+
+    torch's function of the same name refuses sparse gradients. A weight's gradient is summed by row.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    found = [parameter for parameter in given if parameter.grad is not None]
+    sparse_ones = [weight for weight in found if weight.grad is not None and weight.grad.is_sparse]
+    dense = [p.grad for p in found if p.grad is not None and not p.grad.is_sparse]
+    by_device: dict[torch.device, list[int]] = {}
+    for number, grad in enumerate(dense):
+        by_device.setdefault(grad.device, []).append(number)
+    norms = {
+        device: torch.stack([norm.double() for norm in torch._foreach_norm([dense[n] for n in numbers])])
+        for device, numbers in by_device.items()
+    }
+    squares = [torch.zeros(())] * len(dense)
+    for weight in sparse_ones:
+        rows = merged(weight)
+        assert rows is not None
+        weight.grad = sparse(rows[0], rows[1], weight.shape)
+        squares.append(rows[2].sum())
+    for device, numbers in by_device.items():  # one wait for each device, after all is on its way
+        for number, norm in zip(numbers, norms[device].cpu(), strict=True):
+            squares[number] = norm.square()
+    if not squares:
+        return 0.0
+    total = math.sqrt(float(torch.stack(squares).sum()))
+    factor = min(1.0, max_norm / (total + 1e-6))
+    if factor < 1:
+        values = dense + [weight.grad._values() for weight in sparse_ones if weight.grad is not None]
+        if values:
+            torch._foreach_mul_(values, factor)
+    return total

@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -21,11 +21,10 @@ from torch.optim import optimizer as of_torch
 
 from dphybrid.embedding import native
 from dphybrid.embedding.changed import ChangedRows
-from dphybrid.embedding.collection import find_tables
-from dphybrid.embedding.gradients import info_of, merged, segment_of, sparse
+from dphybrid.embedding.collection import find_tables, listed, named_weights
+from dphybrid.embedding.gradients import info_of, segment_of
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.storage import zero_rows
-from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 from dphybrid.util.labels import profiler_looks_on
 from dphybrid.util.row_rules import RULES, RowRule
@@ -61,10 +60,10 @@ class RowOptimizer(torch.optim.Optimizer):
         if foreign := sorted(numbers.keys() - known.keys() - {"weight_decay"}):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {foreign[0]!r}")
         if isinstance(params, Mapping):  # one group a table
-            groups: list[Any] = [{"params": [entry]} for entry in _named(list(params.items()))]
+            groups: list[Any] = [{"params": [entry]} for entry in named_weights(list(params.items()))]
         else:
-            groups = _listed(params)
-            groups = groups if groups and isinstance(groups[0], dict) else _named(groups)
+            groups = listed(params)
+            groups = groups if groups and isinstance(groups[0], dict) else named_weights(groups)
         if not groups:
             raise UserError("row optimizer: there is no table; give it the tables of a model that has one")
         self._kept: dict[Any, tuple[Any, native.Tables]] = {}
@@ -110,7 +109,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take over more weights, with zero states."""
-        group = {**param_group, "params": _named(_listed(param_group["params"]))}
+        group = {**param_group, "params": named_weights(listed(param_group["params"]))}
         if group["params"] and not all(isinstance(entry, tuple) for entry in group["params"]):
             raise UserError("row optimizer: give weights of tables")
         group.pop("param_names", None)
@@ -353,43 +352,6 @@ def _refuse_between_steps() -> None:
         )
 
 
-def _listed(params: Any) -> list[Any]:
-    if isinstance(params, Mapping):
-        return list(params.items())
-    return [params] if isinstance(params, HostEmbedding | Tensor) else list(params)
-
-
-def _named(params: list[Any]) -> list[tuple[str, Tensor]]:
-    """Return weights, each once, by name. Raises UserError for what is not a table's."""
-    named: dict[int, tuple[str, Tensor]] = {}
-    for entry in params:
-        name, weight = entry if isinstance(entry, tuple) else (None, entry)
-        if isinstance(weight, HostEmbedding):
-            weight = _leaf_of(weight)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in native.STORED:
-            what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-            raise UserError(
-                f"row optimizer: {what} is not a table; give the tables' weights, and what else is to be "
-                "trained to a torch.optim optimizer"
-            )
-        info = info_of(weight)
-        named.setdefault(id(weight), (name or (info.name if info else f"weight {len(named)}"), weight))
-    names = [name for name, _ in named.values()]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"row optimizer: two tables are called {name!r}; give them as {{name: table}}")
-    return list(named.values())
-
-
-def _leaf_of(table: HostEmbedding) -> Tensor:
-    if not table.weight.is_leaf:
-        raise UserError(
-            f"table {table.name!r}: its weight is computed (weight_norm, pruning, ...); give the row "
-            "optimizer table.parameters(), from which it is computed"
-        )
-    return table.weight
-
-
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
     lr, decay = float(numbers["lr"]), numbers["weight_decay"]
     betas = (0.0, numbers["beta2"]) if "beta2" in numbers else numbers.get("betas", ())
@@ -466,41 +428,3 @@ def row_optimizer(name: str, model: nn.Module, **options: Any) -> RowOptimizer:
     """Return the row optimizer of that name for all tables of a model. Raises UserError for other names, and
     for a model without tables."""
     return make_row_optimizer(name, find_tables(model), **options)
-
-
-@torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> float:
-    """Scale the gradients of parameters, tables' weights among them, so that their common 2-norm is at most
-    `max_norm`; return the norm before.
-
-    torch's function of the same name refuses sparse gradients. A weight's gradient is summed by row.
-    """
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    found = [parameter for parameter in given if parameter.grad is not None]
-    sparse_ones = [weight for weight in found if weight.grad is not None and weight.grad.is_sparse]
-    dense = [p.grad for p in found if p.grad is not None and not p.grad.is_sparse]
-    by_device: dict[torch.device, list[int]] = {}
-    for number, grad in enumerate(dense):
-        by_device.setdefault(grad.device, []).append(number)
-    norms = {
-        device: torch.stack([norm.double() for norm in torch._foreach_norm([dense[n] for n in numbers])])
-        for device, numbers in by_device.items()
-    }
-    squares = [torch.zeros(())] * len(dense)
-    for weight in sparse_ones:
-        rows = merged(weight)
-        assert rows is not None
-        weight.grad = sparse(rows[0], rows[1], weight.shape)
-        squares.append(rows[2].sum())
-    for device, numbers in by_device.items():  # one wait for each device, after all is on its way
-        for number, norm in zip(numbers, norms[device].cpu(), strict=True):
-            squares[number] = norm.square()
-    if not squares:
-        return 0.0
-    total = math.sqrt(float(torch.stack(squares).sum()))
-    factor = min(1.0, max_norm / (total + 1e-6))
-    if factor < 1:
-        values = dense + [weight.grad._values() for weight in sparse_ones if weight.grad is not None]
-        if values:
-            torch._foreach_mul_(values, factor)
-    return total
