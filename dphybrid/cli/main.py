@@ -85,5 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(str(Path.cwd()))
     if given and given[0] in _ELSEWHERE:
         return _run_elsewhere(given[0], given[1:])
-    args = make_parser(given).parse_args(given)
-    return run_cli(lambda: args.run(args))
+
+    def run() -> int:
+        args = make_parser(given).parse_args(given)  # which imports a recipe of one's own
+        code: int = args.run(args)
+        return code
+
+    return run_cli(run)

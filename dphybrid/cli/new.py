@@ -73,5 +73,4 @@ def _sample(file: str, name: str, title: str) -> str:
     assert spec is not None
     assert spec.origin is not None
     text = Path(spec.origin).with_name(file).read_text(encoding="utf-8")
-    text = re.sub(r"  # noqa: \w+", "", text.replace(f"dphybrid.recipes.{_PACKAGE}", name))
-    return text.replace(_PACKAGE, name).replace(_CLASS, title)
+    return re.sub(r"  # noqa: \w+", "", text).replace(_PACKAGE, name).replace(_CLASS, title)

@@ -110,10 +110,10 @@ def check_recipe(config: ExperimentConfig, settings: Settings) -> Iterator[Found
     with TemporaryDirectory(prefix=".check-", dir=settings.runs_dir) as folder:
         apart = {"data_dir": Path(folder), "tracking_uri": "none", "table_storage": "memory"}
         trial = _Trial(config, settings.model_copy(update=apart))
-        for needed, checks in trial.checks():
-            found = [_found(name, check) for name, check in checks.items()]
-            yield from found
-            if needed and any(one.holds is False for one in found):
+        for name, check, needed in trial.checks():
+            found = _found(name, check)
+            yield found
+            if needed and found.holds is False:
                 return
 
 
@@ -148,22 +148,19 @@ class _Trial:
     def __init__(self, config: ExperimentConfig, settings: Settings) -> None:
         self.config, self.settings = config, settings
 
-    def checks(self) -> Iterator[tuple[bool, dict[str, Callable[[], str]]]]:
-        """Yield checks by name, and whether those after them need them to hold."""
-        yield True, {"prepare": self._prepare}
-        yield False, {"prepare twice": self._prepare_again}
-        yield True, {"evaluate": self._evaluate}
-        yield True, {"train": self._train}
-        yield True, {"train twice": self._train_again}
-        yield (
-            False,
-            {
-                "resume": self._resume,
-                "pipeline": self._pipeline,
-                "devices": self._devices,
-                "predict": self._predict,
-            },
-        )
+    def checks(self) -> list[tuple[str, Callable[[], str], bool]]:
+        """Return the checks by name, in order, and whether those after one need it to hold."""
+        return [
+            ("prepare", self._prepare, True),
+            ("prepare twice", self._prepare_again, False),
+            ("evaluate", self._evaluate, True),
+            ("train", self._train, True),
+            ("train twice", self._train_again, True),
+            ("resume", self._resume, False),
+            ("pipeline", self._pipeline, False),
+            ("devices", self._devices, False),
+            ("predict", self._predict, False),
+        ]
 
     def _prepare(self) -> str:
         whole = prepare_data(self.config, self.settings)

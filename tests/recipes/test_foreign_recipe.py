@@ -182,6 +182,15 @@ def test_mistakes_of_a_recipe_are_told(
         load_config(None, ["recipe=film_club.recipe:Ratings", "data.users=0"])
 
 
+def test_an_interruption_while_a_recipe_is_imported_is_told(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow_import.py").write_text("raise KeyboardInterrupt  # as Ctrl-C does\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["train", "--recipe", "slow_import:R"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [

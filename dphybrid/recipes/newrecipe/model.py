@@ -11,7 +11,7 @@ from dphybrid.parallel import DataParallel
 from dphybrid.recipes import ModelConfig, ModelContext
 
 
-class NewRecipeModel(ModelConfig):
+class Options(ModelConfig):
     """Each field is a flag, `--model.dim`."""
 
     dim: int = Field(default=8, ge=1, le=4096)
@@ -21,7 +21,7 @@ class NewRecipeModel(ModelConfig):
 class Network(nn.Module):
     """From batches to losses."""
 
-    def __init__(self, context: ModelContext[NewRecipeModel]) -> None:
+    def __init__(self, context: ModelContext[Options]) -> None:
         super().__init__()
         dim = context.options.dim
         self.users = context.table(context.num_ids("user"), dim, name="users")

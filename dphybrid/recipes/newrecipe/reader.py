@@ -11,10 +11,10 @@ from dphybrid.data import Vocabulary
 from dphybrid.recipes import DataConfig
 from dphybrid.util.errors import UserError
 
-COLUMNS = ("user", "item", "rating")
+COLUMNS = {"user": pl.String, "item": pl.String, "rating": pl.Float32}
 
 
-class NewRecipeData(DataConfig):
+class Data(DataConfig):
     """Each field is a flag, `--data.path`; the sentence below it is its help."""
 
     path: str | None = None
@@ -23,7 +23,7 @@ class NewRecipeData(DataConfig):
     """Share of the rows in the validation split."""
 
 
-def read(data: NewRecipeData, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
+def read(data: Data, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
     """Return the training and the validation split as arrays by name, and the vocabularies of their ids."""
     random = np.random.default_rng(seed)
     frame = _made_up(random) if data.path is None else _ratings(Path(data.path))
@@ -40,14 +40,14 @@ def read(data: NewRecipeData, seed: int) -> tuple[Any, Any, dict[str, Vocabulary
 
 def _ratings(file: Path) -> pl.DataFrame:
     try:
-        frame = pl.read_csv(file)
+        frame = pl.read_csv(file, schema_overrides=COLUMNS)
     except (OSError, pl.exceptions.PolarsError) as error:
-        raise UserError(f"data.path={file}: cannot be read as CSV ({error})") from error
+        raise UserError(f"data.path={file}: cannot be read ({str(error).splitlines()[0]})") from error
     if missing := [name for name in COLUMNS if name not in frame.columns]:
         raise UserError(
             f"data.path={file}: has no column {missing[0]!r}; columns: {', '.join(frame.columns)}"
         )
-    return frame.drop_nulls(COLUMNS)
+    return frame.drop_nulls(list(COLUMNS))
 
 
 def _made_up(random: np.random.Generator) -> pl.DataFrame:

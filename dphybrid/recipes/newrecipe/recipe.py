@@ -8,10 +8,11 @@ import torch
 
 from dphybrid.data import Vocabulary
 from dphybrid.recipes import ModelContext, Recipe, Task
-from dphybrid.recipes.newrecipe.metrics import TASK
-from dphybrid.recipes.newrecipe.model import Network, NewRecipeModel
-from dphybrid.recipes.newrecipe.reader import NewRecipeData, read
 from dphybrid.util.errors import UserError
+
+from .metrics import TASK
+from .model import Network, Options
+from .reader import Data, read
 
 
 class NewRecipe(Recipe):
@@ -19,15 +20,15 @@ class NewRecipe(Recipe):
 
     name = "newrecipe"
     summary = "Ratings that users give to items."
-    data = NewRecipeData
-    model = NewRecipeModel
+    data = Data
+    model = Options
     train = {"epochs": 4, "batch_size": 64, "lr": 0.02}
     example = {"user": ["user 1", "user 2"], "item": ["item 1", "an item without ratings"]}
 
-    def rows(self, data: NewRecipeData, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
+    def rows(self, data: Data, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
         return read(data, seed)
 
-    def build(self, context: ModelContext[NewRecipeModel]) -> torch.nn.Module:
+    def build(self, context: ModelContext[Options]) -> torch.nn.Module:
         return Network(context)
 
     def task(self, info: Mapping[str, Any]) -> Task:
