@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.cli.main import main
-from dphybrid.config.settings import load_settings
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus import (
     Inventory,
     Policy,
@@ -264,6 +264,14 @@ def test_another_user_sees_a_lease_and_asks_for_it_but_takes_nothing(open_folder
         assert as_nobody(work) == "asked"
         assert "nobody" in str(asked_by(lease))
         assert lease.lost() is None
+
+
+@needs_root
+def test_another_user_reads_nothing_of_a_new_data_folder(open_folder: Path) -> None:
+    settings = Settings(data_dir=open_folder / "theirs")
+    prepared = prepare_data(build_config({"recipe": "toy", "devices": "cpu"}), settings).data.path
+    assert (prepared / "manifest.json").is_file()
+    assert as_nobody((prepared / "manifest.json").read_text).startswith("PermissionError")
 
 
 @needs_root
