@@ -13,13 +13,18 @@ from tests.conftest import REPOSITORY
 HIDE = """
 import sys
 
+HIDDEN = ("prefect", "mlflow", "fastapi", "optuna", "yaml")
+
 class Hiding:
     def __init__(self, finder):
         self.finder = finder
 
     def find_spec(self, name, *rest):
-        hidden = name.partition(".")[0] in ("prefect", "mlflow", "fastapi", "optuna", "yaml")
-        return None if hidden else self.finder.find_spec(name, *rest)
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, *rest)
+
+    def find_distributions(self, context):
+        found = getattr(self.finder, "find_distributions", lambda _: ())(context)
+        return [each for each in found if each.name.lower() not in HIDDEN]
 
     def __getattr__(self, name):
         return getattr(self.finder, name)

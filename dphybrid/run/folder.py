@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -165,7 +166,7 @@ def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | No
 def environment_tags() -> dict[str, str]:
     """Return what a result may depend on: versions, machine, commit."""
     tags = {"version.dphybrid": __version__} | {
-        f"version.{name}": version(name) for name in ("torch", "mlflow", "polars")
+        f"version.{name}": version(name) for name in ("torch", "mlflow", "polars") if find_spec(name)
     }
     tags |= {
         "version.python": platform.python_version(),
