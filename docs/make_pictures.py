@@ -20,7 +20,7 @@ COLOURS = 64
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 VISITS = "shop,price,clicked\n" + "".join(
     f"{('books', 'music', 'tea')[i % 3]},{i * 37 % 200 / 10},{int(i % 3 == 0 and i * 37 % 200 < 120)}\n"
-    for i in range(3000)
+    for i in range(1500)
 )
 
 
@@ -35,7 +35,7 @@ def train(folder: Path) -> None:
     """Train three runs and write the comparison and a report."""
     (folder / "visits.csv").write_text(VISITS)
     for devices in ("cpu", "cpu*2", "cpu*8"):
-        values = ["--data.path", "visits.csv", "--data.label", "clicked", "--train.epochs", "4"]
+        values = ["--data.path", "visits.csv", "--data.label", "clicked", "--train.epochs", "2"]
         dphybrid("train", *values, "--devices", devices, "--run-name", f"visits-{devices.replace('*', 'x')}")
     dphybrid("compare", "visits-cpu", "visits-cpux2", "visits-cpux8")
     report = next((folder / "data/mlflow/artifacts").glob("*/artifacts/Report.html"))

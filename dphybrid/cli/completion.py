@@ -1,4 +1,4 @@
-"""Print what a shell completes.
+"""Print completions for a shell.
 
 bash: echo 'eval "$(dphybrid completion bash)"' >> ~/.bashrc
 zsh:  echo 'eval "$(dphybrid completion zsh)"' >> ~/.zshrc

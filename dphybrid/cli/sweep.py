@@ -1,4 +1,4 @@
-"""Train many combinations of values, all of a grid or those that Optuna chooses, without Prefect.
+"""Train many combinations of values, a whole grid or Optuna's choices, without Prefect.
 
 examples:
   %(prog)s --recipe toy --grid '{"train.batch_size": [64, 256], "train.lr": [0.01, 0.1]}'

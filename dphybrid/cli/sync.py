@@ -1,4 +1,4 @@
-"""Send to MLflow what was kept while it was away, and end runs whose process died.
+"""Send the records that MLflow missed while it was away, and end runs whose process died.
 
 Training never waits for MLflow: what could not be sent stays in DPHYBRID_DATA_DIR/mlflow/spool. Run this when
 the server is back; it may run any number of times, and beside running trainings. The exit code is 1 when

@@ -1,4 +1,4 @@
-"""Check deployments: what Prefect's server does not check, too."""
+"""Check deployments more closely than Prefect's server does."""
 
 import argparse
 import importlib

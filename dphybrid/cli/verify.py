@@ -1,4 +1,4 @@
-"""Read prepared folders and checkpoints whole, and name what is damaged.
+"""Read prepared folders and checkpoints in full and name damaged files.
 
 Every file is read and compared with the sums that were written with it. Each place gives a line; the exit
 code is 1 when one is damaged. Training, prediction and registration check what they use by themselves; this

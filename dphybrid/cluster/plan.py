@@ -1,4 +1,5 @@
-"""What several machines would cost before anybody has them: rows a rank, memory, bytes and time of a step.
+"""The cost of a run on several machines, before they are bought: rows a rank, memory, bytes and time of a
+step.
 
 Arithmetic on paper, not a measurement: the network at nine tenths of its rate, nothing overlapped.
 """

@@ -1,4 +1,4 @@
-"""What several ranks would not compute as one process does, or cannot do yet: refused before work starts."""
+"""Refusals before work starts: models and values that several ranks compute differently or not yet."""
 
 import platform
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Rows that lie with many ranks, read and written by rank 0 in slices: nobody ever holds them all.
+"""Rows spread over ranks, read and written by rank 0 in slices: no process ever holds them all.
 
 Rank 0 does what it would do with a tensor of its own, such as writing it to a file slice by slice; meanwhile
 the others `serve`. Rank 0 tells all of them what comes next, so that no one waits for longer than a slice

@@ -1,4 +1,4 @@
-"""What an experiment is: sections of values, each declared once with type, default, bound, unit and a
+"""The config of an experiment: sections of values, each declared once with type, default, bound, unit and a
 sentence.
 
 One declaration feeds the Prefect form, TOML files, the command line and MLflow's params. Every field changes

@@ -1,4 +1,4 @@
-"""What a table's lookups and updates did and how long that took, so that a slow run explains itself."""
+"""Counts and times of a table's lookups and updates, which explain a slow run."""
 
 from dataclasses import dataclass
 

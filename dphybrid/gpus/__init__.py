@@ -1,5 +1,5 @@
-"""GPUs of a shared workstation: what is there, what is free, and leases that end with their process. Needs
-neither torch nor Prefect."""
+"""GPUs of a shared workstation: inventory, policy for free GPUs, and leases that end with their process.
+Needs neither torch nor Prefect."""
 
 from dphybrid.gpus.inventory import Gpu, Inventory, Policy, Process, busy_reason, visible
 from dphybrid.gpus.leases import Holder, Lease, ask_for, asked_by, find_holder, lease_folder, try_lease

@@ -1,5 +1,4 @@
-"""What NVML says of this machine's GPUs: memory, load, processes and their owners; and when a GPU counts as
-free.
+"""This machine's GPUs by NVML: memory, load, processes and their owners; and when a GPU counts as free.
 
 Units are whole GPUs and, where a GPU is in MIG mode, its MIG devices. Index order is NVML's, the order of the
 PCI bus.

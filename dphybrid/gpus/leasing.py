@@ -1,5 +1,4 @@
-"""From a device text to leased GPUs: what a run asks for, waits for, and then knows as `cuda:0`, `cuda:1`,
-..."""
+"""From a device text to leased GPUs: a run asks, waits, and then sees them as `cuda:0`, `cuda:1`, ..."""
 
 import os
 from collections.abc import Callable, Iterator

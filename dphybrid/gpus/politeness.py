@@ -1,5 +1,4 @@
-"""Giving way: while training runs, its GPUs are watched, and when their owner comes it is asked to stop and
-to go on later."""
+"""Giving way: a thread watches the GPUs of a training and asks it to stop when their owner needs them."""
 
 import os
 import sys

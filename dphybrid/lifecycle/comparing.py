@@ -1,4 +1,4 @@
-"""Champion against challenger: both answer the same validation rows, none of which either was trained on.
+"""Champion against challenger on the same validation rows, which neither was trained on.
 
 The difference gets an interval by the paired bootstrap (Efron 1979): both are scored on the same resampled
 rows, many times over.

@@ -1,5 +1,5 @@
-"""What Prefect's pages show of a training while it runs: its name and tags, the way to its MLflow run, how
-far it has come."""
+"""The state of a training on Prefect's pages: its name and tags, the way to its MLflow run, how far it has
+come."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

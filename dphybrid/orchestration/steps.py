@@ -1,4 +1,5 @@
-"""What the flows share: the steps of the main job as Prefect tasks, and `trained`, which calls them in turn.
+"""Shared parts of the flows: the steps of the main job as Prefect tasks, and `trained`, which calls them in
+turn.
 
 Tasks pass paths; the work is in `dphybrid.run.train`.
 """

@@ -1,5 +1,5 @@
-"""What a flow run of a deployment does around its work: it is seen to live, ends when its worker dies, and
-goes back to the queue when it has to stop before its end."""
+"""Supervision of a deployment's flow run: it is seen to live, ends when its worker dies, and goes back to the
+queue when it has to stop before its end."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Device texts given their hardware, and what must be set before CUDA starts."""
+"""From device texts to torch devices, and settings that must precede CUDA's start."""
 
 import os
 from collections.abc import Sequence

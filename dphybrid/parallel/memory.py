@@ -1,5 +1,5 @@
-"""What a block needs on each device: parameters, gradients, optimizer states, and an estimate of activations
-from a pass without data."""
+"""The memory of a block on each device: parameters, gradients, optimizer states, and an estimate of
+activations from a pass without data."""
 
 import copy
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a data-parallel block has seen: its splits, and what was found about its module."""
+"""The record of a data-parallel block: its splits and the findings about its module."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""How many rows each replica gets, and the record of what each got."""
+"""The rows of each replica, planned and recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What builds a model: the context that a recipe's `build`, or a factory of the user's own, is given."""
+"""The context from which a recipe's `build`, or a user's factory, builds a model."""
 
 import zlib
 from collections.abc import Callable

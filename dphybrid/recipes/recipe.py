@@ -1,5 +1,4 @@
-"""What a recipe is: one object that says all there is to one kind of experiment, so that nothing else needs
-to know its name."""
+"""A recipe: one object that describes one kind of experiment, so that no other code needs its name."""
 
 from collections.abc import Callable, Mapping
 from copy import copy

@@ -1,5 +1,4 @@
-"""Which recipes there are: the built-in ones, those that installed packages announce, and a user's own by
-import path.
+"""The known recipes: built-in ones, those of installed packages, and a user's own by import path.
 
 The one place that names the built-in recipes.
 """

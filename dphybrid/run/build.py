@@ -1,5 +1,4 @@
-"""What happens before a run trains: its data is prepared, its model is built once, its folder and its record
-are made."""
+"""The first part of a run: prepare its data, build its model once, make its folder and its record."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime

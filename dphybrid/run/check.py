@@ -1,5 +1,4 @@
-"""Looks at a model before it is trained: its memory on each device, and what data parallelism changes in
-it."""
+"""Checks of a model before training: its memory on each device, and effects of data parallelism."""
 
 import inspect
 from typing import Any

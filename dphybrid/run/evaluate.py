@@ -1,4 +1,4 @@
-"""What a trained run is judged by: its best checkpoint, on the validation rows and on those for a test."""
+"""Evaluation of a run's best checkpoint on the validation rows, and on test rows where the data has some."""
 
 import gc
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a run is made of: resolved once, where a command or flow begins, and passed on from there."""
+"""The parts of a run, resolved once where a command or flow begins."""
 
 from dataclasses import dataclass
 from functools import cached_property

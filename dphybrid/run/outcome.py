@@ -1,4 +1,4 @@
-"""What a training came to, as the pages `result.json` and `splits.json`."""
+"""The results of a training as the pages `result.json` and `splits.json`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a training begins with: the model and its optimizers, the checkpoint they go on from, the session."""
+"""The start of a training: the model and its optimizers, the checkpoint they go on from, the session."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

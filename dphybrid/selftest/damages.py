@@ -1,4 +1,4 @@
-"""What happens to files on failing disks, which leaves their times as they were."""
+"""Damages of failing disks to files, with unchanged modification times."""
 
 import os
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""Checkpoints as MLflow's own models: what `mlflow.pyfunc.load_model` and `mlflow models serve` load and
-ask."""
+"""Checkpoints as MLflow models, for `mlflow.pyfunc.load_model` and `mlflow models serve`."""
 
 from collections.abc import Mapping
 from functools import cached_property

@@ -1,5 +1,5 @@
-"""What the rest of the library asks of a tracker: a handful of verbs. Here each does nothing, so the base is
-also the null object."""
+"""The interface of a tracker: a handful of verbs. Here each does nothing, so the base is also the null
+object."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

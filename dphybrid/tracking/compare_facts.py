@@ -1,5 +1,4 @@
-"""What a comparison says of runs: what differs between them, how fast each is against its own baseline, and
-how its batches were split."""
+"""The facts of a comparison: differing values, speed against a baseline run, and splits."""
 
 import difflib
 import statistics

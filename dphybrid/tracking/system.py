@@ -1,4 +1,4 @@
-"""What the machine did meanwhile: processor, memory and each used GPU, every few seconds; and whether the
+"""Samples of the machine's load: processor, memory and each used GPU, every few seconds; and whether the
 devices were used well."""
 
 import time

@@ -1,4 +1,4 @@
-"""What users' own functions see after each epoch: to log figures of their own, to tell somebody, to stop."""
+"""Users' functions called after each epoch: to log numbers, to notify somebody, to stop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

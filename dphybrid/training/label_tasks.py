@@ -1,4 +1,4 @@
-"""What differs between the kinds of label (`dphybrid.data.table.labels`) in training and prediction: an
+"""Training and prediction by kind of label (`dphybrid.data.table.labels`): an
 object a kind, of which recipes take the loss, the loop the metrics, and predictions the link.
 
 Letters: B samples, C classes. logits are (B,), or (B, C) where labels are classes by `num_outputs`."""

@@ -1,4 +1,4 @@
-"""When a GPU's memory does not hold a batch: what used it, and the same step again in smaller parts.
+"""Out of GPU memory: a report of its use, and the same step again in smaller parts.
 
 Gradients of the parts are summed and divided once by the whole batch's terms, so the step is the one that did
 not fit, up to rounding (and, with dropout, other masks). The batch itself never changes.

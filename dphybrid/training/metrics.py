@@ -1,5 +1,4 @@
-"""What a task is: its metrics over the validation outputs, and which of them decides which checkpoint is
-best."""
+"""Tasks: metrics over the validation outputs, and the one that decides which checkpoint is best."""
 
 import math
 from collections.abc import Callable, Sequence

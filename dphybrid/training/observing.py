@@ -1,4 +1,4 @@
-"""What is seen of a training: loss and speed in lines, stages in the clock, splits, a profile. The loop tells
+"""Observation of a training: loss and speed in lines, stages in the clock, splits, a profile. The loop tells
 it of each epoch and step."""
 
 from collections.abc import Iterator, Mapping

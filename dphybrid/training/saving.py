@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training, which stands still only while what has changed is copied.
+"""Checkpoints written in the background; training waits only while changed values are copied.
 
 A full checkpoint holds each table's file whole. One in between holds a hard link to the file of the last full
 one and the rows changed since (see `table_files`), so that a folder has all it needs, whatever is removed

@@ -1,4 +1,4 @@
-"""What each batch was split into, as the plain lines of the data-parallel tutorials and as table rows."""
+"""The splits of all batches, as the lines of the data-parallel tutorials and as table rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

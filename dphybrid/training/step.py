@@ -1,4 +1,4 @@
-"""One step of a training: what a recipe's `step` works with. `Step.update` is one change of weights."""
+"""One step of a training: the object that a recipe's `step` uses. `Step.update` is one change of weights."""
 
 import gc
 import math

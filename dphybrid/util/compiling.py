@@ -1,4 +1,4 @@
-"""What torch.compile shall leave to Python."""
+"""Functions that torch.compile leaves to Python."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a GPU says when its memory does not hold what is asked of it."""
+"""Recognition of out-of-memory errors of a GPU."""
 
 _SIGNS = ("out of memory", "ALLOC_FAILED")
 

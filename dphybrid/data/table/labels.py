@@ -1,4 +1,4 @@
-"""What the column with the answer is learnt as, by its values or by `data.task`:
+"""The task of a label column, by its values or by `data.task`:
 
 - binary: two values;
 - multiclass: texts, or up to 20 whole numbers below 100 (either sign), three or more;

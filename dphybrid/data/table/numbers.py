@@ -1,4 +1,4 @@
-"""How numbers are written, and what a network gets of them. Letters: B rows."""
+"""How cells write numbers, and how a network receives them. Letters: B rows."""
 
 import re
 from functools import lru_cache

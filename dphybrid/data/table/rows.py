@@ -1,4 +1,4 @@
-"""Rows as they come from files, chunk by chunk: their cells, where they stand, and those that do not fit."""
+"""Rows read from files chunk by chunk: cells, line numbers and rejected rows."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What the columns of a table are used as: told by the first rows, kept as `schema.toml`, and overridden by
+"""The roles of a table's columns: inferred from the first rows, kept as `schema.toml`, and overridden by
 flags or such a file."""
 
 import difflib

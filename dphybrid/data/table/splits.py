@@ -1,4 +1,4 @@
-"""Which rows are held out: at random, the latest, whole keys, or those of files given apart."""
+"""The validation split: random rows, the latest rows, whole keys, or files of their own."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a trained table is compared with, a constant and a linear model, and columns that give the label away.
+"""Baselines of a trained table, a constant and a linear model; and columns that give the label away.
 
 Letters: B rows, F id columns, N numbers, C classes, K values of a column.
 """
