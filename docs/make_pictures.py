@@ -15,12 +15,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-COLOURS = 64
-"""Of a picture: enough for text and charts, a quarter of the bytes."""
+COLOURS = 256
+"""Of a picture: enough for text and charts, a third of the bytes; with 64 stages share colours."""
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+ROWS = [(("books", "music", "tea")[i % 3], i * 37 % 200 / 10, i % 13 < 2) for i in range(1500)]
 VISITS = "shop,price,clicked\n" + "".join(
-    f"{('books', 'music', 'tea')[i % 3]},{i * 37 % 200 / 10},{int(i % 3 == 0 and i * 37 % 200 < 120)}\n"
-    for i in range(1500)
+    f"{shop},{price},{int((shop == 'books' and price < 12) != noise)}\n" for shop, price, noise in ROWS
 )
 
 

@@ -186,4 +186,4 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "HostEmbedding" in (tmp_path / "site" / "api" / "index.html").read_text()
+    assert "HostEmbedding" in (tmp_path / "site" / "api-embedding" / "index.html").read_text()
