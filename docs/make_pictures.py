@@ -3,7 +3,7 @@
     python docs/make_pictures.py            # into docs/pictures; needs playwright, pillow and Chromium
     python docs/make_pictures.py /tmp/look --width 390
 
-Three small runs on one, two and eight virtual devices in a folder of their own give what is shown.
+It trains three small runs, on one, two and eight virtual devices, in a temporary folder.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def train(folder: Path) -> None:
         values = ["--data.path", "visits.csv", "--data.label", "clicked", "--train.epochs", "2"]
         dphybrid("train", *values, "--devices", devices, "--run-name", f"visits-{devices.replace('*', 'x')}")
     dphybrid("compare", "visits-cpu", "visits-cpux2", "visits-cpux8")
-    report = next((folder / "data/mlflow/artifacts").glob("*/artifacts/Report.html"))
-    shutil.copy(report, folder / "report.html")
+    reports = (folder / "data/mlflow/artifacts").glob("*/artifacts/Report.html")
+    shutil.copy(max(reports, key=lambda file: file.stat().st_mtime), folder / "report.html")
 
 
 def keep(page: Any, file: Path, full: bool) -> None:
