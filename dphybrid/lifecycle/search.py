@@ -159,16 +159,16 @@ def search(
 def _study(what: Search, folder: Path, sweep: str, seed: int, task: Task) -> optuna.Study:
     """Open the sweep's study; trials that were cut off are in its queue again, by the names of their runs."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results name failed runs
-    samplers = optuna.samplers
-    tpe = what.sampler == "tpe"
     study = optuna.create_study(
         study_name=sweep,
         storage=f"sqlite:///{folder / 'study.db'}",
-        sampler=samplers.TPESampler(seed=seed) if tpe else samplers.RandomSampler(seed=seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1),
         direction="maximize" if task.higher_is_better else "minimize",
         load_if_exists=True,
     )
+    of = optuna.samplers.TPESampler if what.sampler == "tpe" else optuna.samplers.RandomSampler
+    # a sampler draws anew after each start: of the same seed it would draw the first trials again
+    study.sampler = of(seed=seed + len(study.trials))
     again = {
         trial.user_attrs.get(_CELL) for trial in study.get_trials(states=(optuna.trial.TrialState.WAITING,))
     }

@@ -63,6 +63,7 @@ def test_a_search_goes_on_where_it_was_stopped(swept: Any) -> None:
     assert swept.trained[4:] == ["s-004", "s-006", "s-007"]  # trial 5 is the fourth run again
     assert [cell.name for cell in grid.cells] == ["s-001", "s-002", "s-003", "s-004", "s-006", "s-007"]
     assert all(0.001 <= float(cell.values["train.lr"]) <= 0.1 for cell in grid.cells)
+    assert len({cell.values["train.lr"] for cell in grid.cells}) == 6  # no draw comes again after a start
     swept(6, prune=False)
     assert len(swept.trained) == 7
 
