@@ -176,13 +176,25 @@ class _Programs:
         for name, table in tables.items():
             table.weight = weights[name]
         calls = [("lookups", self.asks), ("dense", self.dense)]
-        sources = {name: _source(name, program) for name, program in calls}
-        self.text = _PROGRAMS + "".join(text for text, _ in sources.values())
-        self.takes = {name: targets for name, (_, targets) in sources.items()}
-        held = {**self.asks.state_dict, **self.asks.constants, **self.dense.constants}
-        self._held = {name: held[name].detach() for each in self.takes.values() for name in each if name}
+        self.text = _PROGRAMS + "".join(_source(name, program) for name, program in calls)
+        self._held: dict[str, Tensor] = {}
+        self.takes = {name: self._hold(name, program) for name, program in calls}
         self._space: dict[str, Any] = {}
         exec(compile(self.text, "programs.py", "exec"), self._space)  # noqa: S102 - torch has just written it
+
+    def _hold(self, name: str, program: torch.export.ExportedProgram) -> list[str | None]:
+        """Keep the tensors that a program takes before its inputs; return their names, None for those that it
+        does not read. Both programs have the model's parameters; their constants may share names."""
+        users, takes = _users(program), list[str | None]()
+        for spec in program.graph_signature.input_specs:
+            if spec.target is not None:
+                own = spec.target in program.constants
+                key = f"{name}.{spec.target}" if own else spec.target
+                takes.append(key if users[spec.arg.name] else None)
+                if takes[-1]:
+                    held = program.constants if own else program.state_dict
+                    self._held[key] = held[spec.target].detach()
+        return takes
 
     def run(self, batch: _Batch) -> Tensor:
         """Return the predictions as predict.py computes them."""
@@ -236,15 +248,12 @@ def _traced(module: nn.Module, *arguments: Any) -> torch.export.ExportedProgram:
     return program
 
 
-def _source(name: str, program: torch.export.ExportedProgram) -> tuple[str, list[str | None]]:
-    """Return a program as a Python function, and the names of the tensors before its inputs (None: it is
-    not read). Raises ValueError for a program that calls others."""
+def _source(name: str, program: torch.export.ExportedProgram) -> str:
+    """Return a program as a Python function. Raises ValueError for one that calls others."""
     if calls := list(program.graph.find_nodes(op="get_attr")):
         raise ValueError(f"it calls a program of its own, {calls[0].target}")
-    users = _users(program)
-    specs = [spec for spec in program.graph_signature.input_specs if spec.target is not None]
     source = program.graph.python_code("self").src.strip().replace("def forward(self, ", f"def {name}(", 1)
-    return f"\n\n{source}\n", [spec.target if users[spec.arg.name] else None for spec in specs]
+    return f"\n\n{source}\n"
 
 
 def _users(program: torch.export.ExportedProgram) -> dict[str, int]:

@@ -177,7 +177,7 @@ def test_a_dense_part_as_onnx(unrecorded: None, tmp_path: Path) -> None:
 
 def test_a_recipe_without_predictions_is_refused(unrecorded: None, tmp_path: Path) -> None:
     run = dphybrid.train(recipe="hybrid", devices="cpu", epochs=1, quiet=True)
-    with pytest.raises(UserError, match="recipe hybrid without an encoder"):
+    with pytest.raises(UserError, match="recipe hybrid: makes no predictions from rows"):
         export(run.checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
