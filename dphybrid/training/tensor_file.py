@@ -195,7 +195,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
     """Return the tensor `name` (V, ...) of the file, mapped into memory. The first lookup that reads a block
-    of the file checks it, and raises UserError when it is damaged (`native.check_when_read`).
+    of the file checks it, and raises UserError when it is damaged (`embedding.checked`).
 
     Writing does not reach the file. sums: of `BlockSums`. Raises UserError when shape or type differ from
     those of `like`, and for a damaged header.

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from benchmarks.house import REPOSITORY, files_of, measured
 
-MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_MODULES = 543, 80, 20
-"""The aim is 450 lines a file."""
-MOST_FILES, MOST_LINES_OF_ALL = 270, 36_000
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_MODULES = 450, 80, 20
+MOST_FILES, MOST_LINES_OF_ALL = 283, 37_500
 """The aim is 190 files and 26,000 lines."""
 
 PRODUCT = files_of(REPOSITORY / "dphybrid", REPOSITORY / "flows")

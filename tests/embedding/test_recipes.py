@@ -1,6 +1,5 @@
 """The recipes on the engine: prefetching and storage change no bit, and what the engine did is on record."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def train(*overrides: str) -> Report:
 @pytest.fixture(autouse=True)
 def worker_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual devices get no worker but when it is asked for."""
-    monkeypatch.setattr("dphybrid.training.loop.RowPipeline", partial(RowPipeline, on_cpu=True))
+    monkeypatch.setattr("dphybrid.training.engine.Engine.prefetches_on_cpu", True)
 
 
 @pytest.fixture
@@ -130,7 +129,7 @@ def test_rows_of_all_lookups_are_prepared_and_train_to_the_same_bits(
             super().close()
             ratios.append(self.counters()["prepared_ratio"])
 
-    monkeypatch.setattr("dphybrid.training.loop.RowPipeline", partial(Watched, on_cpu=True))
+    monkeypatch.setattr("dphybrid.training.loop.RowPipeline", Watched)
     off, exact = (
         train(*small_runs[recipe], "devices=cpu*3", f"train.pipeline={mode}") for mode in ("off", "exact")
     )

@@ -212,10 +212,11 @@ def test_after_the_fallback_each_part_gets_its_prepared_rows(
     pipelines: list[RowPipeline] = []
 
     def ahead(*args: Any, **options: Any) -> RowPipeline:
-        pipelines.append(RowPipeline(*args, on_cpu=True, **options))
+        pipelines.append(RowPipeline(*args, **options))
         return pipelines[-1]
 
     monkeypatch.setattr(loop, "RowPipeline", ahead)
+    monkeypatch.setattr("dphybrid.training.engine.Engine.prefetches_on_cpu", True)
     monkeypatch.setattr("dphybrid.training.observing.Meter.log", lambda meter: "")
     parts = test_memory.train(data_dir, "parts", 20)
     totals = pipelines[0]._totals()

@@ -6,14 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from dphybrid.config.settings import load_settings
-from dphybrid.embedding import RowPipeline
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.serving.load import model_from_checkpoint
@@ -93,7 +91,7 @@ def test_text_trains_to_the_same_losses_on_any_number_of_devices(
 def test_prefetching_changes_no_bit(
     optimizer: str, devices: str, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dphybrid.training.loop.RowPipeline", partial(RowPipeline, on_cpu=True))
+    monkeypatch.setattr("dphybrid.training.engine.Engine.prefetches_on_cpu", True)
     options = [
         small_text,
         *SMALL_TEXT,

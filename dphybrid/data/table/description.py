@@ -38,13 +38,14 @@ def description(
     new = sorted(unseen.items(), key=lambda item: -item[1])[:5]
     if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_TOLD):
         lines.append(f"  validation values without a training row: {shares}")
-    first, *others = data.role_fields()
+    first, *others = data.role_fields() or [""]
+    flags = f"--data.{first} NAMES, also {', '.join(others)}; or " if first else ""
     unnamed = "" if table.plan.first.header else " Columns without a header are named 0, 1, ..."
     return [
         *lines,
         *_left_out_lines(table, encoder),
-        f"  to change a role: --data.{first} NAMES, also {', '.join(others)}; or --data.schema-file with an "
-        f"edited copy of this folder's schema.toml.{unnamed}",
+        f"  to change a role: {flags}--data.schema-file with an edited copy of this folder's schema.toml."
+        f"{unnamed}",
     ]
 
 
