@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Dataset, Prepared
 from dphybrid.data.batches import Array
 from dphybrid.data.table.rows import find_files, read_chunks
@@ -302,8 +303,8 @@ class _Trial:
         return f"{len(first)} predictions of {len(next(iter(rows.values())))} rows"
 
     def _rows_of_a_file(self) -> Values:
-        data: Any = self.config.data
-        if not self.experiment.recipe.tabular:
+        data = self.config.data
+        if not isinstance(data, TableDataConfig) or data.path is None:
             return {}
-        chunk = next(read_chunks(find_files(data.path, "data.path")[0], data.reading))
+        chunk = next(read_chunks(find_files(data.path, "data.path")[0], data))
         return {name: list(islice(chunk.column(name), 8)) for name in chunk.names}

@@ -194,6 +194,18 @@ def test_a_sound_recipe_holds_and_leaves_nothing_behind(
     assert "BREAKS evaluate" in capsys.readouterr().out
 
 
+def test_a_table_predicts_for_its_first_rows(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{n},{'ab'[n % 3 // 2]},{int(n % 7 > 2)}" for n in range(300)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["n,shop,clicked", *rows]))
+    values = ["--data.path", str(tmp_path / "clicks.csv"), "--data.label", "clicked", "--model.dim", "4"]
+    assert main(["check", "recipe", "ctr", *values]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-9:]] == ["ok"] * 9
+    assert "8 predictions of 8 rows" in lines[-1]
+
+
 def test_what_is_not_there_is_not_held_against_it(data_dir: Path) -> None:
     pipeline = found_in("Unannounced")["pipeline"]
     assert pipeline.holds is None
