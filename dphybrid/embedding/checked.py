@@ -1,4 +1,4 @@
-"""Rows in files of checkpoints, which are checked when they are read, whoever reads them."""
+"""Checks of rows that are mapped from a checkpoint's files: every kernel that reads rows asks for them."""
 
 import weakref
 from collections.abc import Callable
