@@ -83,7 +83,7 @@ def report_run(run: Run, experiment: Experiment) -> Report:
         step_ms=result.step_ms,
         saving=result.saving,
         warnings=warnings,
-        digests={"data": run.page.data_digest, **read_state(Path(result.best_checkpoint)).sha256},
+        digests={"data": run.page.data_digest, **read_state(Path(result.best_checkpoint)).digests},
         text="",
     )
     report = report.model_copy(update={"text": _closing_words(report)})

@@ -94,8 +94,8 @@ class _Breaks(Exception):
 
 @dataclass(frozen=True)
 class _Trained:
-    """A trained sample. weights: sha256 by file of its last checkpoint. told: why no rows were prefetched, or
-    an empty text."""
+    """A trained sample. weights: digests of its last checkpoint by file. told: why no rows were prefetched,
+    or an empty text."""
 
     weights: Mapping[str, str]
     best: Path
@@ -223,7 +223,7 @@ class _Trial:
             warnings.simplefilter("always")
             result = train_run(run, experiment, StopRequest())
         told = [str(one.message) for one in caught if str(one.message).startswith("RowPipeline: ")]
-        weights = read_state(Path(result.checkpoint)).sha256
+        weights = read_state(Path(result.checkpoint)).digests
         return _Trained(weights, Path(result.best_checkpoint), told[0] if told else "")
 
     def _train(self) -> str:

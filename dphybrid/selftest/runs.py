@@ -166,7 +166,7 @@ def came_to(data_dir: Path) -> dict[str, Any]:
         "history": result.history,
         "best": Path(result.best_checkpoint).name,
         "checkpoints": [path.name for path in there],
-        "sums": [read_state(path).sha256 for path in there],
+        "sums": [read_state(path).digests for path in there],
         "splits": [row.model_dump() for row in splits.rows],
         "lines": splits.lines,
         "leftovers": sorted(path.name for path in folder.rglob(".*") if path.name != ".lock"),

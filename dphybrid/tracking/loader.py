@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dphybrid.tracking.names import LEFT_OUT
-from dphybrid.util.digests import file_digest
+from dphybrid.util.digests import file_block_sums, file_digest
 from dphybrid.util.errors import UserError
 
 
@@ -97,9 +97,13 @@ def _with_left_out(root: Path) -> Path:
                 f"{source}: is not here, and with {entry['bytes'] / 2**20:.0f} MiB it was too large to "
                 "upload; load the model on a machine that sees this path, or copy the file there"
             )
-        if file_digest(source) != entry["sha256"]:
+        if "block_sums" in entry:
+            same = file_block_sums(source) == entry["block_sums"]
+        else:
+            same = file_digest(source) == entry["sha256"]
+        if not same:
             raise UserError(
-                f"{source}: its sha256 differs from the one recorded with the model; it belongs to another "
+                f"{source}: its checksum differs from the one recorded with the model; it belongs to another "
                 "checkpoint now"
             )
         target.parent.mkdir(parents=True, exist_ok=True)  # uploads leave out empty folders
@@ -110,13 +114,15 @@ def _with_left_out(root: Path) -> Path:
 
 def _entries(page: Path) -> list[dict[str, Any]]:
     """Return what a page of left-out files names. Raises UserError for another page."""
-    wanted = {"name": str, "path": str, "bytes": int, "sha256": str}
+    wanted = {"name": str, "path": str, "bytes": int}
     try:
         entries = json.loads(page.read_text(encoding="utf-8"))
         good = isinstance(entries, list) and all(
-            isinstance(entry[key], kind) for entry in entries for key, kind in wanted.items()
+            isinstance(entry.get("block_sums", entry.get("sha256")), str)
+            and all(isinstance(entry[key], kind) for key, kind in wanted.items())
+            for entry in entries
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:
         raise UserError(

@@ -166,7 +166,8 @@ class CheckpointModels:
     def _copy(self, folder: Path, target: Path, uploads: bool) -> None:
         """Link the checkpoint's files into `target`; a large one that would have to be copied or uploaded is
         named in a page instead."""
-        digests = json.loads((folder / "state.json").read_text(encoding="utf-8"))["sha256"]
+        page = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        sums = {kind: page.get(kind, {}) for kind in ("sha256", "block_sums")}
         left_out: list[dict[str, object]] = []
 
         def put(source: str, wanted: str) -> str:
@@ -177,9 +178,8 @@ class CheckpointModels:
                 shutil.copy2(source, wanted)
             else:
                 name = str(Path(source).relative_to(folder))
-                left_out.append(
-                    {"name": name, "path": source, "bytes": size, "sha256": digests.get(name, "")}
-                )
+                known = {kind: found[name] for kind, found in sums.items() if name in found}
+                left_out.append({"name": name, "path": source, "bytes": size, **known})
             return wanted
 
         try:

@@ -23,7 +23,7 @@ from dphybrid.embedding import RowOptimizer, find_tables
 from dphybrid.training.averaging import swap
 from dphybrid.training.table_files import mapped_weight, read_table, table_file
 from dphybrid.training.tensor_file import REMEDY, read_tensors, tensor_shapes
-from dphybrid.util.digests import verify_files
+from dphybrid.util.digests import value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
@@ -96,8 +96,8 @@ class Progress:
 
 class CheckpointState(Page):
     """`state.json` of a checkpoint: all of it but its tensors. sha256: of each file by its name in the
-    folder. block_sums: `BlockSums` of the tables' files. since_full: 0, or how many checkpoints before it the
-    last full one was.
+    folder, but of the tables' files, which have `block_sums` instead (older checkpoints have both).
+    since_full: 0, or how many checkpoints before it the last full one was.
 
     progress, generators, record: the states of `Session.stateful`; record holds those by name from which the
     run's record goes on without a gap (splits, the window of metrics, seconds by stage).
@@ -117,6 +117,11 @@ class CheckpointState(Page):
     sha256: dict[str, str]
     block_sums: dict[str, str] = Field(default_factory=dict)
     record: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """A sha256 by file; a table's is that of its sums."""
+        return {**self.sha256, **{name: value_digest(sums) for name, sums in self.block_sums.items()}}
 
 
 @dataclass(frozen=True)
@@ -172,8 +177,8 @@ def verify_checkpoint(path: Path, mapped: bool = False) -> CheckpointState:
     mapped: but for the tables' files, whose blocks are checked when they are looked up.
     """
     page = read_state(path)
-    skip = page.block_sums if mapped else {}
-    verify_files(path, {name: each for name, each in page.sha256.items() if name not in skip}, REMEDY)
+    files = {name: each for name, each in page.sha256.items() if name not in page.block_sums}
+    verify_files(path, files, REMEDY, {} if mapped else page.block_sums)
     return page
 
 

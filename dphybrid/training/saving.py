@@ -41,7 +41,7 @@ from dphybrid.training.checkpoint import (
 from dphybrid.training.finite import Rows, check_finite
 from dphybrid.training.table_files import IDS, changed_file, changed_rows, rows_of, table_file
 from dphybrid.training.tensor_file import Patched, tensors_digest, write_tensors
-from dphybrid.util.digests import BlockSums, copy_files, file_digest
+from dphybrid.util.digests import BlockSums, copy_files, file_block_sums, file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import making
 
@@ -327,18 +327,17 @@ class CheckpointWriter:
                     base_page, key = read_state(before), _key(before, base)
                     # a base without sums of blocks is older than these: its rows are written whole
                     if page.since_full and key in base_page.block_sums and self._linked(base, file):
-                        sums[key], blocks[key] = base_page.sha256[key], base_page.block_sums[key]
-                        file = changed_file(partial, name)
+                        blocks[key] = base_page.block_sums[key]
                         tensors = {rows_of(key): rows for key, rows in copied.by_row.items()}
                         tensors |= {**copied.whole, IDS: ids_U}
-                    else:
-                        _check_base(base, base_page.sha256[key])
-                        tensors |= {
-                            part: Patched(base, part, ids_U, rows) for part, rows in copied.by_row.items()
-                        }
-                found = BlockSums()
-                sums[_key(partial, file)] = write_tensors(file, tensors, found)
-                blocks.setdefault(_key(partial, table_file(partial, name)), found.hex())
+                        file = changed_file(partial, name)
+                        sums[_key(partial, file)] = write_tensors(file, tensors)
+                        continue
+                    _check_base(base, key, base_page)
+                    tensors |= {
+                        part: Patched(base, part, ids_U, rows) for part, rows in copied.by_row.items()
+                    }
+                blocks[_key(partial, file)] = write_tensors(file, tensors, BlockSums)
             linked_bytes = sum(
                 table_file(partial, name).stat().st_size
                 for name in copies
@@ -390,16 +389,17 @@ _OF_TENSORS = ("sha256", "block_sums", "since_full", "format")
 _GONE = "{}: is gone, and the next checkpoint was to be made from it; go on with --resume"
 
 
-def _check_base(base: Path, wanted: str) -> None:
+def _check_base(base: Path, key: str, page: CheckpointState) -> None:
     """Raise UserError when the file that a full checkpoint is made from is damaged or gone."""
+    wanted = page.block_sums.get(key)
     try:
-        digest = file_digest(base)
+        whole = file_digest(base) == page.sha256[key] if wanted is None else file_block_sums(base) == wanted
     except FileNotFoundError as error:
         raise UserError(_GONE.format(base)) from error
-    if digest != wanted:
+    if not whole:
         raise UserError(
-            f"{base}: is damaged (its sha256 differs), and the next checkpoint was to be made from it; go on "
-            "with --resume, which takes the newest whole one"
+            f"{base}: is damaged (its checksum differs), and the next checkpoint was to be made from it; go "
+            "on with --resume, which takes the newest whole one"
         )
 
 

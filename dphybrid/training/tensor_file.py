@@ -9,10 +9,10 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dphybrid.embedding.checked import check_when_read
-from dphybrid.util.digests import BLOCK, BlockSums
+from dphybrid.util.digests import BLOCK
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import naming
 
@@ -33,6 +33,12 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SLICE_BYTES = 16 * 2**20
 
 REMEDY = "use another checkpoint, or delete this one's folder"
+
+
+class _Sum(Protocol):
+    def update(self, piece: bytes | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -54,16 +60,14 @@ class Patched:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor | Patched], blocks: BlockSums | None = None
+    path: Path, tensors: Mapping[str, Tensor | Patched], sum_of: Callable[[], _Sum] = hashlib.sha256
 ) -> str:
-    """Write named tensors, any device; return the file's sha256 in hex. Whoever asks for it has the disk keep
-    the file. blocks: gets the file's bytes, too."""
-    digest = hashlib.sha256()
+    """Write named tensors, any device; return the file's sum in hex. Whoever asks for it has the disk keep
+    the file. sum_of: the kind of sum, `BlockSums` for a table."""
+    digest = sum_of()
     with naming(path), path.open("wb") as file:
         for piece in _pieces(tensors):
             digest.update(piece)
-            if blocks is not None:
-                blocks.update(piece)
             file.write(piece)
     return digest.hexdigest()
 

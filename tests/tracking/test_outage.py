@@ -19,6 +19,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking import open_tracker, waiting
+from dphybrid.util.digests import value_digest
 from tests.tracking.conftest import MlflowServer
 
 pytestmark = pytest.mark.slow
@@ -207,9 +208,9 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     with pytest.raises(UserError, match=r"models:/narrow/1: cannot be fetched"):
         checkpoint_folder("models:/narrow/1", server.uri)
     (entry,) = json.loads((folder.parent / "left_out.json").read_text())
-    assert entry["sha256"] == report.digests[f"tables/{table.name}"]
+    assert value_digest(entry["block_sums"]) == report.digests[f"tables/{table.name}"]
     one, two = model_from_checkpoint(folder), model_from_checkpoint(report.best_checkpoint)
     assert all(value.equal(two.state_dict()[key]) for key, value in one.state_dict().items())
     table.write_bytes(b"other")
-    with pytest.raises(UserError, match=r"sha256 differs"):
+    with pytest.raises(UserError, match=r"checksum differs"):
         checkpoint_folder(f"models:/wide/{version.version}", server.uri)

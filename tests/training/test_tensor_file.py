@@ -14,7 +14,7 @@ from dphybrid.embedding.checked import check_when_read
 from dphybrid.embedding.storage import deferred_rows
 from dphybrid.selftest.damages import damage
 from dphybrid.training.tensor_file import mapped_tensor, write_tensors
-from dphybrid.util.digests import BLOCK, BlockSums
+from dphybrid.util.digests import BLOCK, BlockSums, file_block_sums
 from dphybrid.util.errors import UserError
 
 Look = Callable[[torch.Tensor], Any]
@@ -22,9 +22,10 @@ NUM_ROWS, DIM = 3000, 100  # 400 bytes a row: rows lie across the blocks' border
 
 
 def written(file: Path) -> tuple[torch.Tensor, str]:
-    weight, sums = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(0)), BlockSums()
-    write_tensors(file, {"state": torch.arange(7), "weight": weight}, sums)
-    return weight, sums.hex()
+    weight = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(0))
+    sums = write_tensors(file, {"state": torch.arange(7), "weight": weight}, BlockSums)
+    assert sums == file_block_sums(file)
+    return weight, sums
 
 
 def mapped(file: Path, sums: str) -> HostEmbedding:

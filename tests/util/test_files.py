@@ -202,7 +202,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     sums = {"x": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"}
     verify_files(folder, sums, "")
     damage(folder / "x", b"two")
-    with pytest.raises(UserError, match=r"x: is damaged \(its sha256 differs\); do this"):
+    with pytest.raises(UserError, match=r"x: is damaged \(its checksum differs\); do this"):
         verify_files(folder, sums, "do this")
     (folder / "x").unlink()
     with pytest.raises(UserError, match="x: is missing"):
