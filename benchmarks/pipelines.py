@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.gpu import parts_alone
 from benchmarks.racing import Step, medians_ms, zipf_ids
+from benchmarks.steps import parts_alone
 from dphybrid.embedding import HostEmbedding, RowPipeline, make_row_optimizer
 from dphybrid.parallel import DataParallel, parts
 
@@ -29,7 +29,7 @@ def pipeline_costs(
     """Return ms of a training step of a small network on `devices` with the pipeline off and exact, their
     ratio, and the counters of a step with the exact one.
 
-    On a GPU also ms of each part of a step alone, with nothing beside it (see `gpu.parts_alone`), and two
+    On a GPU also ms of each part of a step alone, with nothing beside it (see `steps.parts_alone`), and two
     figures of what runs at once: all parts / exact, 1 where they follow each other and above where they
     overlap; and longest part / exact, 1 where all others are hidden behind it. on_cpu: these, and a worker,
     without a GPU, too: a rehearsal.

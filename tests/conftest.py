@@ -25,10 +25,12 @@ NIGHTLY = [
     "tests/flows/test_forms.py::test_a_form_filled_in_by_mouse_trains_what_it_says",
     "tests/flows/test_machines.py::test_machines_gather_and_all_end_when_the_first_is_cancelled",
     "tests/flows/test_workers.py",
+    "tests/gpu/test_training.py",
     "tests/reliability/test_fuzz.py::test_config_files",
     "tests/reliability/test_fuzz.py::test_schema_files",
     "tests/reliability/test_fuzz.py::test_triples_pairs_and_texts",
     "tests/reliability/test_soak.py",
+    "tests/test_packaging.py::test_a_machine_without_a_compiler_installs_it",
 ]
 """Files and tests that take minutes and defend what few changes touch. Shorter neighbours run always."""
 

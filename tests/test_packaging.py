@@ -1,6 +1,11 @@
-"""What a package says of itself is so: Pythons, packages, and the files that services and tools read."""
+"""What a package says of itself is so: Pythons, packages, and the files that services and tools read. And it
+is installed where there is no compiler."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -44,3 +49,44 @@ def test_every_package_is_installed() -> None:
         for file in (REPOSITORY / "dphybrid").rglob("__init__.py")
     }
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == there | {"dphybrid.flows"}
+
+
+TRAINS = """
+import sys, torch
+from dphybrid.embedding import HostEmbedding, RowAdagrad, native
+table = HostEmbedding(100, 16)
+rows = RowAdagrad(table.parameters(), lr=0.1)
+for step in range(3):
+    table(torch.arange(50) * (step + 1) % 100).square().sum().backward()
+    rows.step()
+    rows.zero_grad()
+print(table.weight.sum().item().hex(), native.__file__)
+"""
+
+
+def trained(folder: Path, **variables: str) -> list[str]:
+    gone = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
+    run = [sys.executable, "-c", TRAINS]
+    done = subprocess.run(run, env=gone | variables, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split()
+
+
+def test_a_machine_without_a_compiler_installs_it(tmp_path: Path) -> None:
+    """ziglang comes from the package index, into the build's own environment."""
+    source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "bin"
+    leave = shutil.ignore_patterns(".git", "build", "*.egg-info", "*.so", "__pycache__", "tests", "docs")
+    shutil.copytree(REPOSITORY, source, ignore=leave)
+    empty.mkdir()
+    bare = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
+    bare |= {"PATH": str(empty), "TMPDIR": str(tmp_path)}
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(site), str(source)]
+    done = subprocess.run(install, env=bare, capture_output=True, text=True, check=False)
+    if done.returncode and "ziglang" in done.stderr and "No matching distribution" in done.stderr:
+        pytest.skip("no package index with ziglang")
+    assert done.returncode == 0, done.stderr[-3000:]
+    levels = {file.name.rpartition("-")[0] for file in (site / "dphybrid/embedding").glob("_rows-*.so")}
+    assert levels >= {"_rows-x86-64-v2", "_rows-x86-64-v3", "_rows-x86-64-v4"} or len(levels) == 1
+    number, file = trained(tmp_path, PYTHONPATH=str(site), PATH=str(empty))
+    assert file.startswith(str(site))
+    assert number == trained(tmp_path)[0]

@@ -24,6 +24,10 @@ from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.replicas import Channel
 
+if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+    # Said explicitly: torch 2.11 warns about each process that makes a sparse tensor and has not said it.
+    torch.sparse.check_sparse_tensor_invariants.disable()
+
 
 @dataclass
 class RowsInfo:
@@ -264,12 +268,17 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> f
     """Scale the gradients of parameters, tables' weights among them, so that their common 2-norm is at most
     `max_norm`; return the norm before.
 
-    torch's function of the same name refuses sparse gradients. A weight's gradient is summed by row.
+    torch's function of the same name refuses sparse gradients. A weight's gradient is summed by row; frozen
+    rows do not count.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     found = [parameter for parameter in given if parameter.grad is not None]
     sparse_ones = [weight for weight in found if weight.grad is not None and weight.grad.is_sparse]
     dense = [p.grad for p in found if p.grad is not None and not p.grad.is_sparse]
+    for weight in found:
+        info = info_of(weight)
+        if info is not None and info.frozen and weight.grad is not None and not weight.grad.is_sparse:
+            weight.grad[info.frozen] = 0.0
     by_device: dict[torch.device, list[int]] = {}
     for number, grad in enumerate(dense):
         by_device.setdefault(grad.device, []).append(number)

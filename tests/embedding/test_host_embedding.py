@@ -187,6 +187,16 @@ def test_row_adam_counts_each_rows_own_steps() -> None:
     assert optimizer.state[ours.weight]["steps"][:4].tolist() == [0, 1, 2, 0]
 
 
+def test_rows_that_are_not_trained_do_not_count_in_the_norm() -> None:
+    def norm(whole: bool) -> float:
+        table = HostEmbedding(9, 4, padding_idx=2, seed=1)
+        loss = table(torch.tensor([1, 2, 2])).square().sum() + table(torch.tensor([2, 5])).sum()
+        (loss + 0 * table.weight.sum() if whole else loss).backward()
+        return clip_grad_norm_(table.parameters(), 1.0)
+
+    assert norm(whole=True) == pytest.approx(norm(whole=False))
+
+
 def test_clipping_joins_dense_parameters_and_rows() -> None:
     ours, layer = table(), nn.Linear(DIM, 1, dtype=torch.float64)
     dense, twin = ours.settled().clone().requires_grad_(), copy.deepcopy(layer)

@@ -1,14 +1,21 @@
-"""rows.c under AddressSanitizer and UndefinedBehaviorSanitizer: no access outside of what it was given."""
+"""rows.c under AddressSanitizer and UndefinedBehaviorSanitizer: no access outside of what it was given; under
+ThreadSanitizer: no two threads write the same memory; and for another processor, from the same source."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from dphybrid.embedding.compile_rows import compile_library, levels
+from dphybrid.embedding.compile_rows import HERE, compile_library, levels
+
+THREADS = Path(__file__).with_name("rows_in_threads.c")
+FLAGS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+ZIG = [sys.executable, "-m", "ziglang", "cc"]
 
 DRIVER = """
 import torch
@@ -86,3 +93,50 @@ def test_lookups_and_updates_stay_within_their_memory(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
     assert "draw_normal" in done.stderr
+
+
+def built(compiler: list[str], file: Path, *flags: str) -> str:
+    """Compile rows_in_threads.c."""
+    done = subprocess.run(
+        [*compiler, *FLAGS, *flags, f"-I{HERE}", str(THREADS), "-o", str(file), "-lpthread"],
+        env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(file.parent), "ZIG_LOCAL_CACHE_DIR": str(file.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return str(file)
+
+
+def digest(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_threads_share_no_row(compiler: str, tmp_path: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    program = built([compiler], tmp_path / "rows", "-g", "-fsanitize=thread")
+    assert digest(program, "4") == digest(built([compiler], tmp_path / "plain"), "1")
+    twice = subprocess.run([program, "4", "twice"], capture_output=True, text=True, check=False)
+    assert twice.returncode != 0
+    assert "data race" in twice.stderr
+    assert "updates_float32" in twice.stderr
+
+
+def test_aarch64_is_built_from_the_same_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("ziglang") is None:
+        pytest.skip("no ziglang, which compiles for other processors")
+    monkeypatch.setenv("CC", shlex.join([*ZIG, "-target", "aarch64-linux-gnu"]))
+    header = compile_library("aarch64", tmp_path).read_bytes()[:20]
+    assert header.startswith(b"\x7fELF")
+    assert int.from_bytes(header[18:20], "little") == 183, "the number of aarch64 in ELF files"
+
+
+def test_aarch64_computes_the_same_bits(tmp_path: Path) -> None:
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if emulator is None or find_spec("ziglang") is None:
+        pytest.skip("no qemu-aarch64, or no ziglang")
+    here = built(ZIG, tmp_path / "here", "-mcpu=x86_64_v2")
+    there = built(ZIG, tmp_path / "there", "-target", "aarch64-linux-musl", "-static")
+    assert digest(emulator, there, "4") == digest(here, "1")

@@ -1,27 +1,70 @@
-"""What the engine must show on real GPUs: the same bits with and without prefetching, the CPU's numbers, and
-copies that are told."""
+"""What the engine must show on real GPUs: the same bits with and without prefetching while naps on the
+streams widen every window for a race, each planted race noticed, the CPU's numbers, and copies that are told.
+Without a GPU these tests run on virtual devices, where only a left-out repair can be planted."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding import RowPipeline, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding.table import HostEmbedding
 from dphybrid.parallel import DataParallel, parts
+from tests.embedding.test_pipeline import Unmended, same_bits
+from tests.gpu.places import ALL, CUDA, ONE, SEVERAL
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
-ROWS, DIM, BATCH, COLUMNS, STEPS = 5000, 16, 64, 8, 200
-ALL_GPUS = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+ROWS, DIM, BATCH, COLUMNS = 5000, 16, 64, 8
+STEPS = 200 if CUDA else 24
+NAP_CYCLES = 5_000_000
+"""About 3 ms of a GPU."""
+
+NAPS = {"to": "_start_copy.record", "back": "start_receiving.wait_stream", "default": "arrive.record_stream"}
+"""Which stream naps (rows' way to the device, gradients' way back, computation) at which FUNCTION.METHOD."""
+
+PLANTED = {
+    "arrive.wait_event": "to",
+    "mend.record": "to",
+    "start_receiving.wait_stream": "default",
+    "start_receiving.record": "back",
+    "_wait.synchronize": "back",
+}
+"""Synchronisations that are left out, and the nap that makes it count."""
 
 
-class Unmended(HostEmbedding):
-    """What a pipeline without the repair would be."""
+class Plant:
+    """Puts naps into streams, and leaves out one synchronisation, by the names of `FUNCTION.METHOD`."""
 
-    def repair(self, lookup: object) -> None:
-        return
+    def __init__(self, patch: pytest.MonkeyPatch, naps: tuple[str, ...], left_out: str = "") -> None:
+        self.naps, self.left_out, self.left = {NAPS[nap] for nap in naps}, left_out, 0
+        event, stream = torch.cuda.Event, torch.cuda.Stream
+        owners = (event, "record"), (event, "synchronize"), (stream, "wait_event"), (stream, "wait_stream")
+        for owner, name in (*owners, (torch.Tensor, "record_stream")):
+            patch.setattr(owner, name, self._watched(name, getattr(owner, name)))
+
+    def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **options: Any) -> Any:
+            place = f"{sys._getframe(1).f_code.co_name}.{name}"
+            streams = [each for each in args if isinstance(each, torch.cuda.Stream)]
+            self._nap(place, streams)
+            done = None
+            if place == self.left_out:
+                self.left += 1
+            else:
+                done = call(*args, **options)
+            self._nap(place, streams)  # what follows in the stream comes late, too
+            return done
+
+        return watched
+
+    def _nap(self, place: str, streams: list[torch.cuda.Stream]) -> None:
+        if place in self.naps:
+            with torch.cuda.stream(streams[0]):
+                torch.cuda._sleep(NAP_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def batches() -> list[torch.Tensor]:
@@ -40,6 +83,7 @@ def train(
     optimizer: str = "adagrad",
     kind: type[HostEmbedding] = HostEmbedding,
     dtype: torch.dtype = torch.float32,
+    lookahead: int = 1,
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Flatten(1), nn.Linear(COLUMNS * DIM, 32), nn.Tanh(), nn.Linear(32, 1)).to(dtype)
@@ -49,7 +93,7 @@ def train(
     rows = make_row_optimizer(optimizer, {"t": table}, lr=0.05)
     dense = torch.optim.SGD(region.parameters(), lr=0.01)
     losses: list[torch.Tensor] = []
-    with RowPipeline({"t": table}, mode=mode) as pipeline:
+    with RowPipeline({"t": table}, mode=mode, lookahead=lookahead, on_cpu=True) as pipeline:
         for step, ids_BF in enumerate(pipeline.prefetch(batches(), lambda ids: {"t": ids})):
             dense.zero_grad()
             rows.zero_grad()
@@ -59,10 +103,11 @@ def train(
             dense.step()
             rows.step()
             losses.append(loss.detach().cpu())
-            if step == 100:
+            if step == STEPS // 2:
                 with torch.no_grad():
                     losses.append(region(parts(table.replica_rows(ids_BF))).sum().cpu())
-        torch.cuda.synchronize()
+        if CUDA:
+            torch.cuda.synchronize()
         counters = pipeline.counters()
     tensors = [
         *losses,
@@ -73,21 +118,56 @@ def train(
     return tensors, counters
 
 
-def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "lazy-adam", "adamw"])
-@pytest.mark.parametrize("devices", ["cuda:0", "cuda:0*4", ALL_GPUS])
+@pytest.mark.parametrize("devices", [ONE, SEVERAL, ALL])
 def test_same_bits_as_without(devices: str, optimizer: str) -> None:
     assert same_bits(train("off", devices, optimizer)[0], train("exact", devices, optimizer)[0])
 
 
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("naps", [(), ("to",), ("back",), ("default",), ("to", "back", "default")])
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_naps_on_streams_change_no_bit(
+    naps: tuple[str, ...], lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train("off", ONE)[0]
+    Plant(monkeypatch, naps)
+    assert same_bits(plain, train("exact", ONE, lookahead=lookahead)[0])
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("left_out", PLANTED)
+def test_a_planted_race_is_noticed(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train("off", ONE)[0]
+    plant = Plant(monkeypatch, (PLANTED[left_out],), left_out)
+    found = train("exact", ONE)[0]
+    assert plant.left > 0
+    assert not same_bits(plain, found)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("left_out", ["", "arrive.record_stream"])
+def test_memory_of_rows_is_given_out_again_when_they_have_been_read(
+    left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = HostEmbedding(ROWS, DIM)
+    table.place_on([torch.device(ONE)], lambda rows: [rows])
+    Plant(monkeypatch, ("default",), left_out)
+    ids = torch.arange(1000)
+    with torch.no_grad():  # nobody keeps what was sent
+        seen = [table.replica_rows(ids + first)[0] for first in range(0, 4000, 1000)]
+        same = [torch.equal(rows.cpu(), table.weight[ids + 1000 * n]) for n, rows in enumerate(seen)]
+    assert all(same) is not bool(left_out)
+
+
 def test_leaving_the_repair_out_is_noticed() -> None:
-    assert not same_bits(train("off", "cuda:0")[0], train("exact", "cuda:0", kind=Unmended)[0])
+    assert not same_bits(train("off", ONE)[0], train("exact", ONE, kind=Unmended)[0])
 
 
-@pytest.mark.parametrize("devices", ["cuda:0", "cuda:0*3", ALL_GPUS])
+@pytest.mark.parametrize("devices", [ONE, SEVERAL, ALL])
 def test_equal_to_the_cpu(devices: str) -> None:
     for ours, expected in zip(
         train("exact", devices, dtype=torch.float64)[0],
@@ -97,9 +177,11 @@ def test_equal_to_the_cpu(devices: str) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-10)
 
 
+@needs_gpu
+@pytest.mark.gpu
 def test_rows_and_gradients_are_where_they_belong_and_counted() -> None:
     table = HostEmbedding(ROWS, DIM)
-    devices = [torch.device(name) for name in ALL_GPUS.split(",")]
+    devices = [torch.device(name) for name in ALL.split(",")]
     table.place_on(devices, lambda rows: [len(part) for part in torch.arange(rows).chunk(len(devices))])
     ids = torch.arange(80).view(40, 2) % 20
     rows = table.replica_rows(ids)
@@ -118,6 +200,8 @@ def test_rows_and_gradients_are_where_they_belong_and_counted() -> None:
     assert totals["h2d_ms"] > 0
 
 
+@needs_gpu
+@pytest.mark.gpu
 def test_a_pipeline_that_is_left_gives_its_memory_back() -> None:
     table = HostEmbedding(ROWS, DIM)
     table.place_on([torch.device("cuda:0")], lambda rows: [rows])

@@ -1,0 +1,222 @@
+"""One shape of model on some devices: each part of a step alone, whole steps with and without the pipeline,
+and torch's own embeddings in the first device's memory and in the host's.
+
+Medians of turns; every turn ends when the device has.
+
+Letters: B samples, F id columns, N ids of a share, U unique ones, D width of a row.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.racing import race, zipf_ids
+from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, make_row_optimizer, native
+from dphybrid.embedding.lookup import sort_ids
+from dphybrid.embedding.replicas import DeviceRows
+from dphybrid.parallel import DataParallel, Devices, parts, resolve_devices
+
+STEPS_A_TURN = 4
+"""Steps of a whole-step turn: a worker's head start from others' turns is one of them at most."""
+ON_DEVICE_BYTES = 2**35
+"""A larger table is not given to torch's embedding in the device's memory."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: `columns` ids a sample, each of `rows_each` rows, of width `dim`, into `layers` layers of
+    `hidden`. uniform: ids are, instead of following Zipf's law."""
+
+    rows_each: int
+    columns: int
+    dim: int
+    batch: int
+    hidden: int = 512
+    layers: int = 3
+    uniform: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the flat table."""
+        return self.rows_each * self.columns
+
+    def ids(self, seed: int) -> Tensor:
+        """Return ids_BF of a batch."""
+        size, draw = (self.batch,), torch.Generator().manual_seed(seed)
+        columns = [
+            torch.randint(0, self.rows_each, size, generator=draw)
+            if self.uniform
+            else zipf_ids(self.rows_each, size, seed=97 * seed + column)
+            for column in range(self.columns)
+        ]
+        return torch.stack(columns, 1) + torch.arange(self.columns) * self.rows_each
+
+    def region(self) -> nn.Module:
+        """Return the dense block."""
+        torch.manual_seed(0)
+        widths = [self.columns * self.dim] + [self.hidden] * self.layers
+        between = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(nn.Flatten(1), *between, nn.Linear(widths[-1], 1))
+
+
+def measured(shape: Shape, devices: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Return ms of each part alone and of whole steps, ratios, and a step's counters."""
+    where = resolve_devices(devices)
+    batches = [shape.ids(seed) for seed in range(4)]
+    region = DataParallel(shape.region(), where)
+
+    def learn(rows_of_replicas: list[Tensor]) -> None:
+        region(parts(rows_of_replicas)).square().mean().backward()
+
+    by_part = parts_alone(batches[0], shape.num_rows, shape.dim, region, learn, rounds)
+    counters: dict[str, float] = {}
+    by_way = _ways(shape, batches, where, rounds, counters)
+    exact = by_way["exact"]
+    ratios = {
+        "off / exact": by_way["off"] / exact,
+        "all parts / exact": sum(by_part.values()) / exact,
+        "longest part / exact": max(by_part.values()) / exact,
+        "samples per second": 1e3 * shape.batch / exact,
+        "most occurrences of an id": float(torch.bincount(batches[0].reshape(-1)).max()),
+    }
+    ratios |= {f"{way} / exact": ms / exact for way, ms in by_way.items() if "torch" in way}
+    return {"parts_ms": by_part, "step_ms": by_way, "ratios": ratios, "counters": counters}
+
+
+def _wait(where: Devices) -> None:
+    for place in dict.fromkeys(where.replicas):
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+
+
+def parts_alone(
+    ids_BF: Tensor,
+    num_rows: int,
+    dim: int,
+    region: DataParallel,
+    learn: Callable[[list[Tensor]], object],
+    rounds: int,
+) -> dict[str, float]:
+    """Return ms of each part of a step by itself, of all replicas of a region together.
+
+    learn: what the devices do with each replica's rows_bFD. Its part holds expanding rows, and summing
+    gradients, of repeated ids; copies, of unique rows, wait for nothing else.
+    """
+    where = region.devices
+    cuda = where.home.type == "cuda"
+    table = HostEmbedding(num_rows, dim)
+    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
+    each = ids_BF.split(list(region.sizes(len(ids_BF))))
+    shares = list(zip(each, where.replicas, strict=False))
+    found = [sort_ids(ids.reshape(-1), num_rows) for ids, _ in shares]
+    host = [torch.empty(len(one.unique_U), dim, pin_memory=cuda) for one in found]
+    there = [torch.empty(mine.shape, device=place) for mine, (_, place) in zip(host, shares, strict=True)]
+    maps = [[t.to(place) for t in one.indices()] for one, (_, place) in zip(found, shares, strict=True)]
+
+    def device() -> None:
+        leaves = [mine.detach().requires_grad_() for mine in there]
+        rows_BFD = [
+            DeviceRows.apply(leaf, *one).view(*ids.shape, dim)
+            for leaf, one, (ids, _) in zip(leaves, maps, shares, strict=True)
+        ]
+        learn(rows_BFD)
+
+    def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+
+    def update() -> None:
+        rows.zero_grad()
+        for one, mine in zip(found, host, strict=True):
+            table.set_row_gradients(one.unique_U, mine)
+            rows.step()
+
+    def gather() -> None:
+        for one, mine in zip(found, host, strict=True):
+            native.gather(table.settled(), one.unique_U, mine)
+
+    steps: dict[str, Callable[[], object]] = {
+        "sort": lambda: [sort_ids(ids.reshape(-1), num_rows) for ids, _ in shares],
+        "gather": gather,
+        "to the devices": lambda: copy(there, host),
+        "device": device,
+        "from the devices": lambda: copy(host, there),
+        "update": update,
+    }
+
+    def ended(step: Callable[[], object]) -> Callable[[], object]:
+        def run_it() -> None:
+            step()
+            _wait(where)
+
+        return run_it
+
+    return {name: timing.ms for name, timing in race({n: ended(s) for n, s in steps.items()}, rounds).items()}
+
+
+def _ways(
+    shape: Shape, batches: list[Tensor], where: Devices, rounds: int, counters: dict[str, float]
+) -> dict[str, float]:
+    """Return ms of whole steps: the pipeline off and exact, and torch's embeddings in the first device's
+    memory and in the host's. counters: gets those of a step of the exact one."""
+
+    def source() -> Iterator[Tensor]:
+        while True:
+            yield from batches
+
+    def ours(mode: str) -> Iterator[None]:
+        table = HostEmbedding(shape.num_rows, shape.dim)
+        rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
+        region = DataParallel(shape.region(), where)
+        table.place_on(where.replicas, region.sizes)
+        dense = torch.optim.SGD(region.parameters(), lr=0.01)
+        with RowPipeline({"t": table}, mode=mode, on_cpu=True) as pipeline:
+            for ids_BF in pipeline.prefetch(source(), lambda ids: {"t": ids}):
+                rows.zero_grad()
+                dense.zero_grad()
+                region(parts(table.replica_rows(ids_BF))).square().mean().backward()
+                clip_grad_norm_([*region.parameters(), table.weight], 1.0)
+                dense.step()
+                rows.step()
+                if mode == "exact":
+                    counters.update(pipeline.counters())
+                yield
+
+    def theirs(place: torch.device, *, sparse: bool) -> Iterator[None]:
+        embedding = nn.Embedding(shape.num_rows, shape.dim, sparse=sparse, device=place)
+        region = shape.region().to(where.home)
+        dense = torch.optim.SGD(region.parameters(), lr=0.01)
+        rows = torch.optim.Adagrad(embedding.parameters(), lr=0.01)
+        for ids_BF in source():
+            rows.zero_grad()
+            dense.zero_grad()
+            region(embedding(ids_BF.to(place)).to(where.home)).square().mean().backward()
+            dense.step()
+            rows.step()
+            yield
+
+    with ExitStack() as held:
+        loops = {"off": ours("off"), "exact": ours("exact")}
+        loops["torch, sparse, on the host"] = theirs(torch.device("cpu"), sparse=True)
+        table_bytes = shape.num_rows * shape.dim * 4
+        if where.home.type == "cuda" and table_bytes <= ON_DEVICE_BYTES:
+            loops["torch, sparse, on the device"] = theirs(where.home, sparse=True)
+        if table_bytes <= 2**30:
+            loops["torch, dense, on the device"] = theirs(where.home, sparse=False)
+        for loop in loops.values():
+            held.callback(loop.close)  # type: ignore[attr-defined]
+
+        def turn(loop: Iterator[None]) -> Callable[[], object]:
+            def run_it() -> None:
+                for _ in range(STEPS_A_TURN):
+                    next(loop)
+                _wait(where)
+
+            return run_it
+
+        timings = race({name: turn(loop) for name, loop in loops.items()}, rounds, warm_up=1)
+    return {name: timing.ms / STEPS_A_TURN for name, timing in timings.items()}

@@ -1,0 +1,87 @@
+/* Every kernel of rows.c with four POSIX threads, for ThreadSanitizer, which does not know OpenMP's barriers, and
+ * for processors that have no torch at hand. Prints a digest of all results, the same for any number of threads.
+ *
+ *     rows_in_threads THREADS [twice]     twice: two threads are given the same rows, which is to be noticed
+ */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "rows.c"
+
+enum { ROWS = 3000, WIDTH = 48, IDS = 20000, THREADS = 16 };
+
+struct work {
+    task *task;
+    void *args;
+};
+
+static void *begin(void *pointer)
+{
+    struct work *work = pointer;
+    work->task(work->args);
+    return NULL;
+}
+
+static void parallel(task *task, void *args, unsigned threads, unsigned flags)
+{
+    pthread_t team[THREADS];
+    struct work work = {task, args};
+    (void)flags;
+    for (unsigned n = 0; n < threads; n++)
+        if (pthread_create(team + n, NULL, begin, &work))
+            abort();
+    for (unsigned n = 0; n < threads; n++)
+        pthread_join(team[n], NULL);
+}
+
+static uint64_t digest = 14695981039346656037u;
+
+static void add(const void *memory, size_t bytes)
+{
+    for (size_t n = 0; n < bytes; n++)
+        digest = (digest ^ ((const unsigned char *)memory)[n]) * 1099511628211u;
+}
+
+static void train(struct team team, int64_t stored, int64_t rule, int twice)
+{
+    static _Alignas(64) double rows[ROWS * WIDTH], grads[IDS * WIDTH], mean[ROWS * WIDTH], square[ROWS * WIDTH];
+    static int64_t ids[IDS], flat[IDS], keys[IDS], places[IDS];
+    static uint64_t words[2 * IDS];
+    static int32_t bounds[2 * IDS], inverse[IDS], steps[ROWS];
+    static double fix[2] = {1, 1};
+    memset(mean, 0, sizeof mean), memset(square, 0, sizeof square), memset(steps, 0, sizeof steps);
+    for (int64_t n = 0; n < IDS; n++)
+        ids[n] = (int64_t)(mixed((uint64_t)n) % ROWS * (mixed((uint64_t)n) % 7) / 7);
+    struct draw draw = {team, rows, ROWS * WIDTH, 0, stored, 1, 0.1};
+    struct column column = {0, ROWS, -1};
+    struct lookup lookup = {team, ids, IDS, &column, 1, rows, ROWS, WIDTH, stored, grads, flat, NULL, IDS, 0, 0};
+    struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, WIDTH * REAL_BYTES[stored], NULL, IDS};
+    struct arrange arranged = {.segments = &segment, .num_segments = 1, .count = IDS, .num_keys = ROWS, .words = words,
+                               .keys = keys, .bounds = bounds, .places = places, .inverse = inverse};
+    struct table table = {0, ROWS, rows, mean, square, steps, 1, 7};
+    if (!draw_normal(&draw) || !look_up(&lookup) || !arrange(&arranged))
+        abort();
+    int64_t count = arranged.num_unique;
+    if (twice) /* the first block's rows again, as the second block's */
+        for (int64_t n = 0, block = block_of(WIDTH * STORED_BYTES[stored]); n < block && n + block < count; n++)
+            keys[n + block] = keys[n];
+    static double sums[ROWS * WIDTH], squares[ROWS];
+    struct sums sum = {team, bounds, count, places, IDS, NULL, 1, WIDTH, stored == BFLOAT16 ? FLOAT32 : stored, sums, squares};
+    struct update update = {team, keys, bounds, count, places, IDS, &table, 1, rule, stored, WIDTH, 0.1, 0.01, 1e-8, 0.9, 0.99, fix, fix, 1};
+    if (!sum_rows(&sum) || !update_rows(&update))
+        abort();
+    add(squares, (size_t)count * sizeof *squares);
+    add(rows, (size_t)(ROWS * WIDTH * STORED_BYTES[stored]));
+    add(square, sizeof square);
+}
+
+int main(int count, char **words)
+{
+    struct team team = {parallel, count > 1 ? atoi(words[1]) : 1};
+    for (int64_t stored = 0; stored < STORED_TYPES; stored++)
+        for (int64_t rule = SGD; rule <= ADAMW; rule++)
+            train(team, stored, rule, count > 2);
+    printf("%016llx\n", (unsigned long long)digest);
+    return 0;
+}

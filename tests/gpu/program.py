@@ -1,0 +1,151 @@
+"""A training in a process of its own, as a script does it: a table of words, a recurrent or attention
+network as the region, dropout, clipping. Prints digests of what it ends with.
+
+    python -m tests.gpu.program --devices cuda:0 --steps 40 [--stop-after 17 --state FILE]
+
+Needs torch and dphybrid's embedding and parallel parts. Letters: B samples, T words a sample, D width.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dphybrid.embedding import (
+    CombinedOptimizer,
+    HostEmbedding,
+    RowPipeline,
+    clip_grad_norm_,
+    dense_parameters,
+    row_optimizer,
+)
+from dphybrid.parallel import DataParallel, before_cuda_starts
+from dphybrid.util.out_of_memory import is_out_of_memory
+
+WORDS, DIM, BATCH, LENGTH = 2000, 32, 30, 12
+
+
+class Layers(nn.Module):
+    """Two layers with dropout between: drawn by torch's generators, which a state can hold."""
+
+    def __init__(self, kind: str, wide: int) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(DIM, wide), nn.ReLU(), nn.Linear(wide, DIM))
+        if kind == "lstm":
+            self.layers = nn.ModuleList([nn.LSTM(DIM, DIM, batch_first=True) for _ in range(2)])
+        else:
+            self.layers = nn.ModuleList(
+                [nn.TransformerEncoderLayer(DIM, 4, 64, 0.2, batch_first=True) for _ in range(2)]
+            )
+        self.dropout, self.out = nn.Dropout(0.2), nn.Linear(DIM, 1)
+
+    def forward(self, rows_BTD: Tensor) -> Tensor:
+        for layer in self.layers:
+            out = layer(self.dropout(rows_BTD))
+            rows_BTD = out[0] if isinstance(out, tuple) else out
+        scores_B: Tensor = self.out(self.wide(rows_BTD).mean(1)).squeeze(1)
+        return scores_B
+
+
+class Sentences(nn.Module):
+    def __init__(self, kind: str, devices: str, wide: int) -> None:
+        super().__init__()
+        self.words = HostEmbedding(WORDS, DIM)
+        self.region = DataParallel(Layers(kind, wide), devices)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        scores_B: Tensor = self.region(self.region.rows(self.words, ids_BT))
+        return scores_B
+
+
+def batches(first: int, steps: int, batch: int) -> Iterator[Tensor]:
+    for step in range(first, steps):
+        draw = torch.Generator().manual_seed(step)
+        chance_BT = torch.rand(batch - step % 3, LENGTH, generator=draw, dtype=torch.float64)
+        yield ((WORDS**-0.05 * chance_BT + 1 - chance_BT) ** -20).long().clamp_(1, WORDS) - 1
+
+
+def digest(tensors: list[Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def learned(model: nn.Module, ids_BT: Tensor, pieces: int) -> float | None:
+    """Add up the gradients of a batch, in pieces, and return its loss; None where memory runs out."""
+    total = 0.0
+    try:
+        for piece_BT in ids_BT.chunk(pieces):
+            scores_B = model(piece_BT)
+            loss = (scores_B - (piece_BT[:, 0] % 2).to(scores_B)).square().sum() / len(ids_BT)
+            loss.backward()
+            total += loss.item()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--devices", required=True)
+    parser.add_argument("--kind", default="lstm", choices=["lstm", "transformer"])
+    parser.add_argument("--mode", default="exact", choices=["exact", "off"])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--stop-after", type=int)
+    parser.add_argument("--state", type=Path)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--wide", type=int, default=DIM)
+    parser.add_argument("--memory-share", type=float)
+    options = parser.parse_args()
+    before_cuda_starts()
+    if options.memory_share:
+        torch.cuda.set_per_process_memory_fraction(options.memory_share, 0)
+    torch.manual_seed(0)
+    model = Sentences(options.kind, options.devices, options.wide)
+    dense = torch.optim.Adam(dense_parameters(model), lr=0.01)
+    rows = row_optimizer("adagrad", model, lr=0.05)
+    optimizer = CombinedOptimizer(dense, rows)
+    stateful: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model, "optimizer": optimizer}
+    on_gpu = model.region.devices.home.type == "cuda"
+    first, pieces, ran_out = 0, 1, 0
+    if options.state and options.state.exists():
+        saved = torch.load(options.state)
+        for name, each in stateful.items():
+            each.load_state_dict(saved[name])
+        first = saved["step"]
+        torch.set_rng_state(saved["random"])
+        if on_gpu:
+            torch.cuda.set_rng_state_all(saved["cuda"])
+    losses = []
+    with RowPipeline(model, mode=options.mode, on_cpu=True) as pipeline:
+        source = batches(first, options.stop_after or options.steps, options.batch)
+        for ids_BT in pipeline.prefetch(source, lambda ids: {"words": ids}):
+            optimizer.zero_grad()
+            loss = learned(model, ids_BT, pieces)
+            if loss is None:  # as a run goes on: the same batch in parts
+                ran_out, pieces = ran_out + 1, 4
+                optimizer.zero_grad()
+                loss = learned(model, ids_BT, pieces)
+            assert loss is not None
+            losses.append(loss)
+            clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        counters = pipeline.counters()
+    if options.state and options.stop_after:
+        state = {name: each.state_dict() for name, each in stateful.items()}
+        state |= {"step": options.stop_after, "random": torch.get_rng_state()}
+        torch.save(state | ({"cuda": torch.cuda.get_rng_state_all()} if on_gpu else {}), options.state)
+    told = {"table": digest([model.words.weight, *rows.states().values()]), "loss": losses[-1]}
+    told |= {"dense": digest(list(dense_parameters(model))), "ran_out": ran_out}
+    print(json.dumps(told | {"prepared_ratio": counters["prepared_ratio"]}))
+
+
+if __name__ == "__main__":
+    main()
