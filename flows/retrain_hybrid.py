@@ -117,35 +117,34 @@ def _retrained(
         return ended("NothingNew", planned.stop)
     if planned.undecided:
         return _decided(planned, compare(planned.undecided, min_gain))
+    prepared = prepare(planned.config)
     if (
         planned.champion
         and not before
-        and (wait := reason_to_wait(prepare(planned.config), min_new_rows, drift_above, event))
+        and (wait := reason_to_wait(prepared, min_new_rows, drift_above, event))
     ):
         return ended("NotEnoughNew", wait)
     tags = {CHAMPION_TAG: planned.champion} if planned.champion else {}
-    report = trained(planned.config, stop, tags=tags)
+    report = trained(planned.config, stop, tags=tags, prepared=prepared)
     return _decided(planned, compare(str(settings.runs_dir / report.run_name), min_gain))
 
 
 def _decided(planned: Plan, decision: Decision) -> State:
-    champion = f"version {planned.champion} of {planned.model}" if planned.champion else planned.model
-    text = (
-        f"{'Promoted' if decision.promoted else 'Kept'} "
-        f"{'over ' if decision.promoted and planned.champion else ''}{champion}: {decision.why}"
-    )
+    state = "Promoted" if decision.promoted else "Kept"
+    champion = f" version {planned.champion}" if planned.champion else ""
+    text = f"the challenger of {planned.model}{champion} is {decision.why}"
     rows = "".join(
         f"| {name} | {value:.5f} | {decision.challenger[name]:.5f} |\n"
         for name, value in decision.champion.items()
     )
     table = f"\n\n| validation | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
     try:
-        create_markdown_artifact(text + table, key="decision", description=planned.model)
+        create_markdown_artifact(f"{state}: {text}{table}", key="decision", description=planned.model)
     except (httpx.HTTPError, PrefectException) as error:
         print(
             masked(f"Prefect's artifact could not be written ({error}); the decision is in MLflow's registry")
         )
-    return ended("Promoted" if decision.promoted else "Kept", text)
+    return ended(state, text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

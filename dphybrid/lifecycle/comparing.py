@@ -51,7 +51,7 @@ def compare_on_validation_rows(run: Run, min_gain: float) -> Decision:
     if config.train.warm_start is None:
         name, min_gain, before = "a constant prediction's", 0.0, experiment.recipe.floor(experiment.data)
         if before is None:
-            return Decision(promoted=True, why="the first model of its name has nobody to be compared with")
+            return Decision(promoted=True, why="new: there is no champion to compare it with")
     else:
         warm = Path(config.train.warm_start)
         name = "the champion's"

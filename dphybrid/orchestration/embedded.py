@@ -1,9 +1,11 @@
 """Running a flow in this process: with a temporary server where no other is set, and its lines straight on
 the terminal."""
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_CLIENT_MAX_RETRIES,
@@ -38,7 +40,7 @@ def in_this_process() -> Iterator[Callable[[], None]]:
             # a standing server comes back, this one does not: what is to be told it is soon given up
             PREFECT_CLIENT_MAX_RETRIES: 2,
         }
-    with temporary_settings(updates):
+    with temporary_settings(updates), _only_warnings() if server else nullcontext():
         try:
             yield server.stop if server else lambda: None
         except Exception as error:
@@ -46,6 +48,22 @@ def in_this_process() -> Iterator[Callable[[], None]]:
                 # the server ended at the same signal, so the flow could not tell it
                 raise interruption from None
             raise
+
+
+@contextmanager
+def _only_warnings() -> Iterator[None]:
+    """Print Prefect's warnings and errors alone, unless its level is set: the flow prints each step itself,
+    and the temporary server has no page to look a run up."""
+    shown = [seen for seen in logging.getLogger().handlers if isinstance(seen, PrefectConsoleHandler)]
+    if "level" in get_current_settings().logging.model_fields_set:
+        shown = []
+    for handler in shown:
+        handler.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for handler in shown:
+            handler.setLevel(logging.NOTSET)
 
 
 def start_server() -> TemporaryServer | None:

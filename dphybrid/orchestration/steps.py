@@ -149,6 +149,7 @@ def trained(
     run_name: str | None = None,
     resume: str | None = None,
     tags: dict[str, str] | None = None,
+    prepared: str | None = None,
     nodes: int = 1,
     machines: Sequence[str] = (),
 ) -> job.Report:
@@ -160,6 +161,7 @@ def trained(
         run_name: name of the run (default: the flow run's).
         resume: "latest", or a run's name.
         tags: more tags for the MLflow run.
+        prepared: folder of the prepared data, where the flow run has made it already.
         nodes: machines that train it together, see `dphybrid.orchestration.machines`.
         machines: their workers' names; empty: any.
 
@@ -170,7 +172,7 @@ def trained(
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     with watched_flow_run(flow_run_id, stop), ExitStack() as held:
         others = other_workers(nodes, machines, settings, stop) if nodes > 1 else []
-        prepared = prepare(config, config.cluster.on_each(nodes))
+        prepared = prepared or prepare(config, config.cluster.on_each(nodes))
         stop.obey("before it was built")
         replicas = job.resumed_replicas(Experiment.open(config, settings, prepared), resume)
         with shown_waiting(flow_run_id) as tell:

@@ -42,7 +42,7 @@ class DataParallel(nn.DataParallel):
     arguments that every replica gets unsplit. The number of used devices is that of torch.chunk: a short
     batch uses fewer.
 
-    What differs from torch.nn.DataParallel, and why, is a table in docs/data-parallel.md. The least: virtual
+    What differs from torch.nn.DataParallel, and why, is a table in docs/differences.md. The least: virtual
     devices; what cannot be split or joined is refused with its place; state-dict keys carry no `module.`, so
     files are the same for 1, 8 or virtual devices and for the bare module. As there: BatchNorm normalises
     each chunk by itself, only replica 0's buffers last, and a parameter that no replica used gets a zero

@@ -274,6 +274,10 @@ class Registry:
         aliases = self._aliases(name)
         return self.version(name, aliases[_CHAMPION]) if _CHAMPION in aliases else None
 
+    def _numbers(self, name: str) -> str:
+        versions = _versions_of(self._client, name)
+        return ", ".join(map(str, sorted(int(version.version) for version in versions))) or "none"
+
     def newest(self, name: str) -> Version | None:
         """Return the version made last, or None."""
         try:
@@ -288,7 +292,9 @@ class Registry:
             found = self._client.get_model_version(name, number)
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                raise UserError(f"registered model {name!r} has no version {number}") from error
+                there = self._numbers(name)
+                told = f"registered model {name!r} has no version {number}; it has {there}"
+                raise UserError(told) from error
             raise self._away(error) from error
         try:
             tags: dict[str, str] = dict(self._client.get_run(str(found.run_id)).data.tags)
@@ -319,8 +325,8 @@ class Registry:
             )
         if to is None and not former:
             raise UserError(
-                f"registered model {name!r}: version {now.number} has been the only champion; name another "
-                "with --to"
+                f"registered model {name!r}: no version was the champion before version {now.number}; "
+                f"name one with --to ({self._numbers(name)})"
             )
         target = self.version(name, to or former[-1])
         self._set_former(name, former[: former.index(target.number)] if target.number in former else former)

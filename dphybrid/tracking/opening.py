@@ -57,8 +57,6 @@ def open_tracker(
     import_mlflow(tracking_uri)
     from dphybrid.tracking.tracker import MlflowTracker
 
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # forty lines of schema news at the first start
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
     uri = tracking_uri or embedded_uri(store)
     if uri.startswith("sqlite"):
         make_database(uri, store)
@@ -72,6 +70,8 @@ def import_mlflow(tracking_uri: str | None) -> None:
     with importing_much():
         import dphybrid.tracking.tracker  # noqa: F401
 
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # forty lines of schema news
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         if tracking_uri is None or tracking_uri.startswith("sqlite"):
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 

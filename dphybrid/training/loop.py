@@ -150,7 +150,8 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
         logged = {f"valid/{name}": value for name, value in metrics.items()}
         session.tracker.log_metrics(logged | {"train/epoch_loss": train_loss}, progress.step)
     shown = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
-    mark = " (best so far)" if better else ""
+    by = f" by {task.chosen_by}" if task.chosen_by else ""
+    mark = f" (best so far{by})" if better else ""
     return (
         f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, validation: "
         f"{shown}{mark}"

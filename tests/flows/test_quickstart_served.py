@@ -42,13 +42,13 @@ def test_the_page_is_deployed_and_trained_again_when_rows_come(team: Team, tmp_p
 
     *first, predict = commands(deployed=True)
     assert "Deployments: the package's own" in run(*first)
-    assert decision().startswith("Promoted visits: ")
+    assert decision().startswith("Promoted: the challenger of visits is ")
     before = (tmp_path / "visits.csv").read_text(encoding="utf-8")
     write_visits(tmp_path / "visits.csv", 1500, 2)
     added = (tmp_path / "visits.csv").read_text(encoding="utf-8").split("\n", 1)[1]
     (tmp_path / "visits.csv").write_text(before + added, encoding="utf-8")
     run(first[0], first[-1])
-    assert "version 1 of visits" in decision()
+    assert "visits version 1" in decision()
     run(predict)
     scored = pl.read_csv(tmp_path / "scored.csv")
     assert len(scored) == len(answers) == 300 < len(rows)

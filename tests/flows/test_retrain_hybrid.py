@@ -62,10 +62,15 @@ def config(folder: Path) -> ExperimentConfig:
 
 @pytest.mark.slow
 def test_three_days_of_data(
-    tmp_path: Path, data_dir: Path, prefect_server: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    data_dir: Path,
+    prefect_server: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     days = tmp_path / "days"
     days.mkdir()
+    monkeypatch.delattr("dphybrid.orchestration.steps.prepare")  # the flow prepares once
     experiment, runs = config(days), data_dir / "runs"
 
     def retrain(**more: object) -> str:
@@ -74,7 +79,7 @@ def test_three_days_of_data(
         return f"{state.name}: {state.message}"
 
     write_day(days, 1, range(40))
-    assert retrain().startswith("Promoted: Promoted clicks: better: validation auc")
+    assert retrain().startswith("Promoted: the challenger of clicks is better: validation auc")
     registry = open_registry(load_settings())
     first = registry.champion("clicks")
     assert first is not None
@@ -86,7 +91,7 @@ def test_three_days_of_data(
     assert retrain(min_new_rows=5000).startswith("NotEnoughNew: 2000 new rows, min_new_rows is 5000")
     assert len(list(runs.iterdir())) == 1
     better = retrain(min_new_rows=5000, drift_above=0.2)
-    assert better.startswith("Promoted: Promoted over version 1 of clicks: better: validation auc")
+    assert better.startswith("Promoted: the challenger of clicks version 1 is better: validation auc")
     second = registry.champion("clicks")
     assert second is not None
     assert second.number == "2"
@@ -102,7 +107,7 @@ def test_three_days_of_data(
 
     write_day(days, 3, range(60), noise=True)
     kept = retrain()
-    assert kept.startswith("Kept: Kept version 2 of clicks: not ")
+    assert kept.startswith("Kept: the challenger of clicks version 2 is not ")
     newest, champion = registry.newest("clicks"), registry.champion("clicks")
     assert newest is not None
     assert champion is not None
@@ -120,7 +125,7 @@ def test_three_days_of_data(
     assert "; champion again" in back.decision
     left = registry.version("clicks", "2").decision
     assert left.startswith(f"{second.decision}; rolled back to version 1, 20")
-    with pytest.raises(UserError, match="version 1 has been the only champion"):
+    with pytest.raises(UserError, match=r"no version was the champion before version 1.*--to .1, 2, 3.$"):
         registry.roll_back("clicks")
 
 

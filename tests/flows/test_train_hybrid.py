@@ -41,6 +41,7 @@ def test_the_flow_runs_in_this_process_and_a_second_run_reuses_the_data(tmp_path
         "Let's use 3 devices!\n\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n"
         in first.stdout
     )
+    assert "Task run" not in first.stdout + first.stderr  # the flow says each step itself
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["run_id"] in first.stdout
     assert report["best_checkpoint"] in first.stdout

@@ -41,7 +41,7 @@ def test_they_follow_the_rows(rows: int, batch_size: int, epochs: int, patience:
 def test_given_values_win() -> None:
     config, lines = of_ctr(1000, batch_size=100, epochs=7, patience=0, lr=0.01)
     assert (config.train.batch_size, config.train.epochs, config.train.patience) == (100, 7, 0)
-    assert lines == ["table.lr=0.05: 5 x train.lr"]
+    assert lines == ["table.lr=0.05: 5 x train.lr instead of 0.03 x, for only 70 steps"]
 
 
 @pytest.mark.parametrize(("epochs", "share"), [(3, 5.0), (50, 0.1875), (125, 0.03), (500, 0.03)])

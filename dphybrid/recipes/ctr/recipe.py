@@ -65,12 +65,13 @@ class Ctr(Recipe):
         if found.table.lr:
             return found, lines
         # Fast rows learn rare values by heart; a linear part, and products of rows, need them faster.
-        share = SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0
+        share, why = SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0, ""
         if share == SLOW_ROWS and config.train.epochs:  # few epochs were given: slow rows would not get far
             steps = config.train.epochs * math.ceil(num_rows / found.train.batch_size)
             share = min(max(share * (STEPS / max(1, steps)) ** 2, share), FAST_ROWS)
+            why = f" instead of {SLOW_ROWS:g} x, for only {steps:,} steps" if share > SLOW_ROWS else ""
         lr = share * found.train.lr
-        lines.append(f"table.lr={lr:g}: {share:g} x train.lr")
+        lines.append(f"table.lr={lr:g}: {share:.3g} x train.lr{why}")
         return found.model_copy(update={"table": found.table.model_copy(update={"lr": lr})}), lines
 
     def training_rows(self, rows: "Dataset", info: Mapping[str, Any], model: Any) -> "Dataset":

@@ -1,0 +1,50 @@
+"""Tables of values, made from the classes that declare them: a hook of MkDocs.
+
+A line `{fields PREFIX package.module:Class}` of a page becomes a table of the class's fields; PREFIX is what
+stands before their names.
+"""
+
+import importlib
+import re
+from typing import Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+_BOUNDS = {Ge: ("ge", "from {} on"), Gt: ("gt", "above {}"), Le: ("le", "up to {}"), Lt: ("lt", "below {}")}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the lines of a page that ask for a table."""
+    return re.sub(r"^\{fields (\S+) (\S+)\}$", lambda line: _table(line[1], line[2]), markdown, flags=re.M)
+
+
+def _table(prefix: str, name: str) -> str:
+    module, _, attribute = name.partition(":")
+    fields = getattr(importlib.import_module(module), attribute).model_fields
+    rows = [_row(prefix, key, field) for key, field in fields.items()]
+    return "\n".join(["| name | default | what it is |", "| --- | --- | --- |", *rows])
+
+
+def _row(prefix: str, key: str, field: FieldInfo) -> str:
+    name = f"{prefix}{key.upper() if prefix.isupper() else key}"
+    text = _text(field.get_default(call_default_factory=True))
+    bounds = [
+        words.format(f"{getattr(bound, side):g}")
+        for bound in field.metadata
+        for kind, (side, words) in _BOUNDS.items()
+        if isinstance(bound, kind) and getattr(bound, side) < 2**53
+    ]
+    choices = [f"`{choice}`" for choice in get_args(field.annotation)]
+    given = choices if get_origin(field.annotation) is Literal else bounds
+    sentence = " ".join([field.description or "", *([f"[{', '.join(given)}]"] if given else [])])
+    cells = f'<code class="field">{name}</code>', text and f"`{text}`", sentence
+    return f"| {' | '.join(cell.replace('|', '&#124;').replace(chr(10), ' ') for cell in cells)} |"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
