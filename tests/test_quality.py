@@ -9,10 +9,12 @@ import polars as pl
 import pytest
 
 from dphybrid.util.errors import UserError
-from examples import quality
+from examples.quality import __main__ as quality
+from examples.quality import tables
+from examples.quality.retrieval import RECOMMENDERS, by_scores, ndcg
 
 
-def test_the_script_compares_on_the_same_rows(
+def test_models_are_compared_on_the_same_rows(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("sklearn")
@@ -23,16 +25,32 @@ def test_the_script_compares_on_the_same_rows(
         clicked = (size > 0.5) == (kind == "a") if draw.random() < 0.9 else draw.random() < 0.5
         lines.append(f"{size:.3f},{kind},{int(clicked)}")
     (tmp_path / "clicks.csv").write_text("\n".join(lines))
-    asked = ["--only", "adult", "--table", str(tmp_path / "clicks.csv"), "--label", "clicked", "--seeds", "1"]
-    found = quality.main([*asked, "--out", str(tmp_path / "found.json")])
+    asked = ["--only", "tables", "--table", str(tmp_path / "clicks.csv"), "--label", "clicked"]
+    found = quality.main([*asked, "--seeds", "1", "--out", str(tmp_path / "found.json")])
     assert json.loads((tmp_path / "found.json").read_text()) == found
-    part, told = found["adult"], capsys.readouterr().out
-    assert (part["train_rows"], part["valid_rows"], part["seeds"]) == (480, 120, [0])
-    assert part["runs"].keys() == {quality.TREES, *quality.CTR}
-    assert part["runs"][quality.TREES][0]["auc"] > 0.85
-    for name, (run,) in part["runs"].items():
-        assert 0.4 < run["auc"] <= 1
-        assert f"| {name} | {run['auc']:.4f} |" in told
+    (table,), told = found["tables"]["tables"].values(), capsys.readouterr().out
+    assert (table["rows"], table["task"]) == (600, "binary")
+    assert table["runs"].keys() == tables.MODELS.keys()
+    assert table["runs"]["HistGradientBoosting"][0]["metric"] > 0.85
+    for name, (run,) in table["runs"].items():
+        assert 0.4 < run["metric"] <= 1
+        assert f"| {name} | {run['metric']:.4g} |" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "task", "labels"),
+    [
+        ("1, yes\n?, no\n3, yes\n", "1", "binary", [1, 0, 1]),
+        ("a,b\n1,x\n2,y\n3,z\n4,\n", "b", "multiclass", [0, 1, 2]),
+        ("a,b\n" + "".join(f"u,{n / 2}\n" for n in range(30)), "b", "regression", [n / 2 for n in range(30)]),
+    ],
+)
+def test_a_label_says_what_is_asked(
+    tmp_path: Path, text: str, label: str, task: str, labels: list[float]
+) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    frame, found = tables.labelled(tmp_path / "rows.csv", label)
+    assert (found, frame["label"].tolist()) == (task, labels)
 
 
 def test_the_script_says_what_it_lacks(
@@ -40,9 +58,9 @@ def test_the_script_says_what_it_lacks(
 ) -> None:
     with pytest.raises(UserError, match=r"there is no wn18rr; name the folder that holds it"):
         quality.main(["--only", "wn18rr", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")])
-    monkeypatch.setattr(quality, "installed", lambda name: "")
+    monkeypatch.setattr(tables, "installed", lambda name: "")
     with pytest.raises(UserError, match=r"scikit-learn is not installed.*or --only text"):
-        quality.adult(tmp_path / "clicks.csv", "clicked", range(1), dict)
+        tables.tables(None, tmp_path / "clicks.csv", "clicked", range(1), dict)
 
 
 def test_an_interrupted_script_leaves_what_it_has_finished(
@@ -63,9 +81,29 @@ def test_an_interrupted_script_leaves_what_it_has_finished(
     assert "| first, 1 epochs | " in "\n".join(quality.lines(quality.main(asked)))
 
 
-def test_trees_get_frequent_values_as_numbers_and_none_as_nan() -> None:
-    texts = pl.Series("kind", ["b", "a", "b", None, "new"])
-    found = quality.codes(texts, train_rows=np.arange(4))
-    assert found.tolist()[:3] == [0, 1, 0]
-    assert str(found[3]) == "nan"
-    assert found[4] == 2  # with all other rare ones
+def test_lists_hide_what_a_user_has_met_and_are_judged_by_ndcg() -> None:
+    known = pl.DataFrame({"user": ["u", "u", "v"], "item": ["b", "c", "a"]})
+    lists = by_scores(known, lambda met_UI: np.array([1.0, 3.0, 2.0]))  # of a, b, c
+    assert lists["v"] == ["b", "c", "a"]  # met: at the end, as there are no others
+    assert lists["u"][0] == "a"
+    wanted = pl.DataFrame({"user": ["v", "v"], "item": ["c", "z"]})
+    assert ndcg(lists, wanted) == pytest.approx((1 / np.log2(3)) / (1 + 1 / np.log2(3)))
+
+
+def test_recommenders_find_planted_groups(data_dir: Path, tmp_path: Path) -> None:
+    """Even users like even items, each of them all but some: popularity cannot tell them apart."""
+    draw = random.Random(0)
+    lines = [
+        f"{user}\t{item}\t5\t0"
+        for user in range(40)
+        for item in range(user % 2, 60, 2)
+        if draw.random() < 0.7
+    ]
+    (tmp_path / "ml-100k").mkdir()
+    (tmp_path / "ml-100k" / "u.data").write_text("\n".join(lines))
+    asked = ["--only", "retrieval", "--data", str(tmp_path), "--seeds", "1"]
+    found = quality.main([*asked, "--out", str(tmp_path / "found.json")])["retrieval"]["runs"]
+    assert found.keys() == RECOMMENDERS.keys()
+    scores = {name: runs[0]["ndcg"] for name, runs in found.items()}
+    assert scores["EASE"] > scores["most popular"] + 0.1
+    assert 0 < scores["retrieval, as it comes"] <= 1

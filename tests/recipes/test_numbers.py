@@ -226,15 +226,16 @@ def test_a_frequent_value_takes_one_bin_and_leaves_the_others_to_the_rest() -> N
     assert len(np.unique(few)) <= 100 // BIN_ROWS + 1
 
 
-def test_embedded_bins_are_a_layer_of_each_columns_own() -> None:
+def test_embedded_bins_are_the_number_and_a_layer_of_each_columns_own() -> None:
     torch.manual_seed(0)
     edges_NE = torch.tensor([[0.0, 1.0, 2.0], [-1.0, 0.0, 0.0]])
     embedded = EmbeddedBins(PiecewiseLinear(edges_NE), 4)
     found_BO = embedded(torch.tensor([[1.5, -0.5], [300.0, -2.0]]))
-    assert found_BO.shape == (2, 8)
+    assert found_BO.shape == (2, 10)
     inputs = torch.tensor([[1.5 / (1 + 0.25) ** 0.5, 1.0, 0.5], [-0.5 / (1 + 1 / 36) ** 0.5, 0.5, 0.0]])
     for column in range(2):
         expected_D = inputs[column] @ embedded.weight_NED[column] + embedded.bias_ND[column]
-        torch.testing.assert_close(found_BO[0, 4 * column : 4 * column + 4], expected_D.relu())
+        expected_P = torch.cat([inputs[column][:1], expected_D.relu()])
+        torch.testing.assert_close(found_BO[0, 5 * column : 5 * column + 5], expected_P)
     far = embedded(torch.tensor([[1e6, 0.0]]))
-    torch.testing.assert_close(far[:, :4], found_BO[1:, :4], rtol=0, atol=0.01)  # squashed
+    torch.testing.assert_close(far[:, :5], found_BO[1:, :5], rtol=0, atol=0.01)  # squashed

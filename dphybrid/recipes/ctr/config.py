@@ -28,13 +28,13 @@ class CtrModelConfig(ModelConfig):
     each epoch, so that the network learns what to make of values that it has not met. Bags keep theirs."""
     numbers: Literal["plain", "piecewise", "embedded", "periodic"] = "embedded"
     """How a number enters the network: plain, as itself; piecewise, also by its position in each bin of the
-    training rows; embedded, by these through a layer of the column's own; periodic, by sines and cosines of
-    learnt frequencies (Gorishniy et al. 2022)."""
+    training rows; embedded, also by these through a layer of the column's own; periodic, also by sines and
+    cosines of learnt frequencies (Gorishniy et al. 2022)."""
     bins: int = Field(default=128, ge=1, le=1024)
     """Bins of a number, between quantiles of the training rows, at most one for each 8 rows; read where
     model.numbers is piecewise or embedded."""
     bin_width: int = Field(default=8, ge=1, le=1024)
-    """Values that a number becomes; read where model.numbers is embedded."""
+    """Values that a number becomes besides itself; read where model.numbers is embedded."""
     frequencies: int = Field(default=16, ge=1, le=1024)
     """Frequencies of a number, a sine and a cosine each; read where model.numbers is periodic."""
     frequency_scale: float = Field(default=0.1, gt=0.0, le=1000.0)

@@ -218,7 +218,7 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
-    widths = {"plain": 1, "piecewise": 1 + o.bins, "embedded": o.bin_width, "periodic": 1 + o.dim}
+    widths = {"plain": 1, "piecewise": 1 + o.bins, "embedded": 1 + o.bin_width, "periodic": 1 + o.dim}
     pieces = widths[o.numbers] if num_dense else 1  # inputs that a number becomes
     task = label_task(context.info)
     network = NETWORKS[o.kind](

@@ -1,8 +1,8 @@
 """Numbers as several inputs each: by bins of the training rows, or by sines and cosines whose frequencies are
 learnt.
 
-Letters: B samples, N numeric columns, K bins of a column, or frequencies of one, D outputs of a column's
-sines and cosines, S sines and cosines (2 K).
+Letters: B samples, N numeric columns, K bins of a column, or frequencies of one, E edges of bins (K + 1), D
+outputs of a column's layer, S sines and cosines (2 K), or what is looked up of a bin (2 D).
 """
 
 import math
@@ -10,6 +10,7 @@ import math
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from dphybrid.data.batches import Array, Dataset
 
@@ -50,10 +51,11 @@ class PiecewiseLinear(nn.Module):
 
 
 class EmbeddedBins(nn.Module):
-    """dense_BN -> (B, N * D): each number, squashed, and its shares of the bins (`PiecewiseLinear`) through a
-    linear layer of the column's own and ReLU.
+    """dense_BN -> (B, N * (1 + D)): each number, squashed, then D values: it and its shares of the bins
+    (`PiecewiseLinear`) through a linear layer of the column's own and ReLU.
 
-    Squashed: z / sqrt(1 + (z / 3)^2), within -3 and 3, so that an outlier is no more than large.
+    Squashed: z / sqrt(1 + (z / 3)^2), within -3 and 3, so that an outlier is no more than large. The number
+    itself is an input because a few hundred rows are too few to learn a straight line from bins.
     """
 
     def __init__(self, pieces: PiecewiseLinear, width: int) -> None:
@@ -66,10 +68,21 @@ class EmbeddedBins(nn.Module):
 
     def forward(self, dense_BN: Tensor) -> Tensor:
         squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
-        inputs_BNE = torch.cat([squashed_BN[:, :, None], self.pieces.shares(dense_BN)], dim=2)
-        # One product a column: (N, B, E) @ (N, E, D).
-        found_NBD = torch.baddbmm(self.bias_ND[:, None], inputs_BNE.transpose(0, 1), self.weight_NED)
-        return found_NBD.relu().transpose(0, 1).flatten(1)
+        edges_NE, bins = self.pieces.edges_NE, self.pieces.edges_NE.shape[1] - 1
+        bin_BN = (dense_BN[:, :, None] >= edges_NE[:, 1:-1]).sum(2)
+        left_NB, right_NB = edges_NE.gather(1, bin_BN.T), edges_NE.gather(1, bin_BN.T + 1)
+        share_NB = ((dense_BN.T - left_NB) / (right_NB - left_NB).clamp(min=1e-30)).clamp(0, 1)
+        # All bins below a number's own have a share of 1: their sum is looked up, not computed for each row.
+        slope_NKD = self.weight_NED[:, 1:] * (edges_NE.diff(dim=1) > 0)[:, :, None]
+        below_KK = torch.ones(bins, bins, device=bin_BN.device, dtype=slope_NKD.dtype).tril(-1)
+        # A product, as cumsum has no deterministic form on GPUs.
+        start_NKD = self.bias_ND[:, None] + torch.einsum("kj,njd->nkd", below_KK, slope_NKD)
+        place_NB = bin_BN.T + bins * torch.arange(len(edges_NE), device=bin_BN.device)[:, None]
+        found_NBS = embedding(place_NB, torch.cat([start_NKD, slope_NKD], dim=2).flatten(0, 1))
+        start_NBD, slope_NBD = found_NBS.chunk(2, dim=2)
+        of_itself_NBD = squashed_BN.T[:, :, None] * self.weight_NED[:, :1]
+        found_NBD = (start_NBD + share_NB[:, :, None] * slope_NBD + of_itself_NBD).relu()
+        return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
 
 
 class Periodic(nn.Module):
