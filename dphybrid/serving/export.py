@@ -24,6 +24,7 @@ from dphybrid.embedding import find_tables
 from dphybrid.parallel import find_data_parallel
 from dphybrid.serving.predict import Predictor, open_predictor
 from dphybrid.training.tensor_file import write_tensors
+from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, making, read_json, write_json, write_text
 
@@ -51,6 +52,7 @@ needs torch, safetensors, numpy and polars (exported with torch {torch}, polars 
 | lookups.pt2, dense.pt2 | the same for torch.export.load (AOTInductor, C++) |
 | encoder/ | columns, their statistics and values |
 | signature.json, example.json | columns and answers by name; a request and its answer |
+| SHA256SUMS | `sha256sum --check --quiet SHA256SUMS` names a file that is damaged |
 """
 
 _PROGRAMS = '''"""The model, traced by torch.export: from inputs to ids, and from rows to predictions."""
@@ -271,7 +273,7 @@ def _read(program: torch.export.ExportedProgram, batch: _Batch) -> set[str]:
 
 def export(checkpoint: Path, out: str | Path, *, onnx: bool = False) -> Path:
     """Write the model of a checkpoint into the new folder `out`, which needs no dphybrid: a model that scores
-    rows of a table, or whose recipe's predictor has a method `export(folder)`.
+    rows of a table, or whose recipe's predictor has a method `export(folder)`. `SHA256SUMS` lists its files.
 
     onnx: also `dense.onnx`, whose inputs are the model's and the rows. Raises UserError when the folder
     exists, when the recipe has no export, and for a model that torch.export cannot trace.
@@ -281,19 +283,23 @@ def export(checkpoint: Path, out: str | Path, *, onnx: bool = False) -> Path:
     if target.exists():
         raise UserError(f"--out {out}: is there already; give a new folder, or remove it first")
     predictor = open_predictor(checkpoint)
-    if isinstance(predictor, Predictor):
-        _export_rows(predictor, target, onnx)
-    elif not hasattr(predictor, "export"):
+    of_rows = isinstance(predictor, Predictor)
+    if not of_rows and not hasattr(predictor, "export"):
         raise UserError(f"{checkpoint}: its recipe's predictor has no method export(folder)")
-    elif onnx:
+    if not of_rows and onnx:
         raise UserError("--onnx: is for models that score rows of a table; this one has its own export")
-    else:
-        with making(target) as folder:
+    with making(target) as folder:
+        if isinstance(predictor, Predictor):
+            _export_rows(predictor, folder, onnx)
+        else:
             predictor.export(folder)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        lines = [f"{file_digest(path)}  {path.relative_to(folder)}\n" for path in files]
+        write_text(folder / "SHA256SUMS", "".join(lines))
     return target
 
 
-def _export_rows(predictor: Predictor, target: Path, onnx: bool) -> None:
+def _export_rows(predictor: Predictor, folder: Path, onnx: bool) -> None:
     columns = predictor.encoder.columns
     if others := [column for column in columns if type(column) not in _KINDS]:
         raise UserError(
@@ -302,12 +308,11 @@ def _export_rows(predictor: Predictor, target: Path, onnx: bool) -> None:
         )
     rows = _example(columns)
     programs = _programs(predictor, rows)
-    with making(target) as folder:
-        programs.write(folder)
-        if onnx:
-            _write_onnx(programs, folder / "dense.onnx")
-        _write_encoder(predictor, folder / "encoder")
-        _write_pages(predictor, programs, rows, folder)
+    programs.write(folder)
+    if onnx:
+        _write_onnx(programs, folder / "dense.onnx")
+    _write_encoder(predictor, folder / "encoder")
+    _write_pages(predictor, programs, rows, folder)
 
 
 def _example(columns: Sequence[Column]) -> pl.DataFrame:

@@ -98,10 +98,18 @@ def test_predictions_are_the_runs_bit_for_bit(
         for name, expected in zip(sorted(found), wanted, strict=True):
             assert found[name].dtype == expected.dtype
             assert np.array_equal(found[name], expected), name
+    check = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=tmp_path / "out").returncode == 0
     example = json.loads((tmp_path / "out" / "example.json").read_text())
     command = [sys.executable, str(tmp_path / "out" / "predict.py"), str(tmp_path / "out" / "example.json")]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert json.loads(printed) == example["predictions"]
+    (rows_file,) = (tmp_path / "out" / "tables").iterdir()
+    with rows_file.open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"?")
+    said = subprocess.run(check, cwd=tmp_path / "out", capture_output=True, text=True)
+    assert (said.returncode, f"tables/{rows_file.name}: FAILED" in said.stdout) == (1, True)
 
 
 def test_the_example_serves_requests_at_once_and_names_a_missing_column(
