@@ -1,5 +1,6 @@
 """Shared by all tests: one torch thread, folders of their own, groups that share servers, nightly forms."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nightly)
             if not LONG:
                 item.add_marker(pytest.mark.skip(reason="nightly: set DPHYBRID_LONG_TESTS=1"))
+
+
+def pytest_sessionfinish() -> None:
+    """Leave what is in memory to the end of the process: pytest would search it for garbage five times, and
+    execnet interrupts a worker that takes more than five seconds to end."""
+    gc.freeze()
 
 
 @pytest.fixture
