@@ -131,7 +131,7 @@ def test_flags_and_settings_are_ones_that_there_are() -> None:
     assert len(flags) > 20
     assert {flag.replace("-", "_") for flag in flags} <= fields
     settings = set(re.findall(r"\bDPHYBRID_([A-Z_]+)\b", EVERYTHING)) - {"NAME"}
-    of_tests = {"long_tests", "faults", "damages", "fuzz", "soak_minutes"}
+    of_tests = {"long_tests", "programs", "faults", "damages", "fuzz", "soak_minutes"}
     assert {name.lower() for name in settings} <= Settings.model_fields.keys() | of_tests
 
 
