@@ -2,6 +2,8 @@
 
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,22 @@ OK = "--data.path ok.csv --data.label y"
         (f"prepare {OK} --data.weight w", "data.weight='w': ok.csv has no such column"),
         (f"train {OK} --devices cuda:7", "cuda:7 is not here .*; use cpu, or cpu[*]1 for the same split"),
         (f"train {OK} --table.optimizer adamx", "table.optimizer = 'adamx'"),
+        (
+            f"train {OK} --devices gpu",
+            "^error: devices = 'gpu' .from --devices.: cannot read 'gpu'; use auto, ",
+        ),
+        (
+            f"train {OK} --devices cpu*0",
+            "^error: devices = 'cpu.0' .from --devices.: 0 devices in 'cpu.0'; use",
+        ),
+        ("train --config ok.csv", "--config ok.csv: cannot be read: Expected '='"),
+        (
+            f"train {OK} --report nowhere/x.json",
+            "--report nowhere/x.json: cannot be written there; name a file",
+        ),
+        (f"train {OK} --profile 24-20", "'24-20': name steps as FIRST-LAST, counted from 1"),
+        ("train --recipe os:path", "recipe = 'os:path': os has no recipe 'path'"),
+        ("rollback nobody", "no run is recorded there yet; train one first"),
         (f"train {OK} --run-name ../x", "use a plain name without slashes"),
         (f"train {OK} --resume nobody", "--resume nobody: no such run of recipe ctr"),
         ("train --recipe ctrr", "unknown recipe; did you mean 'ctr'"),
@@ -183,6 +201,18 @@ def test_a_new_users_mistakes(
     for name, text in FILES.items():
         Path(name).write_text(text)
     assert re.search(words, told(capsys, *command.split()).strip(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "given", ["--data.path empty.csv --data.label y", "--data.path . --data.label y", "--recipe ctr"]
+)
+def test_a_table_that_cannot_be_opened_is_told_before_torch_is_imported(given: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").touch()
+    program = "import sys; from dphybrid.cli.main import main; code = main(sys.argv[1:]); "
+    program += "assert 'torch' not in sys.modules; sys.exit(code)"
+    command = [sys.executable, "-c", program, "train", *given.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("error: data.path")) == (2, 1), done.stderr
 
 
 @pytest.mark.parametrize(

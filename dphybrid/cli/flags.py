@@ -181,10 +181,14 @@ def check_data_path(path: str) -> None:
 
 
 def data_config(args: argparse.Namespace) -> ExperimentConfig:
-    """Return `given_config`. Raises UserError too where a built-in recipe's data is not there."""
+    """Return `given_config`. Raises UserError too where a built-in recipe's data is not there, and where a
+    table cannot be opened: before torch is imported, which takes seconds."""
     config = given_config(args)
     if config.recipe in BUILT_IN:
         check_data_path(str(config.data.model_dump().get("path") or ""))
+        recipe = find_recipe(config.recipe)
+        if recipe.tabular:
+            recipe.source(config.data, config.train.seed)
     return config
 
 

@@ -14,11 +14,13 @@ def flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the former champion of a registered model the champion again."""
-    from dphybrid.tracking.models import Registry
     from dphybrid.tracking.opening import store_to_read
 
     settings = load_settings()
-    registry = Registry(store_to_read(settings.mlflow_uri, settings.mlflow_dir))
+    store = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+    from dphybrid.tracking.models import Registry  # which imports MLflow, in seconds
+
+    registry = Registry(store)
     before, now = registry.roll_back(args.model, args.to)
     print(f"{args.model}: champion is version {now.number} again, it was version {before.number}")
     return 0

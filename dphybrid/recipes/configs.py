@@ -231,7 +231,7 @@ def _explain(item: Any, places: dict[str, str], recipe: str) -> str:
     where = f" (from {place})" if place else ""
     if item["type"] == "extra_forbidden":
         return f"{name}{where}: {_explain_unknown(name, recipe)}"
-    message = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ").removeprefix(f"{name}={item.get('input')!r}: ")
     if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
         message = f"is a section: write [{name}] and its values below"
     if not name:
