@@ -10,7 +10,7 @@ import pytest
 
 from dphybrid.util.errors import UserError
 from examples.quality import __main__ as quality
-from examples.quality import tables
+from examples.quality import tables, text
 from examples.quality.retrieval import RECOMMENDERS, by_scores, ndcg
 
 
@@ -107,3 +107,18 @@ def test_recommenders_find_planted_groups(data_dir: Path, tmp_path: Path) -> Non
     scores = {name: runs[0]["ndcg"] for name, runs in found.items()}
     assert scores["EASE"] > scores["most popular"] + 0.1
     assert 0 < scores["retrieval, as it comes"] <= 1
+
+
+def test_text_is_compared_at_equal_steps(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(0)
+    (tmp_path / "wikitext2").mkdir()
+    documents = [" ".join(draw.choices(["a", "b", "c", "d"], k=200)) for _ in range(30)]
+    (tmp_path / "wikitext2" / "valid.txt").write_text("\n\n".join(documents))
+    monkeypatch.setattr(text, "STEPS", 1)
+    asked = ["--only", "text", "--data", str(tmp_path), "--turns", "1", "--out", str(tmp_path / "found.json")]
+    found = quality.main(asked)["text"]
+    assert found["steps"] == 2
+    assert found["perplexity"].keys() == found["tokens_per_cpu_s"].keys()
+    assert 3 < found["perplexity"]["text"] < 20  # four words at random, two steps
