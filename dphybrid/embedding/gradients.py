@@ -100,47 +100,50 @@ class Pieces:
 
 
 class _First(torch.autograd.Function):
-    """weight_VD, and looked-up rows in a tuple: they are not input -> (the rows, a link without elements)."""
+    """weight_VD, and (looked-up rows, pieces, what `Pieces.note` wants) as no input -> the rows, and a link
+    without elements."""
 
     @staticmethod
-    def forward(ctx: Any, weight_VD: Tensor, rows: tuple[Tensor], *noted: Any) -> tuple[Tensor, Tensor]:
-        ctx.noted, ctx.shape = noted, weight_VD.shape
+    def forward(ctx: Any, weight_VD: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        rows, ctx.pieces, *ctx.noted = given
+        ctx.shape = weight_VD.shape
         ctx.set_materialize_grads(False)
-        return rows[0], rows[0].new_empty(0)
+        return rows, rows.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grads: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        pieces = ctx.noted[0]
+    def backward(ctx: Any, grads: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None]:
+        pieces = ctx.pieces
         if grads is not None:
-            pieces.note(grads, *ctx.noted[1:])
+            pieces.note(grads, *ctx.noted)
         came, weight = pieces.take(), pieces.weight()
         info = None if weight is None else info_of(weight)
         _wait(came, info)
         if not came:
-            return None, None, None, None, None, None, None
+            return None, None
         if not pieces.is_leaf:  # what computes a weight (weight_norm, ...) takes no sparse gradient
             gradient = _gradient(came, ctx.shape, [], accumulates=False).to_dense()
         else:
             frozen = [] if info is None else info.frozen
             accumulates = weight is not None and weight.grad is not None
             gradient = _gradient(came, ctx.shape, frozen, accumulates=accumulates)
-        return gradient, None, None, None, None, None, None
+        return gradient, None
 
 
 class _Later(torch.autograd.Function):
-    """The link of the first lookup, and rows as there -> the rows."""
+    """The link of the first lookup, and what is given there -> the rows."""
 
     @staticmethod
-    def forward(ctx: Any, link: Tensor, rows: tuple[Tensor], *noted: Any) -> Tensor:
-        ctx.noted, ctx.dtype = noted, link.dtype
-        return rows[0]
+    def forward(ctx: Any, link: Tensor, given: tuple[Any, ...]) -> Tensor:
+        rows, ctx.pieces, *ctx.noted = given
+        ctx.dtype = link.dtype
+        return cast(Tensor, rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.noted[0].note(grads, *ctx.noted[1:])
-        return torch.empty(0, dtype=ctx.dtype, device="cpu"), None, None, None, None, None, None
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
+        ctx.pieces.note(grads, *ctx.noted)
+        return torch.empty(0, dtype=ctx.dtype, device="cpu"), None
 
 
 def _gradient(came: list[_Piece], shape: torch.Size, frozen: list[int], *, accumulates: bool) -> Tensor:
@@ -149,10 +152,8 @@ def _gradient(came: list[_Piece], shape: torch.Size, frozen: list[int], *, accum
         return sparse(came[0].ids_N, came[0].grads_XD, shape)
     segments = [(native.Segment(each.ids_N, each.grads_XD, each.sources_N), 0) for each in came]
     arranged = native.arrange(segments, shape[0], frozen)
-    grads_UD, _ = native.sum_rows(arranged, shape[1], came[0].grads_XD.dtype)
-    if accumulates:  # torch concatenates values with gaps, and adds others row by row
-        spaced = torch.empty((len(grads_UD), shape[1] + 1), dtype=grads_UD.dtype, device="cpu")
-        grads_UD = spaced[:, :-1].copy_(grads_UD)
+    # torch concatenates values with gaps between rows, and adds others row by row
+    grads_UD = native.sum_rows(arranged, shape[1], came[0].grads_XD.dtype, gap=int(accumulates))
     return sparse(arranged.keys_U, grads_UD, shape)
 
 
@@ -191,10 +192,10 @@ class Links:
         pieces = self._pieces
         if self._link is None or pieces is None or pieces.used or pieces.weight() is not weight:
             pieces = self._pieces = Pieces(weight)
-            linked, self._link = _First.apply(weight, (rows,), pieces, 0, ids_N, sources_N, via)
+            linked, self._link = _First.apply(weight, (rows, pieces, 0, ids_N, sources_N, via))
         else:
             pieces.lookups += 1
-            linked = _Later.apply(self._link, (rows,), pieces, pieces.lookups, ids_N, sources_N, via)
+            linked = _Later.apply(self._link, (rows, pieces, pieces.lookups, ids_N, sources_N, via))
         return cast(Tensor, linked)
 
 
@@ -207,13 +208,16 @@ def segment_of(grad: Tensor, weight: Tensor) -> native.Segment:
     """Return a weight's gradient as the kernels read it; a dense one, of a weight used as a whole, has all
     rows."""
     real = native.real_dtype(weight.dtype)
-    if grad.layout == torch.sparse_coo and grad.sparse_dim() == 1:
-        ids_N, grads_ND = grad._indices()[0].contiguous(), grad._values()
+    num_rows, dim = weight.shape
+    if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
+        ids_N, grads_ND = grad._indices().select(0, 0), grad._values()
     else:
-        ids_N, grads_ND = torch.arange(len(grad)), grad.to_dense()
-    grads_ND = grads_ND.detach().to("cpu", real)
-    tight = grads_ND.shape[1] == 1 or grads_ND.stride(1) == 1
-    return native.Segment(ids_N, grads_ND if tight else grads_ND.contiguous(), num_rows=len(weight))
+        ids_N, grads_ND = torch.arange(num_rows), grad.to_dense()
+    if grads_ND.dtype is not real or not grads_ND.is_cpu:
+        grads_ND = grads_ND.to("cpu", real)
+    if dim > 1 and grads_ND.stride(1) != 1:
+        grads_ND = grads_ND.contiguous()
+    return native.Segment(ids_N, grads_ND, num_rows=num_rows)
 
 
 def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -224,7 +228,8 @@ def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     info = info_of(weight)
     segment = segment_of(weight.grad, weight)
     arranged = native.arrange([(segment, 0)], len(weight), [] if info is None else info.frozen)
-    sums_UD, squares_U = native.sum_rows(arranged, weight.shape[1], segment.rows_XD.dtype)
+    squares_U = torch.empty(len(arranged.keys_U), dtype=torch.float64, device="cpu")
+    sums_UD = native.sum_rows(arranged, weight.shape[1], segment.rows_XD.dtype, squares_U=squares_U)
     return arranged.keys_U, sums_UD, squares_U
 
 

@@ -93,6 +93,8 @@ def int64_ids(ids: Tensor, owner: str) -> Tensor:
 
     Raises UserError for other types and for nested or sparse ids; owner: begins its message.
     """
+    if ids.dtype is torch.int64 and ids.layout is torch.strided and not ids.is_nested:
+        return ids
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(
             f"{owner}: ids are {ids.dtype}; give int64 (a float holds no id above 16,777,216 exactly)"
@@ -107,7 +109,8 @@ def int64_ids(ids: Tensor, owner: str) -> Tensor:
 
 def whole_numbers(ids: Tensor, name: str) -> Tensor:
     """Return ids on the CPU as int64. Raises UserError as `int64_ids` does; name: the table's."""
-    return int64_ids(ids, f"table {name!r}").cpu()
+    ids = int64_ids(ids, f"table {name!r}")
+    return ids if ids.is_cpu else ids.cpu()
 
 
 def no_row(ids: Tensor, num_rows: int, name: str) -> UserError:

@@ -53,7 +53,7 @@ _Arrange = _struct(
 )  # fmt: skip
 _Sums = _struct(
     "Sums", team=_Team, bounds=_P, count=_I, places=_P, num_places=_I, base=_P, step=_I, dim=_I, stored=_I,
-    target=_P, squares=_P,
+    target=_P, target_step=_I, squares=_P,
 )  # fmt: skip
 _Table = _struct(
     "Table", first_key=_I, num_rows=_I, rows=_P, mean=_P, square=_P, steps=_P, updates=_I, noise=c.c_uint64,
@@ -323,16 +323,18 @@ def arrange(
     return Arranged(memory[: call.num_unique], count, memory, bounds, places, inverse_N, held)
 
 
-def sum_rows(arranged: Arranged, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (sums_UD, squares_U): of each key's rows, which are of `dtype`, and the square (float64) of each
-    sum's 2-norm."""
+def sum_rows(
+    arranged: Arranged, dim: int, dtype: torch.dtype, *, gap: int = 0, squares_U: Tensor | None = None
+) -> Tensor:
+    """Return sums_UD of each key's rows, which are of `dtype`. gap: values between one sum and the next.
+    squares_U: gets the square (float64) of each sum's 2-norm."""
     unique = len(arranged.keys_U)
-    sums_UD = torch.empty((unique, dim), dtype=real_dtype(dtype), device="cpu")
-    squares_U = torch.empty(unique, dtype=torch.float64, device="cpu")
-    _sum(
-        sums_UD, dtype, arranged.bounds, arranged.places, arranged.count, None, 1, squares_U.data_ptr()
-    )  # the places are addresses
-    return sums_UD, squares_U
+    sums_UD = torch.empty((unique, dim + gap), dtype=real_dtype(dtype), device="cpu")
+    sums_UD = sums_UD[:, :dim] if gap else sums_UD
+    squares = None if squares_U is None else address(squares_U, "squares", torch.float64, (unique,))
+    # the places are addresses
+    _sum(sums_UD, dtype, arranged.bounds, arranged.places, arranged.count, None, 1, squares)
+    return sums_UD
 
 
 def _sum(
@@ -350,7 +352,7 @@ def _sum(
         return
     call = _Sums(
         _team(count, dim * out_UD.element_size()), bounds, count, places, num_places, base, step, dim,
-        STORED[dtype], out_UD.data_ptr(), squares,
+        STORED[dtype], out_UD.data_ptr(), out_UD.stride(0), squares,
     )  # fmt: skip
     if not _library().sum_rows(c.addressof(call)):
         raise TypeError(f"rows of {dim} values; use 1 to {MAX_DIM}")

@@ -81,6 +81,7 @@ struct sums {
     const char *base; /* place p lies at base + step * p */
     int64_t step, dim, stored;
     void *target;    /* count x dim; may be NULL */
+    int64_t target_step; /* values from row to row of it */
     double *squares; /* of each sum's 2-norm; may be NULL */
 };
 struct table { /* mean, square: of the Adams; Adagrad's sum is `square`. steps: of a row; AdamW: its last update */

@@ -178,7 +178,7 @@ INLINE void OF(sum)(const struct sums *s, int64_t first, int64_t last, int64_t d
     REAL kept[MAX_DIM];
     for (int64_t u = first; u < last; u++) {
         int64_t n = s->bounds[2 * u], end = s->bounds[2 * u + 1];
-        REAL *sum = s->target ? (REAL *)s->target + u * dim : kept;
+        REAL *sum = s->target ? (REAL *)s->target + u * s->target_step : kept;
         for (int64_t ahead = n; ahead < end; ahead++)
             prefetch_for_reading(s->base + s->step * s->places[MIN(ahead + AHEAD, s->num_places - 1)], dim * (int64_t)sizeof(STORED));
         const STORED *row = n < end ? (const STORED *)(s->base + s->step * s->places[n]) : NULL;
@@ -243,9 +243,8 @@ INLINE double OF(power)(double base, int64_t exponent)
 }
 
 /* Change one row and its states by the sum of its gradients. */
-INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id, REAL *sum, int64_t dim)
+INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id, REAL *sum, int64_t dim, int64_t rule)
 {
-    const int64_t rule = u->rule;
     STORED *row = (STORED *)t->rows + id * dim;
     REAL *means = (REAL *)t->mean + id * dim, *squares = (REAL *)t->square + id * dim, *square = (REAL *)t->square + id;
     const REAL lr = (REAL)u->lr, decay = (REAL)u->decay, eps = (REAL)u->eps;
@@ -313,7 +312,7 @@ INLINE void OF(prefetch_row)(const struct update *u, const struct table *t, int6
         prefetch_for_writing((const char *)t->square + id * state_bytes, state_bytes);
 }
 
-INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int64_t dim)
+INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int64_t dim, int64_t rule)
 {
     const struct table *t = u->tables, *end = u->tables + u->num_tables;
     _Alignas(LINE) REAL sum[MAX_DIM];
@@ -323,16 +322,22 @@ INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int6
             t++;
         OF(prefetch_row)(u, t, MIN(ahead - t->first_key, t->num_rows - 1), dim);
         OF(sum_gradients)(u, u->bounds + 2 * k, sum, dim);
-        OF(change)(u, t, key - t->first_key, sum, dim);
+        OF(change)(u, t, key - t->first_key, sum, dim, rule);
     }
 }
 
 static void OF(updates)(void *pointer, int64_t first, int64_t last)
 {
     const struct update *u = pointer;
-#define CALL(dim) OF(update)(u, first, last, dim)
-    BY_DIM(CALL, u->dim)
+    if (u->rule == ADAGRAD) { /* the usual one, without a branch a vector */
+#define CALL(dim) OF(update)(u, first, last, dim, ADAGRAD)
+        BY_DIM(CALL, u->dim)
 #undef CALL
+    } else {
+#define CALL(dim) OF(update)(u, first, last, dim, u->rule)
+        BY_DIM(CALL, u->dim)
+#undef CALL
+    }
 }
 
 #undef OF

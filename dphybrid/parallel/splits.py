@@ -62,14 +62,6 @@ class Split:
             f"{_size(_whole(self.output_sizes))}",
         ]
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the split as plain values, fit for JSON."""
-        sizes = {"input_sizes": self.input_sizes, "output_sizes": self.output_sizes}
-        return {name: [list(size) for size in value] for name, value in sizes.items()} | {
-            "devices": list(self.devices),
-            "count": self.count,
-        }
-
 
 def splits_table(splits: Sequence[Split]) -> str:
     """Return splits as a table for people, a line a replica."""

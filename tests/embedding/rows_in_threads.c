@@ -67,7 +67,7 @@ static void train(struct team team, int64_t stored, int64_t rule, int twice)
         for (int64_t n = 0, block = block_of(WIDTH * STORED_BYTES[stored]); n < block && n + block < count; n++)
             keys[n + block] = keys[n];
     static double sums[ROWS * WIDTH], squares[ROWS];
-    struct sums sum = {team, bounds, count, places, IDS, NULL, 1, WIDTH, stored == BFLOAT16 ? FLOAT32 : stored, sums, squares};
+    struct sums sum = {team, bounds, count, places, IDS, NULL, 1, WIDTH, stored == BFLOAT16 ? FLOAT32 : stored, sums, WIDTH, squares};
     struct update update = {team, keys, bounds, count, places, IDS, &table, 1, rule, stored, WIDTH, 0.1, 0.01, 1e-8, 0.9, 0.99, fix, fix, 1};
     if (!sum_rows(&sum) || !update_rows(&update))
         abort();

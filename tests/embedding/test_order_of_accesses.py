@@ -98,11 +98,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     return begin
 
 
-def _reads(world: World, kernel: Any, *args: Any) -> Any:
+def _reads(world: World, kernel: Any, *args: Any, **options: Any) -> Any:
     (arranged,) = (argument for argument in args if isinstance(argument, native.Arranged))
     for held in arranged.held:
         world.host(held.rows_XD if isinstance(held, native.Segment) else held[1], writes=False)
-    return kernel(*args)
+    return kernel(*args, **options)
 
 
 def _to(tensor: Tensor, world: World, plain: Any, *args: Any, **options: Any) -> Tensor:

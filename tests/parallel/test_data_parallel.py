@@ -1,6 +1,7 @@
 """Splits are right, results equal those without any splitting, and what cannot be split is refused."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_splits_are_those_of_the_reference(devices: int) -> None:
         assert [size[0] for size in wrapped.last_split.input_sizes] == rows
         assert [size[0] for size in wrapped.last_split.output_sizes] == rows
     assert [split.count for split in wrapped.splits()] == [3, 1]
-    assert json.loads(json.dumps(wrapped.splits()[1].as_dict()))["input_sizes"] == [
+    assert json.loads(json.dumps(asdict(wrapped.splits()[1])))["input_sizes"] == [
         [count, 5] for count in expected[-1]
     ]
     table = splits_table(wrapped.splits()).splitlines()
