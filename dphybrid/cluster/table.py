@@ -60,10 +60,6 @@ class SpreadTable(HostEmbedding):
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
 
-    @property
-    def row_dtype(self) -> torch.dtype:
-        return torch.float32
-
     def settled(self) -> Any:
         """All ranks' rows, to be read and written in blocks."""
         return self._rows

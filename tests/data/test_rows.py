@@ -3,14 +3,17 @@
 import csv
 import io
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import polars as pl
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dphybrid.data.table.numbers import is_number
-from dphybrid.data.table.rows import Rows, read_rows
+from dphybrid.data.table.rows import Rows, check_enough, check_rejected, read_chunks
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
 
@@ -53,7 +56,14 @@ LINES = st.lists(
 def read(folder: Path, text: str | bytes, **values: object) -> Rows:
     file = folder / "x.csv"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_rows(file, TableDataConfig(path=str(file), **values))  # type: ignore[arg-type]
+    data = TableDataConfig(path=str(file), **values)  # type: ignore[arg-type]
+    chunks = list(read_chunks(file, data))
+    rejected = [row for chunk in chunks for row in chunk.rejected]
+    whole = pl.concat([chunk.values for chunk in chunks])
+    check_rejected(file, rejected, len(whole) + len(rejected), data.max_rejected)
+    check_enough(file, chunks[0], len(whole))
+    lines = np.concatenate([chunk.lines for chunk in chunks])
+    return replace(chunks[0], values=whole, lines=lines, rejected=rejected)
 
 
 @MANY

@@ -133,19 +133,6 @@ def read_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
     return csv_jobs(file, data)
 
 
-def read_rows(file: Path, data: TableDataConfig) -> Rows:
-    """Read a whole file into memory. Raises UserError like `read_chunks`, and when too many rows do not fit
-    or fewer than 2 do."""
-    chunks = list(read_chunks(file, data))
-    rejected = [row for chunk in chunks for row in chunk.rejected]
-    values = pl.concat([chunk.values for chunk in chunks])
-    lines = np.concatenate([chunk.lines for chunk in chunks])
-    first = chunks[0]
-    check_rejected(file, rejected, len(values) + len(rejected), data.max_rejected)
-    check_enough(file, first, len(values))
-    return Rows(first.names, values, lines, rejected, first.header, first.place, file)
-
-
 def check_enough(file: Path | str, first: Rows, num_rows: int) -> None:
     """Raise UserError when there are not at least two rows."""
     if not num_rows:
