@@ -42,7 +42,7 @@ class _HybridEstimator(BaseEstimator):
         valid_fraction: float = 0.2,
         random_state: int = 0,
         verbose: bool = False,
-        **values: Any,
+        **values: object,
     ) -> None:
         self.recipe = recipe
         self.devices = devices

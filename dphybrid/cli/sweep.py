@@ -52,7 +52,7 @@ def read_grid(text: str) -> dict[str, Any]:
     return grid
 
 
-def _line(row: Mapping[str, Any], served: bool) -> str:
+def _line(row: Mapping[str, object], served: bool) -> str:
     """Return a run's row of the results as a line. served: the address of its page in MLflow answers."""
     facts = {name: value for name, value in row.items() if name not in ("cell", "failed", "run")}
     metrics = ", ".join(f"{key} {value:.4f}" for key, value in facts.items() if isinstance(value, float))

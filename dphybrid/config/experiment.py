@@ -31,7 +31,7 @@ else:
     RowOptimizerName = Literal[tuple(RULES)]
 
 
-def _split_names(value: Any) -> Any:
+def _split_names(value: object) -> Any:
     return (
         tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
     )
@@ -214,7 +214,7 @@ class ExperimentConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_an_unused_cluster(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = dump(self)
+        values: dict[str, object] = dump(self)
         if not self.cluster.several:
             values.pop("cluster", None)  # pages of one process are what they were before there were more
         return values
@@ -234,7 +234,7 @@ class ExperimentConfig(Section):
         return parse_device_spec(value).text
 
 
-def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, object], top: dict[str, object]) -> dict[str, Any]:
     """Return `base` with the values of `top` over it, section by section."""
     out = dict(base)
     for key, value in top.items():
@@ -247,9 +247,9 @@ def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, object], prefix: str = "") -> dict[str, Any]:
     """Return nested values under dotted names: `{"train": {"lr": 1}}` -> `{"train.lr": 1}`."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in values.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat

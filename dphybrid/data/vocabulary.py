@@ -35,7 +35,7 @@ class Vocabulary:
         self._rows = {value: row for row, value in enumerate(self.values, start=self.first)}
 
     @classmethod
-    def fit(cls, values: Any, *, least: int = 1, unknown_rows: int = 1) -> Self:
+    def fit(cls, values: object, *, least: int = 1, unknown_rows: int = 1) -> Self:
         """Return the vocabulary of training values, the most frequent first.
 
         values: an array, a Series or a list, of any shape. least: times that a value must occur to have a row
@@ -45,7 +45,7 @@ class Vocabulary:
         ranked = sorted(counts, key=lambda text: (-counts[text], text))
         return cls((text for text in ranked if counts[text] >= least), unknown_rows=unknown_rows)
 
-    def extended(self, values: Any, *, least: int = 1) -> Self:
+    def extended(self, values: object, *, least: int = 1) -> Self:
         """Return this vocabulary grown by new values: known ones keep their rows, the others follow."""
         newer = self.fit(values, least=least).values
         return type(self)([*self.values, *newer], unknown_rows=self.unknown_rows)
@@ -80,7 +80,7 @@ class Vocabulary:
         return {"unknown_rows": self.unknown_rows, "values": self.values}
 
 
-def _texts(values: Any) -> list[str]:
+def _texts(values: object) -> list[str]:
     flat = np.asarray(values, object).ravel().tolist()
     return ["" if value is None else str(value) for value in flat]
 

@@ -38,7 +38,7 @@ class HostEmbeddingCollection(nn.Module):
         std: float | Mapping[str, float] = 0.1,
         name: str = "tables",
         make: Callable[..., HostEmbedding] = HostEmbedding,
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__()
         if not tables or min(tables.values()) < 1:
@@ -148,7 +148,7 @@ def listed(params: Any) -> list[Any]:
     return [params] if isinstance(params, HostEmbedding | Tensor) else list(params)
 
 
-def named_weights(params: list[Any]) -> list[tuple[str, Tensor]]:
+def named_weights(params: list[object]) -> list[tuple[str, Tensor]]:
     """Return weights, each once, by name. Raises UserError for what is not a table's."""
     named: dict[int, tuple[str, Tensor]] = {}
     for entry in params:

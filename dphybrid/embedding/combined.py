@@ -38,11 +38,11 @@ class CombinedOptimizer(Optimizer):
         """The states of all, to be read."""
         return defaultdict(dict, {k: v for optimizer in self.optimizers for k, v in optimizer.state.items()})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Raise UserError: which of the optimizers is meant?"""
         raise UserError("CombinedOptimizer: add the group to the optimizer that is to train it")
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Take a step of each, in their order. closure: computes the gradients anew, once, and returns the
         loss, which is returned."""
         loss = None

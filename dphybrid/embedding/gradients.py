@@ -172,7 +172,7 @@ class Links:
         self._link: Tensor | None = None
         self._pieces: Pieces | None = None
 
-    def __deepcopy__(self, _: Any) -> "Links":
+    def __deepcopy__(self, _: object) -> "Links":
         return Links()
 
     def __reduce__(self) -> Any:

@@ -71,7 +71,7 @@ class RowOptimizer(torch.optim.Optimizer):
             numbers["lr"] = lr
         super().__init__(groups, {"weight_decay": 0.0, **known, **numbers})
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._kept = {}
 
@@ -143,7 +143,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 states[key] = state.cpu()
         return states
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Apply the gradients: tables of one width, type and rule are sorted and updated in one go.
 
         What that takes is counted on the first of them. closure: computes the gradients anew and returns the
@@ -162,7 +162,7 @@ class RowOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined] # torch would label every step for a profile: 15 us
 
     @torch.no_grad()
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _step(self, closure: Callable[[], object] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -190,7 +190,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _alike(self) -> list[tuple[Rule, tuple[str, ...], list[Tensor]]]:
         """Tables of one width, type and rule, with their rule and names."""
-        found: dict[tuple[Any, ...], tuple[Rule, list[str], list[Tensor]]] = {}
+        found: dict[tuple[object, ...], tuple[Rule, list[str], list[Tensor]]] = {}
         for group in self.param_groups:
             rule = self.rule(group)
             for name, weight in zip(group["param_names"], group["params"], strict=True):
@@ -424,7 +424,7 @@ def make_row_optimizer(name: str, tables: Any, **options: Any) -> RowOptimizer:
     return ROW_OPTIMIZERS[name](tables, **options)
 
 
-def row_optimizer(name: str, model: nn.Module, **options: Any) -> RowOptimizer:
+def row_optimizer(name: str, model: nn.Module, **options: object) -> RowOptimizer:
     """Return the row optimizer of that name for all tables of a model. Raises UserError for other names, and
     for a model without tables."""
     return make_row_optimizer(name, find_tables(model), **options)

@@ -66,7 +66,7 @@ class HostEmbedding(nn.Module):
         freeze: bool = False,
         num_embeddings: int | None = None,
         embedding_dim: int | None = None,
-        **foreign: Any,
+        **foreign: object,
     ) -> None:
         super().__init__()
         num_rows, dim = _one(num_rows, num_embeddings), _one(dim, embedding_dim)

@@ -4,7 +4,7 @@ Rows 0 to `unknown_rows` - 1 are reserved for ids that have no row of their own.
 of these rows, so that rare ids are told apart a little even there.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -86,10 +86,10 @@ class GrowingVocabulary(nn.Module):
         self.register_buffer("used", torch.tensor([unknown_rows]))
         self._index()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: object, recurse: bool = True) -> Self:
         return self  # stays on the CPU, with the table
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._index()
 

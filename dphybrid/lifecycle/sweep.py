@@ -89,7 +89,7 @@ def make_grid(
     return Grid(cells, next(iter(grid)))
 
 
-def make_cell(config: ExperimentConfig, values: Mapping[str, Any], name: str, settings: Settings) -> Cell:
+def make_cell(config: ExperimentConfig, values: Mapping[str, object], name: str, settings: Settings) -> Cell:
     """Return a run of a sweep. Raises UserError, with the values, for those that are not allowed, and for
     devices that are not there."""
     chosen = {field: _text(value) for field, value in values.items()}
@@ -227,7 +227,7 @@ def run_sweep(
 
 def searched(
     config: ExperimentConfig,
-    grid: Mapping[str, Any],
+    grid: Mapping[str, object],
     sweep: str,
     settings: Settings,
     stop: StopRequest,

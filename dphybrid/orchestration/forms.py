@@ -31,7 +31,7 @@ FEW = {
 _WITH_ASTERISK = re.compile(r"[^\s,;()]*\*[^\s,;()]*[^\s,;:().]")
 
 
-def experiment(config: Any, overrides: Sequence[str] = (), **few: Any) -> ExperimentConfig:
+def experiment(config: object, overrides: Sequence[str] = (), **few: object) -> ExperimentConfig:
     """Return the experiment that a flow's parameters describe: the config, the few values over it, the
     overrides over both.
 
@@ -42,7 +42,7 @@ def experiment(config: Any, overrides: Sequence[str] = (), **few: Any) -> Experi
     return apply_overrides(as_config(config or {}), [*given, *overrides])
 
 
-def form_of(flow: Flow[..., Any], recipe: str) -> ParameterSchema:
+def form_of(flow: Flow[..., object], recipe: str) -> ParameterSchema:
     """Return the schema of a flow's parameters for a deployment of one recipe."""
     fields, form = field_types(recipe), flow.parameters.model_copy(deep=True)
     there, shown = form.properties, {}
@@ -70,8 +70,8 @@ def _section(model: type[BaseModel], elsewhere: Collection[str], prefix: str = "
     too, as patterns, which Prefect's pages do not show.
     """
     schema = model.model_json_schema()
-    shown: dict[str, Any] = {}
-    taken: dict[str, Any] = {}
+    shown: dict[str, object] = {}
+    taken: dict[str, object] = {}
     for name, field in model.model_fields.items():
         kind = type(field.default) if isinstance(field.default, Section) else field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
@@ -102,7 +102,7 @@ def _leaf(schema: Mapping[str, Any]) -> dict[str, Any]:
     return leaf | ({"anyOf": kinds} if kinds else {})
 
 
-def _sentence(text: str, default: Any) -> str:
+def _sentence(text: str, default: object) -> str:
     """Return a field's description with its default. Prefect's pages read it as Markdown, so values with an
     asterisk, such as cpu*8, become code."""
     shown = ", ".join(map(str, default)) if isinstance(default, tuple | list) else default

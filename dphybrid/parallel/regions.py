@@ -18,7 +18,7 @@ class LossInside(nn.Module):
     over all samples: a mean of the devices' means weighs the samples of a short last chunk too much.
     """
 
-    def __init__(self, block: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
+    def __init__(self, block: nn.Module, loss: Callable[[object, object], Tensor]) -> None:
         super().__init__()
         self.block = block
         self.loss = loss

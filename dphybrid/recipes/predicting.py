@@ -40,7 +40,7 @@ class RowsPredictor:
         place = f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}"
         return f"<Predictor of recipe {self.recipe.name}, {place}>"
 
-    def predict(self, rows: Any) -> pl.DataFrame:
+    def predict(self, rows: object) -> pl.DataFrame:
         """Return what the recipe's `predict` does, for `batch_size` rows at a time. rows: a frame (polars,
         pandas, Arrow), a dict of columns or a list of records. Raises UserError as `predict` does."""
         frame = as_frame(rows, "the rows").lazy().collect()

@@ -174,7 +174,7 @@ def _note_waiting(settings: Settings) -> None:
 
 
 def _recorded(
-    run: Run, experiment: Experiment, tracker: Tracker, tags: Mapping[str, str], facts: Mapping[str, Any]
+    run: Run, experiment: Experiment, tracker: Tracker, tags: Mapping[str, str], facts: Mapping[str, object]
 ) -> str:
     """Begin the run's record, or go on with it; return its id. facts: about the model."""
     config, data, page = experiment.config, experiment.data, run.page

@@ -212,7 +212,7 @@ class _Trial:
             raise _Breaks(f"{odd[0]} is {metrics[odd[0]]}; give it a finite value for any model")
         return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
-    def _trained(self, name: str, stop_after: int = 0, **train: Any) -> _Trained:
+    def _trained(self, name: str, stop_after: int = 0, **train: object) -> _Trained:
         """Train the sample on two virtual devices, or go on with it where there is a run of that name."""
         config = self.experiment.config
         values = config.model_copy(update={"train": config.train.model_copy(update=train)})

@@ -116,7 +116,7 @@ class Predictor:
         """What is predicted, in words."""
         return self.encoder.label.text()
 
-    def predict(self, rows: Any) -> np.ndarray:
+    def predict(self, rows: object) -> np.ndarray:
         """Return the prediction for rows given by column name; other columns are ignored. It is, by the
         label, the probability (B,) float32 of the positive class, the probabilities (B, C) float32 of
         `classes`, or the number (B,) float64 in the label's own units, of counts their mean.
@@ -181,7 +181,7 @@ class Predictor:
         on_progress: Callable[[str, int, int], None] | None = None,
         keep: Sequence[str] = (),
         threshold: float | None = None,
-        **values: Any,
+        **values: object,
     ) -> Predicted:
         """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file,
         chunk by chunk.
@@ -239,7 +239,7 @@ class Predictor:
             )
         return lines
 
-    def _reading(self, path: str, values: Mapping[str, Any]) -> TableDataConfig:
+    def _reading(self, path: str, values: Mapping[str, object]) -> TableDataConfig:
         """The config that new files are read by: as the training files, and a header is known by the columns'
         names."""
         known = {"path": path, "numeric": tuple(self.encoder.names)}
@@ -256,7 +256,7 @@ class Predictor:
                 f"--keep {absent[0]}: {chunk.file} has no such column; columns: {', '.join(chunk.names)}"
             )
         predicted = self._predicted(chunk, done, data)
-        found: dict[str, Any] = {
+        found: dict[str, object] = {
             "file": pl.repeat(str(chunk.file), len(chunk), eager=True),
             "line": chunk.lines,
             **self.task.table(predicted),

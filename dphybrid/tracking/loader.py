@@ -128,5 +128,5 @@ def _entries(page: Path) -> list[dict[str, Any]]:
         raise UserError(
             f"{page}: is damaged, or no list of a model's left-out files; this model is not loaded"
         )
-    found: list[dict[str, Any]] = entries
+    found: list[dict[str, object]] = entries
     return found

@@ -57,7 +57,7 @@ class LabelTask(Task):
         return {likeliest: classes[predicted.argmax(1)], **dict(zip(each, predicted.T, strict=True))}
 
 
-def label_task(facts: Mapping[str, Any]) -> LabelTask:
+def label_task(facts: Mapping[str, object]) -> LabelTask:
     """Return the task of prepared data, by the facts about it (`context.info`)."""
     label = Label.of(facts)
     return _TASKS[label.task](label)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from dphybrid.util.errors import UserError
 
@@ -32,7 +31,7 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return total.hexdigest()
 
 
-def value_digest(value: Any) -> str:
+def value_digest(value: object) -> str:
     """Return the sha256 in hex of a value that is fit for JSON; the order of names does not count."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -85,7 +85,7 @@ class Ctr(Recipe):
 
         return build_ctr(context)
 
-    def task(self, info: Mapping[str, Any]) -> "Task":
+    def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.label_tasks import label_task
 
         return label_task(info)
@@ -108,7 +108,7 @@ class Ctr(Recipe):
 
         return leaks(data, label_task(data.info))
 
-    def recognises(self, data: Mapping[str, Any]) -> str | None:
+    def recognises(self, data: Mapping[str, object]) -> str | None:
         if data.get("label") not in (None, ""):
             return f"data.label={data['label']} is set"
         path = str(data.get("path") or "")

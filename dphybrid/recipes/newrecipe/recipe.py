@@ -31,7 +31,7 @@ class NewRecipe(Recipe):
     def build(self, context: ModelContext[Options]) -> torch.nn.Module:
         return Network(context)
 
-    def task(self, info: Mapping[str, Any]) -> Task:
+    def task(self, info: Mapping[str, object]) -> Task:
         return TASK
 
     def predict(self, model: Any, rows: pl.DataFrame, vocabularies: Mapping[str, Vocabulary]) -> pl.DataFrame:

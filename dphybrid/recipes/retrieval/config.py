@@ -9,7 +9,7 @@ from dphybrid.config.experiment import Names
 from dphybrid.config.tables import TableDataConfig
 
 
-def _split_numbers(value: Any) -> Any:
+def _split_numbers(value: object) -> Any:
     return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 

@@ -6,7 +6,6 @@ python predict.py rows.csv          # or .parquet, or a request such as example.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -44,7 +43,7 @@ class Model:
         found: torch.Tensor = programs.dense(*self._held["dense"], *inputs, *rows)[0]
         return found
 
-    def predict(self, rows: Any) -> np.ndarray:
+    def predict(self, rows: object) -> np.ndarray:
         """Return the prediction of each row of a polars frame, a dict of columns or a list of records. Raises
         ValueError for a missing column, by its name."""
         arrays, size = self._encoder.encode(rows), self.page["batch_size"]
@@ -58,7 +57,7 @@ class Model:
 def main(path: str) -> None:
     suffix = Path(path).suffix
     if suffix == ".json":
-        rows: Any = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+        rows: object = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
     else:
         rows = pl.read_parquet(path) if suffix == ".parquet" else pl.read_csv(path)
     print(json.dumps(Model().predict(rows).tolist()))
