@@ -186,4 +186,4 @@ def test_settings_changed_in_a_copy_name_the_copys_server(monkeypatch: pytest.Mo
 def test_fields_that_weights_are_carried_across_are_fields() -> None:
     sections = [find_recipe(name).model for name in BUILT_IN]
     assert all(section.of_training < set(section.model_fields) for section in sections)
-    assert find_recipe("ctr").model.of_training == {"dropout", "frequency_scale", "unknown"}
+    assert find_recipe("ctr").model.of_training == {"dropout", "unknown"}

@@ -2,7 +2,6 @@
 them."""
 
 import itertools
-import math
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from dphybrid.recipes.ctr.numbers import (
     RUN_ROWS,
     RUNS,
     EmbeddedBins,
-    Periodic,
     PiecewiseLinear,
     quantile_bins,
     sample_dense,
@@ -50,42 +48,6 @@ def test_gradients_pass_through_the_bin_that_a_number_is_in() -> None:
     numbers = PiecewiseLinear(torch.tensor([[-1.0, 0.0, 0.5, 3.0]], dtype=torch.float64))
     dense_BN = torch.tensor([[-2.0], [-0.7], [0.2], [1.0], [5.0]], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(numbers, dense_BN)
-
-
-def test_a_wave_is_the_papers() -> None:
-    """Gorishniy et al. 2022, equation 2 and PLR: periodic, linear, ReLU, a column's own weights."""
-    torch.manual_seed(0)
-    numbers = Periodic(2, frequencies=3, width=4, scale=0.5).double()
-    dense_BN = torch.tensor([[-2.0, 3.0], [0.0, 0.25], [1.5, -0.75]], dtype=torch.float64)
-    found_BNP = numbers(dense_BN).unflatten(1, (2, 5))
-    for b, row in enumerate(dense_BN.tolist()):
-        for n, x in enumerate(row):
-            phases = [2 * math.pi * c * x for c in numbers.frequency_NK[n].tolist()]
-            waves = [*map(math.sin, phases), *map(math.cos, phases)]
-            linear = [
-                sum(w * wave for w, wave in zip(weights, waves, strict=True)) + bias
-                for weights, bias in zip(
-                    numbers.weight_NSD[n].T.tolist(), numbers.bias_ND[n].tolist(), strict=True
-                )
-            ]
-            assert found_BNP[b, n].tolist() == pytest.approx([x, *(max(value, 0.0) for value in linear)])
-
-
-def test_frequencies_are_learnt() -> None:
-    """A wave of 3 periods over the range, which no line fits, from a start at other frequencies."""
-    torch.manual_seed(0)
-    x_B1 = torch.linspace(-1, 1, 256)[:, None]
-    wanted_B = torch.sin(3 * math.pi * x_B1[:, 0])
-    model = torch.nn.Sequential(Periodic(1, frequencies=8, width=8, scale=1.0), torch.nn.Linear(9, 1))
-    before = model[0].frequency_NK.detach().clone()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss = (model(x_B1)[:, 0] - wanted_B).square().mean()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.05 * wanted_B.var().item()
-    assert not torch.allclose(before, model[0].frequency_NK)
 
 
 def test_bins_are_quantiles_and_frequent_values_begin_one() -> None:
@@ -126,7 +88,7 @@ def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -
         )
 
 
-@pytest.mark.parametrize("numbers", ["piecewise", "embedded", "periodic"])
+@pytest.mark.parametrize("numbers", ["piecewise", "embedded"])
 @pytest.mark.parametrize("kind", ["mlp", "wide-deep", "deepfm", "dlrm"])
 def test_pieces_are_the_same_on_several_devices(kind: str, numbers: str) -> None:
     draw = torch.Generator().manual_seed(0)

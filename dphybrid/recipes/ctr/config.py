@@ -10,7 +10,7 @@ from dphybrid.config import ModelConfig
 class CtrModelConfig(ModelConfig):
     """Which network, and how large."""
 
-    of_training: ClassVar[frozenset[str]] = frozenset({"dropout", "frequency_scale", "unknown"})
+    of_training: ClassVar[frozenset[str]] = frozenset({"dropout", "unknown"})
 
     kind: Literal["mlp", "wide-deep", "deepfm", "dlrm"] = "mlp"
     """Network: a plain one of hidden layers, Wide & Deep, DeepFM or DLRM."""
@@ -26,17 +26,11 @@ class CtrModelConfig(ModelConfig):
     unknown: float = Field(default=0.3, ge=0.0, lt=1.0)
     """Share of the ids that training replaces by the unknown one (of a bucket: by no value), drawn anew in
     each epoch, so that the network learns what to make of values that it has not met. Bags keep theirs."""
-    numbers: Literal["plain", "piecewise", "embedded", "periodic"] = "embedded"
+    numbers: Literal["plain", "piecewise", "embedded"] = "embedded"
     """How a number enters the network: plain, as itself; piecewise, also by its position in each bin of the
-    training rows; embedded, also by these through a layer of the column's own; periodic, also by sines and
-    cosines of learnt frequencies (Gorishniy et al. 2022)."""
+    training rows; embedded, also by these through a layer of the column's own (Gorishniy et al. 2022)."""
     bins: int = Field(default=128, ge=1, le=1024)
     """Bins of a number, between quantiles of the training rows, at most one for each 8 rows; read where
     model.numbers is piecewise or embedded."""
     bin_width: int = Field(default=8, ge=1, le=1024)
     """Values that a number becomes besides itself; read where model.numbers is embedded."""
-    frequencies: int = Field(default=16, ge=1, le=1024)
-    """Frequencies of a number, a sine and a cosine each; read where model.numbers is periodic."""
-    frequency_scale: float = Field(default=0.1, gt=0.0, le=1000.0)
-    """Spread of the frequencies before training, in periods a standard deviation of the number; read where
-    model.numbers is periodic."""

@@ -27,7 +27,7 @@ from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr.config import CtrModelConfig
-from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Periodic, PiecewiseLinear, bins_of
+from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, PiecewiseLinear, bins_of
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
 
@@ -207,8 +207,6 @@ class ClickModel(nn.Module):
 
 def _numbers(context: ModelContext[CtrModelConfig], num_dense: int) -> nn.Module:
     o = context.options
-    if o.numbers == "periodic":
-        return Periodic(num_dense, o.frequencies, o.dim, o.frequency_scale)
     pieces = PiecewiseLinear(bins_of(context.rows, num_dense, o.bins))
     return pieces if o.numbers == "piecewise" else EmbeddedBins(pieces, o.bin_width)
 
@@ -218,7 +216,7 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
-    widths = {"plain": 1, "piecewise": 1 + o.bins, "embedded": 1 + o.bin_width, "periodic": 1 + o.dim}
+    widths = {"plain": 1, "piecewise": 1 + o.bins, "embedded": 1 + o.bin_width}
     pieces = widths[o.numbers] if num_dense else 1  # inputs that a number becomes
     task = label_task(context.info)
     network = NETWORKS[o.kind](

@@ -1,11 +1,8 @@
-"""Numbers as several inputs each: by bins of the training rows, or by sines and cosines whose frequencies are
-learnt.
+"""Numbers as several inputs each, by bins of the training rows.
 
-Letters: B samples, N numeric columns, K bins of a column, or frequencies of one, E edges of bins (K + 1), D
-outputs of a column's layer, S sines and cosines (2 K), or what is looked up of a bin (2 D).
+Letters: B samples, N numeric columns, K bins of a column, E edges of bins (K + 1), D outputs of a column's
+layer, S what is looked up of a bin (2 D).
 """
-
-import math
 
 import numpy as np
 import torch
@@ -83,29 +80,6 @@ class EmbeddedBins(nn.Module):
         of_itself_NBD = squashed_BN.T[:, :, None] * self.weight_NED[:, :1]
         found_NBD = (start_NBD + share_NB[:, :, None] * slope_NBD + of_itself_NBD).relu()
         return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
-
-
-class Periodic(nn.Module):
-    """dense_BN -> (B, N * (1 + D)): each number itself, then D values of its sines and cosines.
-
-    The PLR of Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical Features in Tabular Deep
-    Learning", section 3.3 - v = 2 pi c x for K frequencies c that are learnt, sines and cosines of v, a
-    linear layer of the column's own, ReLU - with one difference: the number itself stays an input, as beside
-    pieces. c starts normal with standard deviation `scale`, the linear layers as torch's own.
-    """
-
-    def __init__(self, num_dense: int, frequencies: int, width: int, scale: float) -> None:
-        super().__init__()
-        self.frequency_NK = nn.Parameter(torch.randn(num_dense, frequencies) * scale)
-        bound = (2 * frequencies) ** -0.5
-        self.weight_NSD = nn.Parameter(torch.empty(num_dense, 2 * frequencies, width).uniform_(-bound, bound))
-        self.bias_ND = nn.Parameter(torch.empty(num_dense, width).uniform_(-bound, bound))
-
-    def forward(self, dense_BN: Tensor) -> Tensor:
-        phase_BNK = 2 * math.pi * self.frequency_NK * dense_BN[:, :, None]
-        waves_BNS = torch.cat([phase_BNK.sin(), phase_BNK.cos()], dim=2)
-        found_BND = torch.einsum("bns,nsd->bnd", waves_BNS, self.weight_NSD) + self.bias_ND
-        return torch.cat([dense_BN[:, :, None], found_BND.relu()], dim=2).flatten(1)
 
 
 class OnNumbers(nn.Module):
