@@ -326,13 +326,11 @@ def arrange(
 def sum_rows(
     arranged: Arranged, dim: int, dtype: torch.dtype, *, gap: int = 0, squares_U: Tensor | None = None
 ) -> Tensor:
-    """Return sums_UD of each key's rows, which are of `dtype`. gap: values between one sum and the next.
-    squares_U: gets the square (float64) of each sum's 2-norm."""
-    unique = len(arranged.keys_U)
-    sums_UD = torch.empty((unique, dim + gap), dtype=real_dtype(dtype), device="cpu")
-    sums_UD = sums_UD[:, :dim] if gap else sums_UD
-    squares = None if squares_U is None else address(squares_U, "squares", torch.float64, (unique,))
-    # the places are addresses
+    """Return sums_UD of each key's rows, which are of `dtype` and lie at the addresses arranged.places. gap:
+    values between one sum and the next. squares_U: gets the square (float64) of each sum's 2-norm."""
+    out_UX = torch.empty((len(arranged.keys_U), dim + gap), dtype=real_dtype(dtype), device="cpu")
+    sums_UD = out_UX[:, :dim] if gap else out_UX
+    squares = None if squares_U is None else address(squares_U, "squares", torch.float64, (len(sums_UD),))
     _sum(sums_UD, dtype, arranged.bounds, arranged.places, arranged.count, None, 1, squares)
     return sums_UD
 
