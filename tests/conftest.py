@@ -68,12 +68,15 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture
-def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder for this test, and none of the caller's own settings."""
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A data folder for this test, and none of the caller's own settings. Its runs draw no pictures, which
+    take a second, unless it is marked so."""
     for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_TRACKING"))] + USED:
         monkeypatch.setenv(name, "")  # so that what a command puts there goes with this test
         monkeypatch.delenv(name)
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("DPHYBRID_THREADS", "1")
+    if request.node.get_closest_marker("pictures") is None:
+        monkeypatch.setattr("dphybrid.run.report._pictures", lambda *_: {})
     monkeypatch.chdir(tmp_path)
     return tmp_path / "data"

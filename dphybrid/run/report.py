@@ -89,7 +89,7 @@ def report_run(run: Run, experiment: Experiment) -> Report:
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, splits, experiment.config))
-    pictures = _pictures(result, table, evaluated.charts)
+    pictures = _pictures(result, table, evaluated.charts) if run.page.run_id else {}  # a second to draw
     for name, picture in pictures.items():
         tracker.log_figure(name, picture)
     tracker.log_file(run.folder / "report.json", "")

@@ -36,17 +36,16 @@ COLOURS = (
 
 
 def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
 def _png(figure: "Figure") -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=120)
+    FigureCanvasAgg(figure).print_png(stream)  # savefig draws twice: the layout alone, then all
     return stream.getvalue()
 
 

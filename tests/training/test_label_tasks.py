@@ -65,6 +65,7 @@ def predicted(run: Any, folder: Path) -> pl.DataFrame:
     return pl.read_parquet(folder / "out.parquet")
 
 
+@pytest.mark.pictures
 def test_classes(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained("kind", devices="cpu*2", model=VALUES["model"] | {"kind": "deepfm"})
     assert run.metrics.keys() == {"accuracy", "macro_f1", "log_loss"}
