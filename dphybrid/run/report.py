@@ -89,15 +89,16 @@ def report_run(run: Run, experiment: Experiment) -> Report:
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, splits, experiment.config))
-    pictures = _pictures(result, table, evaluated.charts) if run.page.run_id else {}  # a second to draw
-    for name, picture in pictures.items():
-        tracker.log_figure(name, picture)
-    tracker.log_file(run.folder / "report.json", "")
-    tracker.log_text("config.json", experiment.config.model_dump_json(indent=1))
-    facts = report.model_dump() | _facts(table, experiment, result, evaluated)
-    values = experiment.config.model_dump(mode="json")
-    tracker.log_text(REPORT_PAGE, run_report_html(facts, values, pictures, run.page.links))
-    tracker.set_description(run_report_markdown(facts, values, run.page.links))
+    if run.page.run_id:  # else nobody sees them
+        pictures = _pictures(result, table, evaluated.charts)
+        for name, picture in pictures.items():
+            tracker.log_figure(name, picture)
+        tracker.log_file(run.folder / "report.json", "")
+        tracker.log_text("config.json", experiment.config.model_dump_json(indent=1))
+        facts = report.model_dump() | _facts(table, experiment, result, evaluated)
+        values = experiment.config.model_dump(mode="json")
+        tracker.log_text(REPORT_PAGE, run_report_html(facts, values, pictures, run.page.links))
+        tracker.set_description(run_report_markdown(facts, values, run.page.links))
     tracker.finish("FINISHED")
     return report
 
