@@ -1,51 +1,110 @@
-"""Make the pictures of runs that the pages show: a report, a comparison, MLflow's list and a run in it.
+"""Make the pictures that the pages show: a report, splits, a comparison, pages of MLflow and of Prefect.
 
     python docs/make_pictures.py            # into docs/pictures; needs playwright, pillow and Chromium
     python docs/make_pictures.py /tmp/look --width 390
 
-It trains three small runs, on one, two and eight virtual devices, in a temporary folder.
+It trains runs on one, two and eight virtual devices, and retrains a model, in a temporary folder.
 """
 
 import argparse
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 COLOURS = 256
 """Of a picture: enough for text and charts, a third of the bytes; with 64 stages share colours."""
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+ASSISTANT = "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1"
+"""What MLflow's page remembers once its assistant has opened by itself."""
 ROWS = [(("books", "music", "tea")[i % 3], i * 37 % 200 / 10, i % 13 < 2) for i in range(1500)]
 VISITS = "shop,price,clicked\n" + "".join(
     f"{shop},{price},{int((shop == 'books' and price < 12) != noise)}\n" for shop, price, noise in ROWS
 )
+VALUES = ["--data.path", "visits.csv", "--data.label", "clicked", "--train.epochs", "2"]
 
 
-def dphybrid(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of dphybrid."""
-    return subprocess.run(
-        [sys.executable, "-m", "dphybrid", *words], check=True, capture_output=True, text=True
-    )
+def run(module: str, *words: str) -> None:
+    """Run a module with its command line."""
+    subprocess.run([sys.executable, "-m", module, *words], check=True, stdout=subprocess.DEVNULL)
 
 
-def train(folder: Path) -> None:
-    """Train three runs and write the comparison and a report."""
+def picture_files(page: Any, out: Path, folder: Path) -> None:
+    """Train three runs; picture the comparison, and the report of the last one with its splits."""
     (folder / "visits.csv").write_text(VISITS)
     for devices in ("cpu", "cpu*2", "cpu*8"):
-        values = ["--data.path", "visits.csv", "--data.label", "clicked", "--train.epochs", "2"]
-        dphybrid("train", *values, "--devices", devices, "--run-name", f"visits-{devices.replace('*', 'x')}")
-    dphybrid("compare", "visits-cpu", "visits-cpux2", "visits-cpux8")
+        name = f"visits-{devices.replace('*', 'x')}"
+        run("dphybrid", "train", *VALUES, "--devices", devices, "--run-name", name)
+    run("dphybrid", "compare", "visits-cpu", "visits-cpux2", "visits-cpux8")
     reports = (folder / "data/mlflow/artifacts").glob("*/artifacts/Report.html")
-    shutil.copy(max(reports, key=lambda file: file.stat().st_mtime), folder / "report.html")
+    report = max(reports, key=lambda file: file.stat().st_mtime)
+    (splits,) = report.parent.rglob("rows_per_replica.png")
+    shutil.copy(splits, out)
+    keep(page, report.as_uri(), out / "report.png")
+    keep(page, (folder / "comparison/index.html").as_uri(), out / "compare.png", full=True)
 
 
-def keep(page: Any, file: Path, full: bool) -> None:
-    """Save a page as a picture of few colours."""
+def picture_mlflow(page: Any, out: Path) -> None:
+    """Picture the last run in MLflow, and the list of runs."""
+    command = [sys.executable, "-u", "-m", "dphybrid", "ui", "--no-browser", "visits-cpux8"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = next(line.strip() for line in server.stdout if line.startswith("http"))
+        keep(page, address, out / "mlflow-run.png", wait_s=8)
+        runs = f"{address.partition('/runs/')[0]}/runs?viewStateShareKey=Result&workflowType=machine_learning"
+        keep(page, runs, out / "mlflow-result.png", wait_s=8)
+        server.terminate()
+
+
+@contextmanager
+def prefect_server(folder: Path) -> Iterator[str]:
+    """Run a Prefect server of its own; yields its address, which flows use from now on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    os.environ |= {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_API_PORT": port}
+    os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+    command = [sys.executable, "-m", "prefect", "server", "start"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        for _ in range(120):
+            time.sleep(1)
+            with suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), timeout=5):
+                break
+        yield f"http://127.0.0.1:{port}"
+        server.terminate()
+
+
+def picture_prefect(page: Any, out: Path, address: str) -> None:
+    """Retrain a model; picture the run, and the form of a deployment."""
+    run("dphybrid.flows.retrain_hybrid", "--recipe", "ctr", *VALUES, "--checkpoint.register-as", "visits")
+    run("dphybrid", "deploy")
+    deployments, (flow_run,) = (
+        page.request.post(f"{address}/api/{kind}/filter", data={}).json()
+        for kind in ("deployments", "flow_runs")
+    )
+    forms = {each["name"]: each["id"] for each in deployments}
+    form = f"{address}/deployments/deployment/{forms['train-ctr']}/run"
+    keep(page, form, out / "prefect-form.png", wait_s=8)
+    shown = f"{address}/runs/flow-run/{flow_run['id']}"
+    keep(page, shown, out / "prefect-run.png", wait_s=8, tab="Artifacts")
+
+
+def keep(page: Any, address: str, file: Path, full: bool = False, wait_s: float = 1.5, tab: str = "") -> None:
+    """Save a page as a picture of few colours. tab: to click first."""
     from PIL import Image
 
+    page.goto("about:blank")  # a change of the fragment alone loads nothing
+    page.goto(address)
+    page.wait_for_timeout(wait_s * 1000)
+    if tab:
+        page.get_by_text(tab, exact=True).click()
+        page.wait_for_timeout(wait_s * 1000)
     page.screenshot(path=file, full_page=full)
     Image.open(file).convert("RGB").quantize(COLOURS).save(file, optimize=True)
     print(file, f"{file.stat().st_size / 1000:.0f} kB")
@@ -67,24 +126,13 @@ def main() -> None:
         folder = Path(name)
         os.environ["DPHYBRID_DATA_DIR"] = str(folder / "data")
         os.chdir(folder)
-        train(folder)
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         page = browser.new_page(viewport={"width": asked.width, "height": 900})
-        for picture, path in (("report", "report.html"), ("compare", "comparison/index.html")):
-            page.goto((folder / path).as_uri())
-            page.wait_for_timeout(1500)
-            keep(page, out / f"{picture}.png", full=picture == "compare")
-        command = [sys.executable, "-u", "-m", "dphybrid", "ui", "--no-browser", "visits-cpux8"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout is not None
-            address = next(line.strip() for line in server.stdout if line.startswith("http"))
-            runs = f"{address.partition('/runs/')[0]}/runs?viewStateShareKey=Result"
-            for picture, at in (("mlflow-run", address), ("mlflow-result", runs)):
-                page.goto("about:blank")  # a change of the fragment alone loads nothing
-                page.goto(at)
-                page.wait_for_timeout(8000)
-                keep(page, out / f"{picture}.png", full=False)
-            server.terminate()
+        page.add_init_script(f"localStorage.setItem('{ASSISTANT}', 'true')")
+        picture_files(page, out, folder)
+        picture_mlflow(page, out)
+        with prefect_server(folder) as address:
+            picture_prefect(page, out, address)
         browser.close()
 
 

@@ -40,7 +40,6 @@ def test_reads(text: str, names: tuple[str, ...], virtual: bool) -> None:
         "cpu*" + "9" * 5000,
     ],
 )
-def test_refuses_with_the_text(text: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_refuses_with_a_remedy(text: str) -> None:
+    with pytest.raises(UserError, match=r"; (use 1 to 64|use auto, |name one kind)"):
         parse_device_spec(text)
-    assert repr(text) in str(caught.value)

@@ -12,6 +12,7 @@ from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.data.table.schema import read_schema
 from dphybrid.orchestration.validate import check_prefect_yaml
+from dphybrid.recipes.configs import stored_config
 from dphybrid.util.errors import UserError
 
 LONG = "x" * 300
@@ -172,7 +173,7 @@ OK = "--data.path ok.csv --data.label y"
         ("train --recipe os:path", "recipe = 'os:path': os has no recipe 'path'"),
         ("rollback nobody", "no run is recorded there yet; train one first"),
         (f"train {OK} --run-name ../x", "use a plain name without slashes"),
-        (f"train {OK} --resume nobody", "--resume nobody: no such run of recipe ctr"),
+        (f"train {OK} --resume nobody", "--resume nobody: no such run in .*runs; known: none yet$"),
         ("train --recipe ctrr", "unknown recipe; did you mean 'ctr'"),
         ("train --config bad.toml", "--config bad.toml: cannot be read"),
         ("train --recipe retrieval --data.path ok.csv", "has no column 'user'"),
@@ -204,15 +205,40 @@ def test_a_new_users_mistakes(
 
 
 @pytest.mark.parametrize(
-    "given", ["--data.path empty.csv --data.label y", "--data.path . --data.label y", "--recipe ctr"]
+    ("given", "words"),
+    [
+        ("--data.path empty.csv --data.label y", "data.path"),
+        ("--data.path . --data.label y", "data.path"),
+        ("--recipe ctr", "data.path"),
+        ("--data.path ok.csv", "data.label is not set"),
+        (f"{OK} --resume nobody", "--resume nobody: no such run"),
+    ],
 )
-def test_a_table_that_cannot_be_opened_is_told_before_torch_is_imported(given: str, tmp_path: Path) -> None:
+def test_wrong_data_and_runs_are_told_before_torch_is_imported(
+    given: str, words: str, tmp_path: Path, data_dir: Path
+) -> None:
     (tmp_path / "empty.csv").touch()
+    (tmp_path / "ok.csv").write_text(FILES["ok.csv"])
     program = "import sys; from dphybrid.cli.main import main; code = main(sys.argv[1:]); "
     program += "assert 'torch' not in sys.modules; sys.exit(code)"
     command = [sys.executable, "-c", program, "train", *given.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr.count("error: data.path")) == (2, 1), done.stderr
+    assert (done.returncode, done.stderr.count(f"error: {words}")) == (2, 1), done.stderr
+
+
+def test_a_checkpoint_with_another_models_values_says_to_train_again(tmp_path: Path) -> None:
+    page = tmp_path / "state.json"
+    with pytest.raises(UserError, match=r"state\.json: model\.old: .*have changed since, train again"):
+        stored_config({"recipe": "ctr", "model": {"old": 1}}, page, load_settings())
+
+
+def test_kge_notes_a_table_whose_second_column_has_too_many_values(
+    tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, relations in (("table.csv", 100), ("triples.csv", 5)):
+        (tmp_path / name).write_text("".join(f"{n},{n % relations},{n % 3}\n" for n in range(300)))
+        assert main(["prepare", "--recipe", "kge", "--data.path", str(tmp_path / name)]) == 0
+        assert ("Note: the second column has 100 values" in capsys.readouterr().out) == (name == "table.csv")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
 from dphybrid.recipes.configs import field_types, load_config, parse_overrides, read_config_file
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import check_target, given_path
 from dphybrid.util.masking import masked
 
@@ -165,7 +166,20 @@ def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settin
     for name, value in (("DPHYBRID_TRACKING_URI", args.tracking), ("DPHYBRID_PROFILE", args.profile)):
         if value is not None:
             os.environ[name] = value  # a setting: the flow's tasks read it, too
-    return data_config(args), load_settings(), args.resume, report
+    config, settings = data_config(args), load_settings()
+    if args.resume is not None:
+        _check_resumed(args.resume, settings.runs_dir)
+    return config, settings, args.resume, report
+
+
+def _check_resumed(which: str, runs_dir: Path) -> None:
+    """Raise UserError where no run has this name. `find_run` does too, when torch is imported and the data is
+    prepared."""
+    names = [page.parent.name for page in runs_dir.glob("*/run.json")]
+    if which not in names and not (names and re.fullmatch("latest|[0-9a-f]{32}", which)):  # an MLflow id
+        raise UserError(
+            f"--resume {which}: no such run in {runs_dir}{suggestion(which, names or ['none yet'])}"
+        )
 
 
 def given_config(args: argparse.Namespace) -> ExperimentConfig:

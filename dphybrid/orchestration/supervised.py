@@ -4,6 +4,7 @@ queue when it has to stop before its end."""
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,12 +45,15 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
 
 
 def without_tracebacks_of_user_errors() -> None:
-    """Make Prefect log the message of a UserError once, as the reason of the state Failed."""
+    """Make Prefect log the message of a UserError once, as the reason of the state Failed, and no crash when
+    a flow is interrupted."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_tells_more_than_the_state)
 
 
 def _tells_more_than_the_state(record: logging.LogRecord) -> bool:
+    if str(record.msg).startswith("Crash detected!"):  # which is logged without the exception
+        return not isinstance(sys.exception(), Interrupted)
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, UserError | KeyboardInterrupt)
 

@@ -63,10 +63,13 @@ def resolve_devices(spec: "str | Devices | Sequence[int | str | torch.device] | 
     if isinstance(spec, Devices):
         return spec
     if spec is None or isinstance(spec, str):
-        parsed = parse_device_spec(spec or os.environ.get("DPHYBRID_DEVICES") or "auto")
+        text = spec or os.environ.get("DPHYBRID_DEVICES") or "auto"
     else:
-        parsed = parse_device_spec(",".join(_name(item) for item in spec))
-    return _with_hardware(parsed)
+        text = ",".join(_name(item) for item in spec)
+    try:
+        return _with_hardware(parse_device_spec(text))
+    except UserError as error:
+        raise UserError(f"devices={text!r}: {error}") from error
 
 
 def device_count() -> int:
@@ -110,8 +113,7 @@ def _with_hardware(parsed: DeviceSpec) -> Devices:
     if missing:
         there = f"GPUs found: cuda:0 to cuda:{count - 1}" if count else "no GPU found"
         raise UserError(
-            f"devices={parsed.text!r}: {', '.join(missing)} is not here ({there}); use cpu, or "
-            f"cpu*{len(names)} for the same split"
+            f"{', '.join(missing)} is not here ({there}); use cpu, or cpu*{len(names)} for the same split"
         )
     text = ",".join(names) if parsed.is_auto else parsed.text
     return Devices(text, tuple(torch.device(name) for name in names), parsed.virtual)

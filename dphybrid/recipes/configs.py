@@ -178,7 +178,10 @@ def stored_config(
     elsewhere that names code of packages that are not allowed.
     """
     check_code(values, page, settings, given.model_dump() if given else {})
-    return build_config(values)
+    try:
+        return build_config(values)
+    except UserError as error:
+        raise UserError(f"{page}: {error}; where its values have changed since, train again") from error
 
 
 def given_values(config: ExperimentConfig) -> Values:
@@ -231,7 +234,7 @@ def _explain(item: Any, places: dict[str, str], recipe: str) -> str:
     where = f" (from {place})" if place else ""
     if item["type"] == "extra_forbidden":
         return f"{name}{where}: {_explain_unknown(name, recipe)}"
-    message = item["msg"].removeprefix("Value error, ").removeprefix(f"{name}={item.get('input')!r}: ")
+    message = item["msg"].removeprefix("Value error, ")
     if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
         message = f"is a section: write [{name}] and its values below"
     if not name:

@@ -167,7 +167,7 @@ def _pictures(result: ResultPage, table: Table, charts: Sequence[Chart | Confusi
     from dphybrid.tracking.figures import (
         against_figure,
         confusion_figure,
-        curves_figure,
+        overlay_figure,
         rows_per_replica_figure,
         stage_figure,
     )
@@ -178,8 +178,8 @@ def _pictures(result: ResultPage, table: Table, charts: Sequence[Chart | Confusi
     history = result.history
     if len(history) > 1:
         names = [name for name in history[0] if name != "step"]
-        curves = {name: [(row["step"], row[name]) for row in history] for name in names}
-        pictures["figures/learning_curves.png"] = curves_figure(curves, "step")
+        curves = {name: {name: [(row["step"], row[name]) for row in history]} for name in names}
+        pictures["figures/learning_curves.png"] = overlay_figure(curves, "step")
     for chart in charts:
         pictures[f"figures/{chart.name}.png"] = (
             confusion_figure(chart.title, chart.classes, chart.counts)

@@ -131,7 +131,7 @@ def _work(
     if not recorded:
         os.environ["DPHYBRID_TRACKING_URI"] = "none"
     os.chdir(data_dir.parent)
-    for name in ("rows_per_replica_figure", "stage_figure", "curves_figure"):
+    for name in ("rows_per_replica_figure", "stage_figure", "overlay_figure"):
         setattr(figures, name, lambda *_: b"")  # pictures take a second, and nothing is recorded here
     target, mode, slow_s = fault
     faults = Faults(data_dir, target, mode, seed=target, slow_s=slow_s)

@@ -71,7 +71,9 @@ def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
     series: dict[str, list[tuple[float | str, float]]] = {}
     for run in runs:
         if run.run_id in speed:
-            label = ", ".join(f"{name}={value}" for name, value in combination(run, param, names)) or "all"
+            label = (
+                ", ".join(f"{name}={value}" for name, value in combination(run, param, names)) or "measured"
+            )
             place = float(run.replicas) if param == DEVICES else run.value(param)
             series.setdefault(label, []).append((place, speed[run.run_id].ratio))
     if any(len({place for place, _ in points}) > 1 for points in series.values()):

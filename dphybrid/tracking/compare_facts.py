@@ -158,8 +158,8 @@ def split_table(runs: Sequence[RunFacts]) -> list[dict[str, str]]:
 def text_of(runs: Sequence[RunFacts], param: str) -> str:
     """Return a comparison for a terminal."""
     rows = overview(runs, param)
-    short = {name: name.rpartition(".")[2] for name in rows[0]}
-    titles = [short[name] for name in rows[0]]
+    leaves = [name.rpartition(".")[2] for name in rows[0]]
+    titles = [leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(rows[0], leaves, strict=True)]
     cells = [titles, *([printable(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[place]) for row in cells) for place in range(len(titles))]
     left = [
@@ -183,7 +183,7 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
     notes = [f"the same in all: {shared}"] if shared else []
     if "speed-up" in rows[0]:
         notes.append(
-            f"speed-up: over the first value of {param} among runs that agree in all else but the seed"
+            f"speed-up: relative to the first value of {param}, for runs equal in all else but the seed"
         )
     for run in ordered(runs, param):
         if run.stages_ms:

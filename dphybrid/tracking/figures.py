@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dphybrid.util.text import printable
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = (
@@ -35,10 +36,19 @@ COLOURS = (
 """As many as a step has stages, so that no two of them look alike."""
 
 
-def _figure(width: float, height: float) -> "Figure":
+def _panels(
+    width: float, height: float, rows: int = 1, columns: int = 1, grid: bool = True
+) -> "tuple[Figure, list[Axes]]":
+    """Return a figure and its panels, line by line."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        if grid:
+            axes.grid(alpha=0.3)
+    return figure, panels
 
 
 def _png(figure: "Figure") -> bytes:
@@ -60,8 +70,8 @@ def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
     for row in rows:
         groups.setdefault((row["number"], row["block"]), []).append(row)
     shown = list(groups.items())[:8]
-    figure = _figure(8, 1.2 + 0.9 * len(shown) + 0.12 * sum(len(g) for _, g in shown))
-    axes = figure.subplots()
+    height = 1.2 + 0.9 * len(shown) + 0.12 * sum(len(g) for _, g in shown)
+    figure, (axes,) = _panels(8, height, grid=False)
     place, ticks, labels = 0.0, [], []
     for number, (_, group) in enumerate(shown):
         for replica, row in enumerate(group):
@@ -84,7 +94,6 @@ def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
     axes.invert_yaxis()
     axes.set_xlabel("rows of the batch")
     axes.set_title("How batches were split", loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
     return _png(figure)
 
 
@@ -94,8 +103,7 @@ def stage_figure(stages: Mapping[str, float]) -> bytes:
         ((name, seconds) for name, seconds in stages.items() if seconds > 0), key=lambda item: -item[1]
     )
     total = sum(seconds for _, seconds in ordered) or 1.0
-    figure = _figure(8, 1.0 + 0.32 * max(1, len(ordered)))
-    axes = figure.subplots()
+    figure, (axes,) = _panels(8, 1.0 + 0.32 * max(1, len(ordered)), grid=False)
     for place, (name, seconds) in enumerate(ordered):
         axes.barh(place, seconds, color=COLOURS[place % len(COLOURS)])
         axes.text(seconds, place, f" {seconds:.2f} s, {seconds / total:.0%}", va="center", fontsize=8)
@@ -106,25 +114,7 @@ def stage_figure(stages: Mapping[str, float]) -> bytes:
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds")
     axes.set_title(f"Where {total:.1f} s went", loc="left")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    return _png(figure)
-
-
-def curves_figure(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str) -> bytes:
-    """Draw one panel a curve: name -> points (x, y)."""
-    figure = _figure(4 * max(1, len(curves)), 3)
-    panels = figure.subplots(1, max(1, len(curves)), squeeze=False)[0]
-    for number, (axes, (name, points)) in enumerate(zip(panels, curves.items(), strict=False)):
-        axes.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
-            marker="o" if len(points) < 30 else None,
-            color=COLOURS[number],
-        )
-        axes.set_title(_plain(name), loc="left")
-        axes.set_xlabel(xlabel)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
+    axes.spines["left"].set_visible(False)
     return _png(figure)
 
 
@@ -132,8 +122,7 @@ def against_figure(
     title: str, xlabel: str, ylabel: str, points: Sequence[tuple[float, float]], zero: bool = False
 ) -> bytes:
     """Draw points (x, y) and the line where both are equal; zero: where y is 0."""
-    figure = _figure(5, 4.5)
-    axes = figure.subplots()
+    figure, (axes,) = _panels(5, 4.5)
     ends = [min(map(min, points)), max(map(max, points))]
     if zero:
         axes.axhline(0.0, linestyle="--", color="#999999")
@@ -143,8 +132,6 @@ def against_figure(
     axes.set_title(_plain("\n".join(textwrap.wrap(title, 60))), loc="left", fontsize=10)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
     return _png(figure)
 
 
@@ -153,8 +140,7 @@ def confusion_figure(title: str, classes: Sequence[str], counts: Sequence[Sequen
     recall on the diagonal."""
     names = [textwrap.shorten(name, 16, placeholder="…") or "…" for name in map(printable, classes)]
     side = max(5.0, 1.6 + 0.42 * len(names))
-    figure = _figure(side, side - 0.3)
-    axes = figure.subplots()
+    figure, (axes,) = _panels(side, side - 0.3, grid=False)
     totals = [sum(line) for line in counts]
     shares = [[n / (total or 1.0) for n in line] for line, total in zip(counts, totals, strict=True)]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
@@ -179,8 +165,7 @@ def scaling_figure(series: Mapping[str, Sequence[tuple[float | str, float]]], na
     series: what its runs have in common -> points (number of devices, or value; speed over that of the
     series' first).
     """
-    figure = _figure(8, 4)
-    axes = figure.subplots()
+    figure, (axes,) = _panels(8, 4)
     counts = sorted({place for points in series.values() for place, _ in points if isinstance(place, float)})
     if counts:
         axes.plot(
@@ -201,31 +186,20 @@ def scaling_figure(series: Mapping[str, Sequence[tuple[float | str, float]]], na
     axes.set_ylim(bottom=0)
     axes.margins(x=0.12)
     figure.legend(loc="outside lower left", frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
     return _png(figure)
 
 
 def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
-    """Draw one stacked bar a run. runs: label -> stage -> milliseconds of a step; small stages are put
-    together."""
-    totals: dict[str, float] = {}
-    for stages in runs.values():
-        for stage, value in stages.items():
-            totals[stage] = totals.get(stage, 0.0) + value
-    large = sorted(totals, key=lambda stage: -totals[stage])[: len(COLOURS) - 1]
-    figure = _figure(10, 2.2 + 0.45 * len(runs))
-    axes = figure.subplots()
+    """Draw a stacked bar a run, the largest stage first. runs: label -> stage -> milliseconds of a step."""
+    figure, (axes,) = _panels(10, 2.2 + 0.45 * len(runs), grid=False)
     left = [0.0] * len(runs)
-    for number, stage in enumerate([*large, "rest"]):
-        if stage == "rest":
-            widths = [
-                sum(value for name, value in stages.items() if name not in large) for stages in runs.values()
-            ]
-        else:
-            widths = [stages.get(stage, 0.0) for stages in runs.values()]
+    stages = dict.fromkeys(stage for own in runs.values() for stage in own)
+    by_size = sorted(stages, key=lambda stage: -sum(own.get(stage, 0.0) for own in runs.values()))
+    for number, stage in enumerate(by_size):
+        widths = [own.get(stage, 0.0) for own in runs.values()]
         if any(widths):
-            axes.barh(range(len(runs)), widths, left=left, label=stage, color=COLOURS[number])
+            colour = COLOURS[number % len(COLOURS)]
+            axes.barh(range(len(runs)), widths, left=left, label=stage, color=colour)
             left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, total in enumerate(left):
         axes.text(total, place, f" {total:.2f} ms", va="center", fontsize=8)
@@ -234,16 +208,15 @@ def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
     axes.margins(x=0.12)
     axes.set_xlabel("milliseconds of a step")
     figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=5)
-    axes.spines[["top", "right"]].set_visible(False)
     return _png(figure)
 
 
 def overlay_figure(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], xlabel: str) -> bytes:
-    """Draw a panel a metric and in it a line a run. curves: metric -> run -> points (x, y)."""
+    """Draw a panel a metric and in it a line a run, with a legend for several runs. curves: metric -> run ->
+    points (x, y)."""
     columns = min(3, len(curves))
     rows = -(-len(curves) // columns)
-    figure = _figure(max(6, 4.2 * columns), 3.2 * rows + 0.6)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    figure, panels = _panels(max(6, 4.2 * columns), 3.2 * rows + 0.6, rows, columns)
     labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
     for axes, (name, lines) in zip(panels, curves.items(), strict=False):
         for label, points in lines.items():
@@ -259,11 +232,12 @@ def overlay_figure(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float
             )
         axes.set_title(_plain(name), loc="left")
         axes.set_xlabel(xlabel)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
-    handles = [axes.get_legend_handles_labels() for axes in figure.axes]
-    shown = {label: handle for pair in handles for handle, label in zip(*pair, strict=True)}
-    figure.legend(shown.values(), shown.keys(), loc="outside lower left", frameon=False, fontsize=8, ncols=2)
+    if any(len(lines) > 1 for lines in curves.values()):
+        pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
+        shown = {label: handle for pair in pairs for handle, label in pair}
+        figure.legend(
+            shown.values(), shown.keys(), loc="outside lower left", frameon=False, fontsize=8, ncols=2
+        )
     return _png(figure)

@@ -56,7 +56,7 @@ class CheckpointModels:
             elif model is not None and model.tags.get(_ROLE_TAG) != card["role"]:
                 self._client.set_logged_model_tags(model.model_id, {_ROLE_TAG: card["role"]})
         for uid, model in there.items():
-            if uid not in wanted and not self._is_registered(model):
+            if uid not in wanted and not {"dphybrid.registered", "mlflow.modelVersions"} & model.tags.keys():
                 self._remove(model)
 
     def register(self, record: Record) -> None:
@@ -188,9 +188,6 @@ class CheckpointModels:
             raise FileNotFoundError(str(error)) from error
         if left_out:
             (target / LEFT_OUT).write_text(json.dumps(left_out, indent=1), encoding="utf-8")
-
-    def _is_registered(self, model: LoggedModel) -> bool:
-        return "dphybrid.registered" in model.tags or "mlflow.modelVersions" in model.tags
 
     def _remove(self, model: LoggedModel) -> None:
         with contextlib.suppress(OSError):  # the folder may never have been made

@@ -149,7 +149,7 @@ function drawSpeed() {
   const scaling = group === data.devices, series = new Map();
   const of = (run) => own(run).map((member) => speed[member.id]).find(Boolean);
   for (const run of runs) {
-    const among = of(run).among || "all";
+    const among = of(run).among || "measured";
     if (!series.has(among)) series.set(among, []);
     series.get(among).push(run);
   }
@@ -171,7 +171,7 @@ function drawSpeed() {
   const axis = scaling ? { title: { text: "devices" }, tickvals: [...new Set(runs.map((run) => run.replicas))] } : { title: { text: plain(short(group)) }, type: "category" };
   draw("speed", traces, { yaxis: { title: { text: "speed-up" }, rangemode: "tozero" }, xaxis: axis, showlegend: true, legend: { orientation: "h", y: -0.4 } });
   const virtual = data.virtual && scaling ? " Virtual devices share their hardware: they show what splitting costs, not what more GPUs bring." : "";
-  at("speed-note").textContent = `Each run over the first value of ${short(group)} among runs that agree in all else but the seed.${virtual}`;
+  at("speed-note").textContent = `Speed-up relative to the first value of ${short(group)}, for runs equal in all else but the seed.${virtual}`;
 }
 
 function drawStages() {

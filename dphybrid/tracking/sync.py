@@ -162,10 +162,7 @@ def _lives(spool: Path, run_id: str, tags: dict[str, str], silent_s: float) -> b
         if not outbox.hold():
             return True
         outbox.release()
-        return _process_lives(tags.get(PID_TAG, ""))  # between two parts of a run nobody holds the lock
+        number = tags.get(PID_TAG, "")  # between two parts of a run nobody holds the lock
+        return number.isdigit() and psutil.pid_exists(int(number))
     silent = (datetime.now(UTC) - datetime.fromisoformat(tags[HEARTBEAT_TAG])).total_seconds()
     return silent < silent_s
-
-
-def _process_lives(number: str) -> bool:
-    return number.isdigit() and psutil.pid_exists(int(number))

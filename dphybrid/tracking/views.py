@@ -33,7 +33,9 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
         return
     client.set_experiment_tag(experiment_id, _FINALS_TAG, "\n".join(names)[:5000])
     metrics = [f"metrics.`{name}`" for name in names[:3]]  # so that recipe and devices stay in view
-    order = (metrics[0], _least_is_best(names[0])) if metrics else ("attributes.start_time", False)
+    order = ("attributes.start_time", False)
+    if metrics:
+        order = (metrics[0], any(word in names[0] for word in _LEAST_IS_BEST))
     speeds = [f"metrics.`{name}`" for name in _TIMES]
     for view, columns, (key, ascending) in (
         (
@@ -77,10 +79,6 @@ def run_path(experiment_id: str, run_id: str) -> str:
 def view_path(experiment_id: str, view: str) -> str:
     """Return what follows `#` in the address of a view."""
     return f"/experiments/{experiment_id}/runs?viewStateShareKey={view}&workflowType=machine_learning"
-
-
-def _least_is_best(name: str) -> bool:
-    return any(word in name for word in _LEAST_IS_BEST)
 
 
 def _tag_value(view: str, columns: Sequence[str], key: str, ascending: bool) -> str:

@@ -231,7 +231,7 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
     if problems:
         raise UserError(
             f"{path}: does not fit this model: {'; '.join(sorted(problems))}; use the config it was trained "
-            "with"
+            "with; where the model has changed since, train again"
         )
     with torch.no_grad():
         for name, tensor in wanted.items():

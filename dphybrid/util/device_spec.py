@@ -44,7 +44,7 @@ def parse_device_spec(text: str) -> DeviceSpec:
         return DeviceSpec("auto", (), False)
     if match := re.fullmatch(r"auto\*(\d{1,9})", cleaned):
         if not 1 <= int(match[1]) <= MAX_DEVICES:
-            raise UserError(f"devices={text!r}: {match[1]} devices; use 1 to {MAX_DEVICES}")
+            raise UserError(f"{match[1]} devices; use 1 to {MAX_DEVICES}")
         return DeviceSpec(cleaned, (), False, int(match[1]))
     names: list[str] = []
     for item in cleaned.split(","):
@@ -52,15 +52,15 @@ def parse_device_spec(text: str) -> DeviceSpec:
             item = f"cuda:{item}"
         match = _ITEM.fullmatch(item)
         if match is None:
-            raise UserError(f"devices={text!r}: cannot read {item!r}; {_HELP}")
+            raise UserError(f"cannot read {item!r}; {_HELP}")
         kind, index, count = match["kind"], match["index"], int(match["count"] or 1)
         if kind == "cpu" and index not in (None, "0"):
-            raise UserError(f"devices={text!r}: there is one cpu, so {item!r} names nothing; {_HELP}")
+            raise UserError(f"there is one cpu, so {item!r} names nothing; {_HELP}")
         if not 1 <= count <= MAX_DEVICES:
-            raise UserError(f"devices={text!r}: {count} devices in {item!r}; use 1 to {MAX_DEVICES}")
+            raise UserError(f"{count} devices in {item!r}; use 1 to {MAX_DEVICES}")
         names += [kind if kind == "cpu" else f"cuda:{int(index or 0)}"] * count
     if len({name.split(":")[0] for name in names}) > 1:
-        raise UserError(f"devices={text!r}: cpu and cuda cannot share one split; name one kind")
+        raise UserError("cpu and cuda cannot share one split; name one kind")
     if len(names) > MAX_DEVICES:
-        raise UserError(f"devices={text!r}: {len(names)} devices; use 1 to {MAX_DEVICES}")
+        raise UserError(f"{len(names)} devices; use 1 to {MAX_DEVICES}")
     return DeviceSpec(cleaned, tuple(names), len(set(names)) < len(names))

@@ -176,6 +176,15 @@ def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> N
     assert lines[-1] == "second?[31m: 4 ms a step: forward 75%, lookup 25%"
 
 
+def test_columns_of_the_text_that_end_alike_keep_their_sections() -> None:
+    values = [
+        {"train.lr": "1", "table.lr": "1", "model.dim": "4"},
+        {"train.lr": "2", "table.lr": "2", "model.dim": "8"},
+    ]
+    runs = [facts(name, "cpu", 1.0, **own) for name, own in zip("ab", values, strict=True)]
+    assert text_of(runs, "devices").split()[:4] == ["run", "dim", "table.lr", "train.lr"]
+
+
 def test_numbers_that_json_lacks_and_long_curves_fit_on_the_page(tmp_path: Path) -> None:
     curve = [(float(step), math.nan if step == 1 else math.inf if step == 2 else 1.0) for step in range(5000)]
     runs = [dataclasses.replace(facts(name, "cpu", 1.0), steps={"train/loss": curve}) for name in "ab"]

@@ -15,7 +15,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking import Tracker, open_tracker
-from dphybrid.tracking.figures import curves_figure, rows_per_replica_figure, stage_figure
+from dphybrid.tracking.figures import overlay_figure, rows_per_replica_figure, stage_figure
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.util.errors import UserError
 
@@ -325,7 +325,7 @@ def test_figures_are_pictures() -> None:
     pictures = [
         rows_per_replica_figure(rows),
         stage_figure({"forward": 1.0, "lookup": 0.5}),
-        curves_figure({"loss": [(0, 1.0), (1, 0.5)]}, "step"),
+        overlay_figure({"loss": {"a": [(0, 1.0), (1, 0.5)]}}, "step"),
     ]
     for picture in pictures:
         assert picture.startswith(b"\x89PNG")

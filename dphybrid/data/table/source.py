@@ -189,7 +189,8 @@ class TableSource:
 
 
 def open_source(data: TableDataConfig, seed: int) -> TableSource:
-    """Find the files. Raises UserError for a missing path or an empty file."""
+    """Find the files and read the columns. Raises UserError for a missing path, an empty file, and columns
+    that do not fit: before torch is imported, which takes seconds."""
     if data.path is None:
         raise UserError(
             "data.path is not set; recipe ctr needs a CSV, TSV or Parquet file: --data.path clicks.csv "
@@ -202,7 +203,9 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
             f"data.valid_path={data.valid_path}: {min(both)} is among the files of data.path, too; rows "
             "cannot be in both parts"
         )
-    return TableSource(data, seed, files, held)
+    source = TableSource(data, seed, files, held)
+    source.plan()
+    return source
 
 
 def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:

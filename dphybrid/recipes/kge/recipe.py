@@ -48,6 +48,15 @@ class Kge(Recipe):
 
         return RANKING
 
+    def doubts(self, data: "Prepared") -> list[str]:
+        num_relations, num_triples = data.info["num_relations"], len(self.dataset(data, "train"))
+        if num_relations <= max(20, num_triples / 10):
+            return []
+        return [
+            f"the second column has {num_relations:,} values in {num_triples:,} rows, many for relations; a "
+            "triple is head, relation, tail. Train on a table with --recipe ctr --data.label COLUMN"
+        ]
+
     def recognises(self, data: Mapping[str, object]) -> str | None:
         path = str(data.get("path") or "")
         if not path or data.get("label") not in (None, ""):
