@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -57,7 +58,7 @@ def test_the_script_says_what_it_lacks(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=r"there is no wn18rr; name the folder that holds it"):
-        quality.main(["--only", "wn18rr", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")])
+        quality.main(["--only", "kge", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")])
     monkeypatch.setattr(tables, "installed", lambda name: "")
     with pytest.raises(UserError, match=r"scikit-learn is not installed.*or --only text"):
         tables.tables(None, tmp_path / "clicks.csv", "clicked", range(1), dict)
@@ -70,15 +71,20 @@ def test_an_interrupted_script_leaves_what_it_has_finished(
     lines = [f"e{i}\tr{i % 3}\te{(i * 7 + 1) % 20}" for i in range(20)]
     for part in ("train", "valid", "test"):
         (tmp_path / "wn18rr" / f"{part}.txt").write_text("\n".join(lines))
-    small = {"dim": 4, "epochs": 1, "negatives": 0}
-    monkeypatch.setattr(quality, "KGE", {"first": small, "second": small | {"dim": 5}})
-    asked = ["--only", "wn18rr", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")]
-    with pytest.raises(UserError, match=r"model\.dim=5"):
+    asked = ["--only", "kge", "--data", str(tmp_path), "--out", str(tmp_path / "found.json"), "--epochs", "1"]
+    train = quality.train
+
+    def trains_once(*given: Any, seed: int, **values: Any) -> object:
+        if seed:
+            raise UserError("no second training")
+        return train(*given, seed=seed, **values)
+
+    monkeypatch.setattr(quality, "train", trains_once)
+    with pytest.raises(UserError, match="no second training"):
         quality.main(asked)
-    (run,) = json.loads((tmp_path / "found.json").read_text())["wn18rr"]["runs"].values()
-    assert 0 < run["mrr"]["test"] <= 1
-    monkeypatch.setattr(quality, "KGE", {"first": small})
-    assert "| first, 1 epochs | " in "\n".join(quality.lines(quality.main(asked)))
+    (run,) = json.loads((tmp_path / "found.json").read_text())["kge"]["runs"]["wn18rr"]
+    assert 0 < run["mrr"] <= 1
+    assert "| wn18rr, 1 epochs | " in "\n".join(quality.lines(quality.main([*asked, "--seeds", "1"])))
 
 
 def test_lists_hide_what_a_user_has_met_and_are_judged_by_ndcg() -> None:

@@ -121,10 +121,9 @@ def _reason(
             f"recipe {config.recipe} was not tried with several ranks, or has its own step; use ctr, or a "
             "recipe of your own with one table"
         )
-    if table.optimizer in ("adam", "adamw", "lazy-adam"):
+    if table.optimizer not in ("adagrad", "sgd"):
         return (
-            f"table.optimizer={table.optimizer} has no equal in FBGEMM, which corrects the bias by the steps "
-            "of the run and not of the row; use adagrad or sgd"
+            f"table.optimizer={table.optimizer} has no equal in TorchRec's sharded tables; use adagrad or sgd"
         )
     if table.optimizer == "sgd" and table.weight_decay:
         return (

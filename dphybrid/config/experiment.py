@@ -100,7 +100,7 @@ class TrainConfig(Section):
     """Passes over the training part; 0: as many as make 4,000 steps, within 10 and 200."""
     batch_size: int = Field(default=16, ge=0)
     """Rows of a batch over all devices together; each device gets about batch_size / devices of them. 0: a
-    32nd of the training rows, rounded to a power of two, within 32 and 512."""
+    32nd of the training rows (kge: a 256th), rounded to a power of two, within 32 and 512 (kge: 4,096)."""
     warm_start: str | None = None
     """Checkpoint folder whose weights a new run starts from. New values since data.base start from
     the "unknown" embedding."""

@@ -1,8 +1,8 @@
 """Optimizers of table rows: they read and write only the rows that the batch touched.
 
 "Lazy", but for RowAdamW: momentum, decay and weight decay of a row stand still while no batch touches it. On
-rows that every step touches, RowSGD and LazyAdam equal torch's SGD and Adam; RowAdagrad and RowAdam keep one
-second moment a row (the mean of the squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
+rows that every step touches, sgd, lazy-adagrad and lazy-adam equal torch's SGD, Adagrad and Adam; adagrad and
+adam keep one second moment a row (the mean of the squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
 PARTIAL_ROWWISE_ADAM do. RowAdamW equals torch's AdamW without momentum on any rows.
 """
 

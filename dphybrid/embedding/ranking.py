@@ -1,7 +1,7 @@
 """Scores of queries against every row of a table, block by block: the best rows, and ranks of known answers.
 
-Letters: Q queries, D width of a row, V rows of the table, N rows of a block, S hidden rows of a query, K
-places of a list.
+Letters: Q queries, D width of a row, V rows of the table, N rows of a block, S hidden rows of a query, H
+hidden rows of all of them, K places of a list.
 """
 
 from collections.abc import Callable, Iterator
@@ -77,12 +77,14 @@ def score_blocks(
     """Yield (first row, its block's scores on the queries' device); those of hidden rows are -inf."""
     num_rows = table.num_rows if isinstance(table, HostEmbedding) else len(table)
     step = max(1, SCORES // max(1, len(queries_QD) * numbers_a_score))
-    hidden_QS = hidden_QS.to(queries_QD.device)
+    query_H, place_H = (hidden_QS := hidden_QS.to(queries_QD.device)).ge(0).nonzero(as_tuple=True)
+    row_H = hidden_QS[query_H, place_H]
     for start in range(0, num_rows, step):
         rows_ND = _rows(table, torch.arange(start, min(start + step, num_rows))).to(queries_QD)
-        hide_QN = torch.zeros(len(queries_QD), len(rows_ND) + 1, dtype=torch.bool, device=queries_QD.device)
-        hide_QN.scatter_(1, places_in(hidden_QS, start, len(rows_ND)), True)
-        yield start, score(queries_QD, rows_ND).masked_fill(hide_QN[:, :-1], -torch.inf)
+        here_H = (row_H >= start) & (row_H < start + len(rows_ND))
+        scores_QN = score(queries_QD, rows_ND)
+        scores_QN[query_H[here_H], row_H[here_H] - start] = -torch.inf
+        yield start, scores_QN
 
 
 def _rows(table: HostEmbedding | Tensor, ids: Tensor) -> Tensor:
@@ -129,12 +131,12 @@ class _Ranking:
             self.ranks_Q = torch.ones_like(self.own_Q)
 
     def add(self, start: int, scores_QN: Tensor) -> None:
-        """Take note of a block of scores, that of row `start` first."""
+        """Take note of a block of scores, that of row `start` first; the answers' own become -inf."""
         if self._answers_Q is None:
             return
-        ids_N = torch.arange(start, start + scores_QN.shape[1], device=scores_QN.device)
-        others_QN = scores_QN.masked_fill(ids_N == self._answers_Q.unsqueeze(1), -torch.inf)
-        lead_QN = others_QN - self.own_Q.unsqueeze(1)
-        close_Q1 = (TIE * (1 + self.own_Q.abs())).unsqueeze(1)
-        self.ranks_Q = self.ranks_Q + (lead_QN > close_Q1).sum(1) + (lead_QN.abs() <= close_Q1).sum(1) / 2
-        self.total_Q = torch.logaddexp(self.total_Q, others_QN.logsumexp(1))
+        here_Q = (self._answers_Q >= start) & (self._answers_Q < start + scores_QN.shape[1])
+        scores_QN[here_Q, self._answers_Q[here_Q] - start] = -torch.inf  # it does not compete with itself
+        own_Q1, close_Q1 = self.own_Q.unsqueeze(1), (TIE * (1 + self.own_Q.abs())).unsqueeze(1)
+        above_Q, not_below_Q = ((scores_QN > own_Q1 + sign * close_Q1).sum(1) for sign in (1, -1))
+        self.ranks_Q = self.ranks_Q + (above_Q + not_below_Q) / 2
+        self.total_Q = torch.logaddexp(self.total_Q, scores_QN.logsumexp(1))

@@ -25,7 +25,7 @@
 enum { LINE = 64, AHEAD = 24, ROWS_AHEAD = 8, DIGIT_BITS = 11, MAX_PASSES = 6, MAX_DIM = 16384, DRAWN = 32 };
 enum { BLOCK_BYTES = 1 << 16 };
 enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
-enum rule { SGD, ADAGRAD, ADAM, LAZY_ADAM, ADAMW };
+enum rule { SGD, ADAGRAD, LAZY_ADAGRAD, ADAM, LAZY_ADAM, ADAMW };
 
 /* ------------------------------------------------------------------ arguments, as native.py declares them */
 

@@ -277,7 +277,7 @@ INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id
         VEC g = OF(load)(sum + d), w = OF(load_row)(row + d);
         if (rule == SGD || rule == ADAGRAD)
             w -= step * g;
-        else if (rule == ADAMW) {
+        else if (rule == ADAMW || rule == LAZY_ADAGRAD) { /* whose beta2 is 0, and no second moment fades */
             VEC second = OF(load)(squares + d) * second_kept + g * g * rest2;
             OF(store)(squares + d, second);
             w = w * kept - step * g / (OF(roots)(second) * scale + eps);
@@ -308,7 +308,7 @@ INLINE void OF(prefetch_row)(const struct update *u, const struct table *t, int6
         prefetch_for_writing((const char *)(t->steps + id), 1);
     if (u->rule == ADAM || u->rule == LAZY_ADAM)
         prefetch_for_writing((const char *)t->mean + id * state_bytes, state_bytes);
-    if (u->rule == LAZY_ADAM || u->rule == ADAMW)
+    if (u->rule == LAZY_ADAGRAD || u->rule >= LAZY_ADAM)
         prefetch_for_writing((const char *)t->square + id * state_bytes, state_bytes);
 }
 

@@ -8,21 +8,23 @@ BATCHES, _SMALLEST, _LARGEST = 32, 32, 512
 STEPS, _FEWEST, _MOST = 4000, 10, 200
 
 
-def sized(config: ExperimentConfig, num_rows: int) -> tuple[ExperimentConfig, list[str]]:
+def sized(
+    config: ExperimentConfig, num_rows: int, batches: int = BATCHES, largest: int = _LARGEST
+) -> tuple[ExperimentConfig, list[str]]:
     """Return the config with batch size, epochs and patience for so many training rows, where they were 0 (or
     -1), and a line for people about each.
 
-    Batches of a 32nd of the rows, rounded to a power of two within 32 and 512; epochs for 4,000 steps, within
-    10 and 200; patience of a tenth of the epochs, 3 or more.
+    As many batches an epoch as `batches` says, rounded to a power of two within 32 and `largest`; epochs for
+    4,000 steps, within 10 and 200; patience of a tenth of the epochs, 3 or more.
     """
     train, lines = config.train, []
     batch_size, epochs, patience = train.batch_size, train.epochs, train.patience
     if not batch_size:
-        wanted = 2 ** round(math.log2(max(1.0, num_rows / BATCHES)))
-        batch_size = min(max(wanted, _SMALLEST), _LARGEST)
+        wanted = 2 ** round(math.log2(max(1.0, num_rows / batches)))
+        batch_size = min(max(wanted, _SMALLEST), largest)
         lines.append(
-            f"train.batch_size={batch_size}: {num_rows:,} training rows / {BATCHES}, rounded to a power of "
-            f"two, within {_SMALLEST} and {_LARGEST}"
+            f"train.batch_size={batch_size}: {num_rows:,} training rows / {batches}, rounded to a power of "
+            f"two, within {_SMALLEST} and {largest}"
         )
     steps = math.ceil(num_rows / batch_size)
     if not epochs:

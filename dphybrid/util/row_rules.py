@@ -30,6 +30,7 @@ RULES: Mapping[str, RowRule] = {
     for rule in (
         RowRule("sgd", {}, {"lr": 1e-3}, "no state"),
         RowRule("adagrad", {"sum": ("square", "row")}, {"lr": 1e-2, "eps": 1e-10}, "one number a row"),
+        RowRule("lazy-adagrad", {"sum": ("square", "weight")}, {"lr": 1e-2, "eps": 1e-10}, "one a weight"),
         RowRule(
             "adam",
             {"mean": ("mean", "weight"), "square": ("square", "row"), "steps": _STEPS},

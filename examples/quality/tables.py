@@ -17,7 +17,6 @@ from examples.quality.common import Keep, Page, installed, taking, tell, there, 
 METRICS = {"binary": "AUC", "multiclass": "accuracy", "regression": "RMSE"}
 SHIPPED = {"breast_cancer": "binary", "wine": "multiclass", "diabetes": "regression"}
 """Tables that ship with scikit-learn, and what their labels are."""
-PARTS = ("tables", "retrieval", "wn18rr", "text")
 FOLDS = 5
 MOST_CODES = 254
 """Values of a column that scikit-learn's trees tell apart at most; rare ones share a code."""

@@ -37,6 +37,7 @@ def config(*values: str, recipe: str = "ctr") -> ExperimentConfig:
     [
         (["table.optimizer=adam"], "table.optimizer=adam has no equal"),
         (["table.optimizer=lazy-adam"], "use adagrad or sgd"),
+        (["table.optimizer=lazy-adagrad"], "use adagrad or sgd"),
         (["table.optimizer=adamw"], "use adagrad or sgd"),
         (["table.optimizer=sgd", "table.weight_decay=0.1"], "use adagrad, or 0"),
         (["table.dtype=bfloat16"], "use table.dtype=model"),

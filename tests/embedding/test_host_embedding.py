@@ -22,6 +22,7 @@ from dphybrid.embedding import (
     make_row_optimizer,
 )
 from dphybrid.embedding.lookup import PIECE, sort_ids, sum_by_row
+from dphybrid.embedding.optim import ROW_OPTIMIZERS
 from dphybrid.parallel import DataParallel
 
 ROWS, DIM = 50, 4
@@ -114,7 +115,11 @@ def test_lookups_without_gradients_are_not_remembered() -> None:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("ours_kind", "torch_kind"),
-    [(RowSGD, torch.optim.SGD), (LazyAdam, torch.optim.Adam)],
+    [
+        (RowSGD, torch.optim.SGD),
+        (ROW_OPTIMIZERS["lazy-adagrad"], torch.optim.Adagrad),
+        (LazyAdam, torch.optim.Adam),
+    ],
 )
 def test_equal_to_torch_where_every_step_touches_every_row(
     ours_kind: type, torch_kind: type, weight_decay: float

@@ -42,6 +42,9 @@ def reference(kind: str, row: Tensor, grads: Tensor, state: dict[str, Tensor], l
     if kind == "adagrad":
         state["sum"] += mean_square
         return row - lr * grads / (state["sum"].sqrt() + 1e-10)[:, None]
+    if kind == "lazy-adagrad":
+        state["sum"] += grads.square()
+        return row - lr * grads / (state["sum"].sqrt() + 1e-10)
     state["steps"] += 1
     first_fix, second_fix = (1 - beta ** state["steps"].double() for beta in (0.9, 0.999))
     state["mean"].lerp_(grads, 0.1)

@@ -172,7 +172,7 @@ def test_hooks_of_all_optimizers_are_called_and_a_profile_has_the_steps_label() 
     assert "Optimizer.step#RowSGD.step" in [event.key for event in profile.key_averages()]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "lazy-adam", "adamw"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"])
 def test_states_go_the_way_of_torchs_own(kind: str) -> None:
     def train(one: HostEmbedding, rows: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:

@@ -28,7 +28,7 @@ for threads in (1, 2):
     torch.set_num_threads(threads)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for dim in (1, 16, 129):
-            for kind in ("sgd", "adagrad", "adam", "lazy-adam", "adamw"):
+            for kind in ("sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"):
                 table = HostEmbedding(50, dim, dtype=dtype, padding_idx=3)
                 other = HostEmbedding(9, dim, dtype=dtype, name="other")
                 rows = make_row_optimizer(kind, [table, other], lr=0.1, weight_decay=0.01)

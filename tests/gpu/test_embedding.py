@@ -118,7 +118,7 @@ def train(
     return tensors, counters
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "lazy-adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"])
 @pytest.mark.parametrize("devices", [ONE, SEVERAL, ALL])
 def test_same_bits_as_without(devices: str, optimizer: str) -> None:
     assert same_bits(train("off", devices, optimizer)[0], train("exact", devices, optimizer)[0])

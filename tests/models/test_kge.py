@@ -2,6 +2,7 @@
 learning."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,9 @@ def model_for(data: Prepared, kind: str, devices: str = "cpu") -> TripleModel:
     options = KgeModelConfig(kind=kind, dim=6, penalty=0.0, dtype="float64")  # type: ignore[arg-type]
     model = build_model("kge", ModelContext(resolve_devices(devices), data.info, options, 1))
     assert isinstance(model, TripleModel)
+    with torch.no_grad():  # fresh rows are so small that all their scores are equal
+        model.entities.weight.mul_(200)
+        model.region.module.relations.weight.mul_(1000)
     return model
 
 
@@ -175,6 +179,30 @@ def test_the_training_loss_is_a_softmax_over_answer_and_negatives_and_any_split_
             )
             expected += math.log(1 + sum(math.exp(score + weight - own) for score in scores))
         assert float(loss_B[i].detach()) == pytest.approx(expected)
+
+
+def test_the_penalty_follows_the_triples_an_entity_and_belongs_to_the_checkpoint(tmp_path: Path) -> None:
+    data = graph(tmp_path)
+    rows, options = data.dataset("train"), KgeModelConfig(dim=6, penalty=0.3, dtype="float64")
+    context = ModelContext(resolve_devices("cpu"), data.info, options, 1, rows=rows)
+    model, loaded = build_model("kge", context), build_model("kge", replace(context, rows=None))
+    assert isinstance(model, TripleModel)
+    assert isinstance(loaded, TripleModel)
+    loaded.load_state_dict(model.state_dict())
+    (batch, *_) = batches(rows, 10, seed=0, epoch=0, shuffle=True)
+    entities, relations = (model.entities.weight.detach(), model.region.module.relations.weight.detach())
+    places = batch["relations_B"], batch["relations_B"] + data.info["num_relations"]
+    four = [
+        *(entities[batch[side]] for side in ("heads_B", "tails_B")),
+        *(relations[place] for place in places),
+    ]
+    cubes_B = sum(torch.complex(*rows.chunk(2, 1)).abs().pow(3).sum(1) for rows in four)
+    weight = 0.3 / math.sqrt(len(rows) / data.info["num_entities"])
+    for one in (model, loaded):
+        one.train()
+        penalized_B = one(batch)["loss"]
+        one.region.eval()
+        torch.testing.assert_close(penalized_B - one(batch)["loss"], weight * cubes_B, rtol=1e-4, atol=1e-12)
 
 
 def test_negatives_are_a_function_of_seed_epoch_and_batch(tmp_path: Path) -> None:

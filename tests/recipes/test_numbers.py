@@ -1,7 +1,6 @@
 """Numbers in pieces: the paper's formula, bins from the training rows alone, and a checkpoint that holds
 them."""
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from dphybrid.recipes.ctr.numbers import (
     RUN_ROWS,
     RUNS,
     EmbeddedBins,
-    PiecewiseLinear,
     quantile_bins,
     sample_dense,
 )
@@ -29,23 +27,9 @@ from dphybrid.serving.load import load_model
 from dphybrid.serving.predict import Predictor
 
 
-def test_a_piece_is_the_share_of_its_bin() -> None:
-    """Gorishniy et al. 2022, equation 1, with the outermost pieces held between 0 and 1."""
-    edges_NE = torch.tensor([[-1.0, 0.0, 0.5, 3.0], [2.0, 4.0, 4.0, 4.0]], dtype=torch.float64)
-    dense_BN = torch.tensor([[-2.0, 3.0], [-0.75, 2.0], [0.0, 9.0], [0.6, -9.0], [3.5, 4.0]]).double()
-    found_BNP = PiecewiseLinear(edges_NE)(dense_BN).unflatten(1, (2, 4))
-    for b, row in enumerate(dense_BN.tolist()):
-        for n, x in enumerate(row):
-            edges = edges_NE[n].tolist()
-            pieces = [
-                0.0 if low == high else min(max((x - low) / (high - low), 0.0), 1.0)
-                for low, high in itertools.pairwise(edges)
-            ]
-            assert found_BNP[b, n].tolist() == pytest.approx([x, *pieces])
-
-
 def test_gradients_pass_through_the_bin_that_a_number_is_in() -> None:
-    numbers = PiecewiseLinear(torch.tensor([[-1.0, 0.0, 0.5, 3.0]], dtype=torch.float64))
+    torch.manual_seed(0)
+    numbers = EmbeddedBins(torch.tensor([[-1.0, 0.0, 0.5, 3.0]]), 2).double()
     dense_BN = torch.tensor([[-2.0], [-0.7], [0.2], [1.0], [5.0]], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(numbers, dense_BN)
 
@@ -60,8 +44,6 @@ def test_bins_are_quantiles_and_frequent_values_begin_one() -> None:
     assert bins_NE[2, 0] == 0
     assert ((bins_NE[2] > 90) & (bins_NE[2] < 100)).any()  # plain quantiles would be 0, 0, 0, 0, 100
     assert bins_NE[3].tolist()[:1] + bins_NE[3].tolist()[-1:] == [0.0, 1.0]
-    found = PiecewiseLinear(torch.from_numpy(bins_NE))(torch.tensor([[50.0, 7.0, 0.0, 1.0]]))
-    assert found.unflatten(1, (4, 5))[0, :2].tolist() == [[50, 1, 1, 0, 0], [7, 0, 0, 0, 0]]
 
 
 def test_bins_of_long_data_come_from_runs_over_all_of_it() -> None:
@@ -88,9 +70,8 @@ def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -
         )
 
 
-@pytest.mark.parametrize("numbers", ["piecewise", "embedded"])
 @pytest.mark.parametrize("kind", ["mlp", "wide-deep", "deepfm", "dlrm"])
-def test_pieces_are_the_same_on_several_devices(kind: str, numbers: str) -> None:
+def test_pieces_are_the_same_on_several_devices(kind: str) -> None:
     draw = torch.Generator().manual_seed(0)
     dense_BN = torch.randn(50, 2, generator=draw)
     ids_BF = torch.stack([torch.randint(n, (50,), generator=draw) for n in (5, 7)], 1)
@@ -102,7 +83,6 @@ def test_pieces_are_the_same_on_several_devices(kind: str, numbers: str) -> None
         hidden=8,
         dropout=0.0,
         dtype="float64",
-        numbers=numbers,  # type: ignore[arg-type]
         bins=3,
     )
     found = []
@@ -122,7 +102,6 @@ def trained(file: Path, epochs: int, name: str, *values: str, resume: str | None
         "data.label=clicked",
         "model.hidden=16",
         "model.dim=4",
-        "model.numbers=piecewise",
         "model.bins=6",
         "data.buckets=2",
         "devices=cpu*2",
@@ -191,7 +170,7 @@ def test_a_frequent_value_takes_one_bin_and_leaves_the_others_to_the_rest() -> N
 def test_embedded_bins_are_the_number_and_a_layer_of_each_columns_own() -> None:
     torch.manual_seed(0)
     edges_NE = torch.tensor([[0.0, 1.0, 2.0], [-1.0, 0.0, 0.0]])
-    embedded = EmbeddedBins(PiecewiseLinear(edges_NE), 4)
+    embedded = EmbeddedBins(edges_NE, 4)
     found_BO = embedded(torch.tensor([[1.5, -0.5], [300.0, -2.0]]))
     assert found_BO.shape == (2, 10)
     inputs = torch.tensor([[1.5 / (1 + 0.25) ** 0.5, 1.0, 0.5], [-0.5 / (1 + 1 / 36) ** 0.5, 0.5, 0.0]])

@@ -38,6 +38,13 @@ def test_they_follow_the_rows(rows: int, batch_size: int, epochs: int, patience:
     assert find_recipe("ctr").sized(config, rows) == (config, [])
 
 
+@pytest.mark.parametrize(("rows", "batch_size"), [(100, 32), (86_835, 256), (272_115, 1024), (10**8, 4096)])
+def test_triples_have_about_as_many_batches_an_epoch(rows: int, batch_size: int) -> None:
+    config, (line,) = find_recipe("kge").sized(build_config({"recipe": "kge"}), rows)
+    assert config.train.batch_size == batch_size
+    assert line.startswith(f"train.batch_size={batch_size}: {rows:,} training rows / 256, rounded")
+
+
 def test_given_values_win() -> None:
     config, lines = of_ctr(1000, batch_size=100, epochs=7, patience=0, lr=0.01)
     assert (config.train.batch_size, config.train.epochs, config.train.patience) == (100, 7, 0)

@@ -26,11 +26,11 @@ class CtrModelConfig(ModelConfig):
     unknown: float = Field(default=0.3, ge=0.0, lt=1.0)
     """Share of the ids that training replaces by the unknown one (of a bucket: by no value), drawn anew in
     each epoch, so that the network learns what to make of values that it has not met. Bags keep theirs."""
-    numbers: Literal["plain", "piecewise", "embedded"] = "embedded"
-    """How a number enters the network: plain, as itself; piecewise, also by its position in each bin of the
-    training rows; embedded, also by these through a layer of the column's own (Gorishniy et al. 2022)."""
+    numbers: Literal["plain", "embedded"] = "embedded"
+    """How a number enters the network: plain, as itself; embedded, also by its position in each quantile bin
+    of the training rows, through a layer of the column's own (Gorishniy et al. 2022)."""
     bins: int = Field(default=128, ge=1, le=1024)
     """Bins of a number, between quantiles of the training rows, at most one for each 8 rows; read where
-    model.numbers is piecewise or embedded."""
+    model.numbers is embedded."""
     bin_width: int = Field(default=8, ge=1, le=1024)
     """Values that a number becomes besides itself; read where model.numbers is embedded."""

@@ -27,7 +27,7 @@ from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr.config import CtrModelConfig
-from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, PiecewiseLinear, bins_of
+from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, bins_of
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
 
@@ -205,27 +205,21 @@ class ClickModel(nn.Module):
         return {"loss": loss_B, "weight": weights_B, "logits": logits}
 
 
-def _numbers(context: ModelContext[CtrModelConfig], num_dense: int) -> nn.Module:
-    o = context.options
-    pieces = PiecewiseLinear(bins_of(context.rows, num_dense, o.bins))
-    return pieces if o.numbers == "piecewise" else EmbeddedBins(pieces, o.bin_width)
-
-
 def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     o = context.options
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
-    widths = {"plain": 1, "piecewise": 1 + o.bins, "embedded": 1 + o.bin_width}
-    pieces = widths[o.numbers] if num_dense else 1  # inputs that a number becomes
+    embeds = bool(num_dense) and o.numbers == "embedded"
+    pieces = 1 + o.bin_width if embeds else 1  # inputs that a number becomes
     task = label_task(context.info)
     network = NETWORKS[o.kind](
         Sizes(
             len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, task.num_outputs, pieces
         )
     )
-    if num_dense and o.numbers != "plain":
-        network = OnNumbers(network, _numbers(context, num_dense))
+    if embeds:
+        network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, num_dense, o.bins), o.bin_width))
     # Products of tiny rows would be next to nothing for long; rows that learn slowly are told apart at once.
     std = {"dlrm": 0.1, "mlp": 0.05}.get(o.kind, 0.01)
     names = [str(column["name"]) for column in context.info.get("columns", [])] or map(

@@ -17,55 +17,33 @@ RUNS, RUN_ROWS = 64, 1024
 """Of long data, this many runs of so many neighbouring rows say where the bins are."""
 
 
-class PiecewiseLinear(nn.Module):
-    """dense_BN -> (B, N * (1 + K)): each number itself, then how far it has come through each of its bins, 0
-    below it and 1 above.
+class EmbeddedBins(nn.Module):
+    """dense_BN -> (B, N * (1 + D)): each number, squashed, then D values: it and its share of each of its
+    bins, 0 below the bin and 1 above, through a linear layer of the column's own and ReLU.
 
     The piecewise linear encoding of Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical
-    Features in Tabular Deep Learning", section 3.2.1, with two differences: values beyond the outermost bins
-    stay at their ends (there the first and the last bin go on), which is why the number itself stays an
-    input; and a value that would fill several quantiles begins a bin, so that the rest has the others.
-    Columns with fewer values have fewer bins, and zeros in the place of the others.
+    Features in Tabular Deep Learning", sections 3.2.1 and 3.3, with three differences: values beyond the
+    outermost bins stay at their ends; a value that would fill several quantiles begins a bin, so that the
+    rest has the others; and the number itself is an input, because a few hundred rows are too few to learn a
+    straight line from bins. Squashed, z / sqrt(1 + (z / 3)^2), an outlier is no more than large.
 
-    edges_NE: (N, K + 1), ascending, equal ones for bins that are not there. A buffer: the bins that a model
-    was trained with belong to its checkpoint.
+    edges_NE: (N, K + 1), ascending, equal ones for the bins that a column with fewer values lacks. A buffer:
+    the bins that a model was trained with belong to its checkpoint. width: D.
     """
 
     edges_NE: Tensor
 
-    def __init__(self, edges_NE: Tensor) -> None:
+    def __init__(self, edges_NE: Tensor, width: int) -> None:
         super().__init__()
         self.register_buffer("edges_NE", edges_NE)
-
-    def shares(self, dense_BN: Tensor) -> Tensor:
-        """Return (B, N, K): how far each number has come through each of its bins, 0 to 1."""
-        left_NK, width_NK = self.edges_NE[:, :-1], self.edges_NE.diff(dim=1)
-        slope_NK = torch.where(width_NK > 0, 1 / width_NK, 0.0)
-        return ((dense_BN[:, :, None] - left_NK) * slope_NK).clamp(0, 1)
-
-    def forward(self, dense_BN: Tensor) -> Tensor:
-        return torch.cat([dense_BN[:, :, None], self.shares(dense_BN)], dim=2).flatten(1)
-
-
-class EmbeddedBins(nn.Module):
-    """dense_BN -> (B, N * (1 + D)): each number, squashed, then D values: it and its shares of the bins
-    (`PiecewiseLinear`) through a linear layer of the column's own and ReLU.
-
-    Squashed: z / sqrt(1 + (z / 3)^2), within -3 and 3, so that an outlier is no more than large. The number
-    itself is an input because a few hundred rows are too few to learn a straight line from bins.
-    """
-
-    def __init__(self, pieces: PiecewiseLinear, width: int) -> None:
-        super().__init__()
-        self.pieces = pieces
-        num_dense, inputs = pieces.edges_NE.shape  # as many inputs as edges: the bins and the number
+        num_dense, inputs = edges_NE.shape  # as many inputs as edges: the bins and the number
         bound = inputs**-0.5
         self.weight_NED = nn.Parameter(torch.empty(num_dense, inputs, width).uniform_(-bound, bound))
         self.bias_ND = nn.Parameter(torch.empty(num_dense, width).uniform_(-bound, bound))
 
     def forward(self, dense_BN: Tensor) -> Tensor:
         squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
-        edges_NE, bins = self.pieces.edges_NE, self.pieces.edges_NE.shape[1] - 1
+        edges_NE, bins = self.edges_NE, self.edges_NE.shape[1] - 1
         bin_BN = (dense_BN[:, :, None] >= edges_NE[:, 1:-1]).sum(2)
         left_NB, right_NB = edges_NE.gather(1, bin_BN.T), edges_NE.gather(1, bin_BN.T + 1)
         share_NB = ((dense_BN.T - left_NB) / (right_NB - left_NB).clamp(min=1e-30)).clamp(0, 1)
@@ -102,7 +80,7 @@ def bins_of(rows: Dataset | None, num_dense: int, num_bins: int) -> Tensor:
 
 
 def quantile_bins(dense_BN: Array, num_bins: int) -> Array:
-    """Return edges_NE (N, num_bins + 1) float32, see `PiecewiseLinear`: of at most a bin for each
+    """Return edges_NE (N, num_bins + 1) float32, see `EmbeddedBins`: of at most a bin for each
     `BIN_ROWS` rows, the others empty; of a constant column all are equal.
 
     Edges lie at quantiles for which no value counts for more rows than a bin has: a frequent value, the zeros

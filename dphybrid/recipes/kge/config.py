@@ -30,11 +30,11 @@ class KgeModelConfig(ModelConfig):
 
     kind: Literal["complex", "distmult", "rotate"] = "complex"
     """Scoring function: ComplEx, DistMult or RotatE."""
-    dim: int = Field(default=256, ge=1, le=65536)
+    dim: int = Field(default=128, ge=1, le=65536)
     """Width of an entity's row."""
-    penalty: float = Field(default=0.01, ge=0.0)
-    """Weight of the cubed moduli of a triple's rows, Lacroix's N3. A heavy one, 0.2 say, keeps a graph of few
-    triples an entity from being learnt by heart, and wants faster rows (table.lr) and smaller batches."""
+    penalty: float = Field(default=0.3, ge=0.0)
+    """Weight of the cubed moduli of a triple's rows (N3, Lacroix et al. 2018), divided by the root of the
+    training triples an entity: the fewer there are, the sooner they are learnt by heart."""
 
 
 SUFFIXES = (".txt", ".tsv", ".csv", "")

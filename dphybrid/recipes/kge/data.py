@@ -3,7 +3,8 @@ part is held out.
 
 Every entity and relation of any part gets a number, as published results count them: an answer is ranked
 among all entities.
-Letters: B triples, 3 columns (head, relation, tail), K negatives, M known answers, V entities.
+Letters: B triples, 3 columns (head, relation, tail), Q questions (two a triple), K negatives, M known
+answers of a question, H those of all, V entities.
 """
 
 from collections.abc import Iterator
@@ -111,9 +112,12 @@ class KnownAnswers:
         )
         place_B2 = np.searchsorted(self.keys, asked_B2)
         start_B2, stop_B2 = self.starts[place_B2], self.starts[place_B2 + 1]
-        within_B2M = start_B2[:, :, None] + np.arange(int((stop_B2 - start_B2).max()))
-        answers_B2M = self.answers[np.minimum(within_B2M, len(self.answers) - 1)]
-        return np.where(within_B2M < stop_B2[:, :, None], answers_B2M, -1).astype(np.int64)
+        starts_Q, counts_Q = start_B2.ravel(), (stop_B2 - start_B2).ravel()
+        query_H = np.repeat(np.arange(len(counts_Q)), counts_Q)
+        place_H = np.arange(len(query_H)) - np.repeat(counts_Q.cumsum() - counts_Q, counts_Q)
+        known_QM = np.full((len(counts_Q), counts_Q.max()), -1, dtype=np.int64)
+        known_QM[query_H, place_H] = self.answers[starts_Q[query_H] + place_H]
+        return known_QM.reshape(*asked_B2.shape, -1)
 
 
 def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Dataset:
@@ -189,7 +193,7 @@ class _TripleSource:
             known = (
                 f", {(~seen[triples[:, [0, 2]]]).any(1).sum():,} of them with an entity that train lacks"
                 if part != "train"
-                else ""
+                else f", {len(triples) / len(entities):.3g} an entity"
             )
             lines.append(f"  {part}: {len(triples):,} triples{known}")
         if rejected:

@@ -44,6 +44,8 @@ def moduli(rows: Tensor) -> Tensor:
     return (real.square() + imaginary.square()).clamp(min=1e-24).sqrt()
 
 
+STD = 1e-3
+"""Of start values: what is left of larger ones in the end is noise."""
 QUERIES = {"distmult": distmult, "complex": complex_product, "rotate": rotation}
 
 
@@ -62,12 +64,18 @@ class TripleRegion(nn.Module):
     (heads_BD, relations_B, tails_BD) -> query_B2D, what is asked of each direction. With the rest -> loss_B:
     each answer competes with the others, itself left out. Without ids_K the others are all entities, by
     number.
+
+    penalty: of the cubed moduli. A buffer: it follows the triples that a model was trained on.
     """
+
+    penalty: Tensor
 
     def __init__(self, kind: str, dim: int, num_relations: int, penalty: float) -> None:
         super().__init__()
-        self.kind, self.num_relations, self.penalty = kind, num_relations, penalty
+        self.kind, self.num_relations, self._penalized = kind, num_relations, penalty > 0
+        self.register_buffer("penalty", torch.tensor(penalty))
         self.relations = nn.Embedding(2 * num_relations, dim)
+        nn.init.normal_(self.relations.weight, std=STD)
 
     def forward(
         self,
@@ -98,7 +106,7 @@ class TripleRegion(nn.Module):
             # K others stand for all entities but the answer.
             weight = math.log(max(1, num_entities - 1) / len(others_KD))
             loss_B = (torch.logaddexp(scores_B2, others_B2K.logsumexp(-1) + weight) - scores_B2).sum(1)
-        if self.penalty and self.training:
+        if self._penalized and self.training:
             rows_BD = moduli(heads_BD) ** 3 + moduli(tails_BD) ** 3 + (moduli(relations_B2D) ** 3).sum(1)
             loss_B = loss_B + self.penalty * rows_BD.sum(1)
         return loss_B
@@ -163,7 +171,9 @@ def build_kge(context: ModelContext[KgeModelConfig]) -> TripleModel:
     o, info = context.options, context.info
     if o.kind != "distmult" and o.dim % 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} reads a row as complex numbers; give an even number")
-    region = TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty)
-    entities = context.table(int(info["num_entities"]), o.dim, name="entities")
+    num_entities, rows = int(info["num_entities"]), context.rows
+    density = len(rows) / num_entities if rows is not None else 1.0  # else the checkpoint has the penalty
+    region = TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty / math.sqrt(density))
+    entities = context.table(num_entities, o.dim, name="entities", std=STD)
     blocks = DataParallel(region, context.devices, whole=("others_KD", "ids_K"))
     return TripleModel(entities, blocks, o.kind, one_vs_all=info.get("num_negatives") == 0)
