@@ -9,7 +9,7 @@ from pathlib import Path
 from dphybrid import __version__
 from dphybrid.cli.flags import recipe_of, recipes_text
 from dphybrid.cli.parser import Parser, run_cli
-from dphybrid.util.importing import missing_extra
+from dphybrid.util.importing import importing_much, missing_extra
 
 COMMANDS = [
     *("train", "plan", "check", "compare", "sync", "ui", "init", "new", "completion", "devices", "rollback"),
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_elsewhere(given[0], given[1:])
 
     def run() -> int:
-        args = make_parser(given).parse_args(given)  # which imports a recipe of one's own
+        with importing_much():  # also a recipe of one's own
+            args = make_parser(given).parse_args(given)
         code: int = args.run(args)
         return code
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dphybrid.util.compiling import EagerOptimizer
 from dphybrid.util.errors import UserError
 
 
-class CombinedOptimizer(Optimizer):
+class CombinedOptimizer(EagerOptimizer):
     """A torch.optim.Optimizer whose steps are those of several: `CombinedOptimizer(dense, rows)`.
 
     `param_groups` are theirs, the same dicts, in their order; so a schedule changes each group's learning
@@ -62,7 +63,6 @@ class CombinedOptimizer(Optimizer):
         """Return the state dict of each, under "optimizers"."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
-    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned. Raises UserError where it is of another number of optimizers."""
         states = state_dict.get("optimizers", ())

@@ -25,6 +25,7 @@ from dphybrid.embedding.collection import find_tables, listed, named_weights
 from dphybrid.embedding.gradients import info_of, segment_of
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.storage import zero_rows
+from dphybrid.util.compiling import EagerOptimizer
 from dphybrid.util.errors import UserError
 from dphybrid.util.labels import profiler_looks_on
 from dphybrid.util.row_rules import RULES, RowRule
@@ -42,7 +43,7 @@ _OPTIONS_OF_OTHERS = {
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class RowOptimizer(torch.optim.Optimizer):
+class RowOptimizer(EagerOptimizer):
     """Base: a torch.optim.Optimizer of tables' weights, whose kernel changes the touched rows.
 
     params: as torch's: weights (`model.table.parameters()`), named or not, or groups of them; tables, or
@@ -287,7 +288,6 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return the states flat, `TABLE.STATE` -> tensor, as references."""
         return {f"{name}.{key}": value for name in self.tables for key, value in self.states_of(name).items()}
 
-    @torch._disable_dynamo
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Fill states in place, in their own types, and set the groups' numbers. Raises UserError for states
         or options of another optimizer."""

@@ -82,8 +82,6 @@ def start_server() -> TemporaryServer | None:
 def _import_what_is_needed() -> None:
     """Import while the server starts what takes long, and what a flow needs in any case."""
     with importing_much():
-        import torch._dynamo  # noqa: F401 - which torch's optimizers import in their first step
-
         import dphybrid.orchestration.steps  # noqa: F401
     import_mlflow(load_settings().mlflow_uri)
 

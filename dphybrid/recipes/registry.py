@@ -30,6 +30,7 @@ GROUP = "dphybrid.recipes"
 """Entry-point group by which an installed package announces recipes: NAME = "package.module:CLASS"."""
 
 
+@cache
 def announced() -> dict[str, str]:
     """Return the recipes that installed packages announce: name -> import path. A built-in name cannot be
     taken."""

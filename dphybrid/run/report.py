@@ -90,7 +90,7 @@ def report_run(run: Run, experiment: Experiment) -> Report:
     report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, splits, experiment.config))
     if run.page.run_id:  # else nobody sees them
-        pictures = _pictures(result, table, evaluated.charts)
+        pictures = _pictures(table, evaluated.charts)
         for name, picture in pictures.items():
             tracker.log_figure(name, picture)
         tracker.log_file(run.folder / "report.json", "")
@@ -112,7 +112,7 @@ def report_page(run: Run) -> str:
     experiment = run.experiment()
     facts = report.model_dump() | _facts(table, experiment, result, evaluated)
     values = experiment.config.model_dump(mode="json")
-    return run_report_html(facts, values, _pictures(result, table, evaluated.charts), run.page.links)
+    return run_report_html(facts, values, _pictures(table, evaluated.charts), run.page.links)
 
 
 def _closing_words(report: Report) -> str:
@@ -163,23 +163,16 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
     return summary | {"summary/train_s": total}
 
 
-def _pictures(result: ResultPage, table: Table, charts: Sequence[Chart | Confusion]) -> dict[str, bytes]:
+def _pictures(table: Table, charts: Sequence[Chart | Confusion]) -> dict[str, bytes]:
     from dphybrid.tracking.figures import (
         against_figure,
         confusion_figure,
-        overlay_figure,
         rows_per_replica_figure,
-        stage_figure,
     )
 
-    pictures = {"figures/where_time_goes.png": stage_figure(result.stages)}
-    if table:
+    pictures = {}
+    if any(row["replica"] for row in table):
         pictures["figures/rows_per_replica.png"] = rows_per_replica_figure(table)
-    history = result.history
-    if len(history) > 1:
-        names = [name for name in history[0] if name != "step"]
-        curves = {name: {name: [(row["step"], row[name]) for row in history]} for name in names}
-        pictures["figures/learning_curves.png"] = overlay_figure(curves, "step")
     for chart in charts:
         pictures[f"figures/{chart.name}.png"] = (
             confusion_figure(chart.title, chart.classes, chart.counts)

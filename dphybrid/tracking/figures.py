@@ -97,27 +97,6 @@ def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return _png(figure)
 
 
-def stage_figure(stages: Mapping[str, float]) -> bytes:
-    """Draw where the seconds of a run went, largest stage first."""
-    ordered = sorted(
-        ((name, seconds) for name, seconds in stages.items() if seconds > 0), key=lambda item: -item[1]
-    )
-    total = sum(seconds for _, seconds in ordered) or 1.0
-    figure, (axes,) = _panels(8, 1.0 + 0.32 * max(1, len(ordered)), grid=False)
-    for place, (name, seconds) in enumerate(ordered):
-        axes.barh(place, seconds, color=COLOURS[place % len(COLOURS)])
-        axes.text(seconds, place, f" {seconds:.2f} s, {seconds / total:.0%}", va="center", fontsize=8)
-        axes.text(0, place, f"{name} ", ha="right", va="center", fontsize=8)
-    axes.set_yticks([])
-    axes.invert_yaxis()
-    axes.margins(x=0.18)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("seconds")
-    axes.set_title(f"Where {total:.1f} s went", loc="left")
-    axes.spines["left"].set_visible(False)
-    return _png(figure)
-
-
 def against_figure(
     title: str, xlabel: str, ylabel: str, points: Sequence[tuple[float, float]], zero: bool = False
 ) -> bytes:

@@ -5,6 +5,7 @@ import logging
 import os
 import urllib.error
 import urllib.request
+from functools import cache
 from http.client import HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -63,6 +64,7 @@ def open_tracker(
     return MlflowTracker(uri, experiment, store, upload_limit, detail)
 
 
+@cache  # once: what a training has left behind is garbage, and must not be taken for imports
 def import_mlflow(tracking_uri: str | None) -> None:
     """Import what recording at a place needs (as in `open_tracker`), which takes a second or two."""
     if tracking_uri in ("none", FILES) or (tracking_uri is None and not has_mlflow()):

@@ -166,7 +166,7 @@ def _where_time_went(report: Page) -> str:
     told = ""
     if step:
         told = f"A step took {step['p50']:.2f} ms (median), {step['p95']:.2f} ms (p95) after the warm-up. "
-    return f"### Where time went\n\n{told}Pictures are under Artifacts, `figures/`.\n\n" + _table(
+    return f"### Where time went\n\n{told}`{REPORT_PAGE}` draws the shares.\n\n" + _table(
         stages, ("stage", "seconds", "share")
     )
 

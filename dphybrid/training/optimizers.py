@@ -12,6 +12,7 @@ from dphybrid.config import TrainConfig
 from dphybrid.embedding import CombinedOptimizer, dense_parameters
 from dphybrid.training.memory import out_of_memory_report
 from dphybrid.training.session import Session
+from dphybrid.util.compiling import eager
 from dphybrid.util.errors import UserError
 from dphybrid.util.out_of_memory import is_out_of_memory
 
@@ -40,10 +41,8 @@ def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.O
     fused = {"cpu": {"fused": True}} if config.optimizer in ("adam", "adamw") else {}
     groups = [{"params": parameters, **fused.get(kind, {})} for kind, parameters in by_type.items()]
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer: torch.optim.Optimizer = kinds[config.optimizer](
-        groups, lr=config.lr, weight_decay=config.weight_decay
-    )
-    return optimizer
+    optimizer: Any = eager(kinds[config.optimizer])
+    return optimizer(groups, lr=config.lr, weight_decay=config.weight_decay)
 
 
 def combined(

@@ -26,7 +26,8 @@ def precisely(config: TrainConfig) -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
-        torch.use_deterministic_algorithms(strict, warn_only=warns)
+        if config.deterministic:  # the call imports all of torch.compile, 2 CPU seconds
+            torch.use_deterministic_algorithms(strict, warn_only=warns)
 
 
 def lower_precision(precision: str, model: nn.Module) -> AbstractContextManager[object]:

@@ -1,10 +1,12 @@
-"""Functions that torch.compile leaves to Python."""
+"""Functions that torch.compile leaves to Python, and optimizers that do not import it."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -25,3 +27,18 @@ def outside_of_graphs(method: Method) -> Method:
         return method(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+class EagerOptimizer(Optimizer):
+    """torch's base class without the wrappers that import torch.compile when they are first called."""
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+
+
+def eager(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return a subclass of torch's optimizer `kind` that does not import torch.compile: 1.5 CPU seconds."""
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (EagerOptimizer, kind), {"step": step})

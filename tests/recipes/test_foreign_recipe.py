@@ -15,6 +15,7 @@ from dphybrid.cli.main import main
 from dphybrid.data import batches
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.configs import load_config
+from dphybrid.recipes.registry import announced
 from dphybrid.util.errors import UserError
 
 PACKAGE = '''
@@ -99,6 +100,7 @@ def package(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (facts / "entry_points.txt").write_text("[dphybrid.recipes]\nratings = film_club.recipe:Ratings\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(root))
+    announced.cache_clear()
     return root
 
 

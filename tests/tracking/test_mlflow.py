@@ -15,7 +15,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking import Tracker, open_tracker
-from dphybrid.tracking.figures import overlay_figure, rows_per_replica_figure, stage_figure
+from dphybrid.tracking.figures import overlay_figure, rows_per_replica_figure
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.util.errors import UserError
 
@@ -170,7 +170,7 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
     )
     assert "\x1b" not in text
     page = run_report_html(
-        facts, config, {"figures/where_time_goes.png": b"png"}, {"bad": "javascript:alert(1)"}
+        facts, config, {"figures/rows_per_replica.png": b"png"}, {"bad": "javascript:alert(1)"}
     )
     assert "<script" not in page
     assert "javascript:" not in page
@@ -210,8 +210,6 @@ def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowC
         "report.json",
         "splits.txt",
         "figures/rows_per_replica.png",
-        "figures/where_time_goes.png",
-        "figures/learning_curves.png",
     } <= names
     assert min(item.path for item in client.list_artifacts(report.run_id)) == "Report.html"
     note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
@@ -309,7 +307,7 @@ def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_figures_are_pictures() -> None:
+def test_a_figure_is_a_picture() -> None:
     rows = [
         {
             "number": 1,
@@ -324,7 +322,6 @@ def test_figures_are_pictures() -> None:
     ]
     pictures = [
         rows_per_replica_figure(rows),
-        stage_figure({"forward": 1.0, "lookup": 0.5}),
         overlay_figure({"loss": {"a": [(0, 1.0), (1, 0.5)]}}, "step"),
     ]
     for picture in pictures:
