@@ -265,6 +265,7 @@ def test_ranges_of_a_search(
         ("sweep --recipe toy --grid {} --sampler grid", "--sampler 'grid': use tpe or random"),
         ("sweep --recipe toy --grid {} --trials 0", "give an integer from 1 on"),
         ("export nobody", "required: --out"),
+        ("train clicks.csv", "unexpected 'clicks.csv'; write --data.path clicks.csv"),
     ],
 )
 def test_flags(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

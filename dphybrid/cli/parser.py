@@ -45,11 +45,11 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with what is wrong about arguments that this command does not have."""
-        flags = [text for text in unknown if text.startswith("-")]
+        flags, known = [text for text in unknown if text.startswith("-")], list(self._option_string_actions)
         if not flags:
-            self.error(f"unexpected {' '.join(unknown)!r}; values are given as --name value")
+            name = "--data.path" if "--data.path" in known else "--name"
+            self.error(f"unexpected {' '.join(unknown)!r}; write {name} {unknown[0]}")
         flag = flags[0].partition("=")[0]
-        known = list(self._option_string_actions)
         if "--config" in known and "." in flag and (others := recipes_with(field_of(flag))):
             self.error(f"{flag}: recipe {self.recipe} does not use it; it is a value of {', '.join(others)}")
         same = [name for name in known if name.rpartition(".")[2] == flag.lstrip("-")]

@@ -172,13 +172,11 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
         ).rstrip()
         for row in cells
     ]
-    same = {
-        name: value
-        for name, value in runs[0].params.items()
-        if name in ("recipe", DEVICES, "train.batch_size")
-    }
+    facts = runs[0].params
     shared = ", ".join(
-        f"{name} {printable(value)}" for name, value in same.items() if name not in differing(runs)
+        f"{name} {printable(facts[name])}"
+        for name in ("recipe", DEVICES, "train.batch_size")
+        if name in facts and name not in differing(runs)
     )
     notes = [f"the same in all: {shared}"] if shared else []
     if "speed-up" in rows[0]:

@@ -188,9 +188,9 @@ function drawStages() {
     y: runs.map((run) => run.id), x: runs.map((run) => run.stages[stage] ?? 0), customdata: runs.map(label),
     hovertemplate: `%{customdata}<br>${plain(stage)}: %{x:.3f} ms<extra></extra>`,
   }));
-  at("stages").style.height = `${(window.innerWidth < 640 ? 420 : 220) + 34 * runs.length}px`; // the legend is long on a phone
+  at("stages").style.height = `${(window.innerWidth < 640 ? 440 : 220) + 34 * runs.length}px`; // the legend is long on a phone
   draw("stages", traces, {
-    barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", y: -40 / (100 + 34 * runs.length) },
+    barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", maxheight: 400, y: -40 / (100 + 34 * runs.length) },
     yaxis: { tickvals: runs.map((run) => run.id), ticktext: runs.map(label), automargin: true },
   });
 }
