@@ -83,8 +83,9 @@ class TableConfig(Section):
         + ". Only rows of the batch change.",
     )
     lr: float = Field(default=0.01, ge=0.0)
-    """Learning rate of the rows; 0, for recipe ctr: train.lr, or 0.03 of it for model.kind=mlp, more (up to 5
-    times train.lr) where train.epochs gives it fewer than 4,000 steps."""
+    """Learning rate of the rows; 0, for recipe ctr: train.lr, or 0.03 of it for model.kind=mlp, more (up to
+    train.lr) where a column of over 1,000 values has rows enough for each, and (up to 5 times train.lr) where
+    train.epochs gives it fewer than 4,000 steps."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay, applied to the rows of the batch only (lazy). adamw: decoupled, and for the steps that a
     row was not in a batch, too."""

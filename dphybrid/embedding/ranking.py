@@ -137,6 +137,7 @@ class _Ranking:
         here_Q = (self._answers_Q >= start) & (self._answers_Q < start + scores_QN.shape[1])
         scores_QN[here_Q, self._answers_Q[here_Q] - start] = -torch.inf  # it does not compete with itself
         own_Q1, close_Q1 = self.own_Q.unsqueeze(1), (TIE * (1 + self.own_Q.abs())).unsqueeze(1)
-        above_Q, not_below_Q = ((scores_QN > own_Q1 + sign * close_Q1).sum(1) for sign in (1, -1))
-        self.ranks_Q = self.ranks_Q + (above_Q + not_below_Q) / 2
+        halves_QN = (scores_QN > own_Q1 + close_Q1).view(torch.int8)  # bools take twice as long to sum
+        halves_QN += scores_QN > own_Q1 - close_Q1
+        self.ranks_Q = self.ranks_Q + halves_QN.sum(1, dtype=torch.int32) / 2
         self.total_Q = torch.logaddexp(self.total_Q, scores_QN.logsumexp(1))

@@ -42,7 +42,8 @@ class Recipe:
 
     name: names runs, prepared folders and registered models. summary: one sentence for help and forms.
     data, model: the recipe's own sections, pydantic classes with a default for every field.
-    table, train, checkpoint: what differs from the defaults of these common sections.
+    table, train, checkpoint: what differs from the defaults of these common sections. batches: how many an
+    epoch has, about, where train.batch_size is 0, and the largest.
     tabular: its samples are rows of a table read by `dphybrid.data.table`: they have a schema file, grow when
     files arrive (retraining), and rows of new files can be scored (predict).
     one_process: it was not tried with several processes, and a config with `cluster` is refused.
@@ -56,6 +57,7 @@ class Recipe:
     model: type[ModelConfig] = ModelConfig
     table: Mapping[str, Any] = {}
     train: Mapping[str, Any] = {}
+    batches: tuple[int, int] = (32, 512)
     checkpoint: Mapping[str, Any] = {}
     tabular: bool = False
     one_process: bool = False
@@ -109,11 +111,14 @@ class Recipe:
         """Return what a person should know of the prepared data before training goes on."""
         return []
 
-    def sized(self, config: ExperimentConfig, num_rows: int) -> tuple[ExperimentConfig, list[str]]:
-        """Return the config with what it leaves to the data, and lines that say so with the arithmetic."""
+    def sized(
+        self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any] = {}
+    ) -> tuple[ExperimentConfig, list[str]]:
+        """Return the config with what it leaves to the data, and lines that say so with the arithmetic.
+        num_rows: of the training split. info: facts about the prepared data, where there is some."""
         from dphybrid.training.sizes import sized
 
-        return sized(config, num_rows)
+        return sized(config, num_rows, *self.batches)
 
     def build(self, context: "ModelContext[Any]") -> "nn.Module":
         """Return the model: batch (dict of CPU tensors, samples on dim 0) -> dict with

@@ -41,7 +41,7 @@ class Experiment:
     ) -> tuple[Self, list[str]]:
         """Return the experiment on prepared data with what its config leaves to their number of rows, and a
         line about each such value."""
-        config, lines = recipe.sized(config, len(data.dataset("train")))
+        config, lines = recipe.sized(config, len(data.dataset("train")), data.info)
         return cls(recipe, config, settings, data, choose_engine(config)), lines
 
     @cached_property

@@ -4,12 +4,12 @@ import math
 
 from dphybrid.config import ExperimentConfig
 
-BATCHES, _SMALLEST, _LARGEST = 32, 32, 512
+_SMALLEST = 32
 STEPS, _FEWEST, _MOST = 4000, 10, 200
 
 
 def sized(
-    config: ExperimentConfig, num_rows: int, batches: int = BATCHES, largest: int = _LARGEST
+    config: ExperimentConfig, num_rows: int, batches: int, largest: int
 ) -> tuple[ExperimentConfig, list[str]]:
     """Return the config with batch size, epochs and patience for so many training rows, where they were 0 (or
     -1), and a line for people about each.

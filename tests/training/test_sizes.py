@@ -51,6 +51,20 @@ def test_given_values_win() -> None:
     assert lines == ["table.lr=0.05: 5 x train.lr instead of 0.03 x, for only 70 steps"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "values", "share"),
+    [(64_000, 1000, 0.03), (4800, 1200, 0.03), (12_800, 1600, 0.12), (10**6, 1600, 1.0)],
+)
+def test_rows_of_many_values_learn_faster_the_more_rows_a_value_has(
+    rows: int, values: int, share: float
+) -> None:
+    config = build_config({"recipe": "ctr"})
+    found, lines = find_recipe("ctr").sized(config, rows, {"num_ids": [7, values]})
+    assert found.table.lr == pytest.approx(share * config.train.lr)
+    told = f" instead of 0.03 x, for {rows / values:.3g} rows a value of {values:,}" if share > 0.03 else ""
+    assert lines[-1] == f"table.lr={found.table.lr:g}: {share:g} x train.lr{told}"
+
+
 @pytest.mark.parametrize(("epochs", "share"), [(3, 5.0), (50, 0.1875), (125, 0.03), (500, 0.03)])
 def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for(epochs: int, share: float) -> None:
     config, _ = of_ctr(1000, epochs=epochs)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SLOW_ROWS, FAST_ROWS = 0.03, 5.0
 """Share of the learning rate that rows learn at in a training as long as the data asks for, and at most."""
+MANY_VALUES, FEW_ROWS = 1000, 4
+"""Values of a column that are many, and training rows a value that are few: rows learn slowly up to there."""
 ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
 
 
@@ -58,14 +60,21 @@ class Ctr(Recipe):
 
         return open_source(data, seed)
 
-    def sized(self, config: ExperimentConfig, num_rows: int) -> tuple[ExperimentConfig, list[str]]:
+    def sized(
+        self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any] = {}
+    ) -> tuple[ExperimentConfig, list[str]]:
         from dphybrid.training.sizes import STEPS
 
         found, lines = super().sized(config, num_rows)
         if found.table.lr:
             return found, lines
-        # Fast rows learn rare values by heart; a linear part, and products of rows, need them faster.
+        # Fast rows learn rare values by heart; a linear part, products of rows, and many values that are not
+        # rare need them faster.
         share, why = SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0, ""
+        values = max(info.get("num_ids", ()), default=0)
+        if share == SLOW_ROWS and values > MANY_VALUES and num_rows > FEW_ROWS * values:
+            share = min(share * (num_rows / values / FEW_ROWS) ** 2, 1.0)
+            why = f" instead of {SLOW_ROWS:g} x, for {num_rows / values:.3g} rows a value of {values:,}"
         if share == SLOW_ROWS and config.train.epochs:  # few epochs were given: slow rows would not get far
             steps = config.train.epochs * math.ceil(num_rows / found.train.batch_size)
             share = min(max(share * (STEPS / max(1, steps)) ** 2, share), FAST_ROWS)

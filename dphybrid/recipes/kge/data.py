@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dphybrid.data.batches import Array, Dataset
+from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.data.draws import Draw, DrawnDataset, Draws
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.delimited import SHOWN
@@ -25,20 +25,7 @@ from dphybrid.recipes.kge.config import KgeDataConfig, files_of
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
-PARTS = ("train", "valid", "test")
-
-
-class TripleDataset(Dataset):
-    """Triples to train on."""
-
-    def __init__(self, triples_B3: Array) -> None:
-        self.triples_B3 = triples_B3
-
-    def __len__(self) -> int:
-        return len(self.triples_B3)
-
-    def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        return columns(self.triples_B3[index_B])
+PARTS, COLUMNS = ("train", "valid", "test"), ("heads_B", "relations_B", "tails_B")
 
 
 def _negatives(num_entities: int, num_negatives: int) -> Draw:
@@ -52,32 +39,9 @@ def _negatives(num_entities: int, num_negatives: int) -> Draw:
     return draw
 
 
-class RankedDataset(Dataset):
-    """Triples to rank, each with the answers of both directions that are known from any part, -1 where a
-    triple has fewer."""
-
-    def __init__(self, triples_B3: Array, known: "KnownAnswers") -> None:
-        self.triples_B3, self.known = triples_B3, known
-
-    def __len__(self) -> int:
-        return len(self.triples_B3)
-
-    def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        triples_B3 = self.triples_B3[index_B]
-        return columns(triples_B3) | {"known_B2M": torch.from_numpy(self.known.of(triples_B3))}
-
-
-def columns(triples_B3: Array) -> dict[str, Tensor]:
-    """Return the columns by name."""
-    return {
-        name: torch.from_numpy(triples_B3[:, i].copy())
-        for i, name in enumerate(("heads_B", "relations_B", "tails_B"))
-    }
-
-
 class KnownAnswers:
-    """Answers by question: those of question q are answers[starts[q] : starts[q + 1]]; keys: the questions,
-    sorted."""
+    """Answers in both directions that are known from any part, by question: those of question q are
+    answers[starts[q] : starts[q + 1]]; keys: the questions, sorted."""
 
     def __init__(
         self, keys: Array, starts: Array, answers: Array, num_entities: int, num_relations: int
@@ -100,9 +64,9 @@ class KnownAnswers:
             "answers": np.ascontiguousarray(pairs[:, 1]),
         }
 
-    def of(self, triples_B3: Array) -> Array:
+    def of(self, batch: dict[str, Tensor], _: object = None) -> dict[str, Tensor]:
         """Return known_B2M, -1 where there are fewer."""
-        heads_B, relations_B, tails_B = triples_B3.T
+        heads_B, relations_B, tails_B = (batch[name].numpy() for name in COLUMNS)
         asked_B2 = np.stack(
             [
                 relations_B * self.num_entities + heads_B,
@@ -117,18 +81,19 @@ class KnownAnswers:
         place_H = np.arange(len(query_H)) - np.repeat(counts_Q.cumsum() - counts_Q, counts_Q)
         known_QM = np.full((len(counts_Q), counts_Q.max()), -1, dtype=np.int64)
         known_QM[query_H, place_H] = self.answers[starts_Q[query_H] + place_H]
-        return known_QM.reshape(*asked_B2.shape, -1)
+        return {"known_B2M": torch.from_numpy(known_QM.reshape(*asked_B2.shape, -1))}
 
 
 def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Dataset:
-    """Return a part of prepared triples."""
+    """Return a part of prepared triples: with negatives to train, with the known answers to rank."""
+    triples_B3 = arrays[f"{name}_triples"]
+    rows = ArrayDataset(dict(zip(COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
     if name == "train":
-        draw = _negatives(info["num_entities"], info["num_negatives"])
-        return DrawnDataset(TripleDataset(arrays["train_triples"]), draw)
+        return DrawnDataset(rows, _negatives(info["num_entities"], info["num_negatives"]))
     known = KnownAnswers(
         arrays["keys"], arrays["starts"], arrays["answers"], info["num_entities"], info["num_relations"]
     )
-    return RankedDataset(arrays[f"{name}_triples"], known)
+    return DrawnDataset(rows, known.of)
 
 
 @dataclass(frozen=True)

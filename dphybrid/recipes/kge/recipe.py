@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dphybrid.config import ExperimentConfig
 from dphybrid.recipes.kge.config import KgeDataConfig, KgeModelConfig, files_of
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.files import given_path
@@ -26,6 +25,7 @@ class Kge(Recipe):
     data = KgeDataConfig
     model = KgeModelConfig
     one_process = True
+    batches = (256, 4096)
     table = {"optimizer": "lazy-adagrad", "lr": 0.2}
     train = {"epochs": 36, "batch_size": 0, "lr": 0.01, "clip_norm": 0.0, "patience": 0}
 
@@ -38,11 +38,6 @@ class Kge(Recipe):
         from dphybrid.recipes.kge.data import part_of
 
         return part_of(part, prepared.arrays, prepared.info)
-
-    def sized(self, config: ExperimentConfig, num_rows: int) -> tuple[ExperimentConfig, list[str]]:
-        from dphybrid.training.sizes import sized
-
-        return sized(config, num_rows, batches=256, largest=4096)
 
     def build(self, context: "ModelContext[KgeModelConfig]") -> "nn.Module":
         from dphybrid.recipes.kge.model import build_kge
