@@ -3,10 +3,14 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from dphybrid.tracking import opening
+from tests import stores
 
 REPOSITORY = Path(__file__).parent.parent
 SHARED = REPOSITORY.parent / "shared"
@@ -24,6 +28,9 @@ NIGHTLY = [
     "tests/embedding/test_trainers.py::test_lightning",
     "tests/embedding/test_trainers.py::test_transformers",
     "tests/flows/test_forms.py::test_a_form_filled_in_by_mouse_trains_what_it_says",
+    "tests/cluster/test_launch.py::test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again[30-10]",
+    "tests/embedding/test_memory.py::test_a_run_takes_its_table_its_states_and_a_gigabyte[False]",
+    "tests/flows/test_train_hybrid.py::test_a_signal_to_all_its_processes_ends_a_run_soon[1]",
     "tests/flows/test_machines.py::test_machines_gather_and_all_end_when_the_first_is_cancelled",
     "tests/flows/test_workers.py",
     "tests/gpu/test_training.py",
@@ -31,6 +38,16 @@ NIGHTLY = [
     "tests/reliability/test_fuzz.py::test_schema_files",
     "tests/reliability/test_fuzz.py::test_triples_pairs_and_texts",
     "tests/reliability/test_soak.py",
+    "tests/tracking/test_browser.py::test_a_view_is_one_sorted_table_reached_from_the_experiment[1000-Result-columns0]",
+    "tests/tracking/test_browser.py::test_a_view_is_one_sorted_table_reached_from_the_experiment[1000-Speed-columns1]",
+    "tests/tracking/test_browser.py::test_a_view_is_one_sorted_table_reached_from_the_experiment[1440-Speed-columns1]",
+    "tests/tracking/test_browser.py::test_charts_of_three_runs_are_grouped",
+    "tests/tracking/test_browser.py::test_splits_and_figures_open_as_table_and_pictures",
+    "tests/tracking/test_browser.py::test_the_compare_view_of_three_runs_shows_what_differs",
+    "tests/tracking/test_browser.py::test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped[1000]",
+    "tests/tracking/test_browser.py::test_the_report_opens_among_the_artifacts",
+    "tests/tracking/test_outage.py::test_a_server_that_dies_in_mid_run_and_comes_back_has_every_point_once[postgres]",
+    "tests/training/test_training.py::test_an_interrupted_command_checkpoints_and_goes_on[15-143]",
     "tests/test_packaging.py::test_a_machine_without_a_compiler_installs_it",
 ]
 """Files and tests that take minutes and defend what few changes touch. Shorter neighbours run always."""
@@ -55,10 +72,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         server = next((group for fixture, group in SERVERS.items() if fixture in fixtures), path)
         item.add_marker(pytest.mark.xdist_group(server))
-        if path in NIGHTLY or f"{path}::{name.partition('[')[0]}" in NIGHTLY:
+        names = (path, f"{path}::{name.partition('[')[0]}", item.nodeid)
+        if any(name in NIGHTLY for name in names):
             item.add_marker(pytest.mark.nightly)
             if not LONG:
                 item.add_marker(pytest.mark.skip(reason="nightly: set DPHYBRID_LONG_TESTS=1"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A new database is a copy, in this process; where programs are started, it is put there before."""
+    base = tmp_path_factory.getbasetemp()
+    stores.keep_in(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "make_database", stores.make_database)
+        yield
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of searches for garbage: each run makes one."""
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
@@ -80,3 +113,15 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
         monkeypatch.setattr("dphybrid.run.report._pictures", lambda *_: {})
     monkeypatch.chdir(tmp_path)
     return tmp_path / "data"
+
+
+@pytest.fixture
+def embedded_store(data_dir: Path) -> None:
+    """The tables of MLflow's embedded store, for programs that a test starts."""
+    stores.put_database("mlflow", data_dir / "mlflow" / "mlflow.db")
+
+
+@pytest.fixture
+def unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are not recorded, for tests of what training does."""
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,18 +17,13 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from examples import callbacks, make_notebook, own_loop, tutorial
+from tests.commands import command
 from tests.conftest import REPOSITORY
 
 
 @pytest.fixture(autouse=True)
 def _from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY))
-
-
-@pytest.fixture
-def unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting MLflow's store up would take longer than these trainings."""
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
 
 
 def test_the_own_loop_learns_by_changing_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,30 +91,27 @@ def test_an_own_recipe_is_on_record_under_its_import_path(data_dir: Path) -> Non
 
 
 def test_an_own_recipe_on_the_command_line(tmp_path: Path, unrecorded: None) -> None:
-    command = [sys.executable, "-m", "dphybrid", "train", "--recipe", "examples.own_recipe:Ratings"]
-    shown = subprocess.run(
-        [*command, "--help"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout
+    shown = command("train", "--recipe", "examples.own_recipe:Ratings", "--help")
     assert "Made-up ratings of 50 users for 40 films." in " ".join(shown.split())
-    told = tmp_path / "report.json"
-    values = ["--data.num-ratings", "2000", "--devices", "cpu*2", "--report", str(told)]
-    subprocess.run([*command, *values], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert json.loads(told.read_text())["metrics"]["right"] > 0.95
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(REPOSITORY / "examples/own_recipe.py", tmp_path / "elsewhere" / "films.py")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "elsewhere")}
-    command[-1] = "films:Ratings"
+    told = tmp_path / "report.json"
+    values = ["--data.num-ratings", "2000", "--devices", "cpu*2", "--report", str(told)]
     done = subprocess.run(
-        [*command, *values], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "dphybrid", "train", "--recipe", "films:Ratings", *values],
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "elsewhere")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "right 1" in done.stdout
+    assert json.loads(told.read_text())["metrics"]["right"] > 0.95
 
 
-def test_from_a_dataframe_to_predictions(unrecorded: None) -> None:
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "examples/dataframe.py"], capture_output=True, text=True, check=True
-    )
-    (right,) = re.findall(r"([\d.]+)% of 200 new rows are right", done.stdout)
+def test_from_a_dataframe_to_predictions(unrecorded: None, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(REPOSITORY / "examples/dataframe.py"), run_name="__main__")
+    (right,) = re.findall(r"([\d.]+)% of 200 new rows are right", capsys.readouterr().out)
     assert float(right) > 90
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dphybrid.cli.main import main
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder, leasing
@@ -195,7 +196,8 @@ OPTIONS = [
 ]
 
 
-def train(folder: Path, name: str, epochs: int, log: Path | None = None) -> "subprocess.Popen[bytes]":
+def words(folder: Path, name: str, epochs: int) -> list[str]:
+    """A command that trains."""
     rows = folder / "clicks.csv"
     if not rows.exists():
         rows.write_text(
@@ -203,10 +205,13 @@ def train(folder: Path, name: str, epochs: int, log: Path | None = None) -> "sub
         )
     argv = [*OPTIONS, "--data.path", str(rows), "--data.label", "clicked", "--train.epochs", str(epochs)]
     argv += ["--run-name", name, "--train.batch-size", "32", "--report", str(folder / f"{name}.json")]
-    with (log or folder / f"{name}.log").open("wb") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-m", "dphybrid", "train", *argv], stdout=stream, stderr=stream, env=os.environ
-        )
+    return ["train", "--tracking", "none", *argv]
+
+
+def train(folder: Path, name: str, epochs: int, log: Path) -> "subprocess.Popen[bytes]":
+    argv = [sys.executable, "-m", "dphybrid", *words(folder, name, epochs)]
+    with log.open("wb") as stream:
+        return subprocess.Popen(argv, stdout=stream, stderr=stream, env=os.environ)
 
 
 @pytest.mark.slow
@@ -219,11 +224,10 @@ def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     monkeypatch.setenv("DPHYBRID_YIELD_TO_OTHERS", "always")
     free, folder = [gpu(number) for number in range(2)], tmp_path / "leases"
     write_state(machine, free)
-    undisturbed = train(tmp_path, "undisturbed", 20)
-    assert undisturbed.wait(patience(120)) == 0, (tmp_path / "undisturbed.log").read_text()
+    assert main(words(tmp_path, "undisturbed", 10)) == 0
     log = tmp_path / "polite.log"
-    polite = train(tmp_path, "polite", 20, log)
-    wait_until(lambda: b"epoch 2/20" in log.read_bytes(), "it trains")
+    polite = train(tmp_path, "polite", 10, log)
+    wait_until(lambda: b"epoch 2/10" in log.read_bytes(), "it trains")
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 38]], free_gib=41)])
     wait_until(
         lambda: b"Waiting for GPUs: GPU 1: 38.0 GiB taken by" in log.read_bytes(), "it waits for the GPU"

@@ -26,7 +26,7 @@ from tests.test_gpus import stranger  # noqa: F401 - a fixture
 from tests.test_politeness import machine  # noqa: F401 - a fixture
 from tests.waiting import wait_until
 
-CONFIG = build_config({"recipe": "hybrid", "devices": "auto*1"}).model_dump()
+CONFIG = build_config({"recipe": "hybrid", "devices": "auto*1", "train": {"batch_size": 640}}).model_dump()
 FIRST_GPU = gpu(0)["uuid"]
 
 

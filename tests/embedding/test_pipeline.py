@@ -25,7 +25,7 @@ from dphybrid.embedding import (
 from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.parallel import DataParallel, parts
 
-ROWS, DIM, BATCH, COLUMNS, STEPS = 2000, 8, 24, 4, 200
+ROWS, DIM, BATCH, COLUMNS, STEPS = 2000, 8, 24, 4, 130
 
 
 AlwaysAhead = partial(RowPipeline, on_cpu=True)
@@ -111,7 +111,7 @@ def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"])
-@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3", "cpu*8"])
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3", "cpu*8"])
 def test_same_bits_as_without(devices: str, optimizer: str) -> None:
     plain, _ = train("off", optimizer, devices)
     ahead, counters = train("exact", optimizer, devices)

@@ -20,8 +20,9 @@ def fill(*args: Any) -> torch.Tensor:
     return args[0]
 
 
-def train(*overrides: str) -> Report:
-    return run_job(load_config(None, list(overrides)), load_settings())
+def train(*overrides: str, tracking: str | None = "none") -> Report:
+    settings = load_settings().model_copy(update={"tracking_uri": tracking})
+    return run_job(load_config(None, list(overrides)), settings)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def test_what_the_engine_did_is_on_record(
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("DPHYBRID_TRACKING_DETAIL", "full")
-    report = train(*clicks, "devices=cpu*2", "train.log_every=4")
+    report = train(*clicks, "devices=cpu*2", "train.log_every=4", tracking=None)
     assert report.run_id is not None
     client = MlflowClient(report.tracking_uri)
     last = {

@@ -218,7 +218,7 @@ def test_negatives_are_a_function_of_seed_epoch_and_batch(tmp_path: Path) -> Non
     assert len({tuple(part) for part in negatives(0, 1)}) == len(negatives(0, 1))
 
 
-def test_it_learns_relations_with_a_pattern(data_dir: Path, tmp_path: Path) -> None:
+def test_it_learns_relations_with_a_pattern(unrecorded: None, tmp_path: Path) -> None:
     """Two relations and their inverses on a ring: `next` holds between neighbours, `before` says the same the
     other way round."""
     lines = [f"e{i}\tnext\te{(i + 1) % 60}" for i in range(60)] + [

@@ -162,14 +162,14 @@ def test_routing_is_the_papers_loop() -> None:
 
 
 @pytest.mark.parametrize(("kind", "epochs"), [("convnet", 3), ("capsule", 10)])
-def test_digits_are_learnt(kind: str, epochs: int, data_dir: Path) -> None:
+def test_digits_are_learnt(kind: str, epochs: int, unrecorded: None) -> None:
     values = [f"model.kind={kind}", f"train.epochs={epochs}", "devices=cpu*2"]
     report = run_job(load_config(None, ["recipe=digits", *values]), load_settings())
     assert report.metrics["accuracy"] > 0.94
 
 
 @pytest.mark.parametrize("kind", KINDS["ctr"])
-def test_clicks_are_learnt(kind: str, data_dir: Path, tmp_path: Path) -> None:
+def test_clicks_are_learnt(kind: str, unrecorded: None, tmp_path: Path) -> None:
     body = "\n".join(
         f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i * 7 % 10},{int(i % 4 == 0 or i % 3 == 1)}" for i in range(1200)
     )
@@ -209,7 +209,7 @@ class PlainLanguageModel(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
 
 
-def test_text_reaches_the_perplexity_of_plain_torch(data_dir: Path, tmp_path: Path) -> None:
+def test_text_reaches_the_perplexity_of_plain_torch(unrecorded: None, tmp_path: Path) -> None:
     """Same seed and order of batches: torch's embedding, SGD and Adam on one device beside a host table on
     three devices."""
     draw = torch.Generator().manual_seed(0)

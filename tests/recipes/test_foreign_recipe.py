@@ -3,8 +3,6 @@ compared and loaded."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from dphybrid.recipes import find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import announced
 from dphybrid.util.errors import UserError
+from tests.commands import command
 
 PACKAGE = '''
 import numpy as np
@@ -102,14 +101,6 @@ def package(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(str(root))
     announced.cache_clear()
     return root
-
-
-def command(*argv: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "dphybrid", *argv], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from dphybrid.cli.main import main
+from tests.commands import command
 
 
-def command(*argv: str, folder: Path, path: Path | None = None) -> str:
+def python(*argv: str, folder: Path, path: Path | None = None) -> str:
     environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
     done = subprocess.run(
         [sys.executable, "-m", *argv],
@@ -30,7 +31,7 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-    told = command("dphybrid", "new", "recipe", "film_club", folder=tmp_path)
+    told = command("new", "recipe", "film_club")
     assert "cd film_club && dphybrid train --recipe film_club.recipe:FilmClub" in told
     package = tmp_path / "film_club"
     assert not [
@@ -38,12 +39,13 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
     ]
     assert len((package / "README.md").read_text().splitlines()) <= 10
     values = ["--recipe", "film_club.recipe:FilmClub", "--train.epochs", "1", "--devices", "cpu*2"]
-    trained = command("dphybrid", "train", *values, "--run-name", "films", folder=package)
+    monkeypatch.chdir(package)
+    trained = command("train", *values, "--run-name", "films")
     assert "constant prediction mae" in trained
     (package / "new.csv").write_text("user,item\nuser 1,item 1\nnobody,item 2\n")
-    predicted = command("dphybrid", "predict", "films", "--data.path", "new.csv", folder=package)
+    predicted = command("predict", "films", "--data.path", "new.csv")
     assert predicted.splitlines()[0] == "user,item,rating"
-    assert "2 passed" in command("pytest", "-q", "-p", "no:cacheprovider", folder=package)
+    assert "2 passed" in python("pytest", "-q", "-p", "no:cacheprovider", folder=package)
 
     site = tmp_path / "site"
     build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
@@ -52,10 +54,10 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
     )
     with zipfile.ZipFile(package / built.stdout.split()[-1]) as wheel:
         wheel.extractall(site)  # what pip does with it
-    assert "film_club  Ratings that users give to items." in command(
+    assert "film_club  Ratings that users give to items." in python(
         "dphybrid", "--help", folder=tmp_path, path=site
     )
-    shown = command("dphybrid", "train", "--recipe", "film_club", "--help", folder=tmp_path, path=site)
+    shown = python("dphybrid", "train", "--recipe", "film_club", "--help", folder=tmp_path, path=site)
     assert "--data.valid-fraction" in shown
 
 

@@ -20,9 +20,10 @@ from dphybrid.run.pages import RunPage
 from dphybrid.selftest.faults import ERRORS, KILLED, MODES
 from dphybrid.selftest.runs import came_to, run_trial
 from dphybrid.tracking import waiting
-from dphybrid.tracking.opening import embedded_uri, make_database
+from dphybrid.tracking.opening import embedded_uri
 from tests.conftest import LONG
 from tests.reliability.scenarios import SCENARIOS, options_of, write_files
+from tests.stores import put_database
 
 TRIALS = os.environ.get("DPHYBRID_FAULTS", "4")
 SEED = int(os.environ.get("DPHYBRID_FAULTS_SEED") or (random.randrange(2**32) if LONG else 0))
@@ -152,7 +153,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
 @pytest.mark.timeout(1200)
 def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path) -> None:
     new = tmp_path / "new"
-    make_database(embedded_uri(new / "mlflow"), new / "mlflow")  # once: it takes seconds
+    put_database("mlflow", new / "mlflow" / "mlflow.db")
 
     def begun(number: int) -> Path:  # each at a place of its own: clients keep a database open
         return Path(shutil.copytree(new, tmp_path / f"data-{number}"))

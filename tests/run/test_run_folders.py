@@ -19,21 +19,25 @@ def _no_record(monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> None:
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
 
 
-@pytest.mark.parametrize("text", ["", '{"run_id": "x", "con', "[]", "{}", "\x00" * 900])
-def test_a_damaged_neighbour_is_named_and_left_out(
-    text: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
+def test_damaged_neighbours_are_named_and_left_out(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_job(load_config(None, TOY), load_settings(), run_name="good", tags={"who": "me"})
-    (data_dir / "runs/bad").mkdir()
-    (data_dir / "runs/bad/run.json").write_text(text)
+    pages = [data_dir / f"runs/bad-{number}/run.json" for number in range(5)]
+    for page, text in zip(pages, ["", '{"run_id": "x", "con', "[]", "{}", "\x00" * 900], strict=True):
+        page.parent.mkdir()
+        page.write_text(text)
     assert find_tagged_run(load_settings(), "who", "me") == "good"
     report = run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="latest")
     assert report.run_name == "good"
-    assert "left out a run" in (told := capsys.readouterr().err)
-    assert str(data_dir / "runs/bad/run.json") in told
+    told = capsys.readouterr().err
+    for page in pages:
+        assert f"{page}" in told
+    assert "left out a run" in told
     assert find_checkpoint("good", load_settings()) == Path(report.best_checkpoint)
-    with pytest.raises(UserError, match=r"bad/run\.json"):
-        run_job(load_config(None, TOY), load_settings(), resume="bad")
+    for page in pages:
+        with pytest.raises(UserError, match=rf"{page.parent.name}/run\.json"):
+            run_job(load_config(None, TOY), load_settings(), resume=page.parent.name)
 
 
 def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.postgres import Postgres, free_port
+from tests.stores import put_database
 from tests.waiting import patience
 
 
@@ -30,6 +31,8 @@ class MlflowServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        if self.backend.startswith("sqlite:///"):
+            put_database("mlflow", Path(self.backend.removeprefix("sqlite:///")))
         environment = os.environ | {
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             "MLFLOW_DISABLE_TELEMETRY": "true",

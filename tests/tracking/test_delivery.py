@@ -18,9 +18,9 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking import CheckpointCard, Tracker, open_tracker
 from dphybrid.tracking.models import Registry
-from dphybrid.tracking.opening import make_database
 from dphybrid.tracking.outbox import Outbox
 from dphybrid.util.locks import lock
+from tests.stores import put_database
 
 ROUNDS = os.environ.get("DPHYBRID_ROUNDS", "1")
 
@@ -28,6 +28,8 @@ ROUNDS = os.environ.get("DPHYBRID_ROUNDS", "1")
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_runs_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
+    for number in range(int(ROUNDS)):
+        put_database("mlflow", tmp_path / str(number) / "mlflow.db")
     command = [sys.executable, "-m", "tests.tracking.together", str(tmp_path), ROUNDS]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -194,7 +196,7 @@ def test_records_whose_destination_is_unknown_are_kept_or_arrive(
         outbox.append_metrics({"train/loss": 1.0}, 7)
         if damage == "another's":
             other = f"sqlite:///{data_dir}/other.db"
-            make_database(other, data_dir)
+            put_database("mlflow", data_dir / "other.db")
             outbox.set_destination(tracking_uri=other, experiment_id="1")
         outbox.release()
         if damage == "flipped":

@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.cookiejar import CookieJar
 from pathlib import Path
 
@@ -16,16 +17,15 @@ import psutil
 import pytest
 
 from dphybrid.cli.main import main
-from tests.waiting import wait_until
+from tests.waiting import patience, wait_until
 
 NOBODY = 65534
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def address(data_dir: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+@contextmanager
+def shown_run() -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """A running `dphybrid ui` and the address that it printed."""
-    assert main(["train", "--recipe", "toy", "--run-name", "shown"]) == 0
     process = subprocess.Popen(
         [sys.executable, "-m", "dphybrid", "ui", "shown", "--no-browser"], stdout=subprocess.PIPE, text=True
     )
@@ -55,9 +55,22 @@ def gone(url: str) -> bool:
 
 
 def test_pages_are_for_the_token_alone_and_the_server_ends_with_its_command(
-    address: tuple["subprocess.Popen[str]", str], data_dir: Path, tmp_path: Path
+    data_dir: Path, tmp_path: Path
 ) -> None:
-    process, shown = address
+    assert main(["train", "--recipe", "toy", "--run-name", "shown"]) == 0
+    with shown_run() as (process, shown):
+        see_pages(process, shown, data_dir, tmp_path)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(patience(30)) == 0
+        wait_until(lambda: gone(shown.partition("?")[0]), "the server ends at Ctrl-C", 20)
+    with shown_run() as (process, shown):
+        root, server = shown.partition("?")[0], psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        wait_until(lambda: gone(root), "the server ends with its parent", 20)
+        wait_until(lambda: not any(p.is_running() for p in server), "no process of it is left", 20)
+
+
+def see_pages(process: "subprocess.Popen[str]", shown: str, data_dir: Path, tmp_path: Path) -> None:
     run_id = json.loads((data_dir / "runs/shown/run.json").read_text())["run_id"]
     found = re.fullmatch(
         rf"(http://127\.0\.0\.1:(\d+)/)\?token=([\w-]+)#/experiments/1/runs/{run_id}\?workflowType=.*", shown
@@ -84,10 +97,6 @@ def test_pages_are_for_the_token_alone_and_the_server_ends_with_its_command(
     if os.geteuid() == 0:  # else there is no other user to be
         assert attacked(root, tmp_path) == 4
 
-    process.send_signal(signal.SIGKILL)
-    wait_until(lambda: gone(root), "the server ends with its parent", 20)
-    wait_until(lambda: not any(p.is_running() for p in server), "no process of it is left", 20)
-
 
 def attacked(root: str, folder: Path) -> int:
     """What another user is answered who has a folder of this one made into artifacts."""
@@ -108,10 +117,3 @@ def attacked(root: str, folder: Path) -> int:
         finally:
             os._exit(99)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_ctrl_c_ends_the_server(address: tuple["subprocess.Popen[str]", str]) -> None:
-    process, shown = address
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-    wait_until(lambda: gone(shown.partition("?")[0]), "the server ends", 20)

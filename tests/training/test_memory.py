@@ -16,6 +16,7 @@ from dphybrid.training.memory import micro_batches
 from dphybrid.training.tensor_file import read_tensors
 from dphybrid.util.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("unrecorded")
 fails_above = [10**9]
 calls = [0]
 
@@ -60,13 +61,10 @@ def train(data_dir: Path, name: str, limit: int) -> dict[str, torch.Tensor]:
     return read_tensors(checkpoint / "blocks.safetensors") | {"table": table["weight"]}
 
 
-@pytest.mark.parametrize("limit", [20, 63])
-def test_a_batch_in_parts_gives_the_same_steps(
-    data_dir: Path, limit: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_in_parts_gives_the_same_steps(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train(data_dir, "whole", 10**9)
     assert "out of memory" not in capsys.readouterr().out
-    parts = train(data_dir, "parts", limit)
+    parts = train(data_dir, "parts", 20)
     shown = capsys.readouterr().out
     assert (
         shown.count(

@@ -62,11 +62,14 @@ def small_text(tmp_path: Path) -> str:
 
 
 def train(
-    *overrides: str, resume: str | None = None, name: str | None = None, stop: StopRequest | None = None
+    *overrides: str,
+    resume: str | None = None,
+    name: str | None = None,
+    stop: StopRequest | None = None,
+    tracking: str | None = "none",
 ) -> Report:
-    return run_job(
-        load_config(None, list(overrides)), load_settings(), run_name=name, resume=resume, stop=stop
-    )
+    settings = load_settings().model_copy(update={"tracking_uri": tracking})
+    return run_job(load_config(None, list(overrides)), settings, run_name=name, resume=resume, stop=stop)
 
 
 def tensors(report: Report) -> dict[str, torch.Tensor]:
@@ -86,8 +89,9 @@ def test_text_trains_to_the_same_losses_on_any_number_of_devices(
             torch.testing.assert_close(tensors(split)[key], value, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad", "lazy-adam", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "devices"), [("adam", "cpu"), ("adagrad", "cpu*3"), ("lazy-adam", "cpu*3")]
+)
 def test_prefetching_changes_no_bit(
     optimizer: str, devices: str, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,9 +110,9 @@ def test_prefetching_changes_no_bit(
 
 
 def test_hybrid_trains_to_the_same_losses_on_any_number_of_devices(data_dir: Path) -> None:
-    options = ["recipe=hybrid", "model.dtype=float64", "train.epochs=2"]
+    options = ["recipe=hybrid", "model.dtype=float64", "train.epochs=1", "train.batch_size=143"]
     one = train(*options, "devices=cpu")
-    for devices in ("cpu*2", "cpu*3", "cpu*8"):
+    for devices in ("cpu*3", "cpu*8"):
         assert train(*options, f"devices={devices}").metrics["mse"] == pytest.approx(
             one.metrics["mse"], abs=1e-10
         )
@@ -116,7 +120,7 @@ def test_hybrid_trains_to_the_same_losses_on_any_number_of_devices(data_dir: Pat
 
 @pytest.mark.parametrize("recipe", ["toy", "blocks", "hybrid", "convnet"])
 def test_recipes_learn_what_was_planted(recipe: str, data_dir: Path) -> None:
-    epochs = {"toy": 30, "convnet": 2}.get(recipe, 10)
+    epochs = {"toy": 30, "convnet": 2, "hybrid": 3}.get(recipe, 10)
     quiet = ["train.print_splits=new"]
     report = train(f"recipe={recipe}", "devices=cpu*2", f"train.epochs={epochs}", *quiet)
     if recipe == "convnet":
@@ -145,9 +149,7 @@ def test_toy_prints_and_records_the_reference_lines(
     assert report.split_lines == expected
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "average"), [("adam", 0.0), ("adagrad", 0.9), ("adamw", 0.0), ("sgd", 0.0)]
-)
+@pytest.mark.parametrize(("optimizer", "average"), [("adam", 0.0), ("adagrad", 0.9), ("sgd", 0.0)])
 def test_stopped_and_resumed_equals_undisturbed(
     optimizer: str, average: float, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +248,7 @@ def test_schedules_end_at_a_hundredth() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_command_checkpoints_and_goes_on(
-    number: int, code: int, data_dir: Path, small_text: str
+    number: int, code: int, data_dir: Path, embedded_store: None, small_text: str
 ) -> None:
     flags = [
         f"--{text.replace('=', ' ', 1).replace('_', '-', 1)}"
@@ -281,6 +283,7 @@ def test_an_interrupted_command_checkpoints_and_goes_on(
     assert client.get_run(page["run_id"]).info.status == "KILLED"
     step = read_state(complete_checkpoints(folder)[-1]).progress.step
     epochs = step // 5 + 2
-    report = train(small_text, *SMALL_TEXT, "train.patience=0", f"train.epochs={epochs}", resume="long")
+    more = ["train.patience=0", f"train.epochs={epochs}"]
+    report = train(small_text, *SMALL_TEXT, *more, resume="long", tracking=None)
     assert read_state(Path(report.latest_checkpoint)).progress.step > step
     assert client.get_run(page["run_id"]).info.status == "FINISHED"

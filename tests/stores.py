@@ -1,0 +1,58 @@
+"""Databases of MLflow and Prefect with all their tables, made once for all tests: it takes seconds."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from dphybrid.tracking import opening
+from dphybrid.util.locks import locked
+
+PROGRAMS = {
+    "mlflow": "from mlflow.tracking import MlflowClient\n"
+    "MlflowClient('sqlite:///made.db').get_experiment_by_name('Default')",
+    "prefect": "import asyncio\nfrom prefect.server.database import provide_database_interface\n"
+    "asyncio.run(provide_database_interface().create_db())",
+}
+_make_database = opening.make_database
+_folder = Path()
+
+
+def keep_in(folder: Path) -> None:
+    """Say where the processes of this session keep the databases that they copy."""
+    global _folder
+    _folder = folder
+
+
+def put_database(kind: str, file: Path) -> None:
+    """Put a database of `kind` at `file`, unless one is there."""
+    if file.exists():
+        return
+    made = _folder / kind / "made.db"
+    with locked(_folder / f"{kind}.lock"):
+        if not made.exists():
+            work = _folder / f"{kind}.begun"
+            work.mkdir()
+            environment = {name: value for name, value in os.environ.items() if "PREFECT" not in name}
+            environment |= {
+                "PREFECT_HOME": str(work),
+                "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{work}/made.db",
+            }
+            subprocess.run(
+                [sys.executable, "-c", PROGRAMS[kind]],
+                check=True,
+                capture_output=True,
+                cwd=work,
+                env=environment,
+            )
+            work.rename(made.parent)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(made, file)
+
+
+def make_database(uri: str, store: Path) -> None:
+    """Stands in for the product's function of this name, in this process: a new database is a copy."""
+    if uri == opening.embedded_uri(store):
+        put_database("mlflow", store / "mlflow.db")
+    _make_database(uri, store)
