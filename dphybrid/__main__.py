@@ -2,6 +2,15 @@
 
 import sys
 
-from dphybrid.cli.main import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command; Ctrl-C during its imports, which take a second, ends it without a traceback."""
+    try:
+        from dphybrid.cli.main import main as command
+    except KeyboardInterrupt:
+        return 130
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,12 @@
 """The command as a person meets it: help, plans, wrong input, exit codes."""
 
+import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
 
+from dphybrid.__main__ import main as started
 from dphybrid.cli.main import main, make_parser
 
 
@@ -20,6 +23,17 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         "Rows of a batch",
     ):
         assert word in shown
+
+
+def test_ctrl_c_during_imports_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupting(MetaPathFinder):
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "dphybrid.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "dphybrid.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert started() == 130
 
 
 def test_plan_shows_full_and_last_batch_and_idle_devices(

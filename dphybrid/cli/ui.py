@@ -14,7 +14,6 @@ import html
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -57,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         with serving(uri, port) as (server, token):
             _show(f"http://127.0.0.1:{port}/?token={token}#{page}", not args.no_browser)
-            return _ended(server)
+            while server.poll() is None:  # a plain wait goes on where the signal reaches another thread first
+                time.sleep(0.2)
+            return server.returncode
     except KeyboardInterrupt:
         return 0
 
@@ -81,23 +82,12 @@ def _free_port(wanted: int | None) -> int:
     raise UserError(f"ports {_FIRST_PORT} to {_LAST_PORT} are taken; name a free one with --port")
 
 
-def _ended(server: subprocess.Popen[bytes]) -> int:
-    """Wait until the server has ended; return its exit code. Ctrl-C raises KeyboardInterrupt."""
-    while server.poll() is None:  # a plain wait goes on where the signal reaches another thread first
-        time.sleep(0.2)
-    return server.returncode
-
-
 def _show(address: str, browser: bool) -> None:
-    """Print an address, and open it where a browser is wanted and there is one."""
+    """Print an address, and open it by a page of this user's own: a browser's command line, which everybody
+    sees, names the page and not the token."""
     print(address, flush=True)
-    if browser:
-        _open(address)
-
-
-def _open(address: str) -> None:
-    """Open an address by a page of this user's own: a browser's command line, which everybody sees, names the
-    page and not the token."""
+    if not browser:
+        return
     folder = Path(tempfile.mkdtemp(prefix="dphybrid-ui-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     page = folder / "open.html"
