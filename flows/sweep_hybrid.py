@@ -111,7 +111,7 @@ def sweep_hybrid(
         sweep: Name of the sweep; the name of an earlier one continues it. Empty: the flow run's name.
         at_once: Trainings at the same time; 0: as many as there are free GPUs.
         retries: Further attempts at a training that failed.
-        trials: Trainings in all of a search, whose values Optuna chooses; 0: every combination of the grid.
+        trials: Trainings in a search, whose values Optuna chooses; 0: every combination of the grid.
         sampler: How a search chooses values.
         prune: End a training of a search after an epoch in which it does worse than the median of the others.
         config: All other values, common to all trainings; a field left empty keeps the recipe's value.
