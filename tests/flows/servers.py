@@ -16,6 +16,7 @@ from uuid import UUID
 import psutil
 
 from tests.postgres import Postgres, free_port
+from tests.stores import put_database
 from tests.waiting import patience, wait_until
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -24,7 +25,9 @@ PREFECT = str(Path(sys.executable).parent / "prefect")
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """The caller's environment without its own settings of Prefect, MLflow and dphybrid; those of a test
-    instead."""
+    instead, whose databases have their tables."""
+    put_database("prefect", folder / "prefect" / "prefect.db")
+    put_database("mlflow", folder / "data" / "mlflow" / "mlflow.db")
     base = {
         name: value
         for name, value in os.environ.items()

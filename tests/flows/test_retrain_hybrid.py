@@ -1,4 +1,4 @@
-"""Retraining as data arrives, in this process on Prefect's test server, with MLflow's embedded store."""
+"""Retraining as data arrives, in this process on a temporary server, with MLflow's embedded store."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
 
 from dphybrid.cli.main import main as dphybrid
 from dphybrid.config import ExperimentConfig
@@ -16,6 +15,7 @@ from dphybrid.data import open_prepared
 from dphybrid.data.table.extend import open_base
 from dphybrid.lifecycle.comparing import bootstrap_gains
 from dphybrid.lifecycle.retrain import largest_drift, open_registry
+from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import read_run
 from dphybrid.serving.load import model_from_checkpoint
@@ -24,14 +24,15 @@ from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_json
 from flows.retrain_hybrid import retrain_hybrid
+from tests.stores import put_database
 
 
 @pytest.fixture(scope="module")
-def prefect_server() -> Iterator[None]:
-    with (
-        prefect_test_harness(server_startup_timeout=120),
-        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
-    ):
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    database = tmp_path_factory.mktemp("prefect") / "prefect.db"
+    put_database("prefect", database)
+    address = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}
+    with temporary_settings(address, restore_defaults={PREFECT_API_URL}), in_this_process():
         yield
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -13,11 +14,14 @@ from uuid import UUID, uuid4
 
 import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
 
 from dphybrid.gpus import lease_folder
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.shared_files import own_folder
-from tests.flows.servers import PREFECT, REPOSITORY, Team, environment
+from flows import train_hybrid
+from tests.commands import command
+from tests.flows.servers import REPOSITORY, Team, environment
 from tests.waiting import patience
 
 
@@ -34,34 +38,34 @@ def flow(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_flow_runs_in_this_process_and_a_second_run_reuses_the_data(tmp_path: Path) -> None:
+def test_the_flow_runs_without_a_server_and_reuses_prepared_data(tmp_path: Path, data_dir: Path) -> None:
+    command("prepare", "--recipe", "toy")
     first = flow(tmp_path, "--recipe", "toy", "--devices", "cpu*3", "--report", str(tmp_path / "report.json"))
     assert first.returncode == 0, first.stderr
     assert (
         "Let's use 3 devices!\n\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n"
         in first.stdout
     )
+    assert "Reusing prepared data" in first.stdout
     assert "Task run" not in first.stdout + first.stderr  # the flow says each step itself
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["run_id"] in first.stdout
     assert report["best_checkpoint"] in first.stdout
     assert report["ui_command"] in first.stdout
     assert Path(report["best_checkpoint"], "state.json").is_file()
-    second = flow(tmp_path, "--recipe", "toy", "--devices", "cpu*8")
-    assert "Reusing prepared data" in second.stdout
     with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as tables:
 
         def counts(query: str) -> dict[str, int]:
             return dict(tables.execute(query).fetchall())
 
-        assert counts("SELECT state_name, count(*) FROM flow_run GROUP BY 1") == {"Completed": 2}
-        assert counts("SELECT state_name, count(*) FROM task_run GROUP BY 1") == {"Completed": 10}
-        assert counts("SELECT 'log', count(DISTINCT flow_run_id) FROM log") == {"log": 2}
+        assert counts("SELECT state_name, count(*) FROM flow_run GROUP BY 1") == {"Completed": 1}
+        assert counts("SELECT state_name, count(*) FROM task_run GROUP BY 1") == {"Completed": 5}
+        assert counts("SELECT 'log', count(DISTINCT flow_run_id) FROM log") == {"log": 1}
         assert set(counts("SELECT key, count(*) FROM artifact GROUP BY 1").items()) == {
-            (key, 2) for key in ("mlflow-run", "progress", "metrics", "splits", "result")
+            (key, 1) for key in ("mlflow-run", "progress", "metrics", "splits", "result")
         }
         told = counts("SELECT event, count(*) FROM events GROUP BY 1")
-        assert (told["prefect.flow-run.Completed"], told["prefect.task-run.Completed"]) == (2, 10)
+        assert (told["prefect.flow-run.Completed"], told["prefect.task-run.Completed"]) == (1, 5)
 
 
 @pytest.mark.parametrize(
@@ -70,23 +74,26 @@ def test_the_flow_runs_in_this_process_and_a_second_run_reuses_the_data(tmp_path
         (["--recipe", "txt"], ["recipe", "'txt'"]),
         (["--train.batch-size", "-1"], ["train.batch_size"]),
         (["--nonsense"], ["--nonsense", "--help"]),
+        (["--data.path", "nowhere.txt"], ["error: data.path=nowhere.txt: there is no such file"]),
     ],
 )
-def test_wrong_flags_end_before_anything_starts(argv: list[str], words: list[str], tmp_path: Path) -> None:
-    ended = flow(tmp_path, *argv)
-    assert ended.returncode == 2
+def test_wrong_flags_end_before_anything_starts(
+    argv: list[str],
+    words: list[str],
+    data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(train_hybrid, "in_this_process", lambda: pytest.fail("a server starts"))
+    try:
+        code = train_hybrid.main(argv)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    told = capsys.readouterr().err
+    assert code == 2
     for word in words:
-        assert word in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not (tmp_path / "prefect" / "prefect.db").exists()
-
-
-@pytest.mark.slow
-def test_a_path_that_is_not_there_is_one_message_too(tmp_path: Path) -> None:
-    ended = flow(tmp_path, "--data.path", "nowhere.txt")
-    assert ended.returncode == 2
-    assert "error: data.path=nowhere.txt: there is no such file" in ended.stderr
-    assert "Traceback" not in ended.stderr
+        assert word in told
+    assert "Traceback" not in told
 
 
 def run_until_signalled(folder: Path, options: list[str], number: int) -> tuple[int, str]:
@@ -119,7 +126,9 @@ def run_until_signalled(folder: Path, options: list[str], number: int) -> tuple[
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(
+    tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--model.hidden", "16", "--model.dim", "16", "--train.patience", "0"]
     code, shown = run_until_signalled(tmp_path, options, signal.SIGINT)
     assert code == 130
@@ -127,9 +136,10 @@ def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(tmp_path: P
     assert "Traceback" not in shown
     assert "Crash detected" not in shown
     (folder,) = (tmp_path / "data" / "runs").iterdir()
-    resumed = flow(tmp_path, *options, "--train.epochs", "3", "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"Going on from {folder}" in resumed.stdout
+    database = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{tmp_path}/prefect/prefect.db"}
+    with temporary_settings(database, restore_defaults={PREFECT_API_URL}):
+        assert train_hybrid.main([*options, "--train.epochs", "3", "--resume"]) == 0
+    assert f"Going on from {folder}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -143,124 +153,77 @@ def test_a_signal_to_all_its_processes_ends_a_run_soon(number: int, tmp_path: Pa
     assert list((tmp_path / "data" / "runs").glob("*/checkpoints/step-*"))
 
 
-@pytest.mark.slow
-def test_the_literal_command_runs_the_deployment_to_completion(team: Team) -> None:
-    live = own_folder(lease_folder(team.leases) / f"runs-{os.getuid()}")
-    (live / "flow-x.run").touch()
-    os.mkfifo(live / f"flow-{uuid4()}.run")
-    worker = team.start_worker("literal")
-    overrides = json.dumps(["recipe=hybrid", "devices=cpu*2", "train.epochs=2"])
-    argv = [
-        "deployment",
-        "run",
-        "train-hybrid",
-        "--param",
-        f"overrides={overrides}",
-        "--watch",
-        "--watch-timeout",
-        "300",
-    ]
-    ended = team.command(PREFECT, *argv)
-    assert ended.returncode == 0, ended.stdout + ended.stderr + team.logs()
-    worker.send_signal(signal.SIGTERM)
-    assert worker.wait(patience(30)) == 0
-    assert (team.folder / "literal.log").read_text().count(
-        "flow-x.run: is not a file of a live run; it is left alone"
-    ) == 1
+WRONG = [
+    (["train-hybrid", "--param", 'config={"train": {"epochs": -1}}'], ["epochs"]),
+    (
+        [
+            "train-hybrid",
+            "--param",
+            'config={"model": {"kind": "transformer", "hidden": 100, "heads": 3}}',
+        ],
+        ["hidden=100", "heads=3"],
+    ),
+    (
+        ["train-hybrid", "--param", 'overrides=["train.epoch=3"]'],
+        ["train.epoch", "did you mean 'train.epochs'"],
+    ),
+    (["train-hybrid", "--param", "epoch=3"], ["epoch", "not found on the deployment"]),
+    (["train-hybrid", "--param", "epochs=-1"], ["train.epochs"]),
+    (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, -1]}'], ["train.epochs", "-1"]),
+    (["retrain-hybrid"], ["checkpoint.register_as"]),
+    (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
+    (
+        ["train-hybrid", "--param", 'config={"recipe": "ctr"}'],
+        ["runs recipe text", "recipe=ctr", "train-ctr"],
+    ),
+    (["train-ctr", "--param", 'config={"train": {"epochs": 3}}'], ["recipe", "required"]),
+    (["train-hybrd"], ["train-hybrd", "not found"]),
+]
+"""Words of a command -> what it tells."""
 
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{team.folder}/data/mlflow/mlflow.db")
-    experiment = client.get_experiment_by_name("dphybrid")
-    assert experiment is not None
-    run = client.search_runs([experiment.experiment_id])[0]
-    assert run.info.status == "FINISHED"
-    assert run.data.tags["prefect.deployment_name"] == "train-hybrid"
-    assert "Prefect flow run" in run.data.tags["mlflow.note.content"]
-    assert run.data.tags["dphybrid.replicas"] == "2"
-    assert "perf/step_ms" in run.data.metrics
-    assert "split_shapes.json" in {item.path for item in client.list_artifacts(run.info.run_id)}
-    assert len(client.search_logged_models([experiment.experiment_id])) >= 1
-    flow_run = team.flow_run(UUID(run.data.tags["prefect.flow_run_id"]))
-    assert flow_run["name"] == run.info.run_name
-    assert set(flow_run["tags"]) == {"dphybrid", "hybrid", "cpu*2"}
-    wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run["id"]]}}}
-    artifacts = {page["key"]: page for page in team.post("/artifacts/filter", wanted)}
-    assert artifacts.keys() == {"mlflow-run", "progress", "metrics", "splits", "result"}
-    assert f"/runs/{run.info.run_id}?" in artifacts["mlflow-run"]["data"]
-    assert artifacts["progress"]["data"] == 100
-    assert artifacts["progress"]["description"].startswith("epoch 2 of 2, step ")
+RUN_EACH = """
+import json, sys
+from prefect.cli import app
+for argv in json.load(sys.stdin):
+    sys.argv[1:] = ["deployment", "run", *argv]
+    try:
+        app()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    print(f"=== {code}", flush=True)
+"""
+"""Runs commands of `prefect deployment run` one after another, as each process of its own takes seconds to
+import Prefect."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["train-hybrid", "--param", 'config={"train": {"epochs": -1}}'], ["epochs"]),
-        (
-            [
-                "train-hybrid",
-                "--param",
-                'config={"model": {"kind": "transformer", "hidden": 100, "heads": 3}}',
-            ],
-            ["hidden=100", "heads=3"],
-        ),
-        (
-            ["train-hybrid", "--param", 'overrides=["train.epoch=3"]'],
-            ["train.epoch", "did you mean 'train.epochs'"],
-        ),
-        (["train-hybrid", "--param", "epoch=3"], ["epoch", "not found on the deployment"]),
-        (["train-hybrid", "--param", "epochs=-1"], ["train.epochs"]),
-        (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, -1]}'], ["train.epochs", "-1"]),
-        (["retrain-hybrid"], ["checkpoint.register_as"]),
-        (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
-        (
-            ["train-hybrid", "--param", 'config={"recipe": "ctr"}'],
-            ["runs recipe text", "recipe=ctr", "train-ctr"],
-        ),
-        (["train-ctr", "--param", 'config={"train": {"epochs": 3}}'], ["recipe", "required"]),
-        (["train-hybrd"], ["train-hybrd", "not found"]),
-    ],
-)
-def test_wrong_parameters_fail_before_anything_is_scheduled(
-    argv: list[str], words: list[str], team: Team
-) -> None:
+def test_wrong_parameters_fail_before_anything_is_scheduled(team: Team) -> None:
     before = team.post("/flow_runs/count", {})
-    ended = team.command(PREFECT, "deployment", "run", *argv)
-    assert ended.returncode != 0, ended.stdout
-    for word in words:
-        assert word in ended.stdout + ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN_EACH],
+        input=json.dumps([argv for argv, _ in WRONG]),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=team.env(),
+        cwd=REPOSITORY,
+        timeout=300,
+    )
+    *told, after = re.split(r"^=== ", ended.stdout, flags=re.MULTILINE)
+    codes = [page.partition("\n")[0] for page in [*told[1:], after]]
+    assert "0" not in codes
+    told = [told[0], *(page.partition("\n")[2] for page in told[1:])]
+    assert len(told) == len(WRONG), ended.stdout
+    for (argv, words), page in zip(WRONG, told, strict=True):
+        for word in words:
+            assert word in page + ended.stderr, (argv, page)
     assert "Traceback" not in ended.stderr
     assert team.post("/flow_runs/count", {}) == before
 
 
-@pytest.mark.slow
-def test_the_command_that_deploy_prints_shows_epochs_metric_and_address(team: Team, tmp_path: Path) -> None:
-    done = team.command(sys.executable, "-m", "dphybrid.orchestration.setup")
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("Run: "))
-    worker = team.start_worker("printed")
-    watched = subprocess.run(
-        ["bash", "-c", line.removeprefix("Run: ")],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=team.env(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
-        timeout=400,
-    )
-    assert watched.returncode == 0, watched.stdout + watched.stderr + team.logs()
-    shown = " ".join(watched.stdout.split())
-    for words in ("epoch 10/10: train loss", "validation: mse", "MLflow: dphybrid ui hybrid-"):
-        assert words in shown
-    processes = [found := psutil.Process(worker.pid), *found.children(recursive=True)]
-    sockets = [c for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert {socket.laddr.ip for socket in sockets} <= {"127.0.0.1"}
-    worker.send_signal(signal.SIGTERM)
-    assert worker.wait(patience(30)) == 0
-
-
-@pytest.mark.slow
-def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> None:
+def set_up_again(team: Team) -> str:
+    """Setting up again changes nothing and doubles nothing; return what it tells."""
     done = team.command(
         sys.executable, "-m", "dphybrid.orchestration.setup", "--host", "one", "--host", "two"
     )
@@ -294,3 +257,60 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team) -> Non
     retrain = deployments["retrain-hybrid"]
     assert retrain["global_concurrency_limit"]["limit"] == 1
     assert retrain["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_command_that_deploy_prints_runs_to_completion(team: Team, tmp_path: Path) -> None:
+    """It shows epochs, metric and address, and the run is on record in Prefect and in MLflow."""
+    done = set_up_again(team)
+    (line,) = (line for line in done.splitlines() if line.startswith("Run: "))
+    live = own_folder(lease_folder(team.leases) / f"runs-{os.getuid()}")
+    (live / "flow-x.run").touch()
+    os.mkfifo(live / f"flow-{uuid4()}.run")
+    worker = team.start_worker("printed")
+    overrides = json.dumps(["devices=cpu*2", "train.epochs=2"])
+    watched = subprocess.run(
+        ["bash", "-c", f"{line.removeprefix('Run: ')} --param overrides='{overrides}' --watch-timeout 300"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=team.env(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
+        timeout=400,
+    )
+    assert watched.returncode == 0, watched.stdout + watched.stderr + team.logs()
+    shown = " ".join(watched.stdout.split())
+    for words in ("epoch 2/2: train loss", "validation: mse", "MLflow: dphybrid ui hybrid-"):
+        assert words in shown
+    processes = [found := psutil.Process(worker.pid), *found.children(recursive=True)]
+    sockets = [c for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert {socket.laddr.ip for socket in sockets} <= {"127.0.0.1"}
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(patience(30)) == 0
+    assert (team.folder / "printed.log").read_text().count(
+        "flow-x.run: is not a file of a live run; it is left alone"
+    ) == 1
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{team.folder}/data/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("dphybrid")
+    assert experiment is not None
+    run = client.search_runs([experiment.experiment_id])[0]
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["prefect.deployment_name"] == "train-tutorial-hybrid"
+    assert "Prefect flow run" in run.data.tags["mlflow.note.content"]
+    assert run.data.tags["dphybrid.replicas"] == "2"
+    assert "perf/step_ms" in run.data.metrics
+    assert "split_shapes.json" in {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert len(client.search_logged_models([experiment.experiment_id])) >= 1
+    flow_run = team.flow_run(UUID(run.data.tags["prefect.flow_run_id"]))
+    assert flow_run["name"] == run.info.run_name
+    assert set(flow_run["tags"]) == {"dphybrid", "hybrid", "cpu*2"}
+    wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run["id"]]}}}
+    artifacts = {page["key"]: page for page in team.post("/artifacts/filter", wanted)}
+    assert artifacts.keys() == {"mlflow-run", "progress", "metrics", "splits", "result"}
+    assert f"/runs/{run.info.run_id}?" in artifacts["mlflow-run"]["data"]
+    assert artifacts["progress"]["data"] == 100
+    assert artifacts["progress"]["description"].startswith("epoch 2 of 2, step ")
