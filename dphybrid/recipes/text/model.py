@@ -102,6 +102,8 @@ class FullSoftmax(nn.Module):
     def __init__(self, hidden: int, num_words: int) -> None:
         super().__init__()
         self.layer = nn.Linear(hidden, num_words)
+        nn.init.uniform_(self.layer.weight, -0.1, 0.1)
+        nn.init.zeros_(self.layer.bias)
 
     def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
         loss_X = linear_cross_entropy(
@@ -176,9 +178,7 @@ def build_text(context: ModelContext[TextModelConfig]) -> TextModel:
         network = CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
     else:
         network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
-    output = (
-        AdaptiveSoftmax(o.hidden, num_words) if o.output == "adaptive" else FullSoftmax(o.hidden, num_words)
-    )
+    output = (AdaptiveSoftmax if o.output == "adaptive" else FullSoftmax)(o.hidden, num_words)
     region = LanguageRegion(network, output, o.dropout)
     words = context.table(num_words, o.dim, name="words")
     return TextModel(words, DataParallel(region, context.devices))
