@@ -44,7 +44,7 @@ def array(bomb: Bomb) -> bytes:
     return stream.getvalue()
 
 
-def test_no_file_of_a_checkpoint_is_unpickled(data_dir: Path, tmp_path: Path) -> None:
+def test_no_file_of_a_checkpoint_is_unpickled(unrecorded: None, tmp_path: Path) -> None:
     write_clicks(tmp_path)
     config = load_config(None, [*TABLE, *SMALL, "train.epochs=1", f"data.path={tmp_path}/clicks.csv"])
     whole = Path(run_job(config, load_settings()).best_checkpoint)

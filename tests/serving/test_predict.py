@@ -208,7 +208,7 @@ def test_a_model_that_scores_rows_recommends_nothing(trained: tuple[Report, Path
         TrainedRun(trained[1] / "data" / "runs" / trained[0].run_name).recommend("u1")
 
 
-def test_a_checkpoint_of_another_recipe_is_refused(data_dir: Path) -> None:
+def test_a_checkpoint_of_another_recipe_is_refused(unrecorded: None) -> None:
     report = run_job(load_config(None, ["recipe=hybrid", "devices=cpu", "train.epochs=1"]), load_settings())
     with pytest.raises(UserError, match="recipe hybrid: makes no predictions from rows"):
         dphybrid.load(report.run_name)

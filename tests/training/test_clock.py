@@ -128,7 +128,7 @@ def test_a_run_too_short_for_a_warm_up_still_has_figures() -> None:
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
-def test_named_stages_explain_where_a_run_went(devices: str, data_dir: Path) -> None:
+def test_named_stages_explain_where_a_run_went(devices: str, unrecorded: None) -> None:
     report = run_job(
         load_config(None, ["recipe=hybrid", f"devices={devices}", "train.epochs=2"]), load_settings()
     )
