@@ -30,8 +30,8 @@ def flags(parser: Parser) -> None:
     add("--data.path", dest="path", required=True, metavar="PATH", help=path)
     add("--out", type=Path, metavar="FILE", help="predictions, as .parquet or .csv (printed as CSV)")
     add("--devices", default="cpu", help="where the model runs (cpu)")
-    rows = "rows of a batch over all devices (8192)"
-    add("--batch-size", type=at_least_one, default=8192, metavar="N", help=rows)
+    rows = "rows of a batch over all devices (1024)"
+    add("--batch-size", type=at_least_one, default=1024, metavar="N", help=rows)
     keep = "also write this column of the input; may be repeated"
     add("--keep", action="append", default=[], metavar="COLUMN", help=keep)
     threshold = "also write the predicted one of two classes: positive from this probability on"

@@ -288,7 +288,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> f
     for number, grad in enumerate(dense):
         by_device.setdefault(grad.device, []).append(number)
     norms = {
-        device: torch.stack([norm.double() for norm in torch._foreach_norm([dense[n] for n in numbers])])
+        device: torch.stack(torch._foreach_norm([dense[n] for n in numbers])).double()
         for device, numbers in by_device.items()
     }
     squares = [torch.zeros(())] * len(dense)
@@ -298,8 +298,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> f
         weight.grad = sparse(rows[0], rows[1], weight.shape)
         squares.append(rows[2].sum())
     for device, numbers in by_device.items():  # one wait for each device, after all is on its way
-        for number, norm in zip(numbers, norms[device].cpu(), strict=True):
-            squares[number] = norm.square()
+        for number, square in zip(numbers, norms[device].cpu().square(), strict=True):
+            squares[number] = square
     if not squares:
         return 0.0
     total = math.sqrt(float(torch.stack(squares).sum()))

@@ -164,11 +164,7 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
 
 
 def _pictures(table: Table, charts: Sequence[Chart | Confusion]) -> dict[str, bytes]:
-    from dphybrid.tracking.figures import (
-        against_figure,
-        confusion_figure,
-        rows_per_replica_figure,
-    )
+    from dphybrid.tracking.figures import against_figure, confusion_figure, rows_per_replica_figure
 
     pictures = {}
     if any(row["replica"] for row in table):

@@ -81,7 +81,7 @@ class Predictor:
         self,
         folder: str | Path,
         devices: str = "cpu",
-        batch_size: int = 8192,
+        batch_size: int = 1024,
         settings: Settings | None = None,
     ) -> None:
         """Read a checkpoint folder. settings: None for those in force. Raises UserError when it is none or
@@ -308,7 +308,7 @@ def _warn(wrong: int) -> None:
 
 
 def open_predictor(
-    folder: Path, devices: str = "cpu", batch_size: int = 8192, settings: Settings | None = None
+    folder: Path, devices: str = "cpu", batch_size: int = 1024, settings: Settings | None = None
 ) -> Any:
     """Return what a checkpoint's recipe predicts with: a `Predictor`, or the recipe's own. settings: None for
     those in force. Raises UserError when it has none."""
@@ -338,7 +338,7 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
         print(f"{done.num_rejected:,} rows cannot be read; --out FILE says which and why", file=sys.stderr)
 
 
-def load(which: str, devices: str = "cpu", batch_size: int = 8192) -> Any:
+def load(which: str, devices: str = "cpu", batch_size: int = 1024) -> Any:
     """Return what a trained model predicts with: a `Predictor` of recipes that read tables, a `Recommender`
     of recipe retrieval.
 

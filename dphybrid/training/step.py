@@ -125,8 +125,7 @@ class Step:
         """Clip, then update blocks and rows. Returns what is not finite; then nothing was updated."""
         trained, clock, config = self.session.trained, self.session.clock, self.session.config.train
         with clock.stage("clip"):
-            own = {id(p) for one in chosen.values() for group in one.param_groups for p in group["params"]}
-            parameters = [parameter for parameter in trained.model.parameters() if id(parameter) in own]
+            parameters = [p for one in chosen.values() for group in one.param_groups for p in group["params"]]
             if config.clip_norm > 0:
                 size = clip_grad_norm_(parameters, config.clip_norm)
             else:

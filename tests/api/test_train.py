@@ -220,6 +220,25 @@ def test_pandas_columns_of_mixed_values_and_names_that_are_numbers() -> None:
     assert frame["when"].dtype.is_temporal()
 
 
+def test_few_rows_of_pandas_are_the_first_of_many() -> None:
+    pandas = pytest.importorskip("pandas")
+    columns: dict[str, object] = {
+        "text": ["a", None, " b "],
+        "number": [1.5, float("nan"), -0.0],
+        "whole": [1, 2, 3],
+        "flag": [True, False, True],
+        "single": np.array([0.1, 0.2, 0.3], np.float32),
+        "nothing": pandas.Series([None] * 3, dtype="object"),
+        "items": [["x"], None, []],
+        "when": pandas.to_datetime(["2026-01-02"] * 3),
+    }
+    for name, values in columns.items():
+        few = pandas.DataFrame({name: values})
+        many = as_frame(pandas.concat([few] * 40, ignore_index=True), "rows").lazy().collect()
+        assert as_frame(few, "rows").equals(many.head(3)), name
+        assert as_frame(few, "rows").schema == many.schema, name
+
+
 def test_ignored_columns_are_not_kept(tmp_path: Path) -> None:
     odd = visits(10).with_columns(odd=pl.struct("shop"))
     assert "odd" not in pl.read_parquet(save_frame(odd, tmp_path, "data", ["odd"])).columns

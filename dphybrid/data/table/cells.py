@@ -60,8 +60,9 @@ def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) ->
 
 
 def _stripped(cells: pl.Series, none: set[str]) -> pl.Series:
-    texts = [None if text is None else text.strip(_BLANKS) for text in cells.cast(pl.String).to_list()]
-    return pl.Series(cells.name, [None if text in none else text for text in texts], pl.String)
+    given = cells.cast(pl.String).to_list()
+    texts = [None if text is None or (bare := text.strip(_BLANKS)) in none else bare for text in given]
+    return cells if cells.dtype == pl.String and texts == given else pl.Series(cells.name, texts, pl.String)
 
 
 def plain_numbers(cells: pl.Series, decimal: str, thousands: str) -> pl.Series:
@@ -82,7 +83,8 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str) -> pl.Series:
 def read_numbers(cells: pl.Series, decimal: str = ".", thousands: str = "") -> pl.Series:
     """Return finite numbers as Float64, None for everything else."""
     if len(cells) <= _FEW and (few := _few_numbers(cells, (decimal, thousands) == (".", ""))) is not None:
-        return pl.Series(cells.name, few, pl.Float64)
+        whole = cells.dtype == pl.Float64 and cells.to_list() == few
+        return cells if whole else pl.Series(cells.name, few, pl.Float64)
     numbers = plain_numbers(cells, decimal, thousands).cast(pl.Float64, strict=False)
     finite = numbers.is_finite()
     return numbers if finite.all() else numbers.set(~finite.fill_null(True), None)

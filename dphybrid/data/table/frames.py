@@ -18,6 +18,8 @@ from dphybrid.util.files import make_folder, sync, temporary
 PART_ROWS = 2**20
 """Rows of a file that a frame is written to."""
 _ROW_GROUP = 2**17
+_FEW, _PLAIN = 64, {"object", "str", "string", "int64", "float64", "bool"}
+"""Rows up to which Python copies a frame of pandas faster than Arrow; types that mean the same to it."""
 KINDS = (
     "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
     "records, or a path"
@@ -33,7 +35,7 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         return data
     try:
         if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
-            return pl.DataFrame({str(name): _from_pandas(data, place) for place, name in _names(data, where)})
+            return _from_pandas(data, where)
         if hasattr(data, "__arrow_c_stream__"):
             return pl.DataFrame(data)
         if isinstance(data, Mapping):
@@ -54,15 +56,18 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
     raise UserError(f"{where}: is a {type(data).__name__}; give {KINDS}")
 
 
-def _names(frame: Any, where: str) -> list[tuple[int, str]]:
+def _from_pandas(frame: Any, where: str) -> pl.DataFrame:
     names = [str(name) for name in frame.columns]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
-    return list(enumerate(names))
+    if 0 < len(frame) <= _FEW and set(map(str, frame.dtypes)) <= _PLAIN:
+        cells = frame.to_numpy(object, na_value=None).T.tolist()
+        found = pl.DataFrame(dict(zip(names, cells, strict=True)), strict=False)
+        return found.cast({pl.Null: pl.String})
+    return pl.DataFrame({name: _of_series(frame.iloc[:, place]) for place, name in enumerate(names)})
 
 
-def _from_pandas(frame: Any, place: int) -> pl.Series:
-    series = frame.iloc[:, place]
+def _of_series(series: Any) -> pl.Series:
     try:
         return pl.Series(pl.from_pandas(series))
     except Exception:  # noqa: BLE001 - pyarrow's errors for columns of mixed objects are of many classes

@@ -116,8 +116,7 @@ class DeepFM(nn.Module):
 class DLRM(nn.Module):
     """(rows_BFD, dense_BN) -> logits."""
 
-    first_P: Tensor
-    second_P: Tensor
+    pairs_P: Tensor
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
@@ -125,8 +124,7 @@ class DLRM(nn.Module):
         self.bottom = bottom.network(s.num_dense) if s.num_dense else None
         num_vectors = s.num_columns + (s.num_dense > 0)
         first_P, second_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        self.register_buffer("first_P", first_P, persistent=False)
-        self.register_buffer("second_P", second_P, persistent=False)
+        self.register_buffer("pairs_P", first_P * num_vectors + second_P, persistent=False)
         self.top = s.network(len(first_P) + (s.dim if s.num_dense else s.num_columns * s.dim))
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
@@ -135,7 +133,8 @@ class DLRM(nn.Module):
             other_BD = self.bottom(dense_BN)
             vectors_BVD = torch.cat([other_BD[:, None], rows_BFD], dim=1)
         dots_BVV = vectors_BVD @ vectors_BVD.transpose(1, 2)
-        return self.top(torch.cat([other_BD, dots_BVV[:, self.first_P, self.second_P]], dim=1)).squeeze(1)
+        dots_BP = dots_BVV.flatten(1).index_select(1, self.pairs_P)  # twice as fast as two indices
+        return self.top(torch.cat([other_BD, dots_BP], dim=1)).squeeze(1)
 
 
 NETWORKS: dict[str, type[nn.Module]] = {"mlp": Mlp, "wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
