@@ -16,6 +16,7 @@ from dphybrid.data.store import (
     build_once,
     open_prepared,
     prepared_path,
+    unreadable,
 )
 from dphybrid.util.digests import combined_digest
 from dphybrid.util.errors import UserError
@@ -44,7 +45,7 @@ def prepare_source(
         digests = source.digests(progress)
         digest = _digest(name, source, seed, digests)
     except OSError as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
 
     def make(scratch: Path) -> Content:
         try:
@@ -53,7 +54,7 @@ def prepare_source(
         except OSError as error:
             if error.errno in _DISK_TROUBLE:
                 raise
-            raise _unreadable(error) from error
+            raise unreadable(error) from error
         if changed := [
             file for file, now, then in zip(source.files, after, before, strict=True) if now != then
         ]:
@@ -77,7 +78,7 @@ def find_prepared(
     try:
         path = prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent)))
     except OSError as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
     return replace(open_prepared(path), view=view) if path.exists() else None
 
 
@@ -92,18 +93,11 @@ def source_digest(source: Source) -> str:
     try:
         return combined_digest(source.digests(_silent))
     except OSError as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
 
 
 def _stamps(source: Source) -> list[tuple[int, int]]:
     return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in source.files)]
-
-
-def _unreadable(error: OSError) -> UserError:
-    return UserError(
-        f"data.path: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its "
-        "permissions"
-    )
 
 
 def _silent(what: str, done: int, total: int) -> None:

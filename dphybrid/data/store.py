@@ -330,6 +330,14 @@ def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, ArrayFacts]:
     return found
 
 
+def unreadable(error: OSError) -> UserError:
+    """Return what a person is told of data that cannot be read."""
+    return UserError(
+        f"data.path: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its "
+        "permissions"
+    )
+
+
 def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
     """Return one digest a file, in the given order: the sha256 of its pieces' sha256, which threads
     compute."""

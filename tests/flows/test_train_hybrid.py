@@ -185,13 +185,15 @@ RUN_EACH = """
 import json, sys
 from prefect.cli import app
 for argv in json.load(sys.stdin):
-    sys.argv[1:] = ["deployment", "run", *argv]
+    sys.argv = ["prefect", "deployment", "run", *argv]
+    code = 0
     try:
         app()
-        code = 0
-    except SystemExit as end:
+    except SystemExit as end:  # which a process of its own ends with
         code = end.code
-    print(f"=== {code}", flush=True)
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    print(f"=== {1 if isinstance(code, str) else code}", flush=True)
 """
 """Runs commands of `prefect deployment run` one after another, as each process of its own takes seconds to
 import Prefect."""

@@ -16,7 +16,7 @@ import polars as pl
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress, Streamed, source_digests
+from dphybrid.data.store import Content, Progress, Streamed, source_digests, unreadable
 from dphybrid.data.table.column import Column, Found
 from dphybrid.data.table.description import description
 from dphybrid.data.table.encoder import Encoder
@@ -204,7 +204,10 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
             "cannot be in both parts"
         )
     source = TableSource(data, seed, files, held)
-    source.plan()
+    try:
+        source.plan()
+    except OSError as error:
+        raise unreadable(error) from error
     return source
 
 
