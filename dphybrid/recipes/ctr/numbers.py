@@ -43,16 +43,20 @@ class EmbeddedBins(nn.Module):
 
     def forward(self, dense_BN: Tensor) -> Tensor:
         squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
-        edges_NE, bins = self.edges_NE, self.edges_NE.shape[1] - 1
-        bin_BN = (dense_BN[:, :, None] >= edges_NE[:, 1:-1]).sum(2)
-        left_NB, right_NB = edges_NE.gather(1, bin_BN.T), edges_NE.gather(1, bin_BN.T + 1)
-        share_NB = ((dense_BN.T - left_NB) / (right_NB - left_NB).clamp(min=1e-30)).clamp(0, 1)
+        edges_NE, bins, values_NB = self.edges_NE, self.edges_NE.shape[1] - 1, dense_BN.T.contiguous()
+        inner_NE = edges_NE[:, 1:-1].contiguous()
+        if torch.compiler.is_exporting():  # ONNX has no search
+            bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2)
+        else:
+            bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
+        left_NB, right_NB = edges_NE.gather(1, bin_NB), edges_NE.gather(1, bin_NB + 1)
+        share_NB = ((values_NB - left_NB) / (right_NB - left_NB).clamp(min=1e-30)).clamp(0, 1)
         # All bins below a number's own have a share of 1: their sum is looked up, not computed for each row.
         slope_NKD = self.weight_NED[:, 1:] * (edges_NE.diff(dim=1) > 0)[:, :, None]
-        below_KK = torch.ones(bins, bins, device=bin_BN.device, dtype=slope_NKD.dtype).tril(-1)
+        below_KK = torch.ones(bins, bins, device=bin_NB.device, dtype=slope_NKD.dtype).tril(-1)
         # A product, as cumsum has no deterministic form on GPUs.
         start_NKD = self.bias_ND[:, None] + torch.einsum("kj,njd->nkd", below_KK, slope_NKD)
-        place_NB = bin_BN.T + bins * torch.arange(len(edges_NE), device=bin_BN.device)[:, None]
+        place_NB = bin_NB + bins * torch.arange(len(edges_NE), device=bin_NB.device)[:, None]
         found_NBS = embedding(place_NB, torch.cat([start_NKD, slope_NKD], dim=2).flatten(0, 1))
         start_NBD, slope_NBD = found_NBS.chunk(2, dim=2)
         of_itself_NBD = squashed_BN.T[:, :, None] * self.weight_NED[:, :1]
