@@ -331,7 +331,7 @@ def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, ArrayFacts]:
 
 
 def unreadable(error: OSError) -> UserError:
-    """Return what a person is told of data that cannot be read."""
+    """Return the error for a data file that cannot be read."""
     return UserError(
         f"data.path: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its "
         "permissions"
