@@ -1,6 +1,7 @@
 """The command line that all benchmarks share."""
 
 import argparse
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ def flags(description: str | None, repeats: int) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
     return parser
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def show(result: dict[str, Any], text: Callable[[dict[str, Any]], str], out: Path | None) -> None:

@@ -7,7 +7,7 @@ and other sizes.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -33,7 +33,7 @@ from dphybrid.embedding import native
 from dphybrid.embedding.collection import HostEmbeddingCollection
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
-from dphybrid.embedding.table import HostEmbedding, dense_parameters
+from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.memory import keep_freed_memory
 
 LEGEND = """\
@@ -214,80 +214,20 @@ def separate_tables_costs(
     return {**timings, **of_flat}
 
 
-def click_costs(
-    batch_size: int, rounds: int, num_tables: int = 26, rows_each: int = 100_000, dim: int = 16
-) -> dict[str, Timing | float]:
-    """Return ms of a whole training step of the recipe ctr's default network, from ids to updated blocks and
-    rows, beside the same network and optimizer on FBGEMM's tables, whose updates are fused into its backward;
-    cold caches."""
-    from dphybrid.parallel import DataParallel
-    from dphybrid.recipes.ctr.model import ClickModel, ClickRegion, Sizes, WideDeep
-
-    batches = [
-        {
-            "ids_BF": torch.stack(
-                [zipf_ids(rows_each, (batch_size,), seed=100 * turn + f) for f in range(num_tables)], 1
-            ),
-            "dense_BN": torch.randn(batch_size, 13),
-            "labels_B": torch.randint(0, 2, (batch_size,)),
-        }
-        for turn in range(4)
-    ]
-
-    def region() -> ClickRegion:
-        return ClickRegion(WideDeep(Sizes(num_tables, dim, 13, hidden=256, layers=2, dropout=0.2)))
-
-    def step_of(loss_B: Callable[[dict[str, Tensor]], Tensor], blocks: nn.Module, rows: Any = None) -> Step:
-        dense = torch.optim.Adam(dense_parameters(blocks), fused=True)
-        turns = cycle(batches)
-
-        def step() -> None:
-            dense.zero_grad()
-            if rows is not None:
-                rows.zero_grad()
-            loss_B(next(turns)).mean().backward()
-            dense.step()
-            if rows is not None:
-                rows.step()
-
-        return step
-
-    table = HostEmbeddingCollection({str(number): rows_each for number in range(num_tables)}, dim)
-    model = ClickModel(table, DataParallel(region(), "cpu"))
-    rows = make_row_optimizer("adagrad", {"t": table.flat}, lr=0.01)
-    contestants = {"dphybrid": step_of(lambda batch: model(batch)["loss"], model, rows)}
-    if find_spec("fbgemm_gpu"):
-        theirs = region()
-        tables = _fbgemm_tables([rows_each] * num_tables, dim, "row-wise adagrad")
-        offsets = torch.arange(batch_size * num_tables + 1)
-
-        def loss_of_theirs(batch: dict[str, Tensor]) -> Tensor:
-            rows_BFD = tables(batch["ids_BF"].T.reshape(-1), offsets).view(-1, num_tables, dim)
-            loss_B: Tensor = theirs(rows_BFD, batch["dense_BN"], batch["labels_B"])[0]
-            return loss_B
-
-        contestants["fbgemm"] = step_of(loss_of_theirs, theirs)
-    timings = race(contestants, rounds, cold=True)
-    if "fbgemm" not in timings:
-        return {**timings}
-    return {**timings, "FBGEMM / dphybrid, CPU time": timings["fbgemm"].cpu_ms / timings["dphybrid"].cpu_ms}
-
-
-def _fbgemm_tables(rows_of_tables: list[int], dim: int, rule: str) -> Callable[..., Tensor]:
+def fbgemm_tables(rows_of_tables: Sequence[int], dim: int, rule: str, lr: float = 0.01) -> Any:
+    """Return FBGEMM's module for tables of these rows, with updates fused into its backward. rule: sgd or
+    adagrad, the row-wise one."""
     from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 
     kinds = {
         "sgd": training.OptimType.EXACT_SGD,
-        "row-wise adagrad": training.OptimType.EXACT_ROWWISE_ADAGRAD,
+        "adagrad": training.OptimType.EXACT_ROWWISE_ADAGRAD,
     }
     places = [
         (rows, dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU) for rows in rows_of_tables
     ]
-    tables: Callable[..., Tensor] = training.SplitTableBatchedEmbeddingBagsCodegen(
-        places, optimizer=kinds[rule], learning_rate=0.01
-    )
-    return tables
+    return training.SplitTableBatchedEmbeddingBagsCodegen(places, optimizer=kinds[rule], learning_rate=lr)
 
 
 def _fbgemm(rows_of_tables: list[int], dim: int, batches: list[Tensor], grads: Tensor) -> dict[str, Step]:
@@ -295,9 +235,9 @@ def _fbgemm(rows_of_tables: list[int], dim: int, batches: list[Tensor], grads: T
     dim)."""
     offsets = torch.arange(len(batches[0]) + 1)
     steps: dict[str, Step] = {}
-    for rule in ("sgd", "row-wise adagrad"):
-        tables = _fbgemm_tables(rows_of_tables, dim, rule)
-        steps[f"fbgemm {rule}"] = partial(_backward, tables, cycle(batches), offsets, grads)
+    for rule, name in (("sgd", "sgd"), ("adagrad", "row-wise adagrad")):
+        tables = fbgemm_tables(rows_of_tables, dim, rule)
+        steps[f"fbgemm {name}"] = partial(_backward, tables, cycle(batches), offsets, grads)
     return steps
 
 
@@ -384,9 +324,6 @@ def _with_threads(rounds: int, scale: float, tell: Callable[[str], object]) -> d
             results[f"26 tables, batch {batch_size}, {caches} caches"] = many_tables_costs(
                 batch_size, rounds, rows_each=int(100_000 * scale), cold=caches == "cold"
             )
-        results[f"whole ctr step, batch {batch_size}"] = click_costs(
-            max(2, int(batch_size * scale)), rounds, rows_each=max(2, int(100_000 * scale))
-        )
         results[f"200 tables, batch {batch_size}"] = separate_tables_costs(
             max(1, int(batch_size * scale)), rounds, max(2, int(200 * scale)), max(2, int(10_000 * scale))
         )

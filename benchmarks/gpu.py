@@ -26,7 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import dphybrid
-from benchmarks.command import flags
+from benchmarks.command import flags, processor
 from benchmarks.steps import Shape, measured
 from dphybrid.embedding import HostEmbedding, RowPipeline, make_row_optimizer
 from dphybrid.parallel import DataParallel, parts, resolve_devices
@@ -135,10 +135,6 @@ STAGES: dict[str, Callable[[int], dict[str, Any]]] = {
 
 def machine() -> dict[str, Any]:
     """Return what it runs on: hardware, and versions."""
-    cpu = next(
-        (line.partition(": ")[2] for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.machine(),
-    )
     ask = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     gpus = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines() if CUDA else []
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
@@ -146,7 +142,12 @@ def machine() -> dict[str, Any]:
     missing = [name for name in ("prefect", "mlflow", "polars", "pydantic") if name not in installed]
     return {
         "rehearsal": not CUDA,
-        "hardware": {"gpus": gpus, "cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "hardware": {
+            "gpus": gpus,
+            "cpu": processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
         "versions": {
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
@@ -156,10 +157,6 @@ def machine() -> dict[str, Any]:
         "not installed": missing,
         "dphybrid is": "this checkout" if Path(dphybrid.__file__).is_relative_to(REPOSITORY) else "installed",
     }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else []
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -4,7 +4,7 @@ people and for JSON."""
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ from dphybrid.util.memory import page_faults
 
 Step = Callable[[], object]
 T = TypeVar("T")
+Taken = tuple[float, float, int]
+"""Seconds by the clock, seconds of CPU time, page faults."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +49,38 @@ def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed
     return ranks * stride % num_rows
 
 
+def taken(since: Taken = (0.0, 0.0, 0)) -> Taken:
+    """Return what the process has taken since an earlier call, or since a fixed moment."""
+    wall, cpu, faults = since
+    return time.perf_counter() - wall, time.process_time() - cpu, page_faults() - faults
+
+
+def timing(turns: Sequence[Taken], steps: int = 1) -> Timing:
+    """Return the figures of one contestant's turns, a step each. steps: of a turn."""
+    walls, cpus, faults = (sorted(column) for column in zip(*turns, strict=True))
+    low, high = walls[len(turns) // 10], walls[-1 - len(turns) // 10]
+    ms, low_ms, high_ms, cpu_ms = (
+        1e3 * seconds / steps for seconds in (statistics.median(walls), low, high, statistics.median(cpus))
+    )
+    return Timing(ms, low_ms, high_ms, cpu_ms, int(statistics.median(faults) / steps))
+
+
 def race(
     contestants: Mapping[str, Step], rounds: int, warm_up: int = 3, *, cold: bool = False
 ) -> dict[str, Timing]:
     """Time each contestant over `rounds` rounds in which they take turns. cold: with other memory in the
     caches before each turn."""
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contestants}
+    found: dict[str, list[Taken]] = {name: [] for name in contestants}
     other = torch.zeros(2**24 if cold else 0)
     for turn in range(warm_up + rounds):
         for name, step in contestants.items():
             other.add_(1)
-            faults, cpu, start = page_faults(), time.process_time(), time.perf_counter()
+            before = taken()
             step()
-            took, busy = time.perf_counter() - start, time.process_time() - cpu
+            took = taken(before)
             if turn >= warm_up:
-                found[name].append((1e3 * took, 1e3 * busy, page_faults() - faults))
-    timings = {}
-    for name, rows in found.items():
-        walls, cpus, all_faults = (sorted(column) for column in zip(*rows, strict=True))
-        low, high = walls[rounds // 10], walls[-1 - rounds // 10]
-        timings[name] = Timing(
-            statistics.median(walls), low, high, statistics.median(cpus), int(statistics.median(all_faults))
-        )
-    return timings
+                found[name].append(took)
+    return {name: timing(turns) for name, turns in found.items()}
 
 
 def medians_ms(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3) -> dict[str, float]:

@@ -1,0 +1,253 @@
+"""Whole training steps: a recipe's own loop beside a loop of one's own, plain PyTorch and other libraries, on
+the same network, batches and optimizer of the blocks.
+
+Before each race all ways take some steps alone, with SGD on the rows and no clipping: their losses must be
+equal, those of the first two to the last bit. FBGEMM and TorchRec are measured where they are installed.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from benchmarks.clicks import write_clicks
+from benchmarks.command import at_least_one, flags, processor, show
+from benchmarks.racing import Taken, plain, table_text, taken, timing
+from benchmarks.ways import CLICKS, LIBRARIES, PAIRS, TEXTS, TOKENS, Batch, Make, own
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.data import batches, num_batches
+from dphybrid.embedding import RowPipeline, clip_grad_norm_
+from dphybrid.recipes.configs import load_config
+from dphybrid.run.experiment import Experiment
+from dphybrid.run.train import build_run, prepare_data, train_run
+from dphybrid.training.averaging import keep_average
+from dphybrid.training.engine import Engine
+from dphybrid.util.stop import StopRequest
+
+LEGEND = """\
+Milliseconds of one training step, batches and their random draws included. Medians of rounds in which all
+take turns; in brackets the lowest and the highest tenth, CPU time of all threads, and page faults. Ratios are
+of CPU time, medians over the rounds. The first two ways clip the gradients of blocks and rows by one norm,
+the others those of the blocks alone, as fused updates and torch's sparse gradients demand.
+"""
+CHECKED_STEPS, WARM_UP = 3, 2
+RECIPE, OWN = "the recipe's loop", "an own loop"
+
+
+class _Ended(Exception):
+    """All rounds are over; the training need not go on."""
+
+
+class Turns(Engine):
+    """The engine of a run that lets other loops take their turns, of `steps` steps each, between its own.
+
+    rounds: turns of each way, the first ones to warm up. losses: of the run's own steps where it is alone.
+    """
+
+    def __init__(
+        self, experiment: Experiment, others: Mapping[str, Iterator[Tensor]], steps: int, rounds: int
+    ) -> None:
+        super().__init__(experiment.config)
+        self.others, self.steps, self.rounds = others, steps, rounds
+        self.found: dict[str, list[Taken]] = {name: [] for name in (RECIPE, *others)}
+        self.losses: list[float] = []
+
+    def step(self, session: Any, batch: Batch, alone: Any) -> tuple[Tensor, Tensor]:
+        if session.trained.progress.batch == 0:  # a turn goes over no end of an epoch
+            self._left, self._since = self.steps, taken()
+        loss, weight = alone(session, batch)
+        if not self.others:
+            self.losses.append(float(loss / weight))
+        return loss, weight
+
+    def asked(self, stop: StopRequest) -> bool:
+        self._left -= 1
+        if not self._left:
+            self.found[RECIPE].append(taken(self._since))
+            for name, loop in self.others.items():
+                before = taken()
+                for _ in range(self.steps):
+                    next(loop)
+                self.found[name].append(taken(before))
+            if len(self.found[RECIPE]) == self.rounds:
+                raise _Ended
+            self._left, self._since = self.steps, taken()
+        return False
+
+
+def _trained(
+    experiment: Experiment, others: Mapping[str, Iterator[Tensor]], steps: int, rounds: int
+) -> Turns:
+    """Train by the recipe's loop until all rounds are over."""
+    engine = Turns(experiment, others, steps, rounds)
+    mine = replace(experiment, engine=engine)
+    with suppress(_Ended):
+        train_run(build_run(mine, "cpu"), mine, StopRequest())
+    return engine
+
+
+def _batches(experiment: Experiment) -> Iterator[Batch]:
+    config, data = experiment.config, experiment.data
+    rows, epoch = experiment.recipe.training_rows(data.dataset("train"), data.info, config.model), 0
+    while True:
+        yield from batches(rows, config.train.batch_size, seed=config.train.seed, epoch=epoch, shuffle=True)
+        epoch += 1
+
+
+def _loop(experiment: Experiment, make: Make) -> Iterator[Tensor]:
+    """Train by a plain loop; yield each step's mean loss."""
+    config, way = experiment.config, make(experiment)
+    dense = list(experiment.recipe.optimizers(way.blocks, config).values())
+    for optimizer in dense if config.train.average else ():
+        keep_average(optimizer, config.train.average)
+    optimizers = [*dense, *way.rows]
+    clipped = optimizers if way.one_norm else dense
+    parameters = [p for one in clipped for group in one.param_groups for p in group["params"]]
+    clip = clip_grad_norm_ if way.one_norm else nn.utils.clip_grad_norm_
+    torch.manual_seed(config.train.seed)
+    with RowPipeline(way.blocks) as pipeline:
+        for batch in pipeline.prefetch(_batches(experiment)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            outputs = way.losses(batch)
+            loss = outputs["loss"].sum() / outputs["weight"].sum()
+            loss.backward()
+            if config.train.clip_norm:
+                clip(parameters, config.train.clip_norm)
+            for optimizer in optimizers:
+                optimizer.step()
+            yield loss.detach()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe's step: what the config says besides the defaults, the ways beside the recipe's loop and an
+    own one, the steps of a turn, and a step's tokens, for their number a CPU second."""
+
+    options: list[str]
+    ways: Mapping[str, Make]
+    steps: int
+    tokens: int = 0
+
+
+def cases(
+    clicks: Path, click_batches: Sequence[int], text_batches: Sequence[int], pair_batches: Sequence[int]
+) -> dict[str, Case]:
+    """Return the cases by name, one for each batch size. clicks: a table of them."""
+    every = ["train.epochs=1000", "train.schedule=constant", "table.weight_decay=0"]
+    dlrm = [f"data.path={clicks}", "data.label=label", "model.kind=dlrm", "table.optimizer=adagrad"]
+    kinds: list[tuple[str, str, list[str], Mapping[str, Make], Sequence[int], int]] = [
+        ("ctr", "DLRM, 26 columns", dlrm, CLICKS, click_batches, 4096),
+        ("text", "text", ["table.optimizer=adam"], TEXTS, text_batches, 32),
+        ("retrieval", "retrieval", ["table.optimizer=adam"], PAIRS, pair_batches, 4096),
+    ]
+    return {
+        f"{name}, batch {size}": Case(
+            [f"recipe={recipe}", f"train.batch_size={size}", *every, *options],
+            ways,
+            max(1, samples // size),
+            TOKENS * size if recipe == "text" else 0,
+        )
+        for recipe, name, options, ways, sizes, samples in kinds
+        for size in sizes
+    }
+
+
+def measured(case: Case, settings: Settings, rounds: int) -> dict[str, Any]:
+    """Check that all ways have equal losses, let them take turns, and return their timings. Raises
+    RuntimeError for other losses."""
+    ways = {OWN: own, **case.ways}
+    missing = [name for name in ways if name in LIBRARIES and not find_spec(LIBRARIES[name])]
+    there = {name: make for name, make in ways.items() if name not in missing}
+    alike = [*case.options, "table.optimizer=sgd", "train.clip_norm=0"]
+    _check(prepare_data(load_config(None, alike), settings), there)
+    experiment = prepare_data(load_config(None, case.options), settings)
+    loops = {name: _loop(experiment, make) for name, make in there.items()}
+    in_an_epoch = num_batches(experiment.data.dataset("train"), experiment.config.train.batch_size)
+    steps = min(case.steps, in_an_epoch)
+    turns = _trained(experiment, loops, steps, WARM_UP + rounds)
+    found = {name: taken[WARM_UP:] for name, taken in turns.found.items()}
+    timings = {name: timing(taken, steps) for name, taken in found.items()}
+    mine = [cpu_s for _, cpu_s, _ in found.pop(OWN)]
+    ratios = {
+        f"{name} / {OWN}": statistics.median(one[1] / cpu_s for one, cpu_s in zip(taken, mine, strict=True))
+        for name, taken in found.items()
+    }
+    speeds = {name: 1e3 * case.tokens / one.cpu_ms for name, one in timings.items() if case.tokens}
+    return {
+        **timings,
+        **dict.fromkeys(missing, "not installed"),
+        "ratios": ratios,
+        **({"tokens a CPU second": speeds} if speeds else {}),
+    }
+
+
+def _check(experiment: Experiment, ways: Mapping[str, Make]) -> None:
+    wanted = _trained(experiment, {}, CHECKED_STEPS, 1).losses
+    for name, make in ways.items():
+        loop = _loop(experiment, make)
+        losses = [float(next(loop)) for _ in wanted]
+        if not torch.allclose(
+            torch.tensor(losses), torch.tensor(wanted), rtol=0 if make is own else 1e-4, atol=0
+        ):
+            raise RuntimeError(f"{name}: the losses are {losses}; {RECIPE} has {wanted}")
+
+
+def run(
+    threads: int = 1,
+    rounds: int = 9,
+    rows: int = 400_000,
+    click_batches: Sequence[int] = (128, 2048, 8192),
+    text_batches: Sequence[int] = (16,),
+    pair_batches: Sequence[int] = (256, 2048),
+    tell: Callable[[str], object] = lambda line: None,
+) -> dict[str, Any]:
+    """Measure all cases; return nested dicts of timings and ratios. rows: of the table of clicks. tell: gets
+    a line as each case begins."""
+    before = torch.get_num_threads()
+    found: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "threads": threads}
+    found |= {"torch": torch.__version__, "load before": psutil.getloadavg()[0]}
+    torch.set_num_threads(threads)
+    try:
+        # torch's sparse Adagrad warns unless told whether to check
+        with tempfile.TemporaryDirectory() as folder, torch.sparse.check_sparse_tensor_invariants(False):
+            clicks = Path(folder) / "clicks.csv"
+            write_clicks(clicks, rows)
+            values = {"data_dir": Path(folder), "tracking_uri": "none"}
+            settings = load_settings().model_copy(update=values)
+            for name, case in cases(clicks, click_batches, text_batches, pair_batches).items():
+                tell(name)
+                with redirect_stdout(StringIO()):
+                    found[name] = measured(case, settings, rounds)
+    finally:
+        torch.set_num_threads(before)
+    return found | {"load after": psutil.getloadavg()[0]}
+
+
+def text(results: Mapping[str, Any]) -> str:
+    """Return the figures for people."""
+    return f"{LEGEND}\n{table_text(results)}"
+
+
+def main() -> None:
+    parser = flags(__doc__, repeats=9)
+    parser.add_argument("--threads", type=at_least_one, default=1, metavar="N", help="threads (1)")
+    options = parser.parse_args()
+    results = run(options.threads, options.repeats, tell=partial(print, file=sys.stderr, flush=True))
+    show(plain(results), lambda _: text(results), options.out)
+
+
+if __name__ == "__main__":
+    main()
