@@ -12,8 +12,8 @@ from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.util.importing import importing_much, missing_extra
 
 COMMANDS = [
-    *("train", "plan", "check", "compare", "sync", "ui", "init", "new", "completion", "devices", "rollback"),
-    *("sweep", "validate", "prepare", "predict", "export", "verify", "selftest", "doctor"),
+    *("prepare", "plan", "init", "train", "compare", "ui", "predict", "export", "sweep", "rollback", "sync"),
+    *("check", "new", "devices", "doctor", "verify", "selftest", "validate", "completion"),
 ]
 """Modules of this package, in the order of the help.
 

@@ -91,8 +91,10 @@ def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Ten
 def int64_ids(ids: Tensor, owner: str) -> Tensor:
     """Return ids of any whole-number type as int64, on their device; uint64 ones keep their bits.
 
-    Raises UserError for other types and for nested or sparse ids; owner: begins its message.
+    Raises UserError for other types, nested or sparse ids, and what is no tensor; owner: begins its message.
     """
+    if not isinstance(ids, Tensor):
+        raise UserError(f"{owner}: ids are of type {type(ids).__name__}; give torch.as_tensor(ids)")
     if ids.dtype is torch.int64 and ids.layout is torch.strided and not ids.is_nested:
         return ids
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -108,9 +110,9 @@ def int64_ids(ids: Tensor, owner: str) -> Tensor:
 
 
 def whole_numbers(ids: Tensor, name: str) -> Tensor:
-    """Return ids on the CPU as int64. Raises UserError as `int64_ids` does; name: the table's."""
+    """Return ids on the CPU, or on `meta`, as int64; name: the table's. Raises UserError as `int64_ids`."""
     ids = int64_ids(ids, f"table {name!r}")
-    return ids if ids.is_cpu else ids.cpu()
+    return ids if ids.is_cpu or ids.is_meta else ids.cpu()
 
 
 def no_row(ids: Tensor, num_rows: int, name: str) -> UserError:

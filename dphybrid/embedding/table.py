@@ -224,13 +224,12 @@ class HostEmbedding(nn.Module):
         by_replica: see `replica_rows`. Raises UserError for ids of another type or out of range, naming
         table, value and position.
         """
-        if torch.compiler.is_compiling() or ids.device.type == "meta":
+        if torch.compiler.is_compiling():
             return self._in_graph(ids)
-        if by_replica and self.ahead.is_placed:
-            return self._rows_by_replica(ids)
         start = time.perf_counter()
-        ids = whole_numbers(ids, self.name)
-        weight = self.weight
+        ids, weight = whole_numbers(ids, self.name), self.weight
+        if by_replica and self.ahead.is_placed and not ids.is_meta:
+            return self._rows_by_replica(weight, ids)
         if is_captured(weight, ids):
             return self._in_graph(ids)
         rows, flat_N = self._look_up(weight, ids)
@@ -250,7 +249,7 @@ class HostEmbedding(nn.Module):
             raise UserError(f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)")
         columns = native.columns_of((weight.shape[0],), (None,))
         try:
-            rows, flat_N, _ = native.look_up(weight.detach(), ids, columns)
+            rows, flat_N, _ = native.look_up(weight, ids, columns)
         except IndexError:
             raise no_row(ids, len(weight), self.name) from None
         return rows, flat_N
@@ -339,9 +338,8 @@ class HostEmbedding(nn.Module):
         rows: list[Tensor] = self(ids, by_replica=True)
         return rows
 
-    def _rows_by_replica(self, ids: Tensor) -> list[Tensor]:
-        weight = self.weight
-        lookup = self.ahead.lookup_of(weight, self.name, whole_numbers(ids, self.name))
+    def _rows_by_replica(self, weight: Tensor, ids: Tensor) -> list[Tensor]:
+        lookup = self.ahead.lookup_of(weight, self.name, ids)
         counted, counters = torch.is_grad_enabled(), self.counters
         if counted:
             counters.ids += lookup.ids.numel()

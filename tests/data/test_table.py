@@ -1,6 +1,6 @@
 """Roles, labels and encodings of tables."""
 
-from datetime import date
+from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -161,6 +161,7 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
         "cost": [Decimal("1.50"), Decimal("2")] * 20,
         "big": [2**60, 2**60 + 1] * 20,
         "flag": [True, False] * 20,
+        "took": [timedelta(minutes=1), timedelta(seconds=90.5)] * 20,
         "none": [None] * 40,
     }
     prepared = parquet(tmp_path, columns)
@@ -172,11 +173,14 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
         "cost": "numeric",
         "big": "categorical",
         "flag": "categorical",
+        "took": "numeric",
         "none": "ignore",
     }
     assert prepared.arrays["dense_BN"][:4, 1].tolist() == [0, 1, 1, 0]
     (word,) = [c for c in Encoder.load(prepared.path / "encoder").categories if c.name == "word"]
     assert sorted(word.learned) == ["a", "b", "c"]
+    (took,) = [column for column in prepared.manifest.facts["columns"] if column["name"] == "took"]
+    assert took["samples"] == ("60.0", "90.5")  # seconds
 
 
 @pytest.mark.parametrize("odd", [[1.5, 2.5], [[1], [2]], {"a": 1}, b"\xff"])

@@ -216,6 +216,8 @@ def test_nested_ids_are_refused_by_name(layout: torch.layout) -> None:
             UserError, match=r"'table': ids are a nested or sparse tensor; give ids.values\(\)"
         ):
             use(nested)
+        with pytest.raises(UserError, match=r"'table': ids are of type list; give torch.as_tensor\(ids\)"):
+            use([1, 2])
 
 
 def test_betas_without_a_correction_are_refused_whenever_they_are_set() -> None:

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 
 import numpy as np
 import polars as pl
+from polars import selectors
 
 Array = np.ndarray
 
@@ -44,7 +45,10 @@ def is_list_of_items(dtype: pl.DataType) -> bool:
 
 def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) -> pl.DataFrame:
     """Return a frame's cells as stripped text, None for what means no value; lists of items stay lists, and
-    with `numbers` columns of numbers what they are. Names of columns must be no patterns."""
+    with `numbers` columns of numbers what they are. Durations are read as seconds. Names of columns must be
+    no patterns."""
+    if any(dtype == pl.Duration for dtype in frame.dtypes):
+        frame = frame.with_columns(selectors.duration().dt.total_microseconds() / 1e6)
     kept = {name for name, dtype in frame.schema.items() if is_list_of_items(dtype)}
     if numbers:
         kept |= {name for name, dtype in frame.schema.items() if dtype.is_numeric()}
