@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 from prefect import flow, runtime, task
@@ -32,11 +32,12 @@ from dphybrid.lifecycle.sweep import (
     Cell,
     CellFailed,
     Grid,
-    cells_at_once,
+    Reports,
+    begin_sweep,
     failures,
     make_grid,
     run_cell,
-    searched,
+    sweep_folder,
     sweep_rows,
     write_sweep,
 )
@@ -53,6 +54,9 @@ from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError
 from dphybrid.util.masking import masked
 from dphybrid.util.stop import StopRequest
+
+if TYPE_CHECKING:
+    from dphybrid.lifecycle.search import Search  # imports optuna, which a grid does not need
 
 
 def _worth_another_try(_task: Any, _run: Any, state: State) -> bool:
@@ -73,7 +77,7 @@ def train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) 
     context = TaskRunContext.get()
     if context and context.task_run.run_count > 1:
         print(f"{cell.name}: once more", flush=True)
-    return run_cell(cell, settings.data_dir / "sweeps" / sweep, settings, sweep, tags, stop)
+    return run_cell(cell, sweep_folder(sweep, settings), settings, sweep, tags, stop)
 
 
 @flow(name="sweep-hybrid", log_prints=True)
@@ -132,28 +136,21 @@ def sweep_hybrid(
     with supervised() as stop:
         name = sweep or _own_name()
         if trials:
-            return _searched(grid, chosen, stop, name, at_once, trials, sampler, prune)
+            from dphybrid.lifecycle.search import Search
+
+            return _searched(Search(grid, trials, sampler, prune), chosen, stop, name, at_once)
         return _swept(grid, chosen, stop, name, at_once, retries)
 
 
-def _searched(
-    grid: dict[str, Any],
-    config: ExperimentConfig,
-    stop: StopRequest,
-    sweep: str,
-    at_once: int,
-    trials: int,
-    sampler: str,
-    prune: bool,
-) -> State:
+def _searched(what: "Search", config: ExperimentConfig, stop: StopRequest, sweep: str, at_once: int) -> State:
+    from dphybrid.lifecycle.search import search
+
     settings = load_settings()
     show_run(runtime.flow_run.id, sweep, [config.recipe], "")
     with watched_flow_run(runtime.flow_run.id, stop), _passing_on_the_end(stop):
-        cells, reports = searched(
-            config, grid, sweep, settings, stop, at_once, trials, sampler, prune, _tags()
-        )
+        cells, reports = search(what, config, sweep, settings, stop, at_once, _tags())
     stop.obey("with trials left; they go on when it does")
-    return _reported(sweep, cells, reports, settings.data_dir / "sweeps" / sweep, settings)
+    return _reported(sweep, cells, reports, sweep_folder(sweep, settings), settings)
 
 
 def _tags() -> dict[str, str]:
@@ -170,11 +167,8 @@ def _swept(
 ) -> State:
     settings = load_settings()
     cells = make_grid(config, grid, sweep, settings)
-    folder = settings.data_dir / "sweeps" / sweep
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, workers = begin_sweep(sweep, cells.cells, settings, at_once)
     show_run(runtime.flow_run.id, sweep, [config.recipe], "")
-    workers = at_once or cells_at_once(cells.cells, settings)
-    print(f"Sweep {sweep}: {len(cells.cells)} runs, {workers} at once; logs in {folder}", flush=True)
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=workers)
     reports: dict[str, Report | str] = {}
     with watched_flow_run(runtime.flow_run.id, stop), runner, _passing_on_the_end(stop):
@@ -203,9 +197,7 @@ def _passing_on_the_end(stop: StopRequest) -> Iterator[None]:
         raise
 
 
-def _reported(
-    sweep: str, cells: Grid, reports: dict[str, Report | str], folder: Path, settings: Settings
-) -> State:
+def _reported(sweep: str, cells: Grid, reports: Reports, folder: Path, settings: Settings) -> State:
     rows = sweep_rows(cells, reports)
     print(f"Results: {write_sweep(folder, rows)}", flush=True)
     run_ids = [done.run_id for done in reports.values() if isinstance(done, Report) and done.run_id]

@@ -65,19 +65,25 @@ def run(args: argparse.Namespace) -> int:
     """Run a sweep; 1 when a run failed."""
     from datetime import datetime
 
-    from dphybrid.lifecycle.sweep import run_sweep
+    from dphybrid.lifecycle.sweep import failures, make_grid, run_grid, sweep_folder, sweep_rows, write_sweep
     from dphybrid.util.stop import StopRequest, stop_signals
 
     config, settings, *_ = config_from_args(args)
     name = args.sweep or f"sweep-{datetime.now():%m%d-%H%M%S}"
-    stop = StopRequest()
+    grid, stop = read_grid(args.grid), StopRequest()
     with stop_signals(stop):
-        rows, file, failed = run_sweep(
-            config, read_grid(args.grid), name, settings, stop, args.at_once, args.trials, args.sampler,
-            not args.no_prune,
-        )  # fmt: skip
+        if args.trials:
+            from dphybrid.lifecycle.search import Search, search
+
+            what = Search(grid, args.trials, args.sampler, not args.no_prune)
+            cells, reports = search(what, config, name, settings, stop, args.at_once)
+        else:
+            cells = make_grid(config, grid, name, settings)
+            reports = run_grid(cells, name, settings, stop, args.at_once)
+    rows = sweep_rows(cells, reports)
+    file = write_sweep(sweep_folder(name, settings), rows)
     for row in rows:
         print(_line(row, f"{settings.mlflow_uri}".startswith("http")))
     print(f"Results: {file}\nCompare: dphybrid compare --sweep {name}")
     stop.obey(f"with runs left; --sweep {name} goes on")
-    return 1 if failed else 0
+    return 1 if failures(reports) else 0

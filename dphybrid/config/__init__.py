@@ -10,6 +10,7 @@ from dphybrid.config.experiment import (
     Section,
     TableConfig,
     TrainConfig,
+    fields_of,
     flatten,
     merge,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Section",
     "TableConfig",
     "TrainConfig",
+    "fields_of",
     "flatten",
     "merge",
 ]

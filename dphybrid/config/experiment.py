@@ -21,6 +21,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.row_rules import RULES
@@ -73,19 +74,23 @@ class ModelConfig(Section):
     """Number format of tables and blocks; float64 is for comparing results to the last digit."""
 
 
+def fields_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return a section's fields in the order for people: a recipe's own before `factory` and `dtype`."""
+    return dict(sorted(section.model_fields.items(), key=lambda item: item[0] in ModelConfig.model_fields))
+
+
 class TableConfig(Section):
     """How rows of the host tables are trained."""
 
     optimizer: RowOptimizerName = Field(
         default="adam",
-        description="Row-wise optimizer, which keeps "
-        + "; ".join(f"{rule.name}: {rule.says}" for rule in RULES.values())
-        + ". Only rows of the batch change.",
+        description="Optimizer of the batch's rows, and its state: "
+        + "; ".join(f"{rule.name}, {rule.says}" for rule in RULES.values())
+        + ".",
     )
     lr: float = Field(default=0.01, ge=0.0)
-    """Learning rate of the rows; 0, for recipe ctr: train.lr, or 0.03 of it for model.kind=mlp, more (up to
-    train.lr) where a column of over 1,000 values has rows enough for each, and (up to 5 times train.lr) where
-    train.epochs gives it fewer than 4,000 steps."""
+    """Learning rate of the rows. 0, for recipe ctr: set by train.lr, model.kind and the data; the run prints
+    it."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay, applied to the rows of the batch only (lazy). adamw: decoupled, and for the steps that a
     row was not in a batch, too."""
@@ -100,20 +105,12 @@ class TrainConfig(Section):
     epochs: int = Field(default=8, ge=0)
     """Passes over the training part; 0: as many as make 4,000 steps, within 10 and 200."""
     batch_size: int = Field(default=16, ge=0)
-    """Rows of a batch over all devices together; each device gets about batch_size / devices of them. 0: a
-    32nd of the training rows (kge: a 256th), rounded to a power of two, within 32 and 512 (kge: 4,096)."""
-    warm_start: str | None = None
-    """Checkpoint folder whose weights a new run starts from. New values since data.base start from
-    the "unknown" embedding."""
-    shuffle_rows: int = Field(default=2**24, ge=1)
-    """Rows shuffled as one. An epoch of more rows is dealt out in blocks of 4,096 neighbours, and shuffled so
-    many rows at a time: for files larger than memory, which are read in long runs then."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Start of every random choice: same seed, same devices, same bits."""
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    """Optimizer of the dense blocks."""
+    """Rows of a batch over all devices together; each device gets about batch_size / devices of them. 0: set
+    by the number of training rows; the run prints it."""
     lr: float = Field(default=0.003, gt=0.0)
     """Learning rate of the dense blocks."""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """Optimizer of the dense blocks."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay of the dense blocks."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
@@ -121,39 +118,47 @@ class TrainConfig(Section):
     line."""
     clip_norm: float = Field(default=1.0, ge=0.0)
     """Largest global norm of the gradients of blocks and rows together; 0: no clipping."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What follows a loss or gradient that is NaN or infinite: stop, or skip that step (no update of blocks
-    nor rows; steps skipped are counted). A weight that is not finite ends training either way."""
-    average: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Decay a step of a moving average of the blocks' weights, which is evaluated and kept in their place; 0:
-    none."""
     patience: int = Field(default=3, ge=-1)
     """Epochs without a better validation metric (ctr's classes: log loss) after which training stops; 0:
     never; -1: a tenth of the epochs, 3 or more."""
-    log_every: int = Field(default=20, ge=1)
-    """Steps between two lines of metrics."""
-    pipeline: Literal["off", "exact"] = "exact"
-    """exact looks up the rows of the next batch while this one computes, and repairs those that changed: the
-    same bits as off."""
-    print_splits: Literal["new", "each"] = "new"
-    """Print how a batch was split when that split is new, or in each step."""
+    average: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Decay a step of a moving average of the blocks' weights, which is evaluated and kept in their place; 0:
+    none."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Start of every random choice: same seed, same devices, same bits."""
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     """Number format that blocks compute in while training: float32; tf32, float32 whose products GPUs round
     to ten bits; or bfloat16 (autocast). Parameters, rows and all updates stay float32, and so does
     evaluation."""
-    deterministic: bool = False
-    """Refuse operations of the blocks that may give other bits from run to run on a GPU, instead of using
-    them."""
+    log_every: int = Field(default=20, ge=1)
+    """Steps between two lines of metrics."""
+    print_splits: Literal["new", "each"] = "new"
+    """Print how a batch was split when that split is new, or in each step."""
+    warm_start: str | None = None
+    """Checkpoint folder whose weights a new run starts from. New values since data.base start from
+    the "unknown" embedding."""
+    callbacks: Names = ()
+    """Functions of your own as package.module:NAME, separated by commas, called after each epoch with what it
+    came to; numbers that they return are logged as own/NAME."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What follows a loss or gradient that is NaN or infinite: stop, or skip that step (no update of blocks
+    nor rows; steps skipped are counted). A weight that is not finite ends training either way."""
+    pipeline: Literal["off", "exact"] = "exact"
+    """exact looks up the rows of the next batch while this one computes, and repairs those that changed: the
+    same bits as off."""
     check_split: bool = False
     """Compute the first batch unsplit and split before training, in evaluation mode, and stop where a module
     computes across the batch. One device: in two shares. Costs about three forwards without gradients, and
     the memory of a whole batch's on the first device."""
-    callbacks: Names = ()
-    """Functions of your own as package.module:NAME, separated by commas, called after each epoch with what it
-    came to; numbers that they return are logged as own/NAME."""
+    deterministic: bool = False
+    """Refuse operations of the blocks that may give other bits from run to run on a GPU, instead of using
+    them."""
     compile: bool = False
     """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results
     differ by rounding."""
+    shuffle_rows: int = Field(default=2**24, ge=1)
+    """Rows shuffled as one. An epoch of more rows is dealt out in blocks of 4,096 neighbours, and shuffled so
+    many rows at a time: for files larger than memory, which are read in long runs then."""
 
 
 class CheckpointConfig(Section):

@@ -40,7 +40,7 @@ class TableDataConfig(DataConfig):
     """
 
     path: str | None = None
-    """Your table: CSV, TSV or Parquet; a file, a folder of them, or a pattern such as day-*.csv.gz."""
+    """Your table (required): CSV, TSV or Parquet; a file, a folder, or a pattern such as day-*.csv.gz."""
     label: str | None = None
     """Column with the answer: its name, or its position 0, 1, ... in a file without a header."""
     task: Literal["auto", "binary", "multiclass", "regression", "counts"] = "auto"

@@ -11,7 +11,16 @@ import optuna
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.lifecycle.sweep import PRUNED, Cell, CellFailed, Grid, make_cell, run_cell
+from dphybrid.lifecycle.sweep import (
+    PRUNED,
+    Cell,
+    CellFailed,
+    Grid,
+    Reports,
+    begin_sweep,
+    make_cell,
+    run_cell,
+)
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.train import Report
 from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state
@@ -19,7 +28,6 @@ from dphybrid.training.metrics import Task
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
-Reports = dict[str, Report | str]
 _CELL = "cell"
 _RANGE = {"low", "high", "log", "step"}
 
@@ -107,22 +115,24 @@ def search(
     what: Search,
     config: ExperimentConfig,
     sweep: str,
-    folder: Path,
     settings: Settings,
-    at_once: int,
-    tags: Mapping[str, str],
     stop: StopRequest,
+    at_once: int = 0,
+    tags: Mapping[str, str] = {},
 ) -> tuple[Grid, Reports]:
     """Run trials until there are `what.trials`, each in a process of its own; return their cells and reports.
 
     A sweep of the same name goes on: a trial that was cut off is trained to its end first. Raises UserError
-    for data that cannot be used.
+    for a space that is not allowed, data that cannot be used, and as `begin_sweep` does.
     """
+    what.check(config, settings)
+    cells_of_all = [make_cell(config, {}, sweep, settings)] * what.trials
+    folder, workers = begin_sweep(sweep, cells_of_all, settings, at_once)
     recipe = find_recipe(config.recipe)
     task = recipe.task(recipe.prepare(config.data, settings.prepared_dir, config.train.seed).info)
     study = _study(what, folder, sweep, config.train.seed, task)
     cells: dict[str, Cell] = {}
-    reports: Reports = {}
+    reports: dict[str, Report | str] = {}
 
     def train(trial: optuna.Trial) -> float:
         values = what.suggest(trial)
@@ -146,7 +156,7 @@ def search(
 
     left = what.trials - _ended(study)
     if left > 0:
-        study.optimize(train, n_trials=left, n_jobs=at_once, catch=(CellFailed,))
+        study.optimize(train, n_trials=left, n_jobs=workers, catch=(CellFailed,))
     for trial in study.trials:  # those of an earlier part of the sweep
         name = trial.user_attrs.get(_CELL, "")
         if name and name not in cells and trial.state.is_finished():

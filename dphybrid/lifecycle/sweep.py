@@ -26,6 +26,8 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json, write_text
 from dphybrid.util.stop import StopRequest
 
+Reports = Mapping[str, Report | str]
+"""What each run of a sweep came to, by name: its report, or why there is none."""
 SWEEP_TAG = "dphybrid.sweep"
 MAX_CELLS = 256
 PRUNED = "pruned"
@@ -168,6 +170,11 @@ def run_cell(
     return Report.read(report)
 
 
+def sweep_folder(sweep: str, settings: Settings) -> Path:
+    """Return the folder of a sweep's logs and results."""
+    return settings.data_dir / "sweeps" / sweep
+
+
 def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> None:
     """Wait for a process; end it in good order when `ends` says so."""
     while child.poll() is None and not ends():
@@ -181,75 +188,39 @@ def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> None:
             child.wait()
 
 
-def run_sweep(
-    config: ExperimentConfig,
-    grid: Mapping[str, Any],
-    sweep: str,
-    settings: Settings,
-    stop: StopRequest,
-    at_once: int = 0,
-    trials: int = 0,
-    sampler: str = "tpe",
-    prune: bool = True,
-) -> tuple[list[dict[str, object]], Path, dict[str, str]]:
-    """Run a sweep in this process, cells in processes of their own; return its rows, their file, and why
-    cells failed.
+def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: int = 0) -> tuple[Path, int]:
+    """Make a sweep's folder; return it and how many runs train at once. at_once: 0 for as many as GPUs allow.
 
-    trials: search among the grid's values, as `dphybrid.lifecycle.search.Search` says; 0: all combinations.
-    Raises UserError as `make_grid` does.
+    Raises UserError for a name that cannot be a folder's, and for `at_once` below 0.
     """
     check_run_name(sweep, "--sweep")
     if at_once < 0:
         raise UserError(
             f"at_once={at_once}: give the number of runs at a time, or 0 for as many as GPUs allow"
         )
-    folder = settings.data_dir / "sweeps" / sweep
-    if trials:
-        found, reports = searched(config, grid, sweep, settings, stop, at_once, trials, sampler, prune, {})
-    else:
-        found = make_grid(config, grid, sweep, settings)
-        folder.mkdir(parents=True, exist_ok=True)
-        workers = at_once or cells_at_once(found.cells, settings)
-        print(f"Sweep {sweep}: {len(found.cells)} runs, {workers} at once; logs in {folder}", flush=True)
-
-        def train(cell: Cell) -> Report | str:
-            try:
-                return run_cell(cell, folder, settings, sweep, {}, stop)
-            except CellFailed as failure:
-                return str(failure)
-
-        with ThreadPoolExecutor(workers) as pool:
-            done = pool.map(train, found.cells)
-            reports = dict(zip([cell.name for cell in found.cells], done, strict=True))
-    rows = sweep_rows(found, reports)
-    return rows, write_sweep(folder, rows), failures(reports)
-
-
-def searched(
-    config: ExperimentConfig,
-    grid: Mapping[str, object],
-    sweep: str,
-    settings: Settings,
-    stop: StopRequest,
-    at_once: int,
-    trials: int,
-    sampler: str,
-    prune: bool,
-    tags: Mapping[str, str],
-) -> tuple[Grid, dict[str, Report | str]]:
-    """Search with Optuna, as many runs at once as GPUs allow; return the cells and their results."""
-    from dphybrid.lifecycle.search import Search, search
-
-    folder = settings.data_dir / "sweeps" / sweep
-    what = Search(grid, trials, sampler, prune)
-    what.check(config, settings)
+    folder = sweep_folder(sweep, settings)
     folder.mkdir(parents=True, exist_ok=True)
-    workers = at_once or cells_at_once([make_cell(config, {}, sweep, settings)] * trials, settings)
-    print(f"Sweep {sweep}: {trials} trials, {workers} at once; logs in {folder}", flush=True)
-    return search(what, config, sweep, folder, settings, workers, tags, stop)
+    workers = at_once or cells_at_once(cells, settings)
+    print(f"Sweep {sweep}: {len(cells)} runs, {workers} at once; logs in {folder}", flush=True)
+    return folder, workers
 
 
-def sweep_rows(grid: Grid, reports: Mapping[str, Report | str]) -> list[dict[str, Any]]:
+def run_grid(grid: Grid, sweep: str, settings: Settings, stop: StopRequest, at_once: int = 0) -> Reports:
+    """Run a grid's cells in processes of their own; return each one's report, or why it failed, by name.
+    Raises UserError as `begin_sweep` does."""
+    folder, workers = begin_sweep(sweep, grid.cells, settings, at_once)
+
+    def train(cell: Cell) -> Report | str:
+        try:
+            return run_cell(cell, folder, settings, sweep, {}, stop)
+        except CellFailed as failure:
+            return str(failure)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(zip([cell.name for cell in grid.cells], pool.map(train, grid.cells), strict=True))
+
+
+def sweep_rows(grid: Grid, reports: Reports) -> list[dict[str, Any]]:
     """Return a row a cell for people: its values, and what it came to or why not. reports: cell name ->
     report, or the failure."""
     rows = []
@@ -267,7 +238,7 @@ def sweep_rows(grid: Grid, reports: Mapping[str, Report | str]) -> list[dict[str
     return rows
 
 
-def failures(reports: Mapping[str, Report | str]) -> dict[str, str]:
+def failures(reports: Reports) -> dict[str, str]:
     """Return why cells failed, by name; those that a search ended early did not."""
     told = {name: done for name, done in reports.items() if isinstance(done, str)}
     return {name: text for name, text in told.items() if not text.startswith(PRUNED)}

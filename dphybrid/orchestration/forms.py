@@ -13,7 +13,7 @@ from prefect import Flow
 from prefect.utilities.callables import ParameterSchema
 from pydantic import BaseModel
 
-from dphybrid.config import ExperimentConfig, Section
+from dphybrid.config import ExperimentConfig, Section, fields_of
 from dphybrid.recipes.configs import apply_overrides, as_config, field_types
 from dphybrid.recipes.registry import DEFAULT, find_recipe
 
@@ -72,7 +72,7 @@ def _section(model: type[BaseModel], elsewhere: Collection[str], prefix: str = "
     schema = model.model_json_schema()
     shown: dict[str, object] = {}
     taken: dict[str, object] = {}
-    for name, field in model.model_fields.items():
+    for name, field in fields_of(model).items():
         kind = type(field.default) if isinstance(field.default, Section) else field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             group = _section(kind, elsewhere, f"{prefix}{name}.")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 
-from dphybrid.config import ExperimentConfig, Section, flatten, merge
+from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge
 from dphybrid.config.foreign import check_code
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
@@ -32,7 +32,7 @@ def field_types(recipe: str = DEFAULT) -> dict[str, _FieldFacts]:
 
     def walk(model: type[BaseModel], prefix: str) -> dict[str, _FieldFacts]:
         found: dict[str, _FieldFacts] = {}
-        for name, field in model.model_fields.items():
+        for name, field in fields_of(model).items():
             kind = field.annotation
             if isinstance(kind, type) and issubclass(kind, Section):
                 found |= walk(kind, f"{prefix}{name}.")

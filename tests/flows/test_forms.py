@@ -49,6 +49,9 @@ def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recip
     assert fields["config.recipe"]["enum"] == [recipe]
     assert f"Empty: {field_types(recipe)['train.epochs'][2]}." in fields["epochs"]["description"]
     train = form.properties["config"]["properties"]["train"]
+    assert [list(train["properties"])[place] for place in (0, -1)] == ["optimizer", "shuffle_rows"]
+    model = form.properties["config"]["properties"]["model"]["properties"]
+    assert list(model)[-2:] == ["factory", "dtype"]  # rarely used, so behind the recipe's own
     assert train["patternProperties"]["^epochs$"]["minimum"] == 0  # the server takes it there, too
     assert "`cpu*8`" in fields["devices"]["description"]
 

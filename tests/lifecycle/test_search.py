@@ -50,7 +50,7 @@ def swept(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
         stops_at = len(trained) + stopping if stopping else 0
         config = load_config(None, ["recipe=digits", "devices=cpu"])
         what = Search(SPACE, trials, prune=prune)
-        return search(what, config, "s", tmp_path, load_settings(), 1, {}, StopRequest())
+        return search(what, config, "s", load_settings(), StopRequest(), 1)
 
     go.trained = trained  # type: ignore[attr-defined]
     return go

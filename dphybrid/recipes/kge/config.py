@@ -12,8 +12,8 @@ class KgeDataConfig(DataConfig):
     """Which triples, and what answers compete with."""
 
     path: str | None = None
-    """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file; head, relation,
-    tail, separated by tabs."""
+    """Your triples (required): a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
+    relation, tail, separated by tabs."""
     delimiter: str = "auto"
     """Character between head, relation and tail; auto looks at the file."""
     negatives: int = Field(default=1024, ge=0, le=2**20)
