@@ -203,7 +203,7 @@ def verify_prepared(path: Path) -> Prepared:
     """Open a prepared folder and check every byte of it against its manifest. Raises UserError that names the
     first damaged file."""
     prepared = open_prepared(path)
-    verify_files(path, prepared.manifest.sums, _ANEW)
+    verify_files(path, {"sha256": prepared.manifest.sums}, _ANEW)
     return prepared
 
 

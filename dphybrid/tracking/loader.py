@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dphybrid.tracking.names import LEFT_OUT
-from dphybrid.util.digests import file_block_sums, file_digest
+from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 
 
@@ -97,11 +97,7 @@ def _with_left_out(root: Path) -> Path:
                 f"{source}: is not here, and with {entry['bytes'] / 2**20:.0f} MiB it was too large to "
                 "upload; load the model on a machine that sees this path, or copy the file there"
             )
-        if "block_sums" in entry:
-            same = file_block_sums(source) == entry["block_sums"]
-        else:
-            same = file_digest(source) == entry["sha256"]
-        if not same:
+        if any(sum_of(source) != entry[kind] for kind, sum_of in SUMS.items() if kind in entry):
             raise UserError(
                 f"{source}: its checksum differs from the one recorded with the model; it belongs to another "
                 "checkpoint now"
@@ -118,7 +114,7 @@ def _entries(page: Path) -> list[dict[str, Any]]:
     try:
         entries = json.loads(page.read_text(encoding="utf-8"))
         good = isinstance(entries, list) and all(
-            isinstance(entry.get("block_sums", entry.get("sha256")), str)
+            {isinstance(entry[kind], str) for kind in SUMS if kind in entry} == {True}
             and all(isinstance(entry[key], kind) for key, kind in wanted.items())
             for entry in entries
         )

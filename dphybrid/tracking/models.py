@@ -23,6 +23,7 @@ from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 
 from dphybrid.tracking.names import LEFT_OUT, safe_name
 from dphybrid.tracking.outbox import Record
+from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 
 _CHAMPION, _CHALLENGER = "champion", "challenger"
@@ -167,7 +168,7 @@ class CheckpointModels:
         """Link the checkpoint's files into `target`; a large one that would have to be copied or uploaded is
         named in a page instead."""
         page = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        sums = {kind: page.get(kind, {}) for kind in ("sha256", "block_sums")}
+        sums = {kind: page.get(kind, {}) for kind in SUMS}
         left_out: list[dict[str, object]] = []
 
         def put(source: str, wanted: str) -> str:

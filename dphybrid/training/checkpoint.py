@@ -2,7 +2,7 @@
 
 `step-000500/` holds `blocks.safetensors` (dense parameters and buffers), `blocks_optimizer.safetensors`,
 `tables/NAME.safetensors` (table and its row states; see `table_files` for `changed/`) and `state.json` (step,
-cursor, generator states, metrics, sha256 of every file). Written beside, fsynced, renamed (see `saving`): a
+cursor, generator states, metrics, checksums of all files). Written beside, fsynced, renamed (see `saving`): a
 folder with its final name is complete. The keys carry no `module.`, so 1, 8 or virtual devices read each
 other's files.
 """
@@ -95,8 +95,8 @@ class Progress:
 
 
 class CheckpointState(Page):
-    """`state.json` of a checkpoint: all of it but its tensors. sha256: of each file by its name in the
-    folder, but of the tables' files, which have `block_sums` instead (older checkpoints have both).
+    """`state.json` of a checkpoint: all of it but its tensors. block_sums: of each file of tensors by its
+    name in the folder; sha256: of the other files (in older checkpoints, of files of tensors, too).
     since_full: 0, or how many checkpoints before it the last full one was.
 
     progress, generators, record: the states of `Session.stateful`; record holds those by name from which the
@@ -120,7 +120,7 @@ class CheckpointState(Page):
 
     @property
     def digests(self) -> dict[str, str]:
-        """A sha256 by file; a table's is that of its sums."""
+        """A sha256 by file; of tensors, that of their sums."""
         return {**self.sha256, **{name: value_digest(sums) for name, sums in self.block_sums.items()}}
 
 
@@ -177,8 +177,10 @@ def verify_checkpoint(path: Path, mapped: bool = False) -> CheckpointState:
     mapped: but for the tables' files, whose blocks are checked when they are looked up.
     """
     page = read_state(path)
-    files = {name: each for name, each in page.sha256.items() if name not in page.block_sums}
-    verify_files(path, files, REMEDY, {} if mapped else page.block_sums)
+    read = {
+        name: sums for name, sums in page.block_sums.items() if not (mapped and name.startswith("tables/"))
+    }
+    verify_files(path, {"sha256": page.sha256, "block_sums": read}, REMEDY)
     return page
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
+import torch
 from pydantic import BaseModel
 from torch import Tensor
 
@@ -40,8 +41,8 @@ from dphybrid.training.checkpoint import (
 )
 from dphybrid.training.finite import Rows, check_finite
 from dphybrid.training.table_files import IDS, changed_file, changed_rows, rows_of, table_file
-from dphybrid.training.tensor_file import Patched, tensors_digest, write_tensors
-from dphybrid.util.digests import BlockSums, copy_files, file_block_sums, file_digest
+from dphybrid.training.tensor_file import patch_tensors, tensors_sums, write_tensors
+from dphybrid.util.digests import copy_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import making
 
@@ -128,7 +129,8 @@ class CheckpointWriter:
 
     def resumed(self, path: Path, page: CheckpointState) -> None:
         """Go on from a checkpoint that was loaded: its rows count as changed since the last full one."""
-        self._latest, self._since_full = path, page.since_full
+        # tables of older checkpoints have no sums of blocks: the next one is written whole
+        self._latest, self._since_full = path if page.block_sums else None, page.since_full
         if self._changes is not None:
             found = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
             self._changes.restore({name: ids_U for name, ids_U in found.items() if ids_U is not None})
@@ -300,7 +302,7 @@ class CheckpointWriter:
         if final != self._latest or self._changes is None or self._changes.versions() != self._versions:
             return None
         page = read_state(final)
-        same = all(page.sha256.get(name) == tensors_digest(tensors) for name, tensors in files.items())
+        same = all(page.block_sums.get(name) == tensors_sums(tensors) for name, tensors in files.items())
         return page if same else None
 
     def _write(
@@ -317,35 +319,31 @@ class CheckpointWriter:
             if page.since_full:
                 (partial / "changed").mkdir()
             sums = {name: write_tensors(partial / name, tensors) for name, tensors in files.items()}
-            blocks: dict[str, str] = {}
             for name, copied in copies.items():
                 file, ids_U = table_file(partial, name), copied.ids_U
-                tensors: dict[str, Tensor | Patched] = {**copied.by_row, **copied.whole}
-                if ids_U is not None:
-                    assert before is not None
-                    base = table_file(before, name)
-                    base_page, key = read_state(before), _key(before, base)
-                    # a base without sums of blocks is older than these: its rows are written whole
-                    if page.since_full and key in base_page.block_sums and self._linked(base, file):
-                        blocks[key] = base_page.block_sums[key]
-                        tensors = {rows_of(key): rows for key, rows in copied.by_row.items()}
-                        tensors |= {**copied.whole, IDS: ids_U}
-                        file = changed_file(partial, name)
-                        sums[_key(partial, file)] = write_tensors(file, tensors)
-                        continue
-                    _check_base(base, key, base_page)
-                    tensors |= {
-                        part: Patched(base, part, ids_U, rows) for part, rows in copied.by_row.items()
-                    }
-                blocks[_key(partial, file)] = write_tensors(file, tensors, BlockSums)
+                key = file.relative_to(partial).as_posix()
+                if ids_U is None:
+                    sums[key] = write_tensors(file, {**copied.by_row, **copied.whole})
+                    continue
+                assert before is not None
+                base, base_sums = before / key, read_state(before).block_sums[key]
+                if page.since_full and self._linked(base, file):
+                    sums[key] = base_sums
+                    changed = {rows_of(part): rows for part, rows in copied.by_row.items()}
+                    rows_file = changed_file(partial, name)
+                    sums[rows_file.relative_to(partial).as_posix()] = write_tensors(
+                        rows_file, {**changed, **copied.whole, IDS: ids_U}
+                    )
+                else:
+                    sums[key] = _rewritten(file, base, base_sums, copied, ids_U)
             linked_bytes = sum(
                 table_file(partial, name).stat().st_size
                 for name in copies
                 if changed_file(partial, name).is_file()
             )
             if self._encoder is not None:
-                sums |= self._copied_encoder(self._encoder, partial)
-            page.model_copy(update={"sha256": sums, "block_sums": blocks}).write(partial / "state.json")
+                page = page.model_copy(update={"sha256": self._copied_encoder(self._encoder, partial)})
+            page.model_copy(update={"block_sums": sums}).write(partial / "state.json")
             size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         return size - linked_bytes
 
@@ -354,7 +352,7 @@ class CheckpointWriter:
         try:
             os.link(base, file)
         except FileNotFoundError as error:
-            raise UserError(_GONE.format(base)) from error
+            raise UserError(_NOT_WHOLE.format(base, "gone")) from error
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -386,31 +384,30 @@ class CheckpointWriter:
 
 
 _OF_TENSORS = ("sha256", "block_sums", "since_full", "format")
-_GONE = "{}: is gone, and the next checkpoint was to be made from it; go on with --resume"
+_NOT_WHOLE = (
+    "{}: is {}, and the next checkpoint was to be made from it; go on with --resume, which takes the newest "
+    "whole one"
+)
 
 
-def _check_base(base: Path, key: str, page: CheckpointState) -> None:
-    """Raise UserError when the file that a full checkpoint is made from is damaged or gone."""
-    wanted = page.block_sums.get(key)
+def _rewritten(file: Path, base: Path, base_sums: str, copied: _Copied, ids_U: Tensor) -> str:
+    """Write a table's file from that of the full checkpoint before; return its sums."""
+    changes = {part: (ids_U, rows) for part, rows in copied.by_row.items()}
+    for part, whole in copied.whole.items():
+        rows = whole.reshape(-1, *whole.shape[1:])
+        changes[part] = torch.arange(len(rows)), rows
     try:
-        whole = file_digest(base) == page.sha256[key] if wanted is None else file_block_sums(base) == wanted
+        return patch_tensors(file, base, base_sums, changes)
     except FileNotFoundError as error:
-        raise UserError(_GONE.format(base)) from error
-    if not whole:
-        raise UserError(
-            f"{base}: is damaged (its checksum differs), and the next checkpoint was to be made from it; go "
-            "on with --resume, which takes the newest whole one"
-        )
+        raise UserError(_NOT_WHOLE.format(base, "gone")) from error
+    except UserError as error:
+        raise UserError(_NOT_WHOLE.format(base, "damaged")) from error
 
 
 def _copied(tensor: Tensor, ids_U: Tensor | None) -> Tensor:
     if ids_U is not None:
         return tensor.index_select(0, ids_U)
     return zero_rows(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-
-
-def _key(folder: Path, file: Path) -> str:
-    return file.relative_to(folder).as_posix()
 
 
 def _named(copies: Mapping[str, _Copied]) -> Iterator[Rows]:

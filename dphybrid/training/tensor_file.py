@@ -5,14 +5,12 @@ Its library reads these files; it is not used for writing because it first makes
 in memory.
 """
 
-import hashlib
 import json
 import math
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dphybrid.embedding.checked import check_when_read
-from dphybrid.util.digests import BLOCK
+from dphybrid.util.digests import BLOCK, BlockSums, block_sum
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import naming
 
@@ -30,57 +28,53 @@ _NAMES = {
     torch.bool: "BOOL",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_SLICE_BYTES = 16 * 2**20
+_SLICE_BYTES = 2**20
+"""Stays in a processor's cache between reading, summing and writing."""
 
 REMEDY = "use another checkpoint, or delete this one's folder"
 
 
-class _Sum(Protocol):
-    def update(self, piece: bytes | memoryview, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Patched:
-    """The tensor `name` of a file, but for the rows ids_U (ascending), which are those of rows_UD."""
-
-    file: Path
-    name: str
-    ids_U: Tensor
-    rows_UD: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.rows_UD.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tensor_shapes(self.file)[self.name]
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write named tensors, any device; return the file's `BlockSums` in hex. Whoever asks for it has the disk
+    keep the file."""
+    return _write(path, _pieces(tensors))
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor | Patched], sum_of: Callable[[], _Sum] = hashlib.sha256
-) -> str:
-    """Write named tensors, any device; return the file's sum in hex. Whoever asks for it has the disk keep
-    the file. sum_of: the kind of sum, `BlockSums` for a table."""
-    digest = sum_of()
+_Changes = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def patch_tensors(path: Path, base: Path, base_sums: str, changes: _Changes) -> str:
+    """Write the tensors of the file `base`, but for changed rows; return the file's `BlockSums` in hex.
+
+    changes: the numbers (ascending) of changed rows and these rows, for each tensor of the file. The file is
+    read once, so that damage of it is known when `path` is written: raises UserError then.
+    """
+    _Blocks(base, base_sums).check(np.array([0]))  # the header
+    found = BlockSums()
+    sums = _write(path, _patched_pieces(base, found, changes))
+    if found.hexdigest() != base_sums:
+        raise UserError(f"{base}: is damaged (its checksum differs); {REMEDY}")
+    return sums
+
+
+def _write(path: Path, pieces: Iterator[bytes | memoryview]) -> str:
+    sums = BlockSums()
     with naming(path), path.open("wb") as file:
-        for piece in _pieces(tensors):
-            digest.update(piece)
+        for piece in pieces:
+            sums.update(piece)
             file.write(piece)
-    return digest.hexdigest()
+    return sums.hexdigest()
 
 
-def tensors_digest(tensors: Mapping[str, Tensor | Patched]) -> str:
-    """Return the sha256 that the file of these tensors would have."""
-    digest = hashlib.sha256()
+def tensors_sums(tensors: Mapping[str, Tensor]) -> str:
+    """Return the `BlockSums` in hex that the file of these tensors would have."""
+    sums = BlockSums()
     for piece in _pieces(tensors):
-        digest.update(piece)
-    return digest.hexdigest()
+        sums.update(piece)
+    return sums.hexdigest()
 
 
-def _pieces(tensors: Mapping[str, Tensor | Patched]) -> Iterator[bytes | memoryview]:
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     tensors = dict(sorted(tensors.items()))  # the same tensors give the same file, however they came to be
     header: dict[str, object] = {}
     offset = 0
@@ -97,8 +91,12 @@ def _pieces(tensors: Mapping[str, Tensor | Patched]) -> Iterator[bytes | memoryv
     yield len(head).to_bytes(8, "little")
     yield head
     for tensor in tensors.values():
-        for part in _patched_slices(tensor) if isinstance(tensor, Patched) else _slices(tensor):
-            yield part.view(torch.uint8).numpy().data
+        for part in _slices(tensor):
+            yield _bytes(part)
+
+
+def _bytes(part: Tensor) -> memoryview:
+    return part.view(torch.uint8).numpy().data
 
 
 def _slices(tensor: Tensor) -> Iterator[Tensor]:
@@ -108,15 +106,23 @@ def _slices(tensor: Tensor) -> Iterator[Tensor]:
         yield flat[start : start + step].cpu().contiguous()
 
 
-def _patched_slices(tensor: Patched) -> Iterator[Tensor]:
-    width = math.prod(tensor.shape[1:])
-    first = 0
-    for part in _stored_slices(tensor.file, tensor.name, width):
-        last = first + part.numel() // max(1, width)
-        low, high = torch.searchsorted(tensor.ids_U, torch.tensor([first, last])).tolist()
-        part.view(last - first, *tensor.shape[1:])[tensor.ids_U[low:high] - first] = tensor.rows_UD[low:high]
-        yield part
-        first = last
+def _patched_pieces(base: Path, found: BlockSums, changes: _Changes) -> Iterator[bytes | memoryview]:
+    """Yield the file's content with the changed rows. found: takes its bytes as they were read."""
+    entries, start = _header(base)
+    with base.open("rb", buffering=0) as file:
+        head = file.read(start)
+        found.update(head)
+        yield head
+        for name, entry in sorted(entries.items(), key=lambda each: each[1]["data_offsets"][0]):
+            (ids_U, rows_UD), first = changes[name], 0
+            width = math.prod(entry["shape"][1:])
+            for part in _read_slices(file, entry, f"{base}: ends within {name}", width):
+                found.update(_bytes(part))
+                last = first + part.numel() // max(1, width)
+                low, high = torch.searchsorted(ids_U, torch.tensor([first, last])).tolist()
+                part.view(last - first, *entry["shape"][1:])[ids_U[low:high] - first] = rows_UD[low:high]
+                yield _bytes(part)
+                first = last
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -168,24 +174,28 @@ def read_rows_into(path: Path, name: str, ids_U: Tensor, target: Tensor) -> None
 def _stored_slices(path: Path, name: str, multiple_of: int = 1) -> Iterator[Tensor]:
     """Yield the values of a tensor of a file, one slice after the other in the same memory. multiple_of: of
     their lengths."""
-    # Plain reading: pages of a mapped file would count as this process's memory, a second table for a while.
     entries, start = _header(path)
-    dtype, left = _DTYPES[entries[name]["dtype"]], math.prod(entries[name]["shape"])
+    with path.open("rb", buffering=0) as file:
+        file.seek(start + entries[name]["data_offsets"][0])
+        yield from _read_slices(file, entries[name], f"{path}: ends within {name}", multiple_of)
+
+
+def _read_slices(file: FileIO, entry: Mapping[str, Any], cut_off: str, multiple_of: int) -> Iterator[Tensor]:
+    # Plain reading: pages of a mapped file would count as this process's memory, a second table for a while.
+    dtype, left = _DTYPES[entry["dtype"]], math.prod(entry["shape"])
     width = max(1, multiple_of)
     step = max(width, _SLICE_BYTES // dtype.itemsize // width * width)
     buffer = torch.empty(min(step, left), dtype=dtype)
-    with path.open("rb", buffering=0) as file:
-        file.seek(start + entries[name]["data_offsets"][0])
-        while left:
-            part = buffer[: min(step, left)]
-            wanted = part.view(torch.uint8).numpy().data.cast("B")
-            while wanted:
-                count = file.readinto(wanted)
-                if not count:
-                    raise UserError(f"{path}: ends within {name}; use another checkpoint")
-                wanted = wanted[count:]
-            yield part
-            left -= part.numel()
+    while left:
+        part = buffer[: min(step, left)]
+        wanted = _bytes(part)
+        while wanted:
+            count = file.readinto(wanted)
+            if not count:
+                raise UserError(f"{cut_off}; use another checkpoint")
+            wanted = wanted[count:]
+        yield part
+        left -= part.numel()
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -245,6 +255,6 @@ class _Blocks:
         blocks_N = places_N // BLOCK
         for block in np.unique(blocks_N[~self._whole[blocks_N]]).tolist():
             start, end = block * BLOCK, (block + 1) * BLOCK
-            if zlib.crc32(self._content[start:end].data) != self._wanted[block]:
+            if block_sum(self._content[start:end].data) != self._wanted[block]:
                 raise UserError(f"{self._path}: is damaged (in bytes {start:,} to {end:,}); {REMEDY}")
             self._whole[block] = True

@@ -2,16 +2,16 @@
 
 import hashlib
 import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
+
+from isal.isal_zlib import crc32
 
 from dphybrid.util.errors import UserError
 
-_PIECE_BYTES = 2**22
+_PIECE_BYTES = 2**20
 BLOCK = 2**18
 """Bytes of a file that have a sum of their own: a lookup reads and checks so many."""
 
@@ -50,9 +50,14 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
     return sums
 
 
+def block_sum(block: bytes | memoryview, before: int = 0) -> int:
+    """Return the CRC-32 of a part of a file. before: that of the bytes before it."""
+    return crc32(block, before)
+
+
 class BlockSums:
-    """The CRC-32 of each `BLOCK` bytes of a file, so that a reader can check the parts that it reads. Its
-    methods are those of `hashlib`'s objects; on an AMD EPYC it takes half the time of a sha256."""
+    """The CRC-32 of each `BLOCK` bytes of a file, so that a reader can check the parts that it reads. It
+    detects damage, not forgery, in a fifth of a sha256's time."""
 
     def __init__(self) -> None:
         self._crcs: list[int] = []
@@ -66,7 +71,7 @@ class BlockSums:
                 self._crcs.append(0)
                 self._room = BLOCK
             part, rest = rest[: self._room], rest[self._room :]
-            self._crcs[-1] = zlib.crc32(part, self._crcs[-1])
+            self._crcs[-1] = block_sum(part, self._crcs[-1])
             self._room -= len(part)
 
     def hexdigest(self) -> str:
@@ -76,32 +81,32 @@ class BlockSums:
 
 def file_block_sums(path: Path) -> str:
     """Return the `BlockSums` of a file in hex."""
-    sums = BlockSums()
+    sums, piece = BlockSums(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            sums.update(piece)
+        while count := file.readinto(piece):
+            sums.update(piece[:count])
     return sums.hexdigest()
 
 
-def verify_files(
-    folder: Path, sha256: Mapping[str, str], remedy: str, block_sums: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Check, side by side, that the files of `folder` have these sums (by name below it). Raises UserError
-    that names the first one that has not."""
-    checks: list[tuple[str, str, Callable[[Path], str]]] = [
-        *((name, wanted, file_digest) for name, wanted in sha256.items()),
-        *((name, wanted, file_block_sums) for name, wanted in block_sums.items()),
-    ]
+SUMS = {"sha256": file_digest, "block_sums": file_block_sums}
+"""Kinds of a file's checksum, by the names under which pages have them."""
+
+
+def verify_files(folder: Path, sums: Mapping[str, Mapping[str, str]], remedy: str) -> None:
+    """Check, side by side, that the files of `folder` have these sums: a kind of `SUMS` -> name below the
+    folder -> sum. Raises UserError that names the first one that has not."""
     with ThreadPoolExecutor() as pool:
         for done in [
-            pool.submit(_check_file, folder / name, wanted, sum_of, remedy) for name, wanted, sum_of in checks
+            pool.submit(_check_file, folder / name, kind, wanted, remedy)
+            for kind, files in sums.items()
+            for name, wanted in files.items()
         ]:
             done.result()
 
 
-def _check_file(file: Path, wanted: str, sum_of: Callable[[Path], str], remedy: str) -> None:
+def _check_file(file: Path, kind: str, wanted: str, remedy: str) -> None:
     with _told(file, remedy):
-        found = sum_of(file)
+        found = SUMS[kind](file)
     if found != wanted:
         raise UserError(f"{file}: is damaged (its checksum differs); {remedy}")
 

@@ -71,7 +71,7 @@ PLANTED = {
     ),
     "a block's checksum is not compared": (
         "training/tensor_file",
-        "zlib.crc32(self._content[start:end].data) != self._wanted[block]",
+        "block_sum(self._content[start:end].data) != self._wanted[block]",
         "False",
         LOOKUPS,
     ),
@@ -100,10 +100,10 @@ PLANTED = {
         LOOKUPS,
     ),
     "a damaged file is written on": (
-        "training/saving",
-        "_check_base(base, key, base_page)",
-        "pass",
-        f"{ROWS}::test_a_damaged_base_is_never_written_on",
+        "training/tensor_file",
+        "    if found.hexdigest() != base_sums:",
+        "    if False:",
+        f"{LOOKUPS}::test_no_file_is_written_again_from_a_damaged_one",
     ),
     "all checkpoints share one file": (
         "training/retention",

@@ -222,11 +222,13 @@ def test_a_base_without_sums_of_blocks_is_written_whole_with_them(tmp_path: Path
             path = writer.save({}, {})
             writer.wait()
             page, tables = read_state(path), [f"tables/{file.name}" for file in (path / "tables").glob("*")]
-            assert sorted(page.block_sums) == sorted(tables)
+            assert page.block_sums.keys() > set(tables)
+            assert not page.sha256
             torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
             if number == 0:
-                sha256 = {**page.sha256, **{each: file_digest(path / each) for each in tables}}
+                sha256 = {each: file_digest(path / each) for each in page.block_sums}
                 page.model_copy(update={"block_sums": {}, "sha256": sha256}).write(path / "state.json")
+                writer.resumed(path, verify_checkpoint(path))
             else:
                 assert bool(list((path / "changed").glob("*"))) == (number == 2)
 
@@ -243,7 +245,7 @@ def test_a_damaged_base_is_never_written_on(tmp_path: Path) -> None:
         file.write(b"!!")
     step(trained)
     writer.save({}, {})
-    with pytest.raises(UserError, match=r"words.safetensors: is damaged .*--resume"):
+    with pytest.raises(UserError, match=r"words.safetensors: is damaged, .*--resume"):
         writer.wait()
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001", "step-000002"]
 

@@ -200,10 +200,10 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "x").write_text("one")
     sums = {"x": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"}
-    verify_files(folder, sums, "")
+    verify_files(folder, {"sha256": sums}, "")
     damage(folder / "x", b"two")
     with pytest.raises(UserError, match=r"x: is damaged \(its checksum differs\); do this"):
-        verify_files(folder, sums, "do this")
+        verify_files(folder, {"sha256": sums}, "do this")
     (folder / "x").unlink()
     with pytest.raises(UserError, match="x: is missing"):
-        verify_files(folder, sums, "do this")
+        verify_files(folder, {"sha256": sums}, "do this")
