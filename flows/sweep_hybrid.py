@@ -38,7 +38,6 @@ from dphybrid.lifecycle.sweep import (
     make_grid,
     run_cell,
     sweep_folder,
-    sweep_rows,
     write_sweep,
 )
 from dphybrid.orchestration.embedded import in_this_process
@@ -198,8 +197,8 @@ def _passing_on_the_end(stop: StopRequest) -> Iterator[None]:
 
 
 def _reported(sweep: str, cells: Grid, reports: Reports, folder: Path, settings: Settings) -> State:
-    rows = sweep_rows(cells, reports)
-    print(f"Results: {write_sweep(folder, rows)}", flush=True)
+    rows, file = write_sweep(folder, cells, reports)
+    print(f"Results: {file}", flush=True)
     run_ids = [done.run_id for done in reports.values() if isinstance(done, Report) and done.run_id]
     address = ""
     if len(run_ids) > 1:

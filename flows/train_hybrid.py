@@ -20,7 +20,7 @@ from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
-from dphybrid.util.importing import importing_much
+from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.stop import Interrupted
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def train_hybrid(
     if late := too_late(skip_if_late_min):
         return late
     with supervised() as stop:  # which first says that the run lives: imports take long on a busy machine
-        with importing_much():
+        with kept_from_gc():
             from dphybrid.orchestration.steps import trained
         return trained(
             experiment(

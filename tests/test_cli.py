@@ -1,5 +1,6 @@
 """The command as a person meets it: help, plans, wrong input, exit codes."""
 
+import subprocess
 import sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from dphybrid.__main__ import main as started
 from dphybrid.cli.main import main, make_parser
+from tests.conftest import REPOSITORY
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +38,19 @@ def test_ctrl_c_during_imports_ends_without_a_traceback(monkeypatch: pytest.Monk
     assert started() == 130
 
 
+@pytest.mark.parametrize("flow", ["train_hybrid", "retrain_hybrid", "sweep_hybrid", "join_hybrid"])
+def test_ctrl_c_during_the_imports_of_a_flow_ends_without_a_traceback(flow: str, tmp_path: Path) -> None:
+    package = tmp_path / "prefect"
+    package.mkdir()
+    (package / "main.py").touch()
+    (package / "__init__.py").write_text(  # the flow's own first import is that of a name
+        "import os, signal\n\n\ndef __getattr__(name):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    command = f"PYTHONPATH={tmp_path} {sys.executable} -m flows.{flow}; exit $?"
+    ended = subprocess.run(["sh", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 def test_plan_shows_full_and_last_batch_and_idle_devices(
     capsys: pytest.CaptureFixture[str], data_dir: Path
 ) -> None:
@@ -62,7 +77,7 @@ def test_plan_shows_full_and_last_batch_and_idle_devices(
             ["train", "--model.factory", "no.such:thing", "--recipe", "toy"],
             ["model.factory", "no.such:thing"],
         ),
-        (["train", "--recipe", "toy", "--resume"], ["--resume", "no such run"]),
+        (["train", "--recipe", "toy", "--resume"], ["--resume", "no such run of recipe toy"]),
         (["train", "--recipe", "toy", "--resume", ""], ["--resume ''", "names no run"]),
         (["train", "--epochs", "3"], ["--epochs", "did you mean --train.epochs", "--help"]),
         (["trian"], ["'trian'", "did you mean 'train'"]),

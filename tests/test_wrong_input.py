@@ -173,7 +173,10 @@ OK = "--data.path ok.csv --data.label y"
         ("train --recipe os:path", "recipe = 'os:path': os has no recipe 'path'"),
         ("rollback nobody", "no run is recorded there yet; train one first"),
         (f"train {OK} --run-name ../x", "use a plain name without slashes"),
-        (f"train {OK} --resume nobody", "--resume nobody: no such run in .*runs; known: none yet$"),
+        (
+            f"train {OK} --resume nobody",
+            "--resume nobody: no such run of recipe ctr in .*runs; known: none yet$",
+        ),
         ("train --recipe ctrr", "unknown recipe; did you mean 'ctr'"),
         ("train --config bad.toml", "--config bad.toml: cannot be read"),
         ("train --recipe retrieval --data.path ok.csv", "has no column 'user'"),
@@ -265,6 +268,11 @@ def test_ranges_of_a_search(
         ("sweep --recipe toy --grid {} --sampler grid", "--sampler 'grid': use tpe or random"),
         ("sweep --recipe toy --grid {} --trials 0", "give an integer from 1 on"),
         ("export nobody", "required: --out"),
+        ("train --data clicks.csv", "--data: there is no such flag; did you mean --data.path?"),
+        (
+            "train --train=3",
+            "--train: there is no such flag; did you mean --train.epochs, --train.batch-size",
+        ),
         ("train clicks.csv", "unexpected 'clicks.csv'; write --data.path clicks.csv"),
     ],
 )

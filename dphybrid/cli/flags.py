@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,8 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
 from dphybrid.recipes.configs import field_types, load_config, parse_overrides, read_config_file
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
-from dphybrid.util.errors import UserError, suggestion
+from dphybrid.run.folder import named_run
+from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, given_path
 from dphybrid.util.masking import masked
 
@@ -167,19 +167,8 @@ def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settin
         if value is not None:
             os.environ[name] = value  # a setting: the flow's tasks read it, too
     config, settings = data_config(args), load_settings()
-    if args.resume is not None:
-        _check_resumed(args.resume, settings.runs_dir)
-    return config, settings, args.resume, report
-
-
-def _check_resumed(which: str, runs_dir: Path) -> None:
-    """Raise UserError where no run has this name. `find_run` does too, when torch is imported and the data is
-    prepared."""
-    names = [page.parent.name for page in runs_dir.glob("*/run.json")]
-    if which not in names and not (names and re.fullmatch("latest|[0-9a-f]{32}", which)):  # an MLflow id
-        raise UserError(
-            f"--resume {which}: no such run in {runs_dir}{suggestion(which, names or ['none yet'])}"
-        )
+    resume = named_run(settings, args.resume, config.recipe).folder.name if args.resume else None
+    return config, settings, resume, report
 
 
 def given_config(args: argparse.Namespace) -> ExperimentConfig:

@@ -9,7 +9,7 @@ from pathlib import Path
 from dphybrid import __version__
 from dphybrid.cli.flags import recipe_of, recipes_text
 from dphybrid.cli.parser import Parser, run_cli
-from dphybrid.util.importing import importing_much, missing_extra
+from dphybrid.util.importing import kept_from_gc, missing_extra
 
 COMMANDS = [
     *("prepare", "plan", "init", "train", "compare", "ui", "predict", "export", "sweep", "rollback", "sync"),
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_elsewhere(given[0], given[1:])
 
     def run() -> int:
-        with importing_much():  # also a recipe of one's own
+        with kept_from_gc():  # also a recipe of one's own
             args = make_parser(given).parse_args(given)
         code: int = args.run(args)
         return code

@@ -4,6 +4,7 @@ import argparse
 import atexit
 import gc
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -62,6 +63,10 @@ class Parser(argparse.ArgumentParser):
             message = f"{value!r}: there is no such command{suggestion(value, known)}"
             if flag.startswith("-"):
                 message = f"{flag} {value!r}: use {' or '.join(known)}"
+        if wrong := re.match(r"ambiguous option: (--[\w.-]+)\S* could match (.*)", message):
+            flag, known = wrong[1], wrong[2].split(", ")
+            meant = f"{flag}.path?" if f"{flag}.path" in known else f"{', '.join(known[:4])} or another one?"
+            message = f"{flag}: there is no such flag; did you mean {meant}"
         self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 
 
@@ -84,6 +89,8 @@ def run_cli(function: Callable[[], int | None]) -> int:
     What the process has imported is not searched for garbage when it ends: that took two seconds.
     """
     atexit.register(gc.freeze)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as a flow's package leaves it for the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         try:
             return function() or 0

@@ -39,13 +39,14 @@ def run(args: argparse.Namespace) -> int:
     """Print how batches will be split, and what each device will hold."""
     from dphybrid.gpus.leasing import wanted_spec
     from dphybrid.parallel import resolve_devices, split_plan
+    from dphybrid.training.sizes import sized
 
     config, settings = given_config(args), load_settings()
     rows = args.rows
     if rows is None and not (config.cluster.ranks and (args.batch_size or config.train.batch_size)):
         rows = _rows_of_epoch(config, settings)
     if rows is not None and rows > 0:
-        config, _ = find_recipe(config.recipe).sized(config, rows)
+        config, _ = sized(config, rows, *find_recipe(config.recipe).batches)
     batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
     if config.cluster.several:
         from dphybrid.cluster.plan import plan_text

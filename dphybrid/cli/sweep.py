@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Run a sweep; 1 when a run failed."""
     from datetime import datetime
 
-    from dphybrid.lifecycle.sweep import failures, make_grid, run_grid, sweep_folder, sweep_rows, write_sweep
+    from dphybrid.lifecycle.sweep import failures, make_grid, run_grid, sweep_folder, write_sweep
     from dphybrid.util.stop import StopRequest, stop_signals
 
     config, settings, *_ = config_from_args(args)
@@ -80,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             cells = make_grid(config, grid, name, settings)
             reports = run_grid(cells, name, settings, stop, args.at_once)
-    rows = sweep_rows(cells, reports)
-    file = write_sweep(sweep_folder(name, settings), rows)
+    rows, file = write_sweep(sweep_folder(name, settings), cells, reports)
     for row in rows:
         print(_line(row, f"{settings.mlflow_uri}".startswith("http")))
     print(f"Results: {file}\nCompare: dphybrid compare --sweep {name}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from dphybrid.cli.flags import add_train_flags, config_from_args, tags_from_args
 from dphybrid.cli.parser import Parser
-from dphybrid.util.importing import importing_much
+from dphybrid.util.importing import kept_from_gc
 
 if TYPE_CHECKING:
     from dphybrid.run.pages import Report
@@ -37,7 +37,7 @@ def flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; a run that gives its GPUs back takes its place in the queue again."""
     config, settings, resume, report_path = config_from_args(args)
-    with importing_much():
+    with kept_from_gc():
         from dphybrid.gpus.politeness import go_on_later
         from dphybrid.run.train import run_job
         from dphybrid.util.stop import Interrupted

@@ -220,32 +220,22 @@ def run_grid(grid: Grid, sweep: str, settings: Settings, stop: StopRequest, at_o
         return dict(zip([cell.name for cell in grid.cells], pool.map(train, grid.cells), strict=True))
 
 
-def sweep_rows(grid: Grid, reports: Reports) -> list[dict[str, Any]]:
-    """Return a row a cell for people: its values, and what it came to or why not. reports: cell name ->
-    report, or the failure."""
+def write_sweep(folder: Path, grid: Grid, reports: Reports) -> tuple[list[dict[str, Any]], Path]:
+    """Write `sweep.json`: a row a cell with its values, and what it came to or why not. Returns rows and
+    file."""
     rows = []
     for cell in grid.cells:
         done = reports.get(cell.name, "not run")
-        row: dict[str, object] = {"cell": cell.name, **cell.values}
-        rows.append(
-            row
-            | (
-                {"failed": done}
-                if isinstance(done, str)
-                else {"failed": "", **done.metrics, "run": done.run_url}
-            )
+        told = (
+            {"failed": done} if isinstance(done, str) else {"failed": "", **done.metrics, "run": done.run_url}
         )
-    return rows
+        rows.append({"cell": cell.name, **cell.values, **told})
+    file = folder / "sweep.json"
+    write_json(file, rows)
+    return rows, file
 
 
 def failures(reports: Reports) -> dict[str, str]:
     """Return why cells failed, by name; those that a search ended early did not."""
     told = {name: done for name, done in reports.items() if isinstance(done, str)}
     return {name: text for name, text in told.items() if not text.startswith(PRUNED)}
-
-
-def write_sweep(folder: Path, rows: list[dict[str, object]]) -> Path:
-    """Write the rows as JSON; return the file."""
-    file = folder / "sweep.json"
-    write_json(file, rows)
-    return file

@@ -19,7 +19,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.supervised import without_tracebacks_of_user_errors
 from dphybrid.orchestration.temporary_server import TemporaryServer, is_up_to_date
 from dphybrid.tracking.opening import import_mlflow
-from dphybrid.util.importing import importing_much
+from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.stop import Interrupted
 
 
@@ -81,7 +81,7 @@ def start_server() -> TemporaryServer | None:
 
 def _import_what_is_needed() -> None:
     """Import while the server starts what takes long, and what a flow needs in any case."""
-    with importing_much():
+    with kept_from_gc():
         import dphybrid.orchestration.steps  # noqa: F401
     import_mlflow(load_settings().mlflow_uri)
 

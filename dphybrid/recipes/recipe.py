@@ -112,10 +112,10 @@ class Recipe:
         return []
 
     def sized(
-        self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any] = {}
+        self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
         """Return the config with what it leaves to the data, and lines that say so with the arithmetic.
-        num_rows: of the training split. info: facts about the prepared data, where there is some."""
+        num_rows: of the training split. info: facts about the prepared data."""
         from dphybrid.training.sizes import sized
 
         return sized(config, num_rows, *self.batches)

@@ -1,12 +1,19 @@
 """The first part of a run: prepare its data, build its model once, make its folder and its record."""
 
+import os
+import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from dphybrid import __version__
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.labels import Label
@@ -15,8 +22,7 @@ from dphybrid.gpus.leasing import expected_devices
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.experiment import Experiment, choose_engine
-from dphybrid.run.folder import Run, environment_tags, find_run, new_run_folder
-from dphybrid.run.pages import RunPage
+from dphybrid.run.folder import Run, RunPage, find_run, new_run_folder
 from dphybrid.run.report import open_run_tracker
 from dphybrid.tracking import Tracker, waiting
 from dphybrid.tracking.files import FILES
@@ -180,7 +186,7 @@ def _recorded(
     config, data, page = experiment.config, experiment.data, run.page
     shown = experiment.engine.shown_devices(page.devices, tags)
     all_tags = {
-        **environment_tags(),
+        **_environment_tags(),
         **tags,
         "dphybrid.recipe": config.recipe,
         "dphybrid.devices": shown,
@@ -232,3 +238,30 @@ def _label_of(experiment: Experiment) -> str | None:
             "dphybrid.training.label_tasks.label_task(info) and its model take the loss from there"
         )
     return label
+
+
+def _environment_tags() -> dict[str, str]:
+    """Return what a result may depend on: versions, machine, commit."""
+    tags = {"version.dphybrid": __version__} | {
+        f"version.{name}": version(name) for name in ("torch", "mlflow", "polars") if find_spec(name)
+    }
+    tags |= {
+        "version.python": platform.python_version(),
+        "host.name": platform.node(),
+        "host.cpus": str(os.cpu_count()),
+    }
+    tags["torch.threads"] = str(torch.get_num_threads())
+    if torch.cuda.is_available():
+        tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    try:
+        commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    except (OSError, subprocess.SubprocessError):
+        return tags  # installed without its repository
+    return tags | {"mlflow.source.git.commit": commit, "dphybrid.dirty": str(bool(changes)).lower()}
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]  # the user's own git
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", check=True, timeout=10
+    ).stdout.strip()

@@ -1,33 +1,50 @@
-"""Run folders: one a run, with a page that says what the run is, and how to find the one to go on with."""
+"""Run folders: one a run, with a page that says what the run is, and how to find the one to go on with. Needs
+no torch."""
 
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+from pydantic import Field
 
-from dphybrid import __version__
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
-from dphybrid.parallel import Devices
 from dphybrid.recipes.configs import stored_config
-from dphybrid.run.experiment import Experiment
-from dphybrid.run.pages import RunPage
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync
 from dphybrid.util.locks import FileLock, is_held
+from dphybrid.util.pages import Page
+
+if TYPE_CHECKING:
+    from dphybrid.parallel import Devices
+    from dphybrid.run.experiment import Experiment
 
 LOCK = ".lock"
 _RUNNING = "run {} is running in another process; wait for its end, or stop it first"
+
+
+class RunPage(Page):
+    """`run.json`: what a run is. config: the experiment's values. created: ISO time. links: name -> address,
+    for its page in MLflow."""
+
+    run_id: str
+    attempt: int
+    config: dict[str, Any]
+    devices: str = "auto"
+    prepared: str
+    data_digest: str
+    links: dict[str, str] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict)
+    created: str
+
+    @property
+    def recipe(self) -> str:
+        return str(self.config["recipe"])
 
 
 @dataclass(frozen=True)
@@ -42,8 +59,10 @@ class Run:
     def config(self) -> ExperimentConfig:
         return stored_config(self.page.config, self.folder / "run.json", self.settings)
 
-    def experiment(self) -> Experiment:
+    def experiment(self) -> "Experiment":
         """Resolve what the run is made of. Raises UserError when its prepared data is gone or damaged."""
+        from dphybrid.run.experiment import Experiment
+
         return Experiment.open(self.config, self.settings, self.page.prepared)
 
     @property
@@ -64,25 +83,28 @@ _FIXED = (
 """Values that a resumed run cannot change."""
 
 
-def find_run(experiment: Experiment, which: str) -> Run:
-    """Return the run to resume: the newest of this recipe ("latest") or the one named (or with that MLflow
-    id).
-
-    Raises UserError when there is none, and when model, tables or data differ from the config's, naming each
-    difference.
-    """
-    settings, config, data = experiment.settings, experiment.config, experiment.data
+def named_run(settings: Settings, which: str, recipe: str) -> Run:
+    """Return the newest run of a recipe ("latest"), or the run of a name or MLflow id. Raises UserError when
+    there is none."""
     runs = all_runs(settings, which)
     if which == "latest":
-        runs = [run for run in runs if run.page.recipe == config.recipe]
+        found = [run for run in runs if run.page.recipe == recipe]
     else:
-        runs = [run for run in runs if which in (run.folder.name, run.page.run_id)]
-    if not runs:
-        there = ", ".join(path.name for path in settings.runs_dir.glob("*") if path.is_dir()) or "none"
-        raise UserError(
-            f"--resume {which}: no such run of recipe {config.recipe} in {settings.runs_dir}; there: {there}"
-        )
-    run = runs[-1]
+        found = [run for run in runs if which in (run.folder.name, run.page.run_id)]
+    if not found:
+        known = suggestion(which, [run.folder.name for run in runs] or ["none yet"])
+        raise UserError(f"--resume {which}: no such run of recipe {recipe} in {settings.runs_dir}{known}")
+    return found[-1]
+
+
+def find_run(experiment: "Experiment", which: str) -> Run:
+    """Return the run to resume, as `named_run` does.
+
+    Raises UserError too when it is running, and when model, tables or data differ from the config's, naming
+    each difference.
+    """
+    settings, config, data = experiment.settings, experiment.config, experiment.data
+    run = named_run(settings, which, config.recipe)
     with _own(run.folder):
         held = is_held(run.folder / LOCK)
     if held:
@@ -163,48 +185,18 @@ def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | No
     return found[0].folder.name if found else None
 
 
-def environment_tags() -> dict[str, str]:
-    """Return what a result may depend on: versions, machine, commit."""
-    tags = {"version.dphybrid": __version__} | {
-        f"version.{name}": version(name) for name in ("torch", "mlflow", "polars") if find_spec(name)
-    }
-    tags |= {
-        "version.python": platform.python_version(),
-        "host.name": platform.node(),
-        "host.cpus": str(os.cpu_count()),
-    }
-    tags["torch.threads"] = str(torch.get_num_threads())
-    if torch.cuda.is_available():
-        tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    try:
-        commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
-    except (OSError, subprocess.SubprocessError):
-        return tags  # installed without its repository
-    return tags | {"mlflow.source.git.commit": commit, "dphybrid.dirty": str(bool(changes)).lower()}
-
-
-def _git(*words: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *words]  # the user's own git
-    return subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", check=True, timeout=10
-    ).stdout.strip()
-
-
 def check_run_name(name: str, where: str) -> None:
     """Raise UserError for a name that cannot be a folder's."""
     if not name.strip() or Path(name).name != name or name.startswith("."):
         raise UserError(f"{where} {name!r}: use a plain name without slashes, it also names a folder")
 
 
-def new_run_folder(experiment: Experiment, devices: Devices, name: str | None) -> Path:
+def new_run_folder(experiment: "Experiment", devices: "Devices", name: str | None) -> Path:
     """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError for an
     unusable name."""
     if name is not None:
         check_run_name(name, "run name")
-    settings, where = (
-        experiment.settings,
-        devices.text.translate({ord("*"): "x", ord(":"): "", ord(","): "+"}),
-    )
+    settings, where = experiment.settings, devices.text.translate(str.maketrans("*,", "x+", ":"))
     base = name or f"{experiment.recipe.name}-{where}-{time.strftime('%m%d-%H%M%S')}"
     make_folder(settings.runs_dir)
     for attempt in range(1, 1000):

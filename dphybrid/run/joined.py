@@ -21,8 +21,8 @@ from dphybrid.gpus.leasing import expected_devices
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.evaluate import evaluate_run
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import Run, find_tagged_run, read_run
-from dphybrid.run.pages import Report, RunPage
+from dphybrid.run.folder import Run, RunPage, find_tagged_run, read_run
+from dphybrid.run.pages import Report
 from dphybrid.run.report import report_run
 from dphybrid.run.train import closing_run, train_here
 from dphybrid.util.device_spec import parse_device_spec

@@ -1,6 +1,4 @@
-"""The pages of a run folder: the run, the results of its training, its metrics, splits and report."""
-
-from typing import Any
+"""The pages of a run folder: the results of its training, its metrics, splits and report."""
 
 from pydantic import Field
 
@@ -8,25 +6,6 @@ from dphybrid.training.metrics import Chart, Confusion
 from dphybrid.training.saving import SavingCosts
 from dphybrid.training.split_log import SplitRow
 from dphybrid.util.pages import Page
-
-
-class RunPage(Page):
-    """`run.json`: what a run is. config: the experiment's values. created: ISO time. links: name -> address,
-    for its page in MLflow."""
-
-    run_id: str
-    attempt: int
-    config: dict[str, Any]
-    devices: str = "auto"
-    prepared: str
-    data_digest: str
-    links: dict[str, str] = Field(default_factory=dict)
-    tags: dict[str, str] = Field(default_factory=dict)
-    created: str
-
-    @property
-    def recipe(self) -> str:
-        return str(self.config["recipe"])
 
 
 class ResultPage(Page):

@@ -13,7 +13,7 @@ from pathlib import Path
 from dphybrid.tracking.base import Detail, Tracker
 from dphybrid.tracking.files import FILES, FileTracker
 from dphybrid.util.errors import UserError
-from dphybrid.util.importing import importing_much
+from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.locks import locked
 from dphybrid.util.masking import without_credentials
 
@@ -69,7 +69,7 @@ def import_mlflow(tracking_uri: str | None) -> None:
     """Import what recording at a place needs (as in `open_tracker`), which takes a second or two."""
     if tracking_uri in ("none", FILES) or (tracking_uri is None and not has_mlflow()):
         return
-    with importing_much():
+    with kept_from_gc():
         import dphybrid.tracking.tracker  # noqa: F401
 
         logging.getLogger("alembic").setLevel(logging.WARNING)  # forty lines of schema news

@@ -21,7 +21,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.joining import SEAT, Seat, same_run
 from dphybrid.orchestration.machines import check_nodes, over_machines
 from dphybrid.recipes.configs import apply_overrides, load_config
-from dphybrid.run.pages import RunPage
+from dphybrid.run.folder import RunPage
 from dphybrid.util.errors import UserError
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team, kill_tree

@@ -16,7 +16,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.recipes.registry import BUILT_IN
-from dphybrid.run.pages import RunPage
+from dphybrid.run.folder import RunPage
 from dphybrid.selftest.faults import ERRORS, KILLED, MODES
 from dphybrid.selftest.runs import came_to, run_trial
 from dphybrid.tracking import waiting

@@ -26,7 +26,8 @@ from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.validate import check_prefect_yaml
 from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
-from dphybrid.run.pages import MetricsPage, Report, ResultPage, RunPage, SplitsPage
+from dphybrid.run.folder import RunPage
+from dphybrid.run.pages import MetricsPage, Report, ResultPage, SplitsPage
 from dphybrid.run.train import prepare_data, run_job
 from dphybrid.tracking.outbox import Outbox
 from dphybrid.tracking.sender import Sender

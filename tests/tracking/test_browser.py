@@ -145,7 +145,7 @@ def test_charts_of_three_runs_are_grouped(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize(
-    ("view", "columns"), [("Result", ["final/mse", "devices"]), ("Speed", ["summary/step_ms_p50"])]
+    ("view", "columns"), [("Result", ["final/mse", "devices"]), ("Speed", ["perf/step_ms"])]
 )
 @pytest.mark.parametrize("width", [1440, 1000])
 def test_a_view_is_one_sorted_table_reached_from_the_experiment(

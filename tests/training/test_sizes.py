@@ -8,9 +8,11 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.registry import find_recipe
 
+NO_IDS: dict[str, Any] = {"num_ids": []}
+
 
 def of_ctr(rows: int, **train: Any) -> tuple[ExperimentConfig, list[str]]:
-    return find_recipe("ctr").sized(build_config({"recipe": "ctr", "train": train}), rows)
+    return find_recipe("ctr").sized(build_config({"recipe": "ctr", "train": train}), rows, NO_IDS)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +37,12 @@ def test_they_follow_the_rows(rows: int, batch_size: int, epochs: int, patience:
         "table.lr",
     ]
     assert lines[0].startswith(f"train.batch_size={batch_size}: {rows:,} training rows / 32")
-    assert find_recipe("ctr").sized(config, rows) == (config, [])
+    assert find_recipe("ctr").sized(config, rows, NO_IDS) == (config, [])
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), [(100, 32), (86_835, 256), (272_115, 1024), (10**8, 4096)])
 def test_triples_have_about_as_many_batches_an_epoch(rows: int, batch_size: int) -> None:
-    config, (line,) = find_recipe("kge").sized(build_config({"recipe": "kge"}), rows)
+    config, (line,) = find_recipe("kge").sized(build_config({"recipe": "kge"}), rows, NO_IDS)
     assert config.train.batch_size == batch_size
     assert line.startswith(f"train.batch_size={batch_size}: {rows:,} training rows / 256, rounded")
 
@@ -73,4 +75,4 @@ def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for(epochs: int, s
 
 def test_rows_of_a_network_with_a_linear_part_are_not_slow() -> None:
     config = build_config({"recipe": "ctr", "model": {"kind": "deepfm"}})
-    assert find_recipe("ctr").sized(config, 1000)[0].table.lr == config.train.lr
+    assert find_recipe("ctr").sized(config, 1000, NO_IDS)[0].table.lr == config.train.lr

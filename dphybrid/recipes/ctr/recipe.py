@@ -61,17 +61,17 @@ class Ctr(Recipe):
         return open_source(data, seed)
 
     def sized(
-        self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any] = {}
+        self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
         from dphybrid.training.sizes import STEPS
 
-        found, lines = super().sized(config, num_rows)
+        found, lines = super().sized(config, num_rows, info)
         if found.table.lr:
             return found, lines
         # Fast rows learn rare values by heart; a linear part, products of rows, and many values that are not
         # rare need them faster.
         share, why = SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0, ""
-        values = max(info.get("num_ids", ()), default=0)
+        values = max(info["num_ids"], default=0)
         if share == SLOW_ROWS and values > MANY_VALUES and num_rows > FEW_ROWS * values:
             share = min(share * (num_rows / values / FEW_ROWS) ** 2, 1.0)
             why = f" instead of {SLOW_ROWS:g} x, for {num_rows / values:.3g} rows a value of {values:,}"
