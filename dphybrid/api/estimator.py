@@ -116,7 +116,7 @@ class _HybridEstimator(BaseEstimator):
         )
 
     @property
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, object]:
         """The recipe's values, as `dphybrid.train` takes them."""
         own = signature(_HybridEstimator).parameters
         return {_value(name): value for name, value in self.get_params().items() if name not in own}

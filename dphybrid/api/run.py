@@ -150,7 +150,7 @@ class TrainedRun:
             )
         return file
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """What a pickle keeps: where the run is, not its model."""
         return {name: value for name, value in vars(self).items() if name not in ("model", "predictor")}
 

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         """Everything that this command takes."""
         return list(self._actions)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Any = None, namespace: object = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             (self.commands or {}).get(vars(found).get("command", ""), self).refuse(unknown)

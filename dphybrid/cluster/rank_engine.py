@@ -147,7 +147,7 @@ class RankEngine(ClusterEngine):
     def writer(self, folder: Path, trained: Trained, *encoder: Any) -> CheckpointWriter:
         return SpreadWriter(self.ranks, self.table.spread, folder, trained, *encoder)
 
-    def read(self, trained: Trained, load: Callable[[], object] | None) -> Any:
+    def read(self, trained: Trained, load: Callable[[], object] | None) -> object:
         """Have rank 0 read a checkpoint, rows into all ranks; all then hold its blocks and progress.
 
         load: on rank 0, or None there to start anew. Returns what it returned.

@@ -20,7 +20,7 @@ from dphybrid.util.errors import UserError
 class _Rules:
     """A row optimizer in FBGEMM's words: the sharder's `fused_params`, and the state that it keeps."""
 
-    fused_params: dict[str, Any]
+    fused_params: dict[str, object]
     has_sum: bool
 
 
@@ -138,7 +138,7 @@ def _distributed(
             # Not the collection of bags: that one has no row-wise sharding on the CPU.
             self.rows = EmbeddingCollection(tables=[table], device=torch.device("meta"))
 
-        def forward(self, ids: Any) -> Any:
+        def forward(self, ids: object) -> object:
             return self.rows(ids)
 
     rules, device = _rules_of(config), ranks.device

@@ -54,7 +54,7 @@ class SpreadTable(HostEmbedding):
         bounds = ranks.all_told((shards.first, shards.first + len(shards.rows_VD)))
         self.spread = Spread(ranks, pieces, bounds, find_bad)
         whole = self.spread.tensors()
-        self._rows: Any = whole[0]
+        self._rows: object = whole[0]
         self.weight = nn.Parameter(torch.empty(0, self.dim), requires_grad=False)
         self._info.make_states, self._info.over_ranks = self.zero_states, True
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}

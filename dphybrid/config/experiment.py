@@ -32,7 +32,7 @@ else:
     RowOptimizerName = Literal[tuple(RULES)]
 
 
-def _split_names(value: object) -> Any:
+def _split_names(value: object) -> object:
     return (
         tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
     )
@@ -219,7 +219,7 @@ class ExperimentConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
 
     @model_serializer(mode="wrap")
-    def _without_an_unused_cluster(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_an_unused_cluster(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         values: dict[str, object] = dump(self)
         if not self.cluster.several:
             values.pop("cluster", None)  # pages of one process are what they were before there were more
@@ -253,7 +253,7 @@ def merge(base: dict[str, object], top: dict[str, object]) -> dict[str, Any]:
     return out
 
 
-def flatten(values: dict[str, object], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested values under dotted names: `{"train": {"lr": 1}}` -> `{"train.lr": 1}`."""
     flat: dict[str, object] = {}
     for key, value in values.items():

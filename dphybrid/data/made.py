@@ -25,7 +25,7 @@ class MadeSource:
     make: Maker
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         return {}
 
     @property

@@ -64,14 +64,14 @@ class Manifest(Page):
     kind: str
     arrays: dict[str, ArrayFacts]
     batch_arrays: tuple[str, ...] = ()
-    info: dict[str, Any]
+    info: dict[str, object]
     description: list[str]
     rejected: int
     source_digest: str = ""
     base: str | None = None
-    split: dict[str, Any] = Field(default_factory=dict)
+    split: dict[str, object] = Field(default_factory=dict)
     files: dict[str, str] = Field(default_factory=dict)
-    facts: dict[str, Any] = Field(default_factory=dict)
+    facts: dict[str, object] = Field(default_factory=dict)
 
     @property
     def sums(self) -> dict[str, str]:
@@ -160,7 +160,7 @@ class Source(Protocol):
     """Something to prepare. options: the values that change what comes out."""
 
     @property
-    def options(self) -> dict[str, Any]: ...
+    def options(self) -> dict[str, object]: ...
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -75,7 +75,7 @@ class Vocabulary:
             return found
         return 1 + zlib.crc32(text.encode()) % self.unknown_rows if text else NO_VALUE
 
-    def page(self) -> dict[str, Any]:
+    def page(self) -> dict[str, object]:
         """Return what its file holds."""
         return {"unknown_rows": self.unknown_rows, "values": self.values}
 

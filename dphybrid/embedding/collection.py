@@ -141,7 +141,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, HostEmbedding]]:
             yield collections.get(id(module)) or name, module
 
 
-def listed(params: Any) -> list[Any]:
+def listed(params: Any) -> list[object]:
     """Return what an optimizer is given as a list: of weights, tables, (name, one of both), or groups."""
     if isinstance(params, Mapping):
         return list(params.items())

@@ -56,7 +56,7 @@ class RowOptimizer(EagerOptimizer):
     of: RowRule
     changes: ChangedRows | None = None
 
-    def __init__(self, params: Any, lr: float | None = None, **numbers: Any) -> None:
+    def __init__(self, params: object, lr: float | None = None, **numbers: object) -> None:
         known = self.of.numbers
         if foreign := sorted(numbers.keys() - known.keys() - {"weight_decay"}):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {foreign[0]!r}")
@@ -67,7 +67,7 @@ class RowOptimizer(EagerOptimizer):
             groups = groups if groups and isinstance(groups[0], dict) else named_weights(groups)
         if not groups:
             raise UserError("row optimizer: there is no table; give it the tables of a model that has one")
-        self._kept: dict[Any, tuple[Any, native.Tables]] = {}
+        self._kept: dict[object, tuple[object, native.Tables]] = {}
         if lr is not None:
             numbers["lr"] = lr
         super().__init__(groups, {"weight_decay": 0.0, **known, **numbers})
@@ -163,7 +163,7 @@ class RowOptimizer(EagerOptimizer):
     step.hooked = True  # type: ignore[attr-defined] # torch would label every step for a profile: 15 us
 
     @torch.no_grad()
-    def _step(self, closure: Callable[[], object] | None) -> Any:
+    def _step(self, closure: Callable[[], object] | None) -> object:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -417,7 +417,7 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
 }
 
 
-def make_row_optimizer(name: str, tables: Any, **options: Any) -> RowOptimizer:
+def make_row_optimizer(name: str, tables: object, **options: Any) -> RowOptimizer:
     """Return the row optimizer of that name. Raises UserError that lists the names."""
     if name not in ROW_OPTIMIZERS:
         raise UserError(f"table.optimizer={name!r}: use one of {', '.join(ROW_OPTIMIZERS)}")

@@ -167,7 +167,7 @@ class Channel:
         if len(self._timed) > _KEPT_TIMES:
             self._settle()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_settling"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -211,7 +211,7 @@ def pinned(batch: object, *, anew: bool = False) -> Any:
     """Return a batch whose tensors on the CPU lie in pinned memory, from where a forward copies them to its
     devices without waiting. anew: also those that do already."""
 
-    def pin(value: object) -> Any:
+    def pin(value: object) -> object:
         if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
             return value
         return (value.clone() if anew else value).pin_memory() if anew or not value.is_pinned() else value

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding import native
+from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.checked import check_all
+from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op, sparse
 from dphybrid.embedding.lookup import all_in_range, no_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
@@ -124,7 +126,7 @@ class HostEmbedding(nn.Module):
             if param.dtype == torch.bfloat16:
                 param.grad_dtype = torch.float32
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """What a copy or a pickle gets: rows, in memory, and settings."""
         self.settled()
         return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen}
@@ -150,12 +152,12 @@ class HostEmbedding(nn.Module):
         return self.dim
 
     @property
-    def counters(self) -> Any:
+    def counters(self) -> Counters:
         """What lookups and updates did and took; see `Counters`."""
         return self._info.counters
 
     @property
-    def ahead(self) -> Any:
+    def ahead(self) -> LookupsAhead:
         """The table's lookups for replicas; see `LookupsAhead`."""
         return self._info.ahead
 

@@ -122,7 +122,7 @@ class Inventory:
         except nvml.NVMLError as error:  # fallen off the bus, say; the other ones are still of use
             return [Gpu(index, f"GPU {index}", uuid, fault=str(error))]
 
-    def _mig_devices(self, index: int, parent: Any, parent_uuid: str) -> list[Gpu]:
+    def _mig_devices(self, index: int, parent: object, parent_uuid: str) -> list[Gpu]:
         nvml = self._nvml
         units = []
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent)):
@@ -136,7 +136,7 @@ class Inventory:
             )
         return units
 
-    def _unit(self, handle: Any, unit: Gpu) -> Gpu:
+    def _unit(self, handle: object, unit: Gpu) -> Gpu:
         nvml = self._nvml
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         running = self._ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []

@@ -65,9 +65,9 @@ class Search:
                 except (ValueError, TypeError) as error:
                     raise UserError(f"grid: {name} = {dict(values)}: {error}") from error
 
-    def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
+    def suggest(self, trial: optuna.Trial) -> dict[str, object]:
         """Return the values of a trial."""
-        chosen: dict[str, Any] = {}
+        chosen: dict[str, object] = {}
         for name, values in self.space.items():
             if not isinstance(values, Mapping):
                 chosen[name] = trial.suggest_categorical(name, values)
@@ -79,7 +79,7 @@ class Search:
         return chosen
 
 
-def _distribution(values: Mapping[str, Any]) -> optuna.distributions.BaseDistribution:
+def _distribution(values: Mapping[str, object]) -> optuna.distributions.BaseDistribution:
     """Return a field's range. Raises ValueError or TypeError for ends, log and step that do not fit."""
     whole = isinstance(values["low"], int) and isinstance(values["high"], int)
     kind: Any = optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution

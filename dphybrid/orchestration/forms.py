@@ -63,7 +63,7 @@ def form_of(flow: Flow[..., object], recipe: str) -> ParameterSchema:
     return form
 
 
-def _section(model: type[BaseModel], elsewhere: Collection[str], prefix: str = "") -> dict[str, Any]:
+def _section(model: type[BaseModel], elsewhere: Collection[str], prefix: str = "") -> dict[str, object]:
     """Return a section as a group of fields, none of which has a value.
 
     elsewhere: dotted names of fields that the form shows outside of `config`. The server takes them here,

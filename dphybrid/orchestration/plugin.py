@@ -30,13 +30,13 @@ def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signatu
     if by_name is None or getattr(by_name, "takes_bare_names", False):
         return
 
-    async def read_deployment_by_name(self: Any, name: str) -> Any:
+    async def read_deployment_by_name(self: object, name: str) -> Any:
         return await by_name(self, name if "/" in name else await full_name(self, name))
 
     create = PrefectClient.create_flow_run_from_deployment
 
     async def create_flow_run_from_deployment(
-        self: Any, deployment_id: Any, *, parameters: dict[str, Any] | None = None, **more: Any
+        self: Any, deployment_id: Any, *, parameters: dict[str, object] | None = None, **more: Any
     ) -> Any:
         await refuse_wrong_parameters(self, deployment_id, parameters or {})
         return await create(self, deployment_id, parameters=parameters, **more)
@@ -63,7 +63,7 @@ async def full_name(client: Any, name: str) -> str:
     return f"{flows[0]}/{name}" if flows else f"{name}/{name}"
 
 
-async def refuse_wrong_parameters(client: Any, deployment_id: Any, parameters: dict[str, Any]) -> None:
+async def refuse_wrong_parameters(client: Any, deployment_id: object, parameters: dict[str, object]) -> None:
     """Raise UserError for parameters of a dphybrid deployment that its flow would not take, or that name code
     of packages that DPHYBRID_FACTORY_PACKAGES does not allow; the command `prefect` ends with its message."""
     from dphybrid.config.settings import load_settings

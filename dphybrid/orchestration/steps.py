@@ -96,7 +96,7 @@ def build(
 
 
 @step("train")
-def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, Any]:
+def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, object]:
     """Train to the end, with the machines of the workers `others`; return where the checkpoints are."""
     settings = load_settings()
     with (

@@ -65,7 +65,7 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
         raise UserError(f"{where}: {error}") from error
 
 
-def load_flow(entrypoint: str) -> Flow[..., Any]:
+def load_flow(entrypoint: str) -> Flow[..., object]:
     """Import `module:function`. Raises UserError when there is no such flow."""
     module, _, name = entrypoint.partition(":")
     if module in _MOVED:
@@ -90,11 +90,11 @@ def _defaults(flow: Flow[..., object]) -> dict[str, object]:
 class Schedule(BaseModel):
     """What of a schedule is looked at."""
 
-    slug: Any = None
+    slug: object = None
     cron: Any = None
     timezone: Any = None
-    parameters: dict[str, Any] | None = None
-    active: Any = True
+    parameters: dict[str, object] | None = None
+    active: object = True
 
 
 class Deployment(BaseModel):
@@ -102,7 +102,7 @@ class Deployment(BaseModel):
 
     name: str
     entrypoint: str
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     schedules: list[Schedule] | None = None
 
 

@@ -87,7 +87,7 @@ class DataParallel(nn.DataParallel):
         self._bare = len(self.devices) == 1 and home == self._target == torch.device("cpu")
         self._record = Record()
 
-    def forward(self, *inputs: object, **kwargs: object) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
         and outputs that cannot be joined."""
         # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
@@ -107,7 +107,7 @@ class DataParallel(nn.DataParallel):
         return self._split_and_joined(inputs, kwargs)
 
     @outside_of_graphs
-    def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         kwargs = self.with_wholes(kwargs)
         sizes: list[int] | None = None
         if "scatter" in self._overridden:
@@ -213,7 +213,7 @@ class DataParallel(nn.DataParallel):
         replicas: Sequence[nn.Module],
         inputs: Sequence[object],
         kwargs: Sequence[dict[str, object]] | None,
-    ) -> list[Any]:
+    ) -> list[object]:
         """Call each replica on its inputs; return the outputs in device order. May be overridden."""
         used = Devices(self.devices.text, self.devices.replicas[: len(replicas)], self.devices.virtual)
         if not used.at_once or under_functorch():  # vmap has a say of its own about draws
@@ -221,7 +221,7 @@ class DataParallel(nn.DataParallel):
         with independent_streams(used.replicas) as seed:
             return parallel_apply(replicas, inputs, kwargs, used, before=seed)
 
-    def gather(self, outputs: Sequence[object], output_device: int | str | torch.device) -> Any:
+    def gather(self, outputs: Sequence[object], output_device: int | str | torch.device) -> object:
         """Join the outputs on a device. May be overridden. Raises UserError for what cannot be joined."""
         return gather(outputs, output_device, self.dim)
 
@@ -232,7 +232,7 @@ class DataParallel(nn.DataParallel):
     def _timed(self, part: str) -> AbstractContextManager[None]:
         return nullcontext() if self.stage is None or not self.training else self.stage(part)
 
-    def _on_one(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def _on_one(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the module on the first device without changing the caller's tensors, as on several devices.
 
         The first call gets copies and shows whether the module works in place on its inputs. One that does
@@ -279,7 +279,7 @@ class DataParallel(nn.DataParallel):
         """Return every split seen, in order of first appearance, with how often it happened."""
         return [split for _, split in self._splits()]
 
-    def _splits(self) -> Iterator[tuple[Any, Split]]:
+    def _splits(self) -> Iterator[tuple[object, Split]]:
         for key, count in self._record.counts().items():
             inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
             yield key, Split(inputs, outputs, self.devices.labels[: len(inputs)], count)

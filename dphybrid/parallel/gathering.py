@@ -53,7 +53,7 @@ class Join:
         self.target, self.dim, self.sizes = target, dim, sizes
         self.leaves: list[Leaf] = []
 
-    def __call__(self, outputs: list[Any], path: str) -> Any:
+    def __call__(self, outputs: list[Any], path: str) -> object:
         first = outputs[0]
         kind = type(first)
         for output in outputs:

@@ -72,7 +72,7 @@ def items_of(value: object) -> list[object]:
     return [getattr(value, name) for name in names_of(value)]
 
 
-def rebuild(like: object, items: list[object]) -> Any:
+def rebuild(like: object, items: list[object]) -> object:
     """Return a nest like `like` with other items; attributes that mirror an item are those of the new one. No
     constructor runs: a `__post_init__` would compute from a share what it did for the batch."""
     if type(like) is dict:

@@ -180,7 +180,7 @@ def _lengths(value: object) -> Iterator[int]:
 @torch.no_grad()
 def computed(
     module: nn.Module, inputs: tuple[Any, Any], home: torch.device, count: int = 1, training: bool = True
-) -> Any:
+) -> object:
     """Return what a throwaway copy of the module makes of (args, kwargs) on `home`; nothing else is left of
     the call. count: of replicas, for who asks. training: as the module is, else in evaluation mode."""
     args, kwargs = inputs

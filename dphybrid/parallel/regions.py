@@ -60,11 +60,11 @@ def compile_regions(model: nn.Module, **options: Any) -> list[str]:
     return list(blocks)
 
 
-def _caller(module: nn.Module) -> Callable[..., Any]:
+def _caller(module: nn.Module) -> Callable[..., object]:
     """A function of ours around the call: `module.compile()` leaves modules of torch's own classes, such as
     nn.Sequential, as they are."""
 
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return module._call_impl(*args, **kwargs)
 
     return call

@@ -22,7 +22,7 @@ from dphybrid.util.files import read_small_text
 
 Values = dict[str, Any]
 """Values of a config by name, sections as mappings of their own."""
-_FieldFacts = tuple[Any, str, Any]
+_FieldFacts = tuple[object, str, object]
 
 
 @cache

@@ -38,7 +38,7 @@ class GivenSource:
     seed: int
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         return dict(self.data.model_dump(mode="json"))
 
     @property
@@ -139,7 +139,7 @@ def as_arrays(given: Given, where: str) -> dict[str, Array]:
     return arrays
 
 
-def _items(dataset: Any, where: str) -> dict[str, Array]:
+def _items(dataset: object, where: str) -> dict[str, Array]:
     """Read a map-style Dataset sample by sample."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
@@ -18,7 +17,7 @@ from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.metrics import Chart, Confusion
 from dphybrid.training.retention import checkpoint_uid
 
-Table = list[dict[str, Any]]
+Table = list[dict[str, object]]
 """Splits as MLflow, figures and pages show them."""
 
 
@@ -182,7 +181,7 @@ def _pictures(table: Table, charts: Sequence[Chart | Confusion]) -> dict[str, by
 
 def _facts(
     table: Table, experiment: Experiment, result: ResultPage, evaluated: MetricsPage
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what the run's page tells besides the report."""
     return {
         "splits": table,

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -62,17 +61,17 @@ def build_trained(experiment: Experiment, engine: Engine, devices: Devices, done
 
 def starting_point(
     done: Path | None, experiment: Experiment, trained: Trained, saver: CheckpointWriter
-) -> Callable[[], dict[str, Any]] | None:
+) -> Callable[[], dict[str, object]] | None:
     """Return what fills `trained` and returns the states to go on with; None: it stays as it was built."""
 
-    def go_on(done: Path) -> dict[str, Any]:
+    def go_on(done: Path) -> dict[str, object]:
         page = load_checkpoint(done, trained)
         saver.resumed(done, page)
         progress = trained.progress
         print(f"Going on from {done}: step {progress.step}, epoch {progress.epoch + 1}", flush=True)
         return page.record
 
-    def start_warm(checkpoint: str) -> dict[str, Any]:
+    def start_warm(checkpoint: str) -> dict[str, object]:
         warm_start(Path(checkpoint), trained.model, experiment.data)
         print(f"Starting from the weights of {checkpoint}", flush=True)
         return {}

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import sklearn.metrics
 import torch
@@ -150,7 +150,7 @@ def _work(
     os._exit(code)
 
 
-def came_to(data_dir: Path) -> dict[str, Any]:
+def came_to(data_dir: Path) -> dict[str, object]:
     """Return what a finished run holds that must not depend on interruptions."""
     (folder,) = (path.parent for path in data_dir.glob("runs/*/report.json"))
     report, result = Report.read(folder / "report.json"), ResultPage.read(folder / "result.json")

@@ -227,7 +227,7 @@ class _Programs:
         return rows_VD[ids].to(dtype)
 
 
-def _traced(module: nn.Module, *arguments: Any) -> torch.export.ExportedProgram:
+def _traced(module: nn.Module, *arguments: object) -> torch.export.ExportedProgram:
     """Return the program of a module for arguments of any size, without operations that nothing needs: torch
     keeps those that draw random numbers, which a dropout of an evaluation does not."""
     dims = torch.export.Dim
@@ -321,7 +321,7 @@ def _example(columns: Sequence[Column]) -> pl.DataFrame:
     return pl.DataFrame({column.name: [_known(column)] * (_EXAMPLES - 1) + [None] for column in read})
 
 
-def _known(column: Column) -> Any:
+def _known(column: Column) -> object:
     if isinstance(column, Numeric):
         return round(column.learned.mean, 2) if not column.learned.log else 1.0
     if isinstance(column, Time):

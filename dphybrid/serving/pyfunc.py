@@ -24,7 +24,7 @@ class LoadedCheckpoint:
         self.state = verify_checkpoint(folder, mapped=True)
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """The experiment's values."""
         return self.state.config
 
@@ -44,7 +44,7 @@ class LoadedCheckpoint:
     def _predictor(self) -> Any:
         return open_predictor(self.folder)
 
-    def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
+    def predict(self, data: object, params: dict[str, object] | None = None) -> object:
         """Return what `Predictor.predict` returns for the rows of a frame; for a batch of tensors, what the
         model returns.
 

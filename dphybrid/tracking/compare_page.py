@@ -48,7 +48,7 @@ def write_page(folder: Path, runs: Sequence[RunFacts], param: str) -> Path:
     return page
 
 
-def page_data(runs: Sequence[RunFacts], param: str) -> dict[str, Any]:
+def page_data(runs: Sequence[RunFacts], param: str) -> dict[str, object]:
     """Return what the page's script draws, as values fit for JSON."""
     names = differing(runs)
     by = list(

@@ -86,7 +86,7 @@ class FileTracker(Tracker):
         if self.run_id:
             write_text(self._place(name), text)
 
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
         if self.run_id:
             write_json(self._place(name), list(rows))
 

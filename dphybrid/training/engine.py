@@ -116,7 +116,7 @@ class Engine:
         """Return what writes the checkpoints; see `CheckpointWriter` for the values."""
         return CheckpointWriter(folder, trained, self.config.checkpoint.full_every, *encoder)
 
-    def read(self, trained: Trained, load: Callable[[], Any] | None) -> Any:
+    def read(self, trained: Trained, load: Callable[[], object] | None) -> Any:
         """Fill what is trained by `load`, or not; return what it returns."""
         return load() if load else None
 

@@ -48,7 +48,7 @@ class LabelTask(Task):
         shape = (0, self.num_outputs) if self.label.task == "multiclass" else (0,)
         return self.link(torch.zeros(shape)).numpy()
 
-    def table(self, predicted: Array) -> dict[str, Any]:
+    def table(self, predicted: Array) -> dict[str, object]:
         """Return predictions as columns, by the names of `Label.columns`."""
         if self.label.task != "multiclass":
             return dict.fromkeys(self.label.columns, predicted)

@@ -64,7 +64,7 @@ class Label(Section):
         """Return what models learn (B,) float32, of numbers, or of numbers of classes."""
         return ((values_B - self.offset) / self.scale).astype(np.float32)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the label as JSON has it, among the facts about prepared data."""
         return {"label": {"task": self.task, **self.model_dump(mode="json")}}
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import polars as pl
@@ -172,7 +172,7 @@ def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     names, first, size = list[str](), 1, 0
     with file.open("rb") as stream:
         while texts := stream.readlines(_JSON_BYTES):
-            records, lines, rejected = list[dict[str, Any]](), list[int](), list[Rejected]()
+            records, lines, rejected = list[dict[str, object]](), list[int](), list[Rejected]()
             for line, text in enumerate(texts, first):
                 if not text.strip():
                     continue

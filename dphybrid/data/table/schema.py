@@ -27,7 +27,7 @@ class SchemaFile(Section):
     """A schema file: the label, and a section a column."""
 
     label: str | None = None
-    columns: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
+    columns: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class TableSource:
         return open_base(Path(self.data.base)) if self.data.base else None
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         excluded = {"path", "valid_path", "schema_file", "base", *_LIMITS}
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
         return self.data.model_dump(mode="json", exclude=excluded) | {
@@ -128,7 +128,7 @@ class TableSource:
                 "data.buckets above 0"
             )
         plan, label, num_rows = table.plan, encoder.label, table.num_rows
-        sizes: dict[str, Any] = {part: len(rows) for part, rows in parts.items()}
+        sizes: dict[str, object] = {part: len(rows) for part, rows in parts.items()}
         if label.task == "binary":
             for part in ("train", "valid"):
                 sizes[f"{part}_label_rate"] = float(labels_B[parts[f"{part}_rows"]].mean())
@@ -140,7 +140,7 @@ class TableSource:
         if encoder.bags:
             shapes["bags_BFL"] = ((num_rows, len(encoder.bags), table.longest), np.dtype(np.int32))
         arrays = {"labels_B": labels_B} | ({} if weights_B is None else {"weights_B": weights_B})
-        info: dict[str, Any] = {
+        info: dict[str, object] = {
             "columns": encoder.id_columns,
             "num_ids": [column["num_ids"] for column in encoder.id_columns],
             "num_dense": encoder.num_dense,

@@ -83,7 +83,7 @@ class Ctr(Recipe):
         lines.append(f"table.lr={lr:g}: {share:.3g} x train.lr{why}")
         return found.model_copy(update={"table": found.table.model_copy(update={"lr": lr})}), lines
 
-    def training_rows(self, rows: "Dataset", info: Mapping[str, Any], model: Any) -> "Dataset":
+    def training_rows(self, rows: "Dataset", info: Mapping[str, object], model: Any) -> "Dataset":
         from dphybrid.data.draws import DrawnDataset
         from dphybrid.recipes.ctr.unknown import some_unknown
 

@@ -105,7 +105,7 @@ class _TripleSource:
     parts: dict[str, Path]
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         d = self.data
         return {
             "negatives": d.negatives,

@@ -1,6 +1,6 @@
 """Recipe retrieval's own config."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -9,7 +9,7 @@ from dphybrid.config.experiment import Names
 from dphybrid.config.tables import TableDataConfig
 
 
-def _split_numbers(value: object) -> Any:
+def _split_numbers(value: object) -> object:
     return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 

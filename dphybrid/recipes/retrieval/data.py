@@ -9,7 +9,6 @@ of a tower (the id itself, then its features).
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -63,7 +62,7 @@ class _InteractionSource:
     files: tuple[Path, ...]
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         # Folders named key=value become columns of Parquet files.
         partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
         values = self.data.model_dump(mode="json", exclude={"path"})

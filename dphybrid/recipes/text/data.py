@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -74,7 +73,7 @@ class _TextSource:
     root: Path | None
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         d = self.data
         names = (
             [file.relative_to(self.root).as_posix() for file in self.files]

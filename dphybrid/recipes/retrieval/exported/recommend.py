@@ -29,7 +29,7 @@ class Model:
         self.numbers = {name: number for number, name in enumerate(users["name"])}
 
     @torch.inference_mode()
-    def recommend(self, users: list[str], k: int = 10) -> list[dict[str, Any]]:
+    def recommend(self, users: list[str], k: int = 10) -> list[dict[str, object]]:
         """Return user, items and scores for each user: the k best items that the user has not met. Users that
         training lacks get the most popular items, and None for scores."""
         known = [user for user in dict.fromkeys(users) if user in self.numbers]
@@ -45,7 +45,7 @@ class Model:
             best |= dict(zip(part, zip(items_BK.tolist(), scores_BK.tolist(), strict=True), strict=True))
         return [self._told(user, *best.get(user, (range(min(k, len(self.items))), None))) for user in users]
 
-    def _told(self, user: str, items: Any, scores: list[float] | None) -> dict[str, Any]:
+    def _told(self, user: str, items: Any, scores: list[float] | None) -> dict[str, object]:
         if scores is None:
             return {"user": user, "items": [self.items[item] for item in items], "scores": None}
         left = [(self.items[i], s) for i, s in zip(items, scores, strict=True) if s > -torch.inf]
