@@ -20,11 +20,11 @@ from dphybrid.util.masking import masked
 
 
 def flow_parser(name: str, description: str) -> Parser:
-    """Return the parser of `python -m flows.NAME`, whose help ends as that of `dphybrid train`."""
+    """Return the parser of `python -m dphybrid.flows.NAME`, whose help ends as that of `dphybrid train`."""
     from dphybrid.cli import train
 
     return Parser(
-        prog=f"python -m flows.{name}",
+        prog=f"python -m dphybrid.flows.{name}",
         description=description,
         epilog=(train.__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
