@@ -17,7 +17,7 @@ from dphybrid.parallel.in_place import all_tensors, refuse_changes, versions
 from dphybrid.parallel.nests import Parts, Whole, batch_rows, map_tensors, parts
 from dphybrid.parallel.placing import RowSource, place
 from dphybrid.parallel.probing import refuse_chance_rows
-from dphybrid.parallel.record import Record, first_size
+from dphybrid.parallel.record import Key, Record, first_size
 from dphybrid.parallel.replication import (
     refuse_unsuitable,
     replicate,
@@ -273,16 +273,15 @@ class DataParallel(nn.DataParallel):
     def last_split(self) -> Split | None:
         """The split of the latest forward, or None before the first."""
         last = self._record.last
-        return next((split for key, split in self._splits() if key == last), None)
+        return None if last is None else self._split(last, self._record.counts()[last])
 
     def splits(self) -> list[Split]:
         """Return every split seen, in order of first appearance, with how often it happened."""
-        return [split for _, split in self._splits()]
+        return [self._split(key, count) for key, count in self._record.counts().items()]
 
-    def _splits(self) -> Iterator[tuple[object, Split]]:
-        for key, count in self._record.counts().items():
-            inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
-            yield key, Split(inputs, outputs, self.devices.labels[: len(inputs)], count)
+    def _split(self, key: Key, count: int) -> Split:
+        inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
+        return Split(inputs, outputs, self.devices.labels[: len(inputs)], count)
 
     def __getattr__(self, name: str) -> Any:
         # functional_call and get_parameter go through modules by the names of the state dict: ours has no

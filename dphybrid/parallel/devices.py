@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -46,7 +47,7 @@ class Devices:
         gpus = dict.fromkeys(device for device in self.replicas if device.type == "cuda")
         return tuple(f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus)
 
-    @property
+    @cached_property
     def labels(self) -> tuple[str, ...]:
         """One name a replica: `cuda:1`, or `cpu[3]` for the virtual device 3 on the CPU."""
         if not self.virtual:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from dphybrid.parallel.gathering import Leaf
 from dphybrid.parallel.splits import Size
 
-_Key = tuple[tuple[Size, ...], tuple[Size, ...]]
+Key = tuple[tuple[Size, ...], tuple[Size, ...]]
 
 
 class Record:
@@ -21,15 +21,15 @@ class Record:
     __slots__ = ("asked", "earlier", "in_place", "last", "modules", "repeats", "settled")
 
     def __init__(self) -> None:
-        self.earlier: dict[_Key, int] = {}
-        self.last: _Key | None = None
+        self.earlier: dict[Key, int] = {}
+        self.last: Key | None = None
         self.repeats = 0
         self.modules: list[nn.Module] = []
         self.settled: set[tuple[bool, Leaf]] = set()
         self.asked: set[tuple[str, ...]] = set()
         self.in_place: bool | None = None
 
-    def note(self, key: _Key) -> None:
+    def note(self, key: Key) -> None:
         """Count a split. One that comes again and again, as nearly all do, is compared and not looked up:
         that takes half the time."""
         if key == self.last:
@@ -39,7 +39,7 @@ class Record:
         self.last, self.repeats = key, 1
         self.earlier.setdefault(key, 0)
 
-    def counts(self) -> dict[_Key, int]:
+    def counts(self) -> dict[Key, int]:
         """Return how often each split came, in order of first appearance."""
         return {key: count + self.repeats * (key == self.last) for key, count in self.earlier.items()}
 

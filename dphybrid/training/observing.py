@@ -19,11 +19,11 @@ from dphybrid.util.memory import page_faults
 
 
 class Meter:
-    """Loss and speed since the last line of metrics. Sums stay on their device until a line needs them."""
+    """Loss and speed since the last line of metrics. Losses stay on their device until a line needs them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._sums: tuple[Tensor, Tensor] | None = None
+        self._added: list[tuple[Tensor, Tensor]] = []
         self._loss, self._weight = 0.0, 0.0
         self._steps = 0
         self.rows: RowPipeline | None = None
@@ -32,19 +32,19 @@ class Meter:
         self._faults = page_faults()
 
     def add(self, loss: Tensor, weight: Tensor) -> None:
-        self._sums = (
-            (loss.double(), weight.double())
-            if self._sums is None
-            else (self._sums[0] + loss, self._sums[1] + weight)
-        )
+        self._added.append((loss, weight))
         self._steps += 1
+        if len(self._added) == 1024:
+            self.settle()
 
     def settle(self) -> None:
         """Move what is summed up into the progress."""
-        if self._sums is None:
+        if not self._added:
             return
-        loss, weight = (float(value) for value in self._sums)
-        self._sums = None
+        losses, weights = (torch.stack(values).tolist() for values in zip(*self._added, strict=True))
+        self._added, loss, weight = [], 0.0, 0.0
+        for added, terms in zip(losses, weights, strict=True):
+            loss, weight = loss + added, weight + terms
         self._loss += loss
         self._weight += weight
         progress = self._session.trained.progress
