@@ -21,7 +21,7 @@ from polars.selectors import by_name
 
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
-from dphybrid.data.table.cells import clean
+from dphybrid.data.table.cells import FEW, clean, clean_few
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.labels import Label
@@ -155,9 +155,12 @@ class Predictor:
         return self._data.no_value
 
     def _cells(self, frame: pl.DataFrame) -> dict[str, pl.Series]:
-        named = [frame.get_column(name).alias(str(i)) for i, name in enumerate(self.encoder.names)]
-        cells = clean(pl.DataFrame(named), self.no_value, numbers=True)
-        return dict(zip(self.encoder.names, cells.get_columns(), strict=True))
+        names = self.encoder.names
+        cells = [frame.get_column(name) for name in names]
+        if len(frame) <= FEW:
+            return dict(zip(names, clean_few(cells, self.no_value, True), strict=True))
+        named = pl.DataFrame([column.alias(str(i)) for i, column in enumerate(cells)])
+        return dict(zip(names, clean(named, self.no_value, numbers=True).get_columns(), strict=True))
 
     def _predict_path(self, path: str) -> np.ndarray:
         done, scores = Predicted(Path(path)), [self.task.nothing]

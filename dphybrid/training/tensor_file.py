@@ -66,14 +66,6 @@ def _write(path: Path, pieces: Iterator[bytes | memoryview]) -> str:
     return sums.hexdigest()
 
 
-def tensors_sums(tensors: Mapping[str, Tensor]) -> str:
-    """Return the `BlockSums` in hex that the file of these tensors would have."""
-    sums = BlockSums()
-    for piece in _pieces(tensors):
-        sums.update(piece)
-    return sums.hexdigest()
-
-
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     tensors = dict(sorted(tensors.items()))  # the same tensors give the same file, however they came to be
     header: dict[str, object] = {}

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from isal.isal_zlib import crc32
@@ -41,12 +40,9 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
     target.mkdir()
     sums = {}
     for file in sorted(source.iterdir()):
-        with file.open("rb") as stream, (target / file.name).open("wb") as copy:
-            digest = hashlib.sha256()
-            while piece := stream.read(_PIECE_BYTES):
-                digest.update(piece)
-                copy.write(piece)
-        sums[file.name] = digest.hexdigest()
+        content = file.read_bytes()
+        (target / file.name).write_bytes(content)
+        sums[file.name] = hashlib.sha256(content).hexdigest()
     return sums
 
 
@@ -105,17 +101,11 @@ def verify_files(folder: Path, sums: Mapping[str, Mapping[str, str]], remedy: st
 
 
 def _check_file(file: Path, kind: str, wanted: str, remedy: str) -> None:
-    with _told(file, remedy):
-        found = SUMS[kind](file)
-    if found != wanted:
-        raise UserError(f"{file}: is damaged (its checksum differs); {remedy}")
-
-
-@contextmanager
-def _told(file: Path, remedy: str) -> Iterator[None]:
     try:
-        yield
+        found = SUMS[kind](file)
     except FileNotFoundError as error:
         raise UserError(f"{file}: is missing; {remedy}") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); {remedy}") from error
+    if found != wanted:
+        raise UserError(f"{file}: is damaged (its checksum differs); {remedy}")

@@ -20,7 +20,7 @@ Array = np.ndarray
 MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 PADDING_ID = -1
 """Behind the last item of a bag."""
-_FEW = 64
+FEW = 64
 """Cells up to which Python reads a column faster than polars."""
 _FEW_EDGES = 64
 """Edges up to which comparing with each of them is faster than a search."""
@@ -47,6 +47,8 @@ def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) ->
     """Return a frame's cells as stripped text, None for what means no value; lists of items stay lists, and
     with `numbers` columns of numbers what they are. Durations are read as seconds. Names of columns must be
     no patterns."""
+    if len(frame) <= FEW:
+        return pl.DataFrame(clean_few(frame.get_columns(), missing, numbers))
     if any(dtype == pl.Duration for dtype in frame.dtypes):
         frame = frame.with_columns(selectors.duration().dt.total_microseconds() / 1e6)
     kept = {name for name, dtype in frame.schema.items() if is_list_of_items(dtype)}
@@ -55,16 +57,23 @@ def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) ->
     texts = [name for name in frame.columns if name not in kept]
     if not texts:
         return frame
-    if len(frame) <= _FEW:
-        none = {"", *missing}
-        return pl.DataFrame([c if c.name in kept else _stripped(c, none) for c in frame.get_columns()])
     stripped = frame.with_columns(pl.col(texts).cast(pl.String).str.strip_chars())
     none_of = pl.Series(["", *missing]).implode()
     return stripped.with_columns(pl.when(~pl.col(texts).is_in(none_of)).then(pl.col(texts)))
 
 
-def _stripped(cells: pl.Series, none: set[str]) -> pl.Series:
-    given = cells.cast(pl.String).to_list()
+def clean_few(columns: Iterable[pl.Series], missing: Sequence[str], numbers: bool) -> list[pl.Series]:
+    """Return what `clean` does for `FEW` rows, without a frame."""
+    none = {"", *missing}
+    return [_stripped(cells, none, numbers) for cells in columns]
+
+
+def _stripped(cells: pl.Series, none: set[str], numbers: bool) -> pl.Series:
+    if cells.dtype == pl.Duration:
+        cells = cells.dt.total_microseconds() / 1e6
+    if (numbers and cells.dtype.is_numeric()) or is_list_of_items(cells.dtype):
+        return cells
+    given = (cells if cells.dtype == pl.String else cells.cast(pl.String)).to_list()
     texts = [None if text is None or (bare := text.strip(_BLANKS)) in none else bare for text in given]
     return cells if cells.dtype == pl.String and texts == given else pl.Series(cells.name, texts, pl.String)
 
@@ -86,7 +95,7 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str) -> pl.Series:
 
 def read_numbers(cells: pl.Series, decimal: str = ".", thousands: str = "") -> pl.Series:
     """Return finite numbers as Float64, None for everything else."""
-    if len(cells) <= _FEW and (few := _few_numbers(cells, (decimal, thousands) == (".", ""))) is not None:
+    if len(cells) <= FEW and (few := _few_numbers(cells, (decimal, thousands) == (".", ""))) is not None:
         whole = cells.dtype == pl.Float64 and cells.to_list() == few
         return cells if whole else pl.Series(cells.name, few, pl.Float64)
     numbers = plain_numbers(cells, decimal, thousands).cast(pl.Float64, strict=False)
@@ -112,7 +121,7 @@ def read_times(cells: pl.Series, day_first: bool) -> pl.Series:
     of the day; None for other texts. day_first: 31/12/2024."""
     if cells.dtype.is_temporal():
         return cells.cast(pl.Datetime("us"))
-    if len(cells) <= _FEW and (few := _few_times(cells)) is not None:
+    if len(cells) <= FEW and (few := _few_times(cells)) is not None:
         return pl.Series(cells.name, few, pl.Int64).cast(pl.Datetime("us"))
     words = cells.cast(pl.String).str.strip_chars().str.replace("T", " ", literal=True)
     words = words.str.replace(r"(:\d{2})(?:\.\d+)?\s*(?:Z|[+-]\d{2}:?\d{2})?$", "$1")
@@ -155,7 +164,7 @@ def time_parts(times: pl.Series) -> list[Array]:
 def items_of(cells: pl.Series, separator: str, most: int | None = None) -> pl.Series:
     """Return the items of cells as lists, the first `most` ones (None: all): blanks around them are stripped,
     empty ones dropped."""
-    if len(cells) <= _FEW and cells.dtype == pl.String:
+    if len(cells) <= FEW and cells.dtype == pl.String:
         split = (None if text is None else text.split(separator) for text in cells.to_list())
         lists = [None if texts is None else _items(texts)[:most] for texts in split]
         return pl.Series(cells.name, lists, pl.List(pl.String))
@@ -194,7 +203,7 @@ def signed_log(numbers_B: Array) -> Array:
 
 def bucket_ids(numbers_B: Array, edges: Sequence[float]) -> Array:
     """Return the bucket (B,) of numbers: 0 for nan, then by size."""
-    if len(edges) <= _FEW_EDGES and len(numbers_B) > _FEW:
+    if len(edges) <= _FEW_EDGES and len(numbers_B) > FEW:
         place_B: Array = np.ones(len(numbers_B), np.uint8)
         for edge in edges:
             place_B += (numbers_B >= edge).view(np.uint8)
@@ -218,7 +227,7 @@ def ids_of(texts: Iterable[str | None], known: Mapping[str | None, int], first: 
 
 def bag_ids(lists: pl.Series, ids_of_items: Callable[[pl.Series], Array]) -> Array:
     """Return the ids (B, L) of lists of items, padded; an empty list or None has the id of no value."""
-    if len(lists) <= _FEW:
+    if len(lists) <= FEW:
         lengths_B = np.array([len(items or ()) for items in lists.to_list()], np.int64)
     else:
         lengths_B = lists.list.len().fill_null(0).to_numpy().astype(np.int64)

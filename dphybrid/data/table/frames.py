@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 from polars.selectors import by_name  # names as they are: `*` is a pattern elsewhere
 
+from dphybrid.data.table.cells import FEW
 from dphybrid.data.table.rows import check_types
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, sync, temporary
@@ -18,8 +19,8 @@ from dphybrid.util.files import make_folder, sync, temporary
 PART_ROWS = 2**20
 """Rows of a file that a frame is written to."""
 _ROW_GROUP = 2**17
-_FEW, _PLAIN = 64, {"object", "str", "string", "int64", "float64", "bool"}
-"""Rows up to which Python copies a frame of pandas faster than Arrow; types that mean the same to it."""
+_PLAIN = {"object", "str", "string", "int64", "float64", "bool"}
+"""Types of pandas that mean the same to Python, which copies a few rows faster than Arrow."""
 KINDS = (
     "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
     "records, or a path"
@@ -60,10 +61,10 @@ def _from_pandas(frame: Any, where: str) -> pl.DataFrame:
     names = [str(name) for name in frame.columns]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
-    if 0 < len(frame) <= _FEW and set(map(str, frame.dtypes)) <= _PLAIN:
+    if 0 < len(frame) <= FEW and set(map(str, frame.dtypes)) <= _PLAIN:
         cells = frame.to_numpy(object, na_value=None).T.tolist()
-        found = pl.DataFrame(dict(zip(names, cells, strict=True)), strict=False)
-        return found.cast({pl.Null: pl.String})
+        found = [pl.Series(name, column, strict=False) for name, column in zip(names, cells, strict=True)]
+        return pl.DataFrame([c.cast(pl.String) if c.dtype == pl.Null else c for c in found])
     return pl.DataFrame({name: _of_series(frame.iloc[:, place]) for place, name in enumerate(names)})
 
 

@@ -282,12 +282,11 @@ class Category(Column):
 
     def ids_of(self, texts: Iterable[str | None]) -> Array:
         """Return the id (B,) of each text (None: no value)."""
-        if self._known is None:
-            known: dict[str | None, int] = {
-                text: number for number, text in enumerate(self.learned.to_list(), FIRST_ID)
-            }
-            self._known = {None: MISSING_ID, **known}
-        return ids_of(texts, self._known, FIRST_ID + len(self.learned), self.hash_buckets)
+        known = self._known
+        if known is None:
+            learned = enumerate(self.learned.to_list(), FIRST_ID)
+            known = self._known = {None: MISSING_ID, **{text: number for number, text in learned}}
+        return ids_of(texts, known, FIRST_ID + len(self.learned), self.hash_buckets)
 
     def coded_by(self, texts: pl.Series) -> Self:
         """Return the column for values that come as codes of a dictionary of these texts, 0 for no value."""
