@@ -229,14 +229,14 @@ def _config(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_of_two_retrainings_at_once_one_waits_and_finds_nothing_new(team: Team, tmp_path: Path) -> None:
-    lines = [f"{i * 7 % 5 % 2},u{i * i % 23},{i % 13 / 10}" for i in range(400)]
+    lines = [f"{i * i % 23 % 2},u{i * i % 23},{i % 13 / 10}" for i in range(400)]
     (tmp_path / "clicks.csv").write_text("\n".join(["clicked,user,price", *lines]))
     overrides = [
         f"data.path={tmp_path / 'clicks.csv'}",
         "data.label=clicked",
         "checkpoint.register_as=at-once",
         "devices=cpu",
-        "train.epochs=1",
+        "train.epochs=3",
     ]
     worker = team.start_worker("one", "--limit", "2")
     runs = team.run_many([("retrain-hybrid", {"overrides": overrides})] * 2)
