@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +25,6 @@ _RECENT_STEPS = 1000
 """So many steps make the running median."""
 
 
-class Event(Protocol):
-    """A mark on a device's stream, as `torch.cuda.Event(enable_timing=True)` is one."""
-
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
-
-
 class StageClock:
     """Adds up seconds by stage. Stages nest: while the inner one runs, the outer one stands still.
 
@@ -43,13 +35,13 @@ class StageClock:
 
     _READ_AFTER = 4096
 
-    def __init__(self, new_event: Callable[[], Event] | None = None) -> None:
+    def __init__(self, new_event: Callable[[], torch.cuda.Event] | None = None) -> None:
         self._new_event = new_event
         self._totals: dict[str, float] = {}
         self._stack: list[str] = []
         self._labels: list[AbstractContextManager[object] | None] = []
         self._since = 0.0
-        self._marks: list[tuple[str | None, Event]] = []
+        self._marks: list[tuple[str | None, torch.cuda.Event]] = []
         self._window: dict[str, float] = {}
         self._stages: dict[str, _Stage] = {}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import StringIO
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -47,16 +47,6 @@ def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(tasks[what], completed=done, total=total)
 
         yield move
-
-
-class _Bar(Protocol):
-    """A bar for the epoch in hand; lines come above it."""
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def epoch(self, title: str, num_batches: int, done: int) -> None: ...
-    def advance(self, note: str) -> None: ...
-    def line(self, text: str) -> None: ...
 
 
 class _TerminalBar:
@@ -131,7 +121,7 @@ class Display:
     """Prints lines; in a terminal or a notebook it also keeps a bar for the epoch."""
 
     def __init__(self) -> None:
-        self._bar: _Bar | None = None
+        self._bar: _TerminalBar | _NotebookBar | None = None
         self._told = time.monotonic()
         if sys.stdout.isatty():
             self._bar = _TerminalBar()
