@@ -9,7 +9,8 @@ from pathlib import Path
 from dphybrid import __version__
 from dphybrid.cli.flags import recipe_of, recipes_text
 from dphybrid.cli.parser import Parser, run_cli
-from dphybrid.util.importing import kept_from_gc, missing_extra
+from dphybrid.util.errors import UserError
+from dphybrid.util.importing import kept_from_gc
 
 COMMANDS = [
     *("prepare", "plan", "init", "train", "compare", "ui", "predict", "export", "sweep", "rollback", "sync"),
@@ -64,17 +65,12 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
 
 def _run_elsewhere(command: str, argv: Sequence[str]) -> int:
     try:
-        command_main = import_module(_ELSEWHERE[command][0]).main
-    except ModuleNotFoundError as error:
-        print(f"error: {missing_extra(error)}", file=sys.stderr)
-        return 2
+        module = import_module(_ELSEWHERE[command][0])
+    except ModuleNotFoundError:  # `run_cli` names the extra
+        raise
     except ImportError as error:
-        print(
-            f"error: Prefect cannot be imported ({error}); `dphybrid doctor` says what is wrong",
-            file=sys.stderr,
-        )
-        return 2
-    return int(command_main(argv))
+        raise UserError(f"Prefect cannot be imported ({error}); see `dphybrid doctor`") from error
+    return int(module.main(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # recipes and models of your own, as `python -m` finds them; last, so that nothing is shadowed
         sys.path.append(str(Path.cwd()))
-    if given and given[0] in _ELSEWHERE:
-        return _run_elsewhere(given[0], given[1:])
 
     def run() -> int:
+        if given and given[0] in _ELSEWHERE:
+            return _run_elsewhere(given[0], given[1:])
         with kept_from_gc():  # also a recipe of one's own
             args = make_parser(given).parse_args(given)
         code: int = args.run(args)

@@ -58,12 +58,17 @@ def _only_warnings() -> Iterator[None]:
     if "level" in get_current_settings().logging.model_fields_set:
         shown = []
     for handler in shown:
-        handler.setLevel(logging.WARNING)
+        handler.addFilter(_says_more_than_the_command)
     try:
         yield
     finally:
         for handler in shown:
-            handler.setLevel(logging.NOTSET)
+            handler.removeFilter(_says_more_than_the_command)
+
+
+def _says_more_than_the_command(record: logging.LogRecord) -> bool:
+    ended = record.getMessage().startswith("Finished in state")  # the command ends with the reason
+    return record.levelno >= logging.WARNING and not ended
 
 
 def start_server() -> TemporaryServer | None:

@@ -179,10 +179,9 @@ def _own(folder: Path) -> Iterator[None]:
 
 def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | None:
     """Return the name of the run that carries a tag value, or None."""
-    found = (
-        [run for run in all_runs(settings) if run.page.tags.get(tag) == value] if value is not None else []
-    )
-    return found[0].folder.name if found else None
+    if value is None:
+        return None
+    return next((run.folder.name for run in all_runs(settings) if run.page.tags.get(tag) == value), None)
 
 
 def check_run_name(name: str, where: str) -> None:
