@@ -40,9 +40,12 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
     target.mkdir()
     sums = {}
     for file in sorted(source.iterdir()):
-        content = file.read_bytes()
-        (target / file.name).write_bytes(content)
-        sums[file.name] = hashlib.sha256(content).hexdigest()
+        digest = hashlib.sha256()
+        with file.open("rb", buffering=0) as read, (target / file.name).open("wb") as written:
+            while piece := read.read(_PIECE_BYTES):
+                digest.update(piece)
+                written.write(piece)
+        sums[file.name] = digest.hexdigest()
     return sums
 
 
