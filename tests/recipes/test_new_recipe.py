@@ -31,19 +31,19 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-    told = command("new", "recipe", "film_club")
-    assert "cd film_club && dphybrid train --recipe film_club.recipe:FilmClub" in told
-    package = tmp_path / "film_club"
+    told = command("new", "recipe", "book_club")
+    assert "cd book_club && dphybrid train --recipe book_club.recipe:BookClub" in told
+    package = tmp_path / "book_club"
     assert not [
         file for file in package.rglob("*") if file.is_file() and "newrecipe" in file.read_text().lower()
     ]
     assert len((package / "README.md").read_text().splitlines()) <= 10
-    values = ["--recipe", "film_club.recipe:FilmClub", "--train.epochs", "1", "--devices", "cpu*2"]
+    values = ["--recipe", "book_club.recipe:BookClub", "--train.epochs", "1", "--devices", "cpu*2"]
     monkeypatch.chdir(package)
-    trained = command("train", *values, "--run-name", "films")
+    trained = command("train", *values, "--run-name", "books")
     assert "constant prediction mae" in trained
     (package / "new.csv").write_text("user,item\nuser 1,item 1\nnobody,item 2\n")
-    predicted = command("predict", "films", "--data.path", "new.csv")
+    predicted = command("predict", "books", "--data.path", "new.csv")
     assert predicted.splitlines()[0] == "user,item,rating"
     assert "2 passed" in python("pytest", "-q", "-p", "no:cacheprovider", folder=package)
 
@@ -54,10 +54,10 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
     )
     with zipfile.ZipFile(package / built.stdout.split()[-1]) as wheel:
         wheel.extractall(site)  # what pip does with it
-    assert "film_club  Ratings that users give to items." in python(
+    assert "book_club  Ratings that users give to items." in python(
         "dphybrid", "--help", folder=tmp_path, path=site
     )
-    shown = python("dphybrid", "train", "--recipe", "film_club", "--help", folder=tmp_path, path=site)
+    shown = python("dphybrid", "train", "--recipe", "book_club", "--help", folder=tmp_path, path=site)
     assert "--data.valid-fraction" in shown
 
 

@@ -65,8 +65,8 @@ PLANTED = {
     "a page's checksum is not compared": ("util/pages", "!= value_digest(values)", "is None", FILES),
     "prepared data is not verified": (
         "data/store",
-        "    verify_files(path, prepared",
-        "    (path, prepared",
+        "    verify_files(path, {",
+        "    (path, {",
         STORE,
     ),
     "a block's checksum is not compared": (
