@@ -69,7 +69,8 @@ def prefect_server(folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     os.environ |= {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_API_PORT": port}
-    os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+    os.environ |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "DO_NOT_TRACK": "1"}
+    os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     command = [sys.executable, "-m", "prefect", "server", "start"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         for _ in range(120):
