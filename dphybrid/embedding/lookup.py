@@ -91,7 +91,8 @@ def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Ten
 def int64_ids(ids: Tensor, owner: str) -> Tensor:
     """Return ids of any whole-number type as int64, on their device; uint64 ones keep their bits.
 
-    Raises UserError for other types, nested or sparse ids, and what is no tensor; owner: begins its message.
+    owner: the first words of the error. Raises UserError for ids that are not a tensor, or a nested or sparse
+    one, and for other types.
     """
     if not isinstance(ids, Tensor):
         raise UserError(f"{owner}: ids are of type {type(ids).__name__}; give torch.as_tensor(ids)")

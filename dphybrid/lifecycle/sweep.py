@@ -221,8 +221,8 @@ def run_grid(grid: Grid, sweep: str, settings: Settings, stop: StopRequest, at_o
 
 
 def write_sweep(folder: Path, grid: Grid, reports: Reports) -> tuple[list[dict[str, Any]], Path]:
-    """Write `sweep.json`: a row a cell with its values, and what it came to or why not. Returns rows and
-    file."""
+    """Write `sweep.json`: for each cell its values, and its run's metrics or the reason why it failed.
+    Returns the rows and the file."""
     rows = []
     for cell in grid.cells:
         done = reports.get(cell.name, "not run")

@@ -302,9 +302,9 @@ class CheckpointWriter:
         if final != self._latest or self._changes is None or self._changes.versions() != self._versions:
             return None
         page = read_state(final)
+        # what their files would be: nothing keeps them
         sums = {name: write_tensors(Path(os.devnull), tensors) for name, tensors in files.items()}
-        same = sums.items() <= page.block_sums.items()
-        return page if same else None
+        return page if sums.items() <= page.block_sums.items() else None
 
     def _write(
         self,
@@ -374,12 +374,15 @@ class CheckpointWriter:
 
     def _count(self, saved: Saved) -> None:
         costs = self.costs
-        costs.count += 1
-        costs.full += saved.full
-        costs.written_bytes += saved.written_bytes
-        costs.stall_s += saved.stall_s
-        costs.longest_stall_s = max(costs.longest_stall_s, saved.stall_s)
-        costs.write_s += saved.write_s
+        # a new object: training may read the old one while this thread counts
+        self.costs = SavingCosts(
+            count=costs.count + 1,
+            full=costs.full + saved.full,
+            written_bytes=costs.written_bytes + saved.written_bytes,
+            stall_s=costs.stall_s + saved.stall_s,
+            longest_stall_s=max(costs.longest_stall_s, saved.stall_s),
+            write_s=costs.write_s + saved.write_s,
+        )
 
 
 _OF_TENSORS = ("sha256", "block_sums", "since_full", "format")
