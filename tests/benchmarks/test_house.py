@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.house import REPOSITORY, files_of, measured
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_MODULES = 450, 80, 20
-MOST_FILES, MOST_LINES_OF_ALL = 283, 37_550
+MOST_FILES, MOST_LINES_OF_ALL = 283, 37_330
 """The aim is 190 files and 26,000 lines."""
 
 PRODUCT = files_of(REPOSITORY / "dphybrid", REPOSITORY / "flows")
@@ -31,10 +31,10 @@ def test_the_house_stays_within_its_size() -> None:
 
 def test_the_script_counts_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(
-        "from typing import Any  # one\nimport dphybrid.util.files\n\nA = _B = 1\n\n\n"
+        "# not counted\nfrom typing import Any  # one\nimport dphybrid.util.files\n\nA = _B = 1\n\n\n"
         "class C:\n    def f(self) -> Any:\n        return 1\n\n    def _g(self) -> None: ...\n"
     )
     file = measured(tmp_path / "x.py")
-    assert (file.lines, file.names, file.any_uses, file.comment_lines) == (11, 3, 1, 1)
-    assert file.functions == {"f:8": 2, "_g:11": 1}
+    assert (file.lines, file.names, file.any_uses, file.comment_lines) == (11, 3, 1, 2)
+    assert file.functions == {"f:9": 2, "_g:12": 1}
     assert file.modules == {"dphybrid.util.files"}
