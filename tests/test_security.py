@@ -17,9 +17,11 @@ import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
-from dphybrid.selftest.runs import ROWS, SMALL, TABLE, write_clicks
+from dphybrid.selftest.runs import SMALL, TABLE, write_clicks
 from dphybrid.util.digests import file_digest, value_digest
 from tests.conftest import REPOSITORY
+
+ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
 
 
 class Bomb:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ from dphybrid.training.checkpoint import read_state
 from dphybrid.training.engine import Engine
 from dphybrid.training.loop import validation_outputs
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import make_folder
+from dphybrid.util.files import make_folder, scratch_folder
 from dphybrid.util.stop import Interrupted, StopRequest
 
 _BATCH = 32
@@ -39,7 +37,8 @@ _BATCH = 32
 _EPOCHS, _STOPPED_AFTER = 2, 4
 """Epochs of three steps, the last a short one; the stop comes in the middle of the second."""
 
-Values = dict[str, Any]
+_NEEDED = ("prepare", "evaluate", "train", "train twice")
+"""Checks without which those after them say nothing."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,6 @@ class _TrialEngine(Engine):
         return super().asked(stop)
 
 
-class _Breaks(Exception):
-    """What a check found wrong, and the remedy."""
-
-
 @dataclass(frozen=True)
 class _Trained:
     """A trained sample. weights: digests of its last checkpoint by file. told: why no rows were prefetched,
@@ -108,13 +103,12 @@ def check_recipe(config: ExperimentConfig, settings: Settings) -> Iterator[Found
     Checks that need what another one found broken are left out. Raises nothing of the recipe's own errors.
     """
     make_folder(settings.runs_dir)  # whose pages may name any code
-    with TemporaryDirectory(prefix=".check-", dir=settings.runs_dir) as folder:
-        apart = {"data_dir": Path(folder), "tracking_uri": "none", "table_storage": "memory"}
+    with scratch_folder(settings.runs_dir, ".check-") as folder:
+        apart = {"data_dir": folder, "tracking_uri": "none", "table_storage": "memory"}
         trial = _Trial(config, settings.model_copy(update=apart))
-        for name, check, needed in trial.checks():
-            found = _found(name, check)
-            yield found
-            if needed and found.holds is False:
+        for name, check in trial.checks.items():
+            yield (found := _found(name, check))
+            if found.holds is False and name in _NEEDED:
                 return
 
 
@@ -123,24 +117,15 @@ def _found(name: str, check: Callable[[], str]) -> Found:
     try:
         with redirect_stdout(StringIO()):
             words = check()
-    except (UserError, _Breaks) as error:
+    except UserError as error:
         return Found(name, False, " ".join(str(error).split()))
     except Exception as error:  # noqa: BLE001 - a recipe's own code may raise anything
-        return Found(name, False, _of_code(error))
+        frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent.parent)
+        own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
+        place = (own or frames)[-1]
+        where = f"{Path(place.filename).name}, line {place.lineno}"
+        return Found(name, False, f"{type(error).__name__}: {error} ({where})")
     return Found(name, None if words.startswith("not tried") else True, words)
-
-
-def _of_code(error: Exception) -> str:
-    """Return an error with the last line of it that is not dphybrid's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(__file__).parent.parent)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(package) and "site-packages" not in frame.filename
-    ]
-    place = (own or frames)[-1]
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
 
 
 class _Trial:
@@ -148,27 +133,24 @@ class _Trial:
 
     def __init__(self, config: ExperimentConfig, settings: Settings) -> None:
         self.config, self.settings = config, settings
-
-    def checks(self) -> list[tuple[str, Callable[[], str], bool]]:
-        """Return the checks by name, in order, and whether those after one need it to hold."""
-        return [
-            ("prepare", self._prepare, True),
-            ("prepare twice", self._prepare_again, False),
-            ("evaluate", self._evaluate, True),
-            ("train", self._train, True),
-            ("train twice", self._train_again, True),
-            ("resume", self._resume, False),
-            ("pipeline", self._pipeline, False),
-            ("devices", self._devices, False),
-            ("predict", self._predict, False),
-        ]
+        self.checks: dict[str, Callable[[], str]] = {
+            "prepare": self._prepare,
+            "prepare twice": self._prepare_again,
+            "evaluate": self._evaluate,
+            "train": self._train,
+            "train twice": self._train_again,
+            "resume": self._resume,
+            "pipeline": self._pipeline,
+            "devices": self._devices,
+            "predict": self._predict,
+        }
 
     def _prepare(self) -> str:
         whole = prepare_data(self.config, self.settings)
         data = whole.data
         sizes = {part: len(data.dataset(part)) for part in data.parts}
         if not sizes.get("train") or not sizes.get("valid"):
-            raise _Breaks(f"the splits have {sizes} samples; give both one or more")
+            raise UserError(f"the splits have {sizes} samples; give both one or more")
         batch = max(1, min(_BATCH, whole.config.train.batch_size, sizes["train"] // 3))
         train = {"epochs": _EPOCHS, "batch_size": batch, "patience": 0, "warm_start": None}
         config = whole.config.model_copy(update={"train": whole.config.train.model_copy(update=train)})
@@ -185,7 +167,7 @@ class _Trial:
         recipe, config = self.experiment.recipe, self.config
         again = recipe.prepare(config.data, self.settings.prepared_dir, config.train.seed)
         if again.digest != self.experiment.data.digest:
-            raise _Breaks(
+            raise UserError(
                 "the data is another one the second time, so no run could be resumed; draw from the seed "
                 "alone: np.random.default_rng(seed)"
             )
@@ -198,18 +180,18 @@ class _Trial:
             experiment.build(resolve_devices("cpu")), valid, experiment.config.train.batch_size, task
         )
         if missing := [name for name in task.reads if name not in outputs]:
-            raise _Breaks(
+            raise UserError(
                 f"the task reads {missing[0]!r}, which neither batches nor the model's outputs have"
             )
         if odd := [name for name, value in outputs.items() if len(value) != len(valid)]:
-            raise _Breaks(
+            raise UserError(
                 f"{odd[0]} has {len(outputs[odd[0]])} rows for {len(valid)} samples; return one for each"
             )
         metrics = task.compute(outputs)
         if task.metric not in metrics:
-            raise _Breaks(f"compute returns {sorted(metrics)}, not the deciding metric {task.metric!r}")
+            raise UserError(f"compute returns {sorted(metrics)}, not the deciding metric {task.metric!r}")
         if odd := [name for name, value in metrics.items() if not math.isfinite(value)]:
-            raise _Breaks(f"{odd[0]} is {metrics[odd[0]]}; give it a finite value for any model")
+            raise UserError(f"{odd[0]} is {metrics[odd[0]]}; give it a finite value for any model")
         return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
     def _trained(self, name: str, stop_after: int = 0, **train: object) -> _Trained:
@@ -232,16 +214,15 @@ class _Trial:
 
     def _train_again(self) -> str:
         return self._same(
-            self.whole,
             self._trained("again"),
             "a second training has other weights; draw in the model from torch's generator, in data with "
             "dphybrid.data.DrawnDataset, in a step with step.generator()",
         )
 
-    def _same(self, one: _Trained, other: _Trained, words: str) -> str:
-        files = one.weights
-        if odd := [name for name in files if name in other.weights and files[name] != other.weights[name]]:
-            raise _Breaks(f"{words} ({odd[0]} differs)")
+    def _same(self, other: _Trained, words: str) -> str:
+        for name, digest in self.whole.weights.items():
+            if other.weights.get(name, digest) != digest:
+                raise UserError(f"{words} ({name} differs)")
         return "the same bits"
 
     def _resume(self) -> str:
@@ -249,7 +230,6 @@ class _Trial:
             self._trained("stopped", stop_after=_STOPPED_AFTER)
         except Interrupted:
             return self._same(
-                self.whole,
                 self._trained("stopped"),
                 "a stopped and resumed training has other weights; keep what changes in training in "
                 "parameters, buffers or optimizers, and draw from (seed, epoch, sample)",
@@ -257,35 +237,31 @@ class _Trial:
         return f"not tried: the training ended before step {_STOPPED_AFTER}"
 
     def _pipeline(self) -> str:
-        same = self._same(
-            self.whole,
+        if self.whole.told:
+            return f"not tried: {self.whole.told.removeprefix('RowPipeline: ')}"
+        return self._same(
             self._trained("off", pipeline="off"),
             "prefetching changes the weights; table_ids must return the ids that forward looks up, and draw "
             "and change nothing",
         )
-        return f"not tried: {self.whole.told.removeprefix('RowPipeline: ')}" if self.whole.told else same
 
     def _devices(self) -> str:
         config = self.experiment.config
-        findings = [
-            finding
-            for _, block in check_target(None, config, self.settings)
-            for finding in block
-            if finding.breaks
-        ]
-        if findings:
-            raise _Breaks(f"{findings[0].module or 'the model'}: {findings[0].problem}; {findings[0].remedy}")
+        for _, findings in check_target(None, config, self.settings):
+            for one in findings:
+                if one.breaks:
+                    raise UserError(f"{one.module or 'the model'}: {one.problem}; {one.remedy}")
         task, valid = self.experiment.task, self.experiment.data.dataset("valid")
-        one, two = (
+        losses = [
             validation_outputs(
                 model_from_checkpoint(self.whole.best, devices), valid, config.train.batch_size, task
             )["loss"]
             for devices in ("cpu", "cpu*2")
-        )
-        if not torch.allclose(one, two, rtol=1e-3, atol=1e-4):
-            raise _Breaks(
-                f"losses differ by {float((one - two).abs().max()):.3g} between one and two devices; compute "
-                "what needs the whole batch outside of the data-parallel block"
+        ]
+        if not torch.allclose(losses[0], losses[1], rtol=1e-3, atol=1e-4):
+            raise UserError(
+                f"losses differ by {float((losses[0] - losses[1]).abs().max()):.3g} between one and two "
+                "devices; compute what needs the whole batch outside of the data-parallel block"
             )
         return "one and two virtual devices agree"
 
@@ -294,17 +270,15 @@ class _Trial:
         if not recipe.predicts:
             return "not tried: the recipe makes no predictions; define predict(model, rows, vocabularies)"
         predictor = open_predictor(self.whole.best)
-        rows = dict(recipe.example) or self._rows_of_a_file()
+        rows, data = dict(recipe.example), self.config.data
+        if not rows and isinstance(data, TableDataConfig) and data.path is not None:
+            chunk = next(read_chunks(find_files(data.path, "data.path")[0], data))
+            rows = {name: list(islice(chunk.column(name), 8)) for name in chunk.names}
         if not rows:
             return "not tried: give the recipe an `example`, columns of some rows to predict"
         first, second = predictor.predict(rows), predictor.predict(rows)
         if repr(first) != repr(second):
-            raise _Breaks("predicting the same rows twice gives two answers; draw nothing in evaluation mode")
+            raise UserError(
+                "predicting the same rows twice gives two answers; draw nothing in evaluation mode"
+            )
         return f"{len(first)} predictions of {len(next(iter(rows.values())))} rows"
-
-    def _rows_of_a_file(self) -> Values:
-        data = self.config.data
-        if not isinstance(data, TableDataConfig) or data.path is None:
-            return {}
-        chunk = next(read_chunks(find_files(data.path, "data.path")[0], data))
-        return {name: list(islice(chunk.column(name), 8)) for name in chunk.names}

@@ -9,7 +9,6 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
 
 import sklearn.metrics
 import torch
@@ -21,16 +20,13 @@ from dphybrid.run.folder import all_runs
 from dphybrid.run.pages import Report, ResultPage, SplitsPage
 from dphybrid.run.train import run_job
 from dphybrid.selftest.faults import Faults
-from dphybrid.serving.load import find_checkpoint
-from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import complete_checkpoints, read_state
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_json
 
 torch.set_num_threads(1)
-IMPORTED = (_source, sklearn.metrics)
+_IMPORTED = (_source, sklearn.metrics)
 """What a run imports on its way: imported here, once for all trials."""
-NAME = "run"
 
 SMALL = ["train.epochs=2", "train.log_every=2", "train.patience=0"]
 SMALL += ["checkpoint.keep_last=1", "checkpoint.every_steps=2"]
@@ -41,16 +37,6 @@ RUNS = {
     "hybrid, cpu*8": ["recipe=hybrid", "train.batch_size=3000", "devices=cpu*8", *SMALL],
 }
 """Name -> overrides of a run of about a second: a table with its columns, and whole GPU blocks beside one."""
-PREDICTS = "ctr, cpu*2"
-SHORTER = ["train.schedule=constant", "train.epochs=1"]
-LONGER = ["train.schedule=constant", "train.epochs=2"]
-"""Of a run that is finished, and then goes on."""
-
-
-Work = Literal["go on", "resume", "predict"]
-
-ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
-"""What a run of the table predicts for."""
 
 
 def write_clicks(folder: Path) -> None:
@@ -86,20 +72,18 @@ def run_trial(
     kill_after_s: float | None = None,
     recorded: bool = False,
     slow_s: float = 0.0,
-    work: Work = "go on",
 ) -> Ended:
     """Start a run in `data_dir`, or resume the one there, and break file operation `target` (0: none).
 
     mode: one of `faults.MODES`. kill_after_s: send SIGKILL after so many seconds. recorded: track in the
-    embedded MLflow store. slow_s: delay of each fsync. work: resume also where no run
-    is to be seen; or print predictions of the run there.
+    embedded MLflow store. slow_s: delay of each fsync.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     log = data_dir.parent / f"{data_dir.name}.log"
     log.unlink(missing_ok=True)
     fault = (target, mode, slow_s)
-    child = context.Process(target=_work, args=(data_dir, overrides, fault, log, recorded, work))
+    child = context.Process(target=_work, args=(data_dir, overrides, fault, log, recorded))
     child.start()
     if kill_after_s is not None:
         child.join(kill_after_s)
@@ -115,12 +99,7 @@ def run_trial(
 
 
 def _work(
-    data_dir: Path,
-    overrides: list[str],
-    fault: tuple[int, str, float],
-    log: Path,
-    recorded: bool,
-    work: Work,
+    data_dir: Path, overrides: list[str], fault: tuple[int, str, float], log: Path, recorded: bool
 ) -> None:
     sys.stdout = sys.stderr = log.open("w", buffering=1, encoding="utf-8")
     for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_"))]:
@@ -135,11 +114,8 @@ def _work(
     code = 0
     try:
         settings, config = load_settings(), load_config(None, overrides)
-        begun = work == "resume" or bool(all_runs(settings))
-        if work == "predict":
-            print(f"predicted {Predictor(find_checkpoint(NAME, settings)).predict(ROWS).tolist()}")
-        else:
-            run_job(config, settings, run_name=None if begun else NAME, resume="latest" if begun else None)
+        begun = bool(all_runs(settings))
+        run_job(config, settings, run_name=None if begun else "run", resume="latest" if begun else None)
     except UserError as error:
         print(f"error: {error}")
         code = 2

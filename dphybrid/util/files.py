@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from dphybrid.util.errors import UserError
@@ -163,6 +164,28 @@ def remove_folder(folder: Path) -> None:
         folder.rename(gone)
         sync(gone.parent)
     shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextmanager
+def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a new folder in `parent` without links in its path; remove it when the block ends, and now those
+    of processes that were killed. prefix: of their names.
+
+    Raises UserError when `parent` cannot be written.
+    """
+    try:
+        make_folder(parent, mode=0o700)
+        for left in parent.glob(f"{prefix}*"):
+            pid = left.name.removeprefix(prefix).partition("-")[0]
+            if pid.isdigit() and not Path("/proc", pid).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        folder = TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"{parent}: cannot be written ({error.strerror}); make room there, or set DPHYBRID_DATA_DIR"
+        ) from error
+    with folder as name:
+        yield Path(name).resolve()
 
 
 def clear_leftovers(folder: Path, name: str | None = None) -> None:

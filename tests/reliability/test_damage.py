@@ -16,11 +16,11 @@ import pytest
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
-from dphybrid.selftest.damages import DAMAGES, damage
 from dphybrid.selftest.runs import came_to
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
+from tests.reliability.damages import DAMAGES, damage
 from tests.reliability.test_faults import OPTIONS
 
 COUNT = os.environ.get("DPHYBRID_DAMAGES", "12")

@@ -11,9 +11,6 @@ import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.selftest import trials
-from dphybrid.selftest.damages import DAMAGES
-from dphybrid.selftest.runs import Ended
-from dphybrid.selftest.trials import Kind, judged, table
 from tests.conftest import LONG
 
 
@@ -30,31 +27,33 @@ def test_selftest_tries_every_kind_of_fault_and_leaves_the_data_folder_as_it_was
     shown = capsys.readouterr().out
     assert re.match(r"--seed \d+ repeats these trials", shown)
     rows = [line for line in shown.splitlines() if line.startswith("|")][2:]
-    assert len(rows) == 5
+    assert len(rows) == 4
     assert all(re.search(r"\| \d+ +\| fails in at most (46|95) % of cases", row) for row in rows), rows
     assert {path.name for path in data_dir.iterdir()} == {"mine.txt", f".selftest-{os.getpid()}-other"}
     assert (data_dir / "mine.txt").read_text() == "mine"
 
 
-def kind(name: str, *complaints: str) -> Kind:
-    given = iter(complaints)
-    return Kind(name, "somehow", lambda _: next(given))
-
-
 def test_a_failed_trial_is_shown_and_ends_with_1(
     data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [kind("fire", "", "", ""), kind("flood", "", "the cellar is full", "")]
-    monkeypatch.setattr(trials, "kinds_of", lambda *_: given)
+    complaints = iter(["", "", "", "", "", "", "the names are lost", ""])
+
+    class Given(trials.Trials):
+        def once(self, modes: tuple[str, ...], chosen: random.Random) -> str:
+            return next(complaints, "")
+
+    monkeypatch.setattr(trials, "Trials", Given)
     monkeypatch.setattr(trials, "QUIET_S", -1.0)
     assert main(["selftest", "--trials", "3"]) == 1
     out = capsys.readouterr().out
-    assert "BROKEN flood: the cellar is full" in out
-    assert "5 trials, 1 failed" in out
+    assert "BROKEN power loss: the names are lost" in out
+    assert "7 trials, 1 failed" in out
     cells = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if line.startswith("|")]
     assert [(row[1], row[3], row[4]) for row in cells[2:]] == [
-        ("fire", "3", "fails in at most 64 % of cases"),  # 0.37 ** 3 = 0.05
-        ("flood", "3", "BROKEN 1 times"),
+        ("killed at any moment", "3", "fails in at most 64 % of cases"),  # 0.37 ** 3 = 0.05
+        ("killed at an operation", "3", "fails in at most 64 % of cases"),
+        ("power loss", "3", "BROKEN 1 times"),
+        ("disk full", "3", "fails in at most 64 % of cases"),
     ]
     assert list(data_dir.iterdir()) == []
 
@@ -69,20 +68,6 @@ def test_a_wrong_time_and_a_folder_that_cannot_be_written_are_told(
     monkeypatch.setenv("DPHYBRID_DATA_DIR", "/proc/nothing")
     assert main(["selftest"]) == 2
     assert "/proc/nothing: cannot be written" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("code", "output", "same", "complaint"),
-    [
-        (0, "", True, ""),
-        (2, "error: state.json: is damaged", False, ""),
-        (0, "Note: the best checkpoint is gone", False, ""),
-        (0, "", False, "a file: another outcome, without a word"),
-        (1, "KeyError", False, "a file: exit code 1\nKeyError"),
-    ],
-)
-def test_a_damage_is_told_or_harmless(code: int, output: str, same: bool, complaint: str) -> None:
-    assert judged("a file", Ended(code, 0, [], output), same) == complaint
 
 
 WRITING = """
@@ -116,10 +101,3 @@ def test_a_dropped_fsync_is_noticed(tmp_path: Path, dropped: str, unsafe: str) -
         [sys.executable, "-c", WRITING, str(root), dropped], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == unsafe
-
-
-def test_damages_damage() -> None:
-    content = random.Random(0).randbytes(200)
-    for damage in DAMAGES.values():
-        assert damage(content, 0.4) != content
-    assert table([]).count("\n") == 1

@@ -12,10 +12,10 @@ import torch
 from dphybrid.embedding import HostEmbedding
 from dphybrid.embedding.checked import check_when_read
 from dphybrid.embedding.storage import deferred_rows
-from dphybrid.selftest.damages import damage
 from dphybrid.training.tensor_file import mapped_tensor, patch_tensors, stored_tensor, write_tensors
 from dphybrid.util.digests import BLOCK, file_block_sums
 from dphybrid.util.errors import UserError
+from tests.reliability.damages import damage
 
 Look = Callable[[torch.Tensor], Any]
 NUM_ROWS, DIM = 3000, 100  # 400 bytes a row: rows lie across the blocks' borders

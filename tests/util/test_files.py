@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.selftest.damages import damage
 from dphybrid.util.digests import value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import (
@@ -26,6 +25,7 @@ from dphybrid.util.files import (
 )
 from dphybrid.util.locks import FileLock, is_held, locked
 from dphybrid.util.pages import Page
+from tests.reliability.damages import damage
 
 
 @pytest.mark.parametrize("text", ["x" * 300, "a\0b", "~nosuchuser/x", "\udcff/\ud800"])
