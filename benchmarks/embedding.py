@@ -78,7 +78,7 @@ def step_costs(
             turns: Iterator[Tensor] = for_host,
         ) -> None:
             unique_U = sort_ids(next(turns), num_rows).unique_U
-            native.gather(table.settled(), unique_U, buffer_ND[: len(unique_U)])
+            native.gather(table.settled(), None, unique_U, buffer_ND[: len(unique_U)])
             table.set_row_gradients(unique_U, grads_ND[: len(unique_U)])
             rows.step()
 

@@ -94,7 +94,7 @@ class LookupsAhead:
         dedup_ms = 1e3 * (time.perf_counter() - start)
         version = weight._version  # before any row is read
         shares = [
-            channel.send(where, ids_BX.shape, partial(_read, weight, threads), like)
+            channel.send(where, ids_BX.shape, partial(native.gather, weight.detach(), threads), like)
             for channel, where, ids_BX in zip(self._channels, wheres, each, strict=False)
         ]
         return Lookup(ids, shares, version, dedup_ms)
@@ -167,7 +167,8 @@ class LookupsAhead:
         )
         for (channel, share), ids_U, places_C in zip(self.shares_of(lookup), uniques, places, strict=True):
             if len(places_C):
-                channel.mend(share, places_C, partial(_read, weight, None, ids_U.index_select(0, places_C)))
+                ids_C = ids_U.index_select(0, places_C)
+                channel.mend(share, places_C, partial(native.gather, weight.detach(), None, ids_C))
         lookup.version = now
         self._counters.repaired += sum(len(places_C) for places_C in places)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
@@ -184,9 +185,3 @@ class LookupsAhead:
         for _, _, changed in changes:
             self._mark.index_fill_(0, changed, 0)
         return places
-
-
-def _read(
-    weight: Tensor, threads: int | None, ids_U: Tensor, out_XD: Tensor, places_U: Tensor | None = None
-) -> None:
-    native.gather(weight.detach(), ids_U, out_XD, threads, places_N=places_U)

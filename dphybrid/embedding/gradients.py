@@ -236,8 +236,7 @@ def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 @torch.library.custom_op("dphybrid::rows", mutates_args=())
 def rows_op(weight: Tensor, ids: Tensor) -> Tensor:
     """Return the rows of `ids`, for graphs that torch captures: they cannot hold a Python function."""
-    columns = native.columns_of((len(weight),), (None,))
-    return native.look_up(weight.detach(), ids.to("cpu", torch.int64), columns)[0]
+    return native.look_up(weight.detach(), ids.to("cpu", torch.int64))[0]
 
 
 @rows_op.register_fake

@@ -8,9 +8,9 @@ Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a
 
 import ctypes as c
 import hashlib
-import itertools
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -31,6 +31,9 @@ _ALONE_BYTES = 2**18
 _BORN_IN = os.getpid()
 _OPENMP = ("libgomp", "libiomp", "libomp")
 
+_LARGEST_BETA = 0.99999
+"""Above it the corrections would take 4 million steps to reach 1."""
+
 _I, _P, _F = c.c_int64, c.c_void_p, c.c_double
 
 
@@ -39,10 +42,9 @@ def _struct(name: str, **fields: type) -> type[c.Structure]:
 
 
 _Team = _struct("Team", parallel=_P, threads=_I)
-_Column = _struct("Column", first_row=_I, num_rows=_I, padding=_I)
 _Lookup = _struct(
-    "Lookup", team=_Team, ids=_P, count=_I, columns=_P, num_columns=_I, rows=_P, num_rows=_I, dim=_I,
-    stored=_I, out=_P, flat=_P, places=_P, num_places=_I, wrong=_I, padded=_I,
+    "Lookup", team=_Team, ids=_P, count=_I, rows=_P, num_rows=_I, dim=_I, stored=_I, out=_P, flat=_P,
+    places=_P, num_places=_I, wrong=_I,
 )  # fmt: skip
 _Segment = _struct(
     "Segment", ids=_P, count=_I, first_key=_I, num_rows=_I, rows=_P, row_bytes=_I, sources=_P, num_sources=_I
@@ -63,7 +65,7 @@ _Update = _struct(
     rule=_I, stored=_I, dim=_I, lr=_F, decay=_F, eps=_F, beta1=_F, beta2=_F, fix1=_P, fix2=_P, last_fix=_I,
 )  # fmt: skip
 _Draw = _struct("Draw", team=_Team, values=_P, count=_I, first=_I, stored=_I, seed=c.c_uint64, std=_F)
-_STRUCTS = (_Column, _Lookup, _Segment, _Arrange, _Sums, _Table, _Update, _Draw)
+_STRUCTS = (_Lookup, _Segment, _Arrange, _Sums, _Table, _Update, _Draw)
 
 
 def _level() -> str:
@@ -149,25 +151,14 @@ def _rows_address(weight_VD: Tensor) -> tuple[int, int, int]:
     return address(weight_VD, "table", weight_VD.dtype, weight_VD.shape), *weight_VD.shape
 
 
-@lru_cache(maxsize=256)
-def columns_of(sizes: tuple[int, ...], paddings: tuple[int | None, ...]) -> c.Array[c.Structure]:
-    """Return what `look_up` knows of tables laid one after the other: their rows, and their padding ids."""
-    starts = itertools.accumulate(sizes, initial=0)
-    columns = zip(starts, sizes, paddings, strict=False)
-    return (_Column * len(sizes))(
-        *[_Column(at, size, -1 if pad is None else pad) for at, size, pad in columns]
-    )
-
-
 def look_up(
     weight_VD: Tensor,
     ids: Tensor,
-    columns: "c.Array[c.Structure]",
     out_XD: Tensor | None = None,
     places_N: Tensor | None = None,
     threads: int | None = None,
-) -> tuple[Tensor, Tensor, int]:
-    """Return (rows of `ids`, flat_N: the ids as rows of weight_VD, a copy; number of padding ids).
+) -> tuple[Tensor, Tensor]:
+    """Return (rows of `ids`, flat_N: a copy of the ids).
 
     out_XD: where the rows go, in order or to its rows places_N (int64); bfloat16 as float32. threads: at
     most; None: torch's number where that pays. Raises IndexError with the place (`args[0]`) of the first id
@@ -183,29 +174,28 @@ def look_up(
     flat_N = torch.empty(count, dtype=torch.int64, device="cpu")
     call = _Lookup(
         _team(count, dim * weight_VD.element_size(), threads), address(ids, "ids", torch.int64, ids.shape),
-        count, c.addressof(columns), len(columns), rows, num_rows, dim, STORED[weight_VD.dtype],
+        count, rows, num_rows, dim, STORED[weight_VD.dtype],
         address(out_XD, "looked-up rows", real, out_XD.shape), flat_N.data_ptr(),
         None if places_N is None else address(places_N, "places", torch.int64, (count,)), num_places,
     )  # fmt: skip
     if not _library().look_up(c.addressof(call)):
         if call.wrong < count:
             raise IndexError(call.wrong)
-        raise TypeError("look_up: columns or places do not fit the table")
+        raise TypeError("look_up: places do not fit the table")
     check_read(rows, flat_N)
-    return out_XD, flat_N, call.padded
+    return out_XD, flat_N
 
 
 def gather(
     weight_VD: Tensor,
+    threads: int | None,
     ids_N: Tensor,
     out_XD: Tensor,
-    threads: int | None = None,
-    *,
     places_N: Tensor | None = None,
 ) -> None:
     """Copy rows as `look_up` does. Raises UserError, with out_XD untouched, when an id is not a row."""
     try:
-        look_up(weight_VD, ids_N, columns_of((len(weight_VD),), (None,)), out_XD, places_N, threads)
+        look_up(weight_VD, ids_N, out_XD, places_N, threads)
     except IndexError:
         raise UserError("a table became smaller while its rows were read") from None
 
@@ -389,31 +379,36 @@ def check_offsets(offsets_B: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a touched row changes. number: of `enum rule` in rows.c. corrections: of Adam's two moments by step
-    (float64); see `optim`."""
+    """How a touched row changes. number: of `enum rule` in rows.c."""
 
     number: int
     lr: float
     decay: float
-    eps: float = 0.0
-    betas: tuple[float, float] = (0.0, 0.0)
-    corrections: tuple[Tensor, Tensor] | None = None
+    eps: float
+    betas: tuple[float, float]
 
 
-@dataclass(frozen=True)
-class State:
-    """A state of a table's rows, its shape and type, and its field in the update's table."""
-
-    tensor: Tensor
-    field: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+@lru_cache(maxsize=8)
+def corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    """Return 1 / (1 - beta1 ** k) and 1 / sqrt(1 - beta2 ** k) for k = 0, 1, ... up to where both are 1 in
+    float64: looked up, as computing them for every row takes longer. Raises UserError for a beta that has no
+    such step."""
+    if not (0 <= beta1 <= _LARGEST_BETA and 0 <= beta2 <= _LARGEST_BETA):
+        raise UserError(f"row optimizer: betas={beta1, beta2}; give values from 0 to {_LARGEST_BETA}")
+    largest = max(beta1, beta2)
+    last = 1 if largest == 0 else math.ceil(-60 * math.log(2) / math.log(largest)) + 1
+    steps = torch.arange(last + 1, dtype=torch.float64)
+    first, second = (-torch.expm1(steps * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2))
+    return first.reciprocal_(), second.rsqrt_()
 
 
 class Tables:
-    """Tables of one width and type and their states, as the update reads them: (weight, states)."""
+    """Tables of one width and type, as the update reads them: (weight, {field: (state, shape, type)})."""
 
-    def __init__(self, members: Sequence[tuple[Tensor, Sequence[State]]]) -> None:
+    def __init__(
+        self,
+        members: Sequence[tuple[Tensor, Mapping[str, tuple[Tensor, tuple[int, ...], torch.dtype]]]],
+    ) -> None:
         self.dtype, self.dim = members[0][0].dtype, members[0][0].shape[1]
         self.lines = (_Table * len(members))()
         first_key = 0
@@ -421,8 +416,8 @@ class Tables:
             line.rows, rows, _ = _rows_address(weight)
             line.first_key, line.num_rows = first_key, rows
             first_key += rows
-            for state in states:
-                setattr(line, state.field, address(state.tensor, state.field, state.dtype, state.shape))
+            for name, (state, shape, dtype) in states.items():
+                setattr(line, name, address(state, name, dtype, shape))
 
     def set_updates(self, updates: Sequence[int], noises: Sequence[int]) -> None:
         """Set each table's number of updates, with the coming one, and where its rounding's noise starts."""
@@ -430,15 +425,12 @@ class Tables:
             line.updates, line.noise = count, noise
 
 
-_NO_FIXES = torch.ones(1, dtype=torch.float64)
-
-
 def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:
     """Change the rows and states of the arranged keys."""
     count, dim = len(arranged.keys_U), tables.dim
     if not count:
         return
-    fix1, fix2 = rule.corrections or (_NO_FIXES, _NO_FIXES)
+    fix1, fix2 = corrections(*rule.betas)
     last_fix = len(fix1) - 1
     call = _Update(
         _team(count, dim * tables.dtype.itemsize), arranged.keys_U.data_ptr(), arranged.bounds, count,

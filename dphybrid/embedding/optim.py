@@ -11,7 +11,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from dphybrid.util.row_rules import RULES, RowRule
 
 _UPDATES = "updates"
 """The state that counts a table's updates."""
-_LARGEST_BETA = 0.99999
 _NUMBERS = {name: number for number, name in enumerate(RULES)}
 _OPTIONS_OF_OTHERS = {
     *("momentum", "dampening", "nesterov", "maximize", "amsgrad", "lr_decay", "initial_accumulator_value"),
@@ -84,10 +82,9 @@ class RowOptimizer(EagerOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """Return the rule with the present numbers of a parameter group."""
-        plain = (_NUMBERS[self.of.name], float(group["lr"]), float(group["weight_decay"]))
-        one, two = map(float, group.get("betas", (0.0, group.get("beta2", 0.0))))
-        corrections = _corrections(one, two) if one or two or "betas" in group else None
-        return Rule(*plain, float(group.get("eps", 0.0)), (one, two), corrections)
+        lr, decay, eps = (float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
+        beta1, beta2 = map(float, group.get("betas", (0.0, group.get("beta2", 0.0))))
+        return Rule(_NUMBERS[self.of.name], lr, decay, eps, (beta1, beta2))
 
     @property
     def tables(self) -> dict[str, nn.Parameter]:
@@ -195,7 +192,7 @@ class RowOptimizer(EagerOptimizer):
         for group in self.param_groups:
             rule = self.rule(group)
             for name, weight in zip(group["param_names"], group["params"], strict=True):
-                key = (weight.shape[1], weight.dtype, rule.lr, rule.decay, rule.eps, rule.betas)
+                key = (weight.shape[1], weight.dtype, rule)
                 _, names, weights = found.setdefault(key, (rule, [], []))
                 names.append(name)
                 weights.append(weight)
@@ -246,8 +243,8 @@ class RowOptimizer(EagerOptimizer):
             members = []
             for weight, states in zip(weights, own, strict=True):
                 shapes = self.state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype))
-                fields = {name: field for name, (field, _) in self.of.states.items()}
-                held = [native.State(states[name], fields[name], *shapes[name]) for name in names]
+                fields = self.of.states.items()
+                held = {field: (states[name], *shapes[name]) for name, (field, _) in fields}
                 members.append((weight.detach(), held))
             kept = self._kept[key] = (now, native.Tables(members))
         if _UPDATES in own[0]:
@@ -358,7 +355,7 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
     if not 0 <= lr < math.inf or not 0 <= decay < math.inf or numbers.get("eps", 0.0) < 0:
         raise UserError(f"row optimizer: lr={lr}, weight_decay={decay} and eps must not be below 0")
     if betas:
-        _corrections(*map(float, betas))
+        native.corrections(*map(float, betas))
 
 
 class RowSGD(RowOptimizer):
@@ -395,20 +392,6 @@ class RowAdamW(RowOptimizer):
     """
 
     of = RULES["adamw"]
-
-
-@lru_cache(maxsize=8)
-def _corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
-    """Return 1 / (1 - beta1 ** k) and 1 / sqrt(1 - beta2 ** k) for k = 0, 1, ... up to where both are 1 in
-    float64: looked up, as computing them for every row takes longer. Raises UserError for a beta that has no
-    such step."""
-    if not (0 <= beta1 <= _LARGEST_BETA and 0 <= beta2 <= _LARGEST_BETA):
-        raise UserError(f"row optimizer: betas={beta1, beta2}; give values from 0 to {_LARGEST_BETA}")
-    largest = max(beta1, beta2)
-    last = 1 if largest == 0 else math.ceil(-60 * math.log(2) / math.log(largest)) + 1
-    steps = torch.arange(last + 1, dtype=torch.float64)
-    first, second = (-torch.expm1(steps * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2))
-    return first.reciprocal_(), second.rsqrt_()
 
 
 _WITH_CLASS = {kind.of.name: kind for kind in (RowSGD, RowAdagrad, RowAdam, LazyAdam, RowAdamW)}

@@ -34,22 +34,17 @@ struct team {
     void (*parallel)(task *, void *, unsigned, unsigned); /* GOMP_parallel of torch's OpenMP, or NULL */
     int64_t threads;
 };
-struct column { /* ids take turns: id n belongs to column n % columns, whose rows begin at first_row */
-    int64_t first_row, num_rows, padding;
-};
 struct lookup {
     struct team team;
     const int64_t *ids;
     int64_t count;
-    const struct column *columns;
-    int64_t num_columns;
     const void *rows;
     int64_t num_rows, dim, stored;
     void *out;             /* float64 or float32; see places */
-    int64_t *flat;         /* out: the table's row of each id */
+    int64_t *flat;         /* out: a copy of the ids */
     const int64_t *places; /* the row of `out` for each id; NULL: in order */
     int64_t num_places;    /* rows of `out` */
-    int64_t wrong, padded; /* out: the first id that is no row, or count; number of padding ids */
+    int64_t wrong;         /* out: the first id that is no row, or count */
 };
 struct segment { /* ids of one table; the gradient of id n is row n of `rows`, or row sources[n] */
     const int64_t *ids;
@@ -80,7 +75,7 @@ struct sums {
     int64_t num_places;
     const char *base; /* place p lies at base + step * p */
     int64_t step, dim, stored;
-    void *target;    /* count x dim; may be NULL */
+    void *target;    /* count x dim */
     int64_t target_step; /* values from row to row of it */
     double *squares; /* of each sum's 2-norm; may be NULL */
 };
@@ -205,27 +200,20 @@ typedef void part(void *, int64_t, int64_t);
 
 /* ------------------------------------------------------------------ look up */
 
-/* Copy rows. Returns 0, with `out` untouched, where an id is no row or a column or place does not fit. */
+/* Copy rows. Returns 0, with `out` untouched, where an id is no row or a place does not fit. */
 int look_up(struct lookup *l)
 {
-    const struct column *column = l->columns, *end = l->columns + l->num_columns;
     l->wrong = l->count;
-    l->padded = 0;
-    if (!fits(l->dim, l->stored) || l->num_columns < 1 || (!l->places && l->num_places < l->count))
+    if (!fits(l->dim, l->stored) || (!l->places && l->num_places < l->count))
         return 0;
-    for (const struct column *c = column; c < end; c++)
-        if (c->first_row < 0 || c->num_rows < 0 || c->num_rows > l->num_rows - c->first_row)
-            return 0;
+    /* Checked by the calling thread and kept: the team then reads the copy, which no other thread can change. */
     for (int64_t n = 0; n < l->count; n++) {
         int64_t id = l->ids[n];
-        if ((uint64_t)id >= (uint64_t)column->num_rows) {
+        if ((uint64_t)id >= (uint64_t)l->num_rows) {
             l->wrong = n;
             return 0;
         }
-        l->padded += id == column->padding;
-        l->flat[n] = id + column->first_row;
-        if (++column == end)
-            column = l->columns;
+        l->flat[n] = id;
     }
     for (int64_t n = 0; l->places && n < l->count; n++)
         if ((uint64_t)l->places[n] >= (uint64_t)l->num_places)
@@ -453,7 +441,7 @@ int draw_normal(struct draw *d)
 /* Sizes of the structs: whoever declares them elsewhere compares. */
 int64_t size_of(int64_t which)
 {
-    static const int64_t sizes[] = {sizeof(struct column), sizeof(struct lookup), sizeof(struct segment), sizeof(struct arrange),
-                                    sizeof(struct sums), sizeof(struct table), sizeof(struct update), sizeof(struct draw)};
+    static const int64_t sizes[] = {sizeof(struct lookup), sizeof(struct segment), sizeof(struct arrange), sizeof(struct sums),
+                                    sizeof(struct table), sizeof(struct update), sizeof(struct draw)};
     return which >= 0 && which < (int64_t)(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
 }

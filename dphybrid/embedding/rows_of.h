@@ -175,10 +175,9 @@ static void OF(copies)(void *pointer, int64_t first, int64_t last)
 /* Sum stored rows for pooling; gradients are never bfloat16. */
 INLINE void OF(sum)(const struct sums *s, int64_t first, int64_t last, int64_t dim)
 {
-    REAL kept[MAX_DIM];
     for (int64_t u = first; u < last; u++) {
         int64_t n = s->bounds[2 * u], end = s->bounds[2 * u + 1];
-        REAL *sum = s->target ? (REAL *)s->target + u * s->target_step : kept;
+        REAL *sum = (REAL *)s->target + u * s->target_step;
         for (int64_t ahead = n; ahead < end; ahead++)
             prefetch_for_reading(s->base + s->step * s->places[MIN(ahead + AHEAD, s->num_places - 1)], dim * (int64_t)sizeof(STORED));
         const STORED *row = n < end ? (const STORED *)(s->base + s->step * s->places[n]) : NULL;

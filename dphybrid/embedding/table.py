@@ -249,12 +249,10 @@ class HostEmbedding(nn.Module):
         """Return (rows, the ids flat: a copy)."""
         if weight.dim() != 2:
             raise UserError(f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)")
-        columns = native.columns_of((weight.shape[0],), (None,))
         try:
-            rows, flat_N, _ = native.look_up(weight, ids, columns)
+            return native.look_up(weight, ids)
         except IndexError:
             raise no_row(ids, len(weight), self.name) from None
-        return rows, flat_N
 
     def _in_graph(self, ids: Tensor) -> Tensor:
         """The lookup as one operation of a graph. torch.compile leaves those that train to Python: its

@@ -12,10 +12,9 @@ from dphybrid.parallel.devices import (
 )
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Parts, Whole, parts
-from dphybrid.parallel.placing import RowSource
 from dphybrid.parallel.regions import LossInside, compile_regions, find_data_parallel
 from dphybrid.parallel.replication import replicate
-from dphybrid.parallel.scattering import scatter, scatter_kwargs
+from dphybrid.parallel.scattering import RowSource, scatter, scatter_kwargs
 from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes, splits_table
 
 __all__ = [

@@ -17,15 +17,13 @@ from dphybrid.parallel.replication import under_functorch
 from dphybrid.parallel.scattering import Places
 from dphybrid.util.errors import UserError
 
-Mode = Literal["inline", "threads"]
-
 
 def parallel_apply(
     replicas: Sequence[nn.Module],
     inputs: Sequence[object],
     kwargs: Sequence[dict[str, object]] | None = None,
     devices: Places | None = None,
-    mode: Mode | None = None,
+    mode: Literal["inline", "threads"] | None = None,
     before: Callable[[int], object] | None = None,
 ) -> list[object]:
     """Call each replica on its inputs (a tuple or list of arguments, or one argument); return the outputs in
@@ -50,7 +48,10 @@ def parallel_apply(
         place, given = places.replicas[index], inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
         try:
-            with as_replica(index, count), _on(place, stream):
+            with as_replica(index, count), ExitStack() as stack:
+                if place.type == "cuda":
+                    stack.enter_context(torch.cuda.device(place))
+                    stack.enter_context(torch.cuda.stream(stream))
                 if before is not None:
                     before(index)
                 return replicas[index](*arguments, **(kwargs[index] if kwargs is not None else {}))
@@ -98,14 +99,6 @@ def _places(inputs: Sequence[object]) -> Devices:
         next((tensor.device for _, tensor in tensors_of(given)), torch.device("cpu")) for given in inputs
     ]
     return Devices(",".join(map(str, found)), tuple(found), len(set(found)) < len(found))
-
-
-def _on(place: torch.device, stream: "torch.cuda.Stream | None") -> ExitStack:
-    stack = ExitStack()
-    if place.type == "cuda":
-        stack.enter_context(torch.cuda.device(place))
-        stack.enter_context(torch.cuda.stream(stream))
-    return stack
 
 
 @cache

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
+
+from dphybrid.parallel.replication import OF_TORCH, unsuitable
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,8 @@ Words = tuple[bool, str, str, str]
 
 def _kind(part: nn.Module) -> Iterator[Words]:
     kind = type(part).__name__
-    if isinstance(part, nn.DataParallel):
-        yield True, kind, "a data-parallel block within a block", "wrap one region around all blocks"
-    if kind == "OptimizedModule" or part._compiled_call_impl is not None:
-        yield (
-            True,
-            kind,
-            "compiled: replicas would run the original's code and weights",
-            "compile outside of the block, or not at all",
-        )
-    if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
-        yield True, kind, "parameters have no size yet", "run the module once on a sample before wrapping it"
+    if found := unsuitable(part):
+        yield True, kind, *found
     if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
         yield (
             False,
@@ -71,49 +63,30 @@ def _kind(part: nn.Module) -> Iterator[Words]:
             "each device normalises its own rows, and only the first device's running statistics are kept",
             "use GroupNorm or LayerNorm, or batches large enough for each device",
         )
-    if isinstance(part, nn.SyncBatchNorm):
-        yield True, kind, "needs processes of its own a GPU", "use GroupNorm or LayerNorm"
-    if isinstance(part, nn.RNNBase) and not part.batch_first:
-        yield True, kind, "reads the batch on dim 1, and the split is on dim 0", "set batch_first=True"
-    if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
+    if isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first:
         yield True, kind, "reads the batch on dim 1, and the split is on dim 0", "set batch_first=True"
     if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-        yield (
-            False,
-            kind,
-            "masks differ from those of one device",
-            "nothing, unless results must not depend on the number of devices",
-        )
+        why = "masks differ from those of one device"
+        yield False, kind, why, "nothing, unless results must not depend on the number of devices"
 
 
 def _attributes(part: nn.Module) -> Iterator[Words]:
-    internal = vars(nn.Module()).keys() | {"_flat_weights", "_flat_weight_refs", "_all_weights"}
     for name, value in vars(part).items():
-        if name in internal:
+        if name in OF_TORCH or name == "_all_weights":
             continue
-        place = f"self.{name}"
         for leaf in _leaves(value):
+            words = None
             if isinstance(leaf, Tensor):
-                yield (
-                    True,
-                    place,
-                    "a tensor that is not registered stays on the first device",
-                    "make it a buffer with register_buffer",
-                )
+                why = "a tensor that is not registered stays on the first device"
+                words = why, "make it a buffer with register_buffer"
             elif isinstance(leaf, nn.Module):
-                yield (
-                    True,
-                    place,
-                    "a module outside the module tree is not replicated",
-                    "put it into an nn.ModuleList or nn.ModuleDict",
-                )
+                why = "a module outside the module tree is not replicated"
+                words = why, "put it into an nn.ModuleList or nn.ModuleDict"
             elif _bound_to_module(leaf):
-                yield (
-                    True,
-                    place,
-                    "a stored bound method keeps the first device's module",
-                    "look the method up when it is called",
-                )
+                why = "a stored bound method keeps the first device's module"
+                words = why, "look the method up when it is called"
+            if words:
+                yield True, f"self.{name}", *words
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -107,24 +107,22 @@ def _compare_block(
     args: tuple[object, ...],
     kwargs: dict[str, object],
     *,
-    name: str = "",
-    rtol: float = 1e-3,
-    atol: float = 1e-4,
+    name: str,
+    rtol: float,
+    atol: float,
 ) -> SplitDifference | None:
     """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs,
     or None."""
+    home = block.devices.home
 
     def joined(value: object) -> object:
-        if isinstance(value, Parts):
-            return torch.cat([part.detach().to(block.devices.home) for part in value.tensors], block.dim)
-        return value
+        return value.joined(home, block.dim) if isinstance(value, Parts) else value
 
     args, kwargs = map_leaves(joined, (args, block.with_wholes(kwargs)))
     rows = batch_rows(args, kwargs, block.dim)
     if rows is None or rows < 2:
         return None
     sizes = block.sizes(rows) if len(block.devices) > 1 else split_sizes(rows, 2)
-    home = block.devices.home
     with torch.no_grad(), own_random_state(home):
         copy = throwaway(block.module, home)
         before = _state(copy)

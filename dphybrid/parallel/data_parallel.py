@@ -13,20 +13,25 @@ from torch import Tensor, nn
 from dphybrid.parallel.applying import independent_streams, parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import Join, Leaf, as_device, gather
-from dphybrid.parallel.in_place import all_tensors, refuse_changes, versions
-from dphybrid.parallel.nests import Parts, Whole, batch_rows, map_tensors, parts
-from dphybrid.parallel.placing import RowSource, place
-from dphybrid.parallel.probing import refuse_chance_rows
-from dphybrid.parallel.record import Key, Record, first_size
+from dphybrid.parallel.nests import (
+    Parts,
+    Whole,
+    all_tensors,
+    batch_rows,
+    map_tensors,
+    parts,
+    refuse_changes,
+    versions,
+)
+from dphybrid.parallel.probing import note_shares, refuse_chance_rows, refuse_shared_inputs
 from dphybrid.parallel.replication import (
     refuse_unsuitable,
     replicate,
     replicate_modules,
     under_functorch,
 )
-from dphybrid.parallel.scattering import Places, scatter_kwargs, split
-from dphybrid.parallel.shared_inputs import note_shares, refuse_shared_inputs
-from dphybrid.parallel.splits import Split, split_sizes
+from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwargs, split
+from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
 from dphybrid.util.out_of_memory import is_out_of_memory
@@ -121,7 +126,8 @@ class DataParallel(nn.DataParallel):
                 return self._on_one(inputs, kwargs)
             sizes = self.sizes(rows)
             if len(sizes) > 1 and not under_functorch():
-                refuse_shared_inputs(self.module, inputs, kwargs, self.dim, self.devices.home, self._record)
+                asked = self._record.asked
+                refuse_shared_inputs(self.module, inputs, kwargs, self.dim, self.devices.home, asked)
             places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
                 seen: dict[int, list[object]] = {}
@@ -153,14 +159,13 @@ class DataParallel(nn.DataParallel):
     def with_wholes(self, kwargs: dict[str, object]) -> dict[str, object]:
         """Return the keyword arguments, those named in `whole` marked as such; rows in parts are joined for
         it."""
-        if not self.whole:
-            return kwargs
-        return {name: Whole(self._joined(v)) if name in self.whole else v for name, v in kwargs.items()}
-
-    def _joined(self, value: object) -> object:
-        if not isinstance(value, Parts):
-            return value
-        return torch.cat([part.to(self.devices.home) for part in value.tensors], self.dim)
+        home, dim = self.devices.home, self.dim
+        return {
+            name: Whole(value.joined(home, dim) if isinstance(value, Parts) else value)
+            if name in self.whole
+            else value
+            for name, value in kwargs.items()
+        }
 
     def _settle(self, leaves: list[Leaf], inputs: object, outputs: list[object], sizes: list[int]) -> None:
         """See to it that no output has its rows by chance, the first time it is seen."""
@@ -186,7 +191,7 @@ class DataParallel(nn.DataParallel):
 
     def sizes(self, rows: int) -> list[int]:
         """Return the rows of each used replica's share of a batch of `rows`."""
-        return split_sizes(rows, len(self.devices), self.weights) if rows else [0]
+        return shares(len(self.devices), self.weights, rows)
 
     def scatter(
         self, inputs: tuple[object, ...], kwargs: dict[str, object] | None, device_ids: Places

@@ -134,13 +134,9 @@ class Join:
         per_sample, rest = divmod(outputs[0].shape[dim], sizes[0])
         for output, size in zip(outputs, sizes, strict=True):
             if rest or output.dim() != outputs[0].dim() or output.shape[dim] != per_sample * size:
-                raise UserError(_not_rows(path, output, size, dim))
+                raise UserError(
+                    f"{path}: size {tuple(output.shape)} for a share of {size} samples; return the batch on "
+                    f"dim {dim}, with the same number of rows for each sample (transpose an RNN's state, "
+                    "expand a value of the whole share)"
+                )
         self.leaves.append(Leaf(path, per_sample, outputs[0].dim()))
-
-
-def _not_rows(path: str, output: Tensor, size: int, dim: int) -> str:
-    return (
-        f"{path}: size {tuple(output.shape)} for a share of {size} samples; return the batch on dim {dim}, "
-        "with the same number of rows for each sample (transpose an RNN's state, expand a value of the "
-        "whole share)"
-    )

@@ -92,18 +92,10 @@ def block_memory(
 
 def memory_text(devices: Sequence[_DeviceMemory]) -> str:
     """Return the table for people, in MiB."""
-    head = f"  {'device':<10}{'rows':>7}{'parameters':>13}{'gradients':>12}"
-    head += f"{'optimizer':>12}{'activations':>14}{'MiB':>10}"
-    mib = 2**20
-    lines = [
-        f"  {d.label:<10}{d.rows:>7}{d.parameters / mib:>13.1f}{d.gradients / mib:>12.1f}"
-        f"{d.optimizer / mib:>12.1f}{d.activations / mib:>14.1f}{d.total / mib:>10.1f}"
-        for d in devices
-    ]
-    return "\n".join(
-        [
-            head,
-            *lines,
-            "  Activations are an estimate; kernels' workspaces and the memory's fragmentation come on top.",
-        ]
-    )
+    titles = ("parameters", "gradients", "optimizer", "activations", "total")
+    lines = [f"  {'device':<10}{'rows':>7}" + "".join(f"{t.replace('total', 'MiB'):>14}" for t in titles)]
+    for device in devices:
+        cells = "".join(f"{getattr(device, title) / 2**20:>14.1f}" for title in titles)
+        lines.append(f"  {device.label:<10}{device.rows:>7}{cells}")
+    note = "  Activations are an estimate; kernels' workspaces and the memory's fragmentation come on top."
+    return "\n".join([*lines, note])

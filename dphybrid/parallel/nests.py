@@ -31,6 +31,10 @@ class Parts:
 
     tensors: Sequence[Tensor]
 
+    def joined(self, device: torch.device, dim: int) -> Tensor:
+        """Return all rows as one tensor on a device."""
+        return torch.cat([part.to(device) for part in self.tensors], dim)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
@@ -138,9 +142,15 @@ def tensors_of(value: object, path: str = "output") -> Iterator[tuple[str, Tenso
             yield from tensors_of(item, f"{path}[{name!r}]")
 
 
-def named_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
+def _named_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
     """Return the arguments by the names that messages give them."""
     return {f"input {index}": value for index, value in enumerate(args)} | kwargs
+
+
+def input_tensors(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a call's arguments with the path that messages give it."""
+    for name, value in _named_inputs(args, kwargs).items():
+        yield from tensors_of(value, name)
 
 
 def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) -> int | None:
@@ -151,7 +161,7 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
     and for what carries tensors or data and cannot be split.
     """
     sizes: dict[str, int | None] = {}
-    for name, value in named_inputs(args, kwargs).items():
+    for name, value in _named_inputs(args, kwargs).items():
         _collect(value, dim, name, sizes)
     found = set(sizes.values())
     if len(found) > 1 or None in found:
@@ -288,3 +298,44 @@ def _content(cell: types.CellType) -> list[object]:
 def _filled_slots(value: object) -> list[str]:
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     return [name for name in slots if not name.startswith("__") and hasattr(value, name)]
+
+
+def all_tensors(value: Any, found: list[Tensor]) -> bool:
+    """Add all tensors of a nest to `found`; return whether they are all that there is: nothing to open, such
+    as a `Whole`."""
+    # `tensors_of` without the paths: this runs in every call, also on the bare CPU
+    kind = type(value)
+    if kind is tuple or kind is list or kind is dict:
+        plain = True
+        for item in value.values() if kind is dict else value:
+            if type(item) is Tensor:
+                found.append(item)
+            elif not all_tensors(item, found):
+                plain = False
+        return plain
+    if kind in PLAIN:
+        return True
+    found += [tensor for _, tensor in tensors_of(value.value if kind is Whole else value)]
+    return False
+
+
+def versions(tensors: list[Tensor]) -> list[int | None]:
+    """Return how often each tensor was changed in place; None for inference tensors, which do not count."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def refuse_changes(inputs: object, given: list[Tensor], before: list[int | None]) -> None:
+    """Raise UserError that names the changed one of the tensors `given` of (args, kwargs). before: their
+    versions."""
+    now = versions(given)
+    changed = {id(tensor) for tensor, one, two in zip(given, before, now, strict=True) if one != two}
+    opened = input_tensors(*map_tensors(lambda t: t, inputs))
+    path = next(path for path, tensor in opened if id(tensor) in changed)
+    raise UserError(
+        f"DataParallel: the module has changed {path} in place, which it did not at its first call; on "
+        "several devices the caller's tensor stays as it is: clone it first in forward, or do not work in "
+        "place"
+    )

@@ -1,18 +1,23 @@
-"""Is it chance that an output has as many rows as its share has samples? Asked once, at the first forward
-that leaves it open.
+"""Is it chance that an output, or an input, has as many rows as there are samples? Asked once, at the first
+forward that leaves it open.
 
-Shares of two sizes settle it: what then has its rows in step with the samples has the batch there. Where all
-shares are alike, an RNN's state (layers, B, H) of as many layers, a transposed or stacked result, a parameter
-or a constant may look like rows by chance. It cannot be chance when the number of samples is found nowhere
-else: in no other dim of outputs, inputs and parameters, in no length of a list, and the replicas' outputs
-differ. Otherwise a throwaway copy of the module computes one sample more, once: the cost of one replica's
-forward without gradients; of three where an output has several rows a sample.
+Outputs. Shares of two sizes settle it: what then has its rows in step with the samples has the batch there.
+Where all shares are alike, an RNN's state (layers, B, H) of as many layers, a transposed or stacked result, a
+parameter or a constant may look like rows by chance. It cannot be chance when the number of samples is found
+nowhere else: in no other dim of outputs, inputs and parameters, in no length of a list, and the replicas'
+outputs differ. Otherwise a throwaway copy of the module computes one sample more, once: the cost of one
+replica's forward without gradients; of three where an output has several rows a sample.
+
+Inputs, such as class weights as long as the batch, or a (T, T) mask with T samples: splitting one that all
+replicas share computes something else. The throwaway copy computes two samples, in evaluation mode. Where
+that fails and works with the tensor unsplit, or where the first sample's output depends on the tensor's
+second row, the tensor belongs to all samples.
 """
 
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +26,16 @@ from torch import Tensor, nn
 
 from dphybrid.parallel.applying import as_replica
 from dphybrid.parallel.gathering import Leaf
-from dphybrid.parallel.nests import Parts, Whole, is_nest, items_of, map_leaves, map_tensors, tensors_of
+from dphybrid.parallel.nests import (
+    Parts,
+    Whole,
+    input_tensors,
+    is_nest,
+    items_of,
+    map_leaves,
+    map_tensors,
+    tensors_of,
+)
 from dphybrid.parallel.replication import throwaway
 from dphybrid.util.errors import UserError
 
@@ -43,8 +57,8 @@ def refuse_chance_rows(
     if not _may_be_chance(module, inputs, outputs, leaves, share, dim):
         return
     try:
-        more = first_rows(inputs, share + 1, dim, home)
-        found = dict(tensors_of(computed(module, more, home, len(sizes))))
+        more = _first_rows(inputs, share + 1, dim, home)
+        found = dict(tensors_of(_computed(module, more, home, len(sizes))))
     except Exception as error:  # noqa: BLE001 # a module may refuse any other size, and is right so far
         warnings.warn(
             f"DataParallel: outputs have {share} rows for shares of {share} samples, and it could not be "
@@ -64,7 +78,9 @@ def refuse_chance_rows(
                 f"{share + 1} samples it {size}; return the batch on dim {dim}, with the same number of rows "
                 "for each sample (transpose an RNN's state, expand what belongs to no sample)"
             )
-        if any(pair == (share, share + 1) for pair in _others(shapes[leaf.path], tensor.shape, dim)):
+        pairs = list(zip(shapes[leaf.path], tensor.shape, strict=True))
+        del pairs[dim]
+        if (share, share + 1) in pairs:
             raise UserError(
                 f"{leaf.path}: size {tuple(tensor.shape)} for {share + 1} samples: samples are on two dims, "
                 "each against all others of its own share alone; compute that outside of the data-parallel "
@@ -108,13 +124,6 @@ def _may_be_chance(
     return share in _lengths(outputs[0])
 
 
-def _others(one: torch.Size, two: torch.Size, dim: int) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of two tensors on all dims but `dim`."""
-    for axis, pair in enumerate(zip(one, two, strict=True)):
-        if axis != dim % len(one):
-            yield pair
-
-
 def _sample_minor(
     leaves: list[Leaf],
     module: nn.Module,
@@ -135,7 +144,7 @@ def _sample_minor(
         return None
     try:
         one, two = (
-            dict(tensors_of(computed(module, first_rows(inputs, rows, dim, home), home, count, False)))
+            dict(tensors_of(_computed(module, _first_rows(inputs, rows, dim, home), home, count, False)))
             for rows in (share, share + 1)
         )
     except Exception:  # noqa: BLE001 # not made to be evaluated
@@ -178,7 +187,7 @@ def _lengths(value: object) -> Iterator[int]:
 
 
 @torch.no_grad()
-def computed(
+def _computed(
     module: nn.Module, inputs: tuple[Any, Any], home: torch.device, count: int = 1, training: bool = True
 ) -> object:
     """Return what a throwaway copy of the module makes of (args, kwargs) on `home`; nothing else is left of
@@ -189,7 +198,7 @@ def computed(
         return (copy if training else copy.eval())(*args, **kwargs)
 
 
-def first_rows(
+def _first_rows(
     value: object, rows: int, dim: int, home: torch.device, instead: Mapping[int, Tensor] | None = None
 ) -> Any:
     """Return the first rows of each tensor of a nest, copied to `home`. instead: tensors in the place of
@@ -209,7 +218,7 @@ def first_rows(
         if isinstance(value, Whole):
             return map_tensors(lambda t: t.detach().to(home, copy=True), value.value)
         if isinstance(value, Parts):
-            return torch.cat([t.detach().to(home) for t in value.tensors], dim).narrow(dim, 0, rows).clone()
+            return value.joined(home, dim).detach().narrow(dim, 0, rows).clone()
         return value
 
     return map_leaves(leaf, value)
@@ -228,3 +237,69 @@ def own_random_state(home: torch.device) -> Iterator[None]:
             random.setstate(python_state)
             if numpy is not None:
                 numpy.random.set_state(numpy_state)
+
+
+def refuse_shared_inputs(
+    module: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    dim: int,
+    home: torch.device,
+    asked: set[tuple[str, ...]],
+) -> None:
+    """Raise UserError that names an input which all samples share and which would be split. asked: names of
+    inputs that have been examined; added to."""
+    # one given twice stays one
+    found = list({id(t): (path, t) for path, t in input_tensors(args, kwargs) if t.dim()}.values())
+    paths = tuple(path for path, _ in found)
+    if len(found) < 2 or paths in asked:
+        return
+    asked.add(paths)
+    expected = _first_output(module, (args, kwargs), dim, home, {})
+    for path, tensor in found[1:]:  # the first one is the batch itself
+        if not (tensor.is_floating_point() or tensor.dtype == torch.bool) or tensor.is_sparse:
+            continue
+        # two samples, the second with another row; else the tensor as it is, unsplit
+        other = tensor.detach().narrow(dim, 0, 2).clone() if expected else tensor.detach().to(home, copy=True)
+        if expected:
+            row = other.select(dim, 1)
+            row.copy_(~row if row.dtype == torch.bool else row + 1)
+        changed = _first_output(module, (args, kwargs), dim, home, {id(tensor): other})
+        if changed and (not expected or not _equal(expected, changed)):
+            raise UserError(
+                f"{path}: size {tuple(tensor.shape)} has as many rows as there are samples by chance: "
+                "outputs depend on more than the sample's own row; wrap what all replicas share in "
+                "Whole(...), or name it in whole=[...]"
+            )
+
+
+def note_shares(
+    error: Exception, args: tuple[object, ...], kwargs: dict[str, object], sizes: Sequence[int], dim: int
+) -> None:
+    """Add to an error of a replica what it was given, and what may be meant instead."""
+    given = [f"{path} {tuple(t.shape)}" for path, t in input_tensors(args, kwargs)]
+    error.add_note(
+        f"DataParallel split {', '.join(given)} on dim {dim} into shares of {sizes} rows. "
+        "If the module works without a split: one sample alone needs a batch dim (x.unsqueeze(0)), and what "
+        "all samples share, such as a mask or class weights, is given as Whole(...) or named in whole=[...]"
+    )
+
+
+def _first_output(
+    module: nn.Module, inputs: tuple[object, object], dim: int, home: torch.device, instead: dict[int, Tensor]
+) -> list[Tensor]:
+    """Return the first of two samples' part of each output; nothing where the module fails."""
+    try:
+        output = _computed(module, _first_rows(inputs, 2, dim, home, instead), home, training=False)
+    except Exception:  # noqa: BLE001 # whatever it is, the module cannot be asked
+        return []
+    tensors = [t for _, t in tensors_of(output) if -t.dim() <= dim < t.dim() and t.layout is torch.strided]
+    return [t.narrow(dim, 0, t.shape[dim] // 2) for t in tensors if t.shape[dim] % 2 == 0]
+
+
+def _equal(one: list[Tensor], two: list[Tensor]) -> bool:
+    return len(one) == len(two) and all(
+        a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True)
+        for a, b in zip(one, two, strict=True)
+        if not a.is_complex()
+    )

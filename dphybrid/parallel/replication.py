@@ -167,33 +167,27 @@ def _replica(
     return replica
 
 
-def refuse_unsuitable(module: nn.Module, home: torch.device | None = None) -> None:
-    """Raise UserError for a part that replicas would not run right: data-parallel itself, compiled, or
-    without sizes yet.
+def unsuitable(part: nn.Module) -> tuple[str, str] | None:
+    """Return (why replicas would not run this part right, the remedy), or None."""
+    if isinstance(part, nn.DataParallel):
+        return "is data-parallel itself", "wrap one region, not a region within a region"
+    if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
+        why = "is compiled, and replicas would run the original's code"
+        return why, "compile outside or not at all"
+    if isinstance(part, nn.SyncBatchNorm):
+        why = "is a SyncBatchNorm, which synchronises processes, not replicas"
+        return why, "use GroupNorm or LayerNorm, or BatchNorm, which normalises each share by itself"
+    if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():  # type: ignore[misc]
+        return "has parameters without a size yet", "run it once on a sample first"
+    return None
 
-    home: where all parameters and buffers must be.
-    """
+
+def refuse_unsuitable(module: nn.Module, home: torch.device | None = None) -> None:
+    """Raise UserError for a part that is `unsuitable`. home: where all parameters and buffers must be."""
     for name, part in module.named_modules():
         place = f"module {name!r}" if name else "the module"
-        if isinstance(part, nn.DataParallel):
-            raise UserError(
-                f"DataParallel: {place} is data-parallel itself; wrap one region, not a region within a "
-                "region"
-            )
-        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
-            raise UserError(
-                f"DataParallel: {place} is compiled, and replicas would run the original's code; compile "
-                "outside or not at all"
-            )
-        if isinstance(part, nn.SyncBatchNorm):
-            raise UserError(
-                f"DataParallel: {place} is a SyncBatchNorm, which synchronises processes, not replicas; use "
-                "GroupNorm or LayerNorm, or BatchNorm, which normalises each share by itself"
-            )
-        if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():  # type: ignore[misc]
-            raise UserError(
-                f"DataParallel: {place} has parameters without a size yet; run it once on a sample first"
-            )
+        if found := unsuitable(part):
+            raise UserError(f"DataParallel: {place} {found[0]}; {found[1]}")
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if home is not None and tensor is not None and tensor.device != home:
                 raise UserError(

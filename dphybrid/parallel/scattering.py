@@ -1,17 +1,24 @@
-"""scatter: the rows of a batch to the replicas' devices. Like torch.nn.parallel.scatter, but copies also
-where devices share hardware."""
+"""What goes to the replicas' devices: a batch's rows, and the rows of tables in host memory.
 
-from collections.abc import Sequence
+`scatter` is like torch.nn.parallel.scatter, but copies also where devices share hardware. `RowSource` is the
+seam to tables, so that neither package imports the other: a table is whatever has these two methods.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_nest, items_of, map_tensors, rebuild
-from dphybrid.parallel.splits import split_sizes
+from dphybrid.parallel.splits import shares
 from dphybrid.util.errors import UserError
+
+if TYPE_CHECKING:
+    from dphybrid.parallel.data_parallel import DataParallel
 
 Places = str | Devices | Sequence[int | str | torch.device]
 
@@ -38,15 +45,15 @@ def scatter_kwargs(
     devices = resolve_devices(devices)
     sizes = _sizes(inputs, kwargs or {}, len(devices), dim)
     places = devices.replicas[: len(sizes)]
-    shares = split((tuple(inputs), dict(kwargs or {})), places, sizes, dim)
-    return tuple(share[0] for share in shares), tuple(share[1] for share in shares)
+    found = split((tuple(inputs), dict(kwargs or {})), places, sizes, dim)
+    return tuple(share[0] for share in found), tuple(share[1] for share in found)
 
 
 def _sizes(args: tuple[object, ...], kwargs: dict[str, object], num_devices: int, dim: int) -> list[int]:
     rows = batch_rows(args, kwargs, dim)
     if rows is None:
         return [0] * num_devices
-    return split_sizes(rows, num_devices) if rows else [0]
+    return shares(num_devices, None, rows)
 
 
 def split(
@@ -63,11 +70,11 @@ def split(
             if id(value) not in seen:
                 seen[id(value)] = split(value, places, sizes, dim)
             return seen[id(value)]
-        shares = _rows(value, sizes, dim) if value.dim() else [value] * len(places)
+        pieces = _rows(value, sizes, dim) if value.dim() else [value] * len(places)
         # A copy also where the device is the same: an in-place first operation must not reach the caller's
         # batch.
         return [
-            part.to(place, non_blocking=True, copy=True) for part, place in zip(shares, places, strict=True)
+            part.to(place, non_blocking=True, copy=True) for part, place in zip(pieces, places, strict=True)
         ]
     if isinstance(value, Whole):
         copies = [partial(Tensor.to, device=place, non_blocking=True, copy=True) for place in places]
@@ -92,3 +99,41 @@ def _rows(value: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
         return value.split(sizes, dim)
     starts = [sum(sizes[:j]) for j in range(len(sizes))]
     return [torch.narrow_copy(value, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+class RowSource(Protocol):
+    """A table that delivers rows to the replicas of a region; `HostEmbedding` is one."""
+
+    def place_on(self, devices: Sequence[torch.device], sizes_of: Callable[[int], Sequence[int]], /) -> None:
+        """Set where `replica_rows` delivers. sizes_of: from the rows of a batch to those of each share."""
+        ...
+
+    def replica_rows(self, ids: Tensor, /) -> list[Tensor]:
+        """Return each used replica's rows of its share of `ids`, on its device."""
+        ...
+
+
+_regions: "weakref.WeakKeyDictionary[RowSource, weakref.ref[DataParallel]]" = weakref.WeakKeyDictionary()
+
+
+def place(table: RowSource, region: "DataParallel") -> None:
+    """Deliver the rows of `table` to the replicas of `region`, from the first call on. Raises UserError for a
+    table that delivers to other devices of another region."""
+    known = _regions.get(table)
+    before = None if known is None else known()
+    if before is region:
+        return
+    if region.dim != 0:
+        raise UserError(
+            f"DataParallel.rows: rows are split on dim 0, and this region splits on dim {region.dim}; use "
+            "dim=0, or look up with table(ids)"
+        )
+    if before is None:
+        table.place_on(region.devices.replicas, partial(shares, len(region.devices), region.weights))
+        _regions[table] = weakref.ref(region)
+    elif (before.devices.replicas, before.weights) != (region.devices.replicas, region.weights):
+        raise UserError(
+            f"DataParallel.rows: the table's rows go to {before.devices.text} already, for another region, "
+            f"and this one is on {region.devices.text}; give both the same devices and weights, or look up "
+            "with table(ids) for one of them"
+        )

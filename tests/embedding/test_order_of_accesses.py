@@ -24,7 +24,6 @@ from dphybrid.embedding import (
 )
 from dphybrid.embedding.counters import Counters
 from dphybrid.parallel import Devices, applying, gather, parallel_apply, parts, split_sizes
-from dphybrid.parallel.applying import Mode
 from dphybrid.parallel.replication import replicate_modules
 from dphybrid.parallel.scattering import split
 from tests.embedding.simulated_cuda import Carried, Pool, Stream, Torch, World
@@ -86,9 +85,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "current_stream", world.current)
         gather = native.gather
 
-        def gathers(weight: Tensor, ids: Tensor, out: Tensor, *args: Any, **options: Any) -> bool:
+        def gathers(weight: Tensor, threads: int | None, ids: Tensor, out: Tensor, *places: Tensor) -> None:
             world.host(out, writes=True)
-            return gather(weight, ids, out, *args, **options)
+            gather(weight, threads, ids, out, *places)
 
         monkeypatch.setattr(native, "gather", gathers)
         for name in ("update", "sum_rows"):
@@ -163,7 +162,7 @@ class Losses(nn.Module):
         return (hidden_BH.sum(1) - labels_B).square()
 
 
-def train_region(world: World, mode: Mode, steps: int = 8) -> float:
+def train_region(world: World, mode: Any, steps: int = 8) -> float:
     """What a DataParallel on cuda:0*4 does in a step, on a stream of the caller's own: scatter, replicate,
     apply, gather, and all ways back."""
     place = torch.device("cuda:0")
@@ -197,7 +196,7 @@ def train_region(world: World, mode: Mode, steps: int = 8) -> float:
 
 
 @pytest.mark.parametrize("mode", ["inline", "threads"])
-def test_a_region_s_own_copies_are_ordered(mode: Mode, simulated: Any) -> None:
+def test_a_region_s_own_copies_are_ordered(mode: str, simulated: Any) -> None:
     world = simulated()
     train_region(world, mode)
     assert world.accesses > 1000

@@ -79,8 +79,8 @@ class Unflattened(nn.Module):
         (lambda: nn.TransformerEncoderLayer(4, 2, 8), True, ["self_attn", "batch_first=True"]),
         (zoo.mlp_batchnorm, False, ["BatchNorm1d", "GroupNorm"]),
         (zoo.tied, False, ["table", "output", "HostEmbedding"]),
-        (lambda: DataParallel(nn.Linear(2, 2), "cpu*2"), True, ["block within a block"]),
-        (lambda: nn.LazyLinear(3), True, ["no size yet"]),
+        (lambda: DataParallel(nn.Linear(2, 2), "cpu*2"), True, ["is data-parallel itself"]),
+        (lambda: nn.LazyLinear(3), True, ["without a size"]),
     ],
 )
 def test_the_checker_names_place_and_remedy(
