@@ -177,7 +177,7 @@ def unsuitable(part: nn.Module) -> tuple[str, str] | None:
     if isinstance(part, nn.SyncBatchNorm):
         why = "is a SyncBatchNorm, which synchronises processes, not replicas"
         return why, "use GroupNorm or LayerNorm, or BatchNorm, which normalises each share by itself"
-    if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():  # type: ignore[misc]
+    if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
         return "has parameters without a size yet", "run it once on a sample first"
     return None
 
