@@ -12,8 +12,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_array, check_is_fitted, column_or_1d, validate_data
 
 from dphybrid.api.run import TrainedRun
-from dphybrid.api.training import train
-from dphybrid.api.values import nested
+from dphybrid.api.training import nested, train
 from dphybrid.data.table.frames import as_frame
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError

@@ -1,7 +1,6 @@
 """Sources -> prepared data set on disk -> batches."""
 
-from dphybrid.data.batches import Dataset, batches, num_batches
-from dphybrid.data.draws import DrawnDataset, Draws
+from dphybrid.data.batches import Dataset, DrawnDataset, Draws, batches, num_batches
 from dphybrid.data.prepare import prepare_source, source_digest
 from dphybrid.data.store import Prepared, open_prepared, verify_prepared
 from dphybrid.data.vocabulary import Vocabulary, read_vocabularies

@@ -6,7 +6,9 @@ same code.
 """
 
 import json
+import os
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -14,15 +16,17 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 
 from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge
-from dphybrid.config.foreign import check_code
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import read_small_text
+from dphybrid.util.importing import check_import
 
 Values = dict[str, Any]
 """Values of a config by name, sections as mappings of their own."""
 _FieldFacts = tuple[object, str, object]
+_CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
+"""Fields of a config that name code as package.module:NAME."""
 
 
 @cache
@@ -177,11 +181,46 @@ def stored_config(
     given: a config of the user's own, which may name the same code. Raises UserError, also for a page from
     elsewhere that names code of packages that are not allowed.
     """
-    check_code(values, page, settings, given.model_dump() if given else {})
+    _check_code(values, page, settings, given.model_dump() if given else {})
     try:
         return build_config(values)
     except UserError as error:
         raise UserError(f"{page}: {error}; where its values have changed since, train again") from error
+
+
+def _check_code(
+    config: Mapping[str, object], page: Path, settings: Settings, known: Mapping[str, object]
+) -> None:
+    """Raise UserError when a page that this user's runs did not write names code of a package that
+    DPHYBRID_FACTORY_PACKAGES does not allow.
+
+    known: values of a config that the user gave; code that it names as well is the user's choice.
+    """
+    if _is_own(page, settings):
+        return
+    chosen = {path for field in _CODE_FIELDS for path in _named(known, field)}
+    for field in _CODE_FIELDS:
+        for path in _named(config, field):
+            if path not in chosen:
+                check_import(
+                    path, f"{page}: none of your own runs wrote it; {field}", settings.factory_packages
+                )
+
+
+def _named(config: Mapping[str, object], field: str) -> list[str]:
+    """Return the import paths in a field; the name of an installed recipe is none."""
+    value: object = config
+    for part in field.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    values = value if isinstance(value, list | tuple) else [value]
+    return [text for text in values if isinstance(text, str) and ":" in text]
+
+
+def _is_own(page: Path, settings: Settings) -> bool:
+    """Did this user's own runs write a page, or record it in the embedded store?"""
+    place = page.resolve()
+    roots = (settings.runs_dir, settings.mlflow_dir)
+    return any(place.is_relative_to(root.resolve()) for root in roots) and place.stat().st_uid == os.getuid()
 
 
 def given_values(config: ExperimentConfig) -> Values:

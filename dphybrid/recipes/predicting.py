@@ -11,9 +11,14 @@ import torch
 from torch import nn
 
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
-from dphybrid.data.table.frames import as_frame
+from dphybrid.data.table.frames import (
+    as_frame,
+    table_target,
+    told_of_rejected,
+    write_frames,
+    write_rejected,
+)
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, read_chunks
-from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.data.vocabulary import read_vocabularies
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError

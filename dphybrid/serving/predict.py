@@ -23,10 +23,15 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
 from dphybrid.data.table.cells import FEW, clean, clean_few
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.frames import as_frame
+from dphybrid.data.table.frames import (
+    as_frame,
+    table_target,
+    told_of_rejected,
+    write_frames,
+    write_rejected,
+)
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Rows, check_rejected, find_files, read_chunks
-from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint

@@ -13,7 +13,7 @@ import torch
 
 import dphybrid
 from dphybrid.api.run import TrainedRun
-from dphybrid.api.values import experiment
+from dphybrid.api.training import experiment
 from dphybrid.config.settings import load_settings
 from dphybrid.data.table import frames
 from dphybrid.data.table.frames import as_frame, save_frame

@@ -11,7 +11,7 @@ import pytest
 from dphybrid.data import Prepared, batches, num_batches, open_prepared
 from dphybrid.data import store as store_module
 from dphybrid.recipes import find_recipe
-from dphybrid.recipes.text.config import TextDataConfig
+from dphybrid.recipes.text import TextDataConfig
 from dphybrid.recipes.text.data import repeated_shares, tokenize
 from dphybrid.util.errors import UserError
 from tests.conftest import SHARED

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.recipes.text.config import TextDataConfig
+from dphybrid.recipes.text import TextDataConfig
 from dphybrid.recipes.text.data import held_out
 from tests.preparing import prepare
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dphybrid.data import Prepared, batches
-from dphybrid.recipes.kge.config import KgeDataConfig
+from dphybrid.recipes.kge import KgeDataConfig
 from dphybrid.util.errors import UserError
 from tests.conftest import SHARED
 from tests.preparing import prepare

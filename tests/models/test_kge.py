@@ -18,7 +18,7 @@ from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.kge.config import KgeDataConfig, KgeModelConfig
+from dphybrid.recipes.kge import KgeDataConfig, KgeModelConfig
 from dphybrid.recipes.kge.model import QUERIES, TripleModel
 from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError

@@ -25,9 +25,8 @@ from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.retrieval.config import RetrievalDataConfig, RetrievalModelConfig
-from dphybrid.recipes.retrieval.metrics import recall_and_ndcg
-from dphybrid.recipes.retrieval.model import RetrievalModel
+from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
+from dphybrid.recipes.retrieval.model import RetrievalModel, recall_and_ndcg
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report, run_job
 from dphybrid.training.memory import micro_batches

@@ -12,7 +12,7 @@ from dphybrid.data.batches import ArrayDataset
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.ctr.config import CtrModelConfig
+from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.model import DeepFM, Sizes
 from dphybrid.recipes.ctr.numbers import (
     BIN_ROWS,

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dphybrid.data.batches import ArrayDataset, batches
-from dphybrid.data.draws import DrawnDataset
+from dphybrid.data.batches import ArrayDataset, DrawnDataset, batches
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
-from dphybrid.recipes.ctr.unknown import some_unknown
+from dphybrid.recipes.ctr.model import some_unknown
 
 ROWS = 4000
 INFO = {

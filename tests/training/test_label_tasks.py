@@ -16,7 +16,7 @@ from dphybrid.lifecycle.comparing import bootstrap_gains
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.ctr.config import CtrModelConfig
+from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.serving.predict import Predictor
 from dphybrid.tracking.models import _signature

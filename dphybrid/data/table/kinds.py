@@ -29,14 +29,16 @@ from dphybrid.data.table.cells import (
 )
 from dphybrid.data.table.column import Array, Claim, Column, Dictionary, Found, Keys, Sample
 from dphybrid.data.table.numbers import (
+    YEAR_FIRST,
     Notation,
     Scale,
     fit_scale,
     has_leading_zeros,
+    is_day_first,
+    looks_like_dates,
     notation_of,
     why_no_number,
 )
-from dphybrid.data.table.times import YEAR_FIRST, is_day_first, looks_like_dates
 from dphybrid.util.errors import UserError
 
 _ROW_NUMBERS = 20

@@ -1,4 +1,4 @@
-"""How cells write numbers, and how a network receives them. Letters: B rows."""
+"""How cells write numbers and dates, and how a network receives numbers. Letters: B rows."""
 
 import re
 from functools import lru_cache
@@ -10,9 +10,15 @@ from pydantic import Field
 
 from dphybrid.config.experiment import Section
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.cells import bucket_ids, plain_numbers, read_numbers, signed_log, standardized
+from dphybrid.data.table.cells import (
+    bucket_ids,
+    plain_numbers,
+    read_numbers,
+    read_times,
+    signed_log,
+    standardized,
+)
 from dphybrid.data.table.column import Array, Sample
-from dphybrid.data.table.times import looks_like_dates
 
 _INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity")
 """Lower-cased texts of infinite numbers, which count as no value."""
@@ -25,6 +31,8 @@ FEW_OTHERS = 0.05
 _NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
 _CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
 _WITH_MARKS = r"^[+-]?\d[\d.,' _]*$"
+YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
+_DATE = r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ]|$)"
 _FEW = 20
 
 
@@ -107,6 +115,28 @@ def why_no_number(sample: Sample) -> str | None:
     if cast(int, whole.abs().max()) > 2**53:
         return "whole numbers beyond 2^53"
     return "named like an id" if _NAMES_AN_ID.search(sample.name) or _CAMEL_ID.search(sample.name) else None
+
+
+def looks_like_dates(cells: pl.Series, day_first: bool) -> bool:
+    """Tell whether all cells are written as dates."""
+    for some in (cells.head(_FEW), cells):  # most texts are none, which the first few tell
+        if some.dtype != pl.String or not some.str.contains(_DATE).all():
+            return False
+        if read_times(some, day_first).null_count():
+            return False
+    return bool(len(cells))
+
+
+def is_day_first(cells: pl.Series, data: TableDataConfig) -> bool | None:
+    """Tell the order of day and month: as the config says, else by what the cells allow; None where that is
+    both."""
+    if data.dayfirst is not None:
+        return data.dayfirst
+    if cells.dtype != pl.String or not cells.str.contains("/", literal=True).any():
+        return False
+    slashes = cells.filter(~cells.str.contains(YEAR_FIRST))
+    month, day = (read_times(slashes, first).null_count() for first in (False, True))
+    return None if month == day and len(slashes) else day < month
 
 
 def _other_kind(cells: pl.Series) -> str:

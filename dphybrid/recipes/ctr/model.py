@@ -17,16 +17,19 @@ fields (rows and numbers), P pairs, C outputs. logits are logits_B with one outp
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dphybrid.data.batches import Draw, Draws
+from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.ctr.config import CtrModelConfig
+from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, bins_of
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
@@ -228,3 +231,20 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     table = HostEmbeddingCollection(tables, o.dim, name="table", std=std, make=context.table)
     region = DataParallel(ClickRegion(network, task.loss), context.devices)
     return ClickModel(table, region, int(context.info.get("num_bags", 0)))
+
+
+def some_unknown(info: Mapping[str, Any], share: float) -> Draw:
+    """Return what replaces a share of each column's ids, other ones in each epoch. info: of the prepared
+    data."""
+    num_columns = len(info["num_ids"]) - int(info.get("num_bags", 0))
+    roles = [column["role"] for column in info.get("columns", [])] or ["categorical"] * num_columns
+    stand_in_F = torch.tensor(
+        [MISSING_ID if role == "buckets" else UNKNOWN_ID for role in roles[:num_columns]],
+        dtype=torch.int64,  # also where all columns are bags
+    )
+
+    def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
+        replaced_BF = torch.from_numpy(draws.uniform(num_columns) < share)
+        return {"ids_BF": torch.where(replaced_BF, stand_in_F, batch["ids_BF"])}
+
+    return draw

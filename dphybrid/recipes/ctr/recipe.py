@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.recipes.ctr.config import CtrModelConfig
+from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.files import given_path
 
@@ -84,8 +84,8 @@ class Ctr(Recipe):
         return found.model_copy(update={"table": found.table.model_copy(update={"lr": lr})}), lines
 
     def training_rows(self, rows: "Dataset", info: Mapping[str, object], model: Any) -> "Dataset":
-        from dphybrid.data.draws import DrawnDataset
-        from dphybrid.recipes.ctr.unknown import some_unknown
+        from dphybrid.data.batches import DrawnDataset
+        from dphybrid.recipes.ctr.model import some_unknown
 
         return DrawnDataset(rows, some_unknown(info, model.unknown)) if model.unknown else rows
 

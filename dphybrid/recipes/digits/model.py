@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.digits.config import DigitsModelConfig
+from dphybrid.recipes.digits import DigitsModelConfig
 
 _CAPSULE, _DIGIT_CAPSULE = 8, 16
 """Widths of input and output capsules, as in the paper."""

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dphybrid.data.batches import Array, ArrayDataset, Dataset
-from dphybrid.data.draws import Draw, DrawnDataset, Draws
+from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.delimited import SHOWN
 from dphybrid.data.table.rows import Rejected, check_rejected
-from dphybrid.recipes.kge.config import KgeDataConfig, files_of
+from dphybrid.recipes.kge import KgeDataConfig, files_of
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 

@@ -16,7 +16,7 @@ from dphybrid.embedding import HostEmbedding, linear_cross_entropy, rank_rows
 from dphybrid.embedding.ranking import dot_products
 from dphybrid.parallel import DataParallel, Parts
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.kge.config import KgeModelConfig
+from dphybrid.recipes.kge import KgeModelConfig
 from dphybrid.util.errors import UserError
 
 

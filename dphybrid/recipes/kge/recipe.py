@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dphybrid.recipes.kge.config import KgeDataConfig, KgeModelConfig, files_of
+from dphybrid.recipes.kge import KgeDataConfig, KgeModelConfig, files_of
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.files import given_path
 

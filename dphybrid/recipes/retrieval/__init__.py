@@ -1,1 +1,90 @@
-"""Two towers: which items a user will want."""
+"""Recipe retrieval, two towers that tell which items a user will want: its own config."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.config.experiment import Names
+from dphybrid.config.tables import TableDataConfig
+
+
+def _split_numbers(value: object) -> object:
+    return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Numbers = Annotated[tuple[Annotated[int, Field(ge=1, le=1000)], ...], BeforeValidator(_split_numbers)]
+
+
+class RetrievalDataConfig(DataConfig):
+    """Which interactions, which columns of them, and what a user's item competes with."""
+
+    path: str | None = None
+    """Your interactions, a row each: CSV, TSV or Parquet; a file, a folder of them, or a pattern. Empty: a
+    generated sample."""
+    user: str = "user"
+    """Column with the user: its name, or its position 0, 1, ... in a file without a header."""
+    item: str = "item"
+    """Column with the item."""
+    user_features: Names = ()
+    """Columns with categories of the user, separated by commas; a user's last training row counts."""
+    item_features: Names = ()
+    """Columns with categories of the item, separated by commas; an item's last training row counts."""
+    time: str | None = None
+    """Column with a number, date or time: the latest rows are the validation split. Empty: random rows by
+    train.seed."""
+    valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Share of the rows in the validation split."""
+    negatives: int = Field(default=0, ge=0, le=2**20)
+    """Items drawn by frequency that compete besides those of the batch; 0: those of the batch alone."""
+    cutoffs: Numbers = (10, 50)
+    """Lengths k of the lists that recall@k and NDCG@k look at, separated by commas; the first one's NDCG
+    decides."""
+    header: Literal["auto", "yes", "no"] = "auto"
+    """Does the first line name the columns? auto looks at the file."""
+    delimiter: str = "auto"
+    """Character between columns; auto looks at the file."""
+    missing: Names = ()
+    """More texts that mean "no value", separated by commas."""
+    max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
+    """Share of unreadable rows, or rows without user or item, above which preparation stops."""
+
+    @model_validator(mode="after")
+    def _columns_and_cutoffs_differ(self) -> Self:
+        columns = [self.user, self.item, *self.user_features, *self.item_features]
+        if twice := {name for name in columns if columns.count(name) > 1}:
+            raise ValueError(f"column {min(twice)!r} is named twice; each is one thing")
+        if not self.cutoffs or len(set(self.cutoffs)) < len(self.cutoffs):
+            raise ValueError(f"cutoffs={self.cutoffs}: give one or more lengths that differ")
+        return self
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        """The columns that are named, each with the field that names it."""
+        features = [
+            (side, name) for side in ("user_features", "item_features") for name in getattr(self, side)
+        ]
+        time = [] if self.time is None else [("time", self.time)]
+        return [("user", self.user), ("item", self.item), *features, *time]
+
+    @property
+    def reading(self) -> TableDataConfig:
+        """How files are read, for `dphybrid.data.table`."""
+        return TableDataConfig(
+            path=self.path,
+            header=self.header,
+            delimiter=self.delimiter,
+            missing=self.missing,
+            max_rejected=self.max_rejected,
+        )
+
+
+class RetrievalModelConfig(ModelConfig):
+    """How wide rows are, and how large the towers over them; a score is the dot product of two vectors."""
+
+    dim: int = Field(default=64, ge=1, le=65536)
+    """Width of an embedding row, and of a vector."""
+    layers: int = Field(default=0, ge=0, le=64)
+    """Number of a tower's hidden layers; 0: no tower, a vector is the sum of the embedding rows."""
+    hidden: int = Field(default=64, ge=1, le=65536)
+    """Width of a tower's hidden layers."""

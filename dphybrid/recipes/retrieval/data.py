@@ -19,7 +19,7 @@ from dphybrid.data.table.cells import FIRST_ID, read_times
 from dphybrid.data.table.column import Dictionary
 from dphybrid.data.table.kinds import Category
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, read_chunks
-from dphybrid.recipes.retrieval.config import RetrievalDataConfig
+from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.util.errors import UserError, suggestion
 
 _SAMPLE_USERS, _SAMPLE_ITEMS, _SAMPLE_GROUPS, _SAMPLE_ROWS = 1000, 600, 15, 20_000

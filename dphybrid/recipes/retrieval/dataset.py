@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dphybrid.data.batches import Array, Dataset
-from dphybrid.data.draws import Draw, DrawnDataset, Draws
+from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws
 
 
 class PairDataset(Dataset):

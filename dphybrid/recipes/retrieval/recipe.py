@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.recipes.recipe import Recipe
-from dphybrid.recipes.retrieval.config import RetrievalDataConfig, RetrievalModelConfig
+from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +45,7 @@ class Retrieval(Recipe):
         return build_retrieval(context)
 
     def task(self, info: Mapping[str, Any]) -> "Task":
-        from dphybrid.recipes.retrieval.metrics import recommending
+        from dphybrid.recipes.retrieval.model import recommending
 
         return recommending(info["cutoffs"])
 

@@ -18,12 +18,17 @@ from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.frames import as_frame
+from dphybrid.data.table.frames import (
+    as_frame,
+    table_target,
+    told_of_rejected,
+    write_frames,
+    write_rejected,
+)
 from dphybrid.data.table.rows import Rejected, check_rejected, find_files, read_chunks
-from dphybrid.data.table.written import table_target, told_of_rejected, write_frames, write_rejected
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
-from dphybrid.recipes.retrieval.config import RetrievalDataConfig
+from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.dataset import lists_of
 from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.training.tensor_file import write_tensors

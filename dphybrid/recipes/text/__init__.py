@@ -1,1 +1,51 @@
-"""Word-level language models."""
+"""Recipe text, word-level language models: its own config."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from dphybrid.config import DataConfig, ModelConfig
+
+
+class TextDataConfig(DataConfig):
+    """Which text, and how it becomes words."""
+
+    path: str | None = None
+    """Your text: a file, or a folder of .txt, .md, .rst. Empty: the language reference that comes with
+    Python."""
+    min_count: int = Field(default=2, ge=1)
+    """Words seen fewer times in the training split become the unknown one."""
+    window: int = Field(default=64, ge=2, le=8192)
+    """Tokens in one training sample."""
+    valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Share of the text, in whole documents, in the validation split."""
+
+
+class TextModelConfig(ModelConfig):
+    """Which network, and how large."""
+
+    kind: Literal["lstm", "gru", "transformer"] = "lstm"
+    """Network over the words' rows."""
+    output: Literal["full", "adaptive"] = "full"
+    """Output layer: a softmax over all words, or one in which rare words share narrow clusters, for large
+    vocabularies."""
+    dim: int = Field(default=256, ge=1, le=65536)
+    """Width of an embedding row."""
+    hidden: int = Field(default=256, ge=1, le=65536)
+    """Width of the network."""
+    layers: int = Field(default=2, ge=1, le=64)
+    """Number of layers."""
+    heads: int = Field(default=4, ge=1, le=256)
+    """Attention heads of the transformer."""
+    dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
+    """Share of activations dropped while training. With more than one device the masks differ from those of
+    one device."""
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> Self:
+        if self.kind == "transformer" and self.hidden % self.heads:
+            raise ValueError(
+                f"hidden={self.hidden} cannot be shared by heads={self.heads}; make hidden a multiple of "
+                "heads"
+            )
+        return self

@@ -16,7 +16,7 @@ from torch import Tensor
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.embedding.softmax import IGNORED
-from dphybrid.recipes.text.config import TextDataConfig
+from dphybrid.recipes.text import TextDataConfig
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 

@@ -14,7 +14,7 @@ from dphybrid.embedding import HostEmbedding
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.text.config import TextModelConfig
+from dphybrid.recipes.text import TextModelConfig
 from dphybrid.util.errors import UserError
 
 

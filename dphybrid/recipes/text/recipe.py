@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dphybrid.recipes.recipe import Recipe
-from dphybrid.recipes.text.config import TextDataConfig, TextModelConfig
+from dphybrid.recipes.text import TextDataConfig, TextModelConfig
 
 if TYPE_CHECKING:
     from torch import nn

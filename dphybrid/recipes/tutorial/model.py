@@ -14,7 +14,7 @@ from dphybrid.config import ModelConfig
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel, Devices
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.tutorial.config import BlocksModelConfig, ConvnetModelConfig, HybridModelConfig
+from dphybrid.recipes.tutorial import BlocksModelConfig, ConvnetModelConfig, HybridModelConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

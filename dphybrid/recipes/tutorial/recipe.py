@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from dphybrid.config import DataConfig, ModelConfig
 from dphybrid.recipes.recipe import Recipe
-from dphybrid.recipes.tutorial.config import BlocksModelConfig, ConvnetModelConfig, HybridModelConfig
+from dphybrid.recipes.tutorial import BlocksModelConfig, ConvnetModelConfig, HybridModelConfig
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import nn
 
+    from dphybrid.data.made import Made
     from dphybrid.data.store import Source
     from dphybrid.recipes.context import ModelContext
     from dphybrid.training.metrics import Task
@@ -19,7 +21,19 @@ PLAIN = {"schedule": "constant", "clip_norm": 0.0}
 
 
 class _Tutorial(Recipe):
+    """Random rows with a planted answer, that `make` draws. num_rows: to train, to validate."""
+
     prints_shapes = True
+    num_rows = (100, 100)
+
+    def make(self, random: "np.random.Generator", rows: int) -> "Made":
+        """Return arrays, facts for the model, and a phrase for people."""
+        raise NotImplementedError
+
+    def source(self, data: DataConfig, seed: int) -> "Source":
+        from dphybrid.data.made import MadeSource
+
+        return MadeSource(seed, *self.num_rows, self.make)
 
 
 class _Regression(_Tutorial):
@@ -48,11 +62,8 @@ class Toy(_Regression):
         "print_splits": "each",
     }
 
-    def source(self, data: DataConfig, seed: int) -> "Source":
-        from dphybrid.data.made import MadeSource
-        from dphybrid.recipes.tutorial.data import linear
-
-        return MadeSource(seed, 100, 100, linear(5, 2))
+    def make(self, random: "np.random.Generator", rows: int) -> "Made":
+        return _linear(random, rows, 5, 2)
 
     def build(self, context: "ModelContext[ModelConfig]") -> "nn.Module":
         from dphybrid.recipes.tutorial.model import build_toy
@@ -68,11 +79,8 @@ class Blocks(_Regression):
     model = BlocksModelConfig
     train = {**PLAIN, "epochs": 20, "batch_size": 30, "lr": 0.01, "log_every": 4}
 
-    def source(self, data: DataConfig, seed: int) -> "Source":
-        from dphybrid.data.made import MadeSource
-        from dphybrid.recipes.tutorial.data import linear
-
-        return MadeSource(seed, 100, 100, linear(10, 20))
+    def make(self, random: "np.random.Generator", rows: int) -> "Made":
+        return _linear(random, rows, 10, 20)
 
     def build(self, context: "ModelContext[BlocksModelConfig]") -> "nn.Module":
         from dphybrid.recipes.tutorial.model import build_blocks
@@ -89,11 +97,15 @@ class Hybrid(_Regression):
     table = {"optimizer": "adagrad", "lr": 0.5}
     train = {**PLAIN, "epochs": 10, "batch_size": 64, "lr": 0.01}
 
-    def source(self, data: DataConfig, seed: int) -> "Source":
-        from dphybrid.data.made import MadeSource
-        from dphybrid.recipes.tutorial.data import rows_of_table
+    num_rows = (10_000, 1_000)
 
-        return MadeSource(seed, 10_000, 1_000, rows_of_table)
+    def make(self, random: "np.random.Generator", rows: int) -> "Made":
+        num_ids, width = 1000, 10
+        ids_B = random.integers(0, num_ids, rows, dtype="int64")
+        planted_VO = random.standard_normal((num_ids, width), dtype="float32")
+        y_BO = planted_VO[ids_B] + 0.1 * random.standard_normal((rows, width), dtype="float32")
+        info = {"num_ids": num_ids, "num_outputs": width}
+        return {"ids_B": ids_B, "y_BO": y_BO}, info, f"random ids below {num_ids}, {width} answers"
 
     def build(self, context: "ModelContext[HybridModelConfig]") -> "nn.Module":
         from dphybrid.recipes.tutorial.model import build_hybrid
@@ -109,11 +121,15 @@ class Convnet(_Tutorial):
     model = ConvnetModelConfig
     train = {**PLAIN, "epochs": 5, "batch_size": 64, "optimizer": "sgd", "lr": 0.01, "log_every": 4}
 
-    def source(self, data: DataConfig, seed: int) -> "Source":
-        from dphybrid.data.made import MadeSource
-        from dphybrid.recipes.tutorial.data import images
+    num_rows = (512, 256)
 
-        return MadeSource(seed, 512, 256, images)
+    def make(self, random: "np.random.Generator", rows: int) -> "Made":
+        classes, image = 10, (3, 32, 32)
+        labels_B = random.integers(0, classes, rows, dtype="int64")
+        planted = random.standard_normal((classes, *image), dtype="float32")
+        x_BCHW = 0.5 * planted[labels_B] + random.standard_normal((rows, *image), dtype="float32")
+        arrays = {"x_BCHW": x_BCHW, "labels_B": labels_B}
+        return arrays, {"num_classes": classes}, f"noisy images of {classes} classes"
 
     def build(self, context: "ModelContext[ConvnetModelConfig]") -> "nn.Module":
         from dphybrid.recipes.tutorial.model import build_convnet
@@ -124,3 +140,12 @@ class Convnet(_Tutorial):
         from dphybrid.training.metrics import MULTICLASS
 
         return MULTICLASS
+
+
+def _linear(random: "np.random.Generator", rows: int, inputs: int, outputs: int) -> "Made":
+    """Draw rows whose answers are a linear map of their features, and noise."""
+    x_BI = random.standard_normal((rows, inputs), dtype="float32")
+    planted_IO = random.standard_normal((inputs, outputs), dtype="float32")
+    y_BO = x_BI @ planted_IO + 0.1 * random.standard_normal((rows, outputs), dtype="float32")
+    info = {"num_inputs": inputs, "num_outputs": outputs}
+    return {"x_BI": x_BI, "y_BO": y_BO}, info, f"random rows of {inputs} features, {outputs} answers"
