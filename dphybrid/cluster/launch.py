@@ -107,13 +107,6 @@ def own_addresses() -> list[str]:
     return [one.address for one in found if one.family in families]
 
 
-def _interface_of(address: str) -> str | None:
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in {one.address for one in addresses}:
-            return name
-    return None
-
-
 def rank_environment(settings: Mapping[str, object], address: str = _LOOPBACK) -> dict[str, str]:
     """Return the variables that all ranks here share: this process's, and the settings.
 
@@ -126,9 +119,11 @@ def rank_environment(settings: Mapping[str, object], address: str = _LOOPBACK) -
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])),
         _PARENT: _name_of(os.getpid()),
     }
-    if interface := _interface_of(address):
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            known[name] = interface if address == _LOOPBACK else os.environ.get(name, interface)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if address in {one.address for one in addresses}:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                known[name] = interface if address == _LOOPBACK else os.environ.get(name, interface)
+            break
     return {**os.environ, **values, **known}
 
 

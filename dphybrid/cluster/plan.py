@@ -70,10 +70,6 @@ class ClusterPlan:
         return rows + 4 * self.work.dense * _NUMBER_BYTES
 
     @property
-    def _node_bytes(self) -> int:
-        return self.rank_bytes * math.ceil(self.ranks / self.nodes)
-
-    @property
     def sent_bytes(self) -> float:
         """An id out, its row back, its gradient out again, of all but the ids that stay; blocks twice."""
         if self.nodes == 1:
@@ -102,7 +98,7 @@ class ClusterPlan:
             f"Table: {work.num_rows:,} rows x {work.dim}, with states {work.table_bytes / gib:.4g} GiB, "
             f"row-wise over {self.ranks} ranks on {machines}",
             f"Rank:  {self.rows_a_rank:,} rows, {self.rank_bytes / gib:.4g} GiB with blocks and optimizers",
-            f"Node:  {self._node_bytes / gib:.4g} GiB",
+            f"Node:  {self.rank_bytes * math.ceil(self.ranks / self.nodes) / gib:.4g} GiB",
             f"Step:  {work.ids:,} ids, {_UNIQUE_SHARE:.0%} of them unique; a machine sends "
             f"{self.sent_bytes / 1e6:.4g} MB, {self.network_ms:.3g} ms at {self.link_gbit:g} Gbit/s",
             f"       one machine with a host table: {low:.3g} to {high:.3g} ms of host work for the same ids",

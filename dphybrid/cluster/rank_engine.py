@@ -29,7 +29,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
 
-class SpreadWriter(CheckpointWriter):
+class _SpreadWriter(CheckpointWriter):
     """Writes full checkpoints while all ranks stand still: rank 0, which asks the others for their rows."""
 
     def __init__(
@@ -100,7 +100,8 @@ class RankEngine(ClusterEngine):
         with clock.stage("loss"):
             loss, weight = outputs["loss"].sum(), outputs["weight"].sum()
             own = [float(loss.detach()), float(weight.detach()), num_rows(batch)]
-            sums = self.ranks.sum(torch.tensor([*own, session.stop.pending, self._new_bytes()]).double())
+            sent, self.table.bytes_sent = self.table.bytes_sent, 0.0
+            sums = self.ranks.sum(torch.tensor([*own, session.stop.pending, sent]).double())
             self._asked, self._batch_rows = bool(sums[3] > 0), int(sums[2])
             self._bytes, self._steps = self._bytes + float(sums[4]), self._steps + 1
         with clock.stage("backward"):
@@ -145,7 +146,7 @@ class RankEngine(ClusterEngine):
         return self.ranks.told(task.compute(whole) if self.ranks.leads else None)
 
     def writer(self, folder: Path, trained: Trained, *encoder: Any) -> CheckpointWriter:
-        return SpreadWriter(self.ranks, self.table.spread, folder, trained, *encoder)
+        return _SpreadWriter(self.ranks, self.table.spread, folder, trained, *encoder)
 
     def read(self, trained: Trained, load: Callable[[], object] | None) -> object:
         """Have rank 0 read a checkpoint, rows into all ranks; all then hold its blocks and progress.
@@ -208,10 +209,6 @@ class RankEngine(ClusterEngine):
             tuple(f"rank {rank}" for rank in range(size)),
             split.count,
         )
-
-    def _new_bytes(self) -> float:
-        new, self.table.bytes_sent = self.table.bytes_sent, 0.0
-        return new
 
     def _dense_gradients(self) -> tuple[list[Tensor], bool]:
         """Sum the gradients of the blocks over all ranks, in one go; return them, and whether they, and the

@@ -68,6 +68,7 @@ def joined(
     at once. wait_s: how long all may take to begin; `look`, called meanwhile, may raise to leave. Raises
     LostRanks when they do not come together in that time, or from the block when one is gone.
     """
+    # row gradients go by the device's backend, objects and rows of checkpoints by the CPU's
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -2,8 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +14,6 @@ from dphybrid.config import TableConfig
 from dphybrid.embedding.lookup import sort_ids, sum_by_row
 from dphybrid.embedding.storage import available_memory_bytes
 from dphybrid.util.errors import UserError
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """A row optimizer in FBGEMM's words: the sharder's `fused_params`, and the state that it keeps."""
-
-    fused_params: dict[str, object]
-    has_sum: bool
 
 
 class RowShards:
@@ -35,12 +27,12 @@ class RowShards:
         self, ranks: Ranks, num_rows: int, dim: int, name: str, config: TableConfig, batch_rows: int
     ) -> None:
         with _quiet():
-            self._model, rules = _distributed(ranks, num_rows, dim, name, config, batch_rows)
+            self._model, has_sum = _distributed(ranks, num_rows, dim, name, config, batch_rows)
         (shard,) = next(iter(self._model.module.state_dict().values())).local_shards() or [None]
         self.rows_VD: Tensor = shard.tensor if shard else torch.zeros(0, dim)
         self.first: int = shard.metadata.shard_offsets[0] if shard else num_rows
         self.sum_V: Tensor | None = None
-        if rules.has_sum:
+        if has_sum:
             (states,) = self._model.fused_optimizer.state_dict()["state"].values()
             (parts,) = (state.local_shards() for state in states.values())
             self.sum_V = parts[0].tensor if parts else torch.zeros(0)
@@ -105,23 +97,25 @@ def _square_of_sums(ids_N: Tensor, grads_ND: Tensor) -> float:
     return float(sums_UD.double().square().sum())
 
 
-def _rules_of(config: TableConfig) -> _Rules:
-    """Return the exact counterpart of a row optimizer; `refusals` has said before which have none."""
+def _fused_params(config: TableConfig) -> dict[str, object]:
+    """Return the exact counterpart of a row optimizer, as the sharder takes it; `refusals` has said before
+    which have none."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
     common = {"learning_rate": config.lr}
     if config.optimizer == "sgd":
-        return _Rules({"optimizer": EmbOptimType.EXACT_SGD, **common}, has_sum=False)
+        return {"optimizer": EmbOptimType.EXACT_SGD, **common}
     assert config.optimizer == "adagrad"
     decay = {"weight_decay": config.weight_decay, "weight_decay_mode": WeightDecayMode.L2}
     adagrad = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **common, "eps": 1e-10}
-    return _Rules(adagrad | (decay if config.weight_decay else {}), has_sum=True)
+    return adagrad | (decay if config.weight_decay else {})
 
 
 def _distributed(
     ranks: Ranks, num_rows: int, dim: int, name: str, config: TableConfig, batch_rows: int
-) -> tuple[Any, _Rules]:
+) -> tuple[Any, bool]:
+    """Return the sharded model, and whether its optimizer keeps a sum for each row."""
     import torch.distributed as dist
     from torchrec import EmbeddingCollection, EmbeddingConfig
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -141,8 +135,8 @@ def _distributed(
         def forward(self, ids: object) -> object:
             return self.rows(ids)
 
-    rules, device = _rules_of(config), ranks.device
-    sharder, model = EmbeddingCollectionSharder(fused_params=dict(rules.fused_params)), Rows()
+    device = ranks.device
+    sharder, model = EmbeddingCollectionSharder(fused_params=_fused_params(config)), Rows()
     free = available_memory_bytes() // ranks.local_size
     on_gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     # What a rank may count on everywhere is what the poorest one has.
@@ -170,19 +164,18 @@ def _distributed(
     distributed = DistributedModelParallel(
         model, device=device, plan=plan, sharders=[sharder], init_parameters=False, init_data_parallel=False
     )
-    return distributed, rules
+    return distributed, config.optimizer == "adagrad"
 
 
-class _quiet:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Without TorchRec's advice to its own developers."""
-
-    def __enter__(self) -> None:
-        self._log, self._caught = logging.getLogger("torchrec"), warnings.catch_warnings()
-        self._level = self._log.level
-        self._log.setLevel(logging.ERROR)
-        self._caught.__enter__()
-        warnings.simplefilter("ignore")
-
-    def __exit__(self, *error: Any) -> None:
-        self._log.setLevel(self._level)
-        self._caught.__exit__(*error)
+    log = logging.getLogger("torchrec")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

@@ -43,10 +43,10 @@ class Spread:
         self._ranks, self._pieces, self.bounds, self._find_bad = ranks, list(pieces), list(bounds), find_bad
         self.num_rows = max(stop for _, stop in bounds)
 
-    def tensors(self) -> list["SpreadTensor"]:
+    def tensors(self) -> list["_SpreadTensor"]:
         """Return the whole of each piece, for rank 0."""
         return [
-            SpreadTensor(self, number, (self.num_rows, *piece.shape[1:]), piece.dtype)
+            _SpreadTensor(self, number, (self.num_rows, *piece.shape[1:]), piece.dtype)
             for number, piece in enumerate(self._pieces)
         ]
 
@@ -143,7 +143,7 @@ class Spread:
         return [int(value) for value in box]
 
 
-class SpreadTensor:
+class _SpreadTensor:
     """The whole of what lies with many ranks, with as much of a tensor's manners as files of tensors need.
 
     Flat slices are fetched from their owners, and assigned slices sent to them. Of use on rank 0 alone, while

@@ -56,7 +56,7 @@ class SpreadTable(HostEmbedding):
         whole = self.spread.tensors()
         self._rows: object = whole[0]
         self.weight = nn.Parameter(torch.empty(0, self.dim), requires_grad=False)
-        self._info.make_states, self._info.over_ranks = self.zero_states, True
+        self._info.make_states, self._info.synchronized = self._fbgemm_states, True
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
 
@@ -69,7 +69,7 @@ class SpreadTable(HostEmbedding):
         if len(self._shards.rows_VD):
             self.start.write(self._shards.rows_VD, self._shards.first)
 
-    def zero_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    def _fbgemm_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
         """Return the states that FBGEMM keeps, under the names that the row optimizer of one process has for
         them."""
         own = {name: (tuple(state.shape), state.dtype) for name, state in self._states.items()}

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding import native
-from dphybrid.embedding.counters import Counters
-from dphybrid.embedding.lookup import all_in_range, no_row, sort_ids, whole_numbers
+from dphybrid.embedding.lookup import Counters, all_in_range, no_row, sort_ids, whole_numbers
 from dphybrid.embedding.replicas import Channel, Share, SizesOf
 from dphybrid.embedding.storage import zero_rows
 
@@ -106,6 +105,7 @@ class LookupsAhead:
 
     def lookup_of(self, weight: Tensor, name: str, ids: Tensor) -> Lookup:
         """Return the lookup of ids, prepared or done now, with the rows as the table holds them now."""
+        # by equality, not by identity: a batch may have been copied or moved on its way to `forward`
         for place, lookup in enumerate(self._expected):
             if (
                 ids.shape == lookup.ids.shape

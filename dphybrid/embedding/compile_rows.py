@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SOURCES = ("rows.c", "rows_of.h")
+_SOURCES = ("rows.c", "rows_of.h")
 _FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 _FLAGS += ["-Wno-psabi"]
 
@@ -31,7 +31,7 @@ def levels() -> tuple[str, ...]:
 
 def library_name(level: str) -> str:
     """Return the file name of a library of the present sources."""
-    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in _SOURCES)).hexdigest()
     return f"_rows-{level}-{digest[:12]}.so"
 
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.embedding.counters import Counters
+from dphybrid.embedding.lookup import Counters
 from dphybrid.embedding.replicas import Channel
 
 if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
@@ -33,8 +33,8 @@ if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
 class RowsInfo:
     """What optimizers and gradients need to know of the table that a weight belongs to.
 
-    frozen: rows, ascending, that row optimizers leave as they are. over_ranks: do all processes of a group
-    share these rows? make_states: makes an optimizer's states where the rows are (in files, say).
+    frozen: rows, ascending, that row optimizers leave as they are. synchronized: see
+    `HostEmbedding.synchronized`. make_states: makes an optimizer's states where the rows are (in files, say).
     """
 
     name: str
@@ -42,7 +42,7 @@ class RowsInfo:
     dtype: torch.dtype
     frozen: list[int] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    over_ranks: bool = False
+    synchronized: bool = False
     make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]] | None = (
         None
     )
@@ -71,10 +71,11 @@ class _Piece:
     done: "torch.cuda.Event | None"
 
 
-class Pieces:
+class _Pieces:
     """The gradients of lookups that share a link, as backward passes bring them, perhaps side by side."""
 
     def __init__(self, weight: Tensor) -> None:
+        # weak: the graph of a forward would else keep a whole table alive after its model is gone
         self.weight, self.is_leaf = weakref.ref(weight), weight.is_leaf
         self.lookups, self.used = 0, False
         self._came: list[_Piece] = []
@@ -96,17 +97,19 @@ class Pieces:
         """Return what came since the last call, in the order of the lookups."""
         with self._lock:
             came, self._came, self.used = self._came, [], True
+        # several devices' backward threads bring them in any order; sums need one order for the same bits
         return sorted(came, key=lambda piece: piece.number)
 
 
 class _First(torch.autograd.Function):
-    """weight_VD, and (looked-up rows, pieces, what `Pieces.note` wants) as no input -> the rows, and a link
+    """weight_VD, and (looked-up rows, pieces, what `_Pieces.note` wants) as no input -> the rows, and a link
     without elements."""
 
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         rows, ctx.pieces, *ctx.noted = given
         ctx.shape = weight_VD.shape
+        # None for rows that the loss does not use: zeros would count as a gradient of theirs
         ctx.set_materialize_grads(False)
         return rows, rows.new_empty(0)
 
@@ -149,6 +152,7 @@ class _Later(torch.autograd.Function):
 def _gradient(came: list[_Piece], shape: torch.Size, frozen: list[int], *, accumulates: bool) -> Tensor:
     """Return one sparse gradient of all pieces. accumulates: is it to be added to another one?"""
     if len(came) == 1 and came[0].sources_N is None and not accumulates:
+        # repeated ids are summed in the optimizer's kernel, in the one pass that it makes anyway
         return sparse(came[0].ids_N, came[0].grads_XD, shape)
     segments = [(native.Segment(each.ids_N, each.grads_XD, each.sources_N), 0) for each in came]
     arranged = native.arrange(segments, shape[0], frozen)
@@ -170,7 +174,7 @@ class Links:
 
     def __init__(self) -> None:
         self._link: Tensor | None = None
-        self._pieces: Pieces | None = None
+        self._pieces: _Pieces | None = None
 
     def __deepcopy__(self, _: object) -> "Links":
         return Links()
@@ -190,8 +194,9 @@ class Links:
         """Return looked-up rows whose gradients reach the weight. sources_N: see `native.Segment`. via: the
         way back from their device."""
         pieces = self._pieces
+        # a link belongs to one forward: after its backward, or with another weight, a new one begins
         if self._link is None or pieces is None or pieces.used or pieces.weight() is not weight:
-            pieces = self._pieces = Pieces(weight)
+            pieces = self._pieces = _Pieces(weight)
             linked, self._link = _First.apply(weight, (rows, pieces, 0, ids_N, sources_N, via))
         else:
             pieces.lookups += 1
@@ -294,6 +299,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> f
     for weight in sparse_ones:
         rows = merged(weight)
         assert rows is not None
+        # new memory: the values may be the incoming gradient itself, which a hook or a later backward holds
         weight.grad = sparse(rows[0], rows[1], weight.shape)
         squares.append(rows[2].sum())
     for device, numbers in by_device.items():  # one wait for each device, after all is on its way

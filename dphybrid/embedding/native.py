@@ -69,6 +69,7 @@ _STRUCTS = (_Lookup, _Segment, _Arrange, _Sums, _Table, _Update, _Draw)
 
 
 def _level() -> str:
+    # asked of torch, not of the processor: ATEN_CPU_CAPABILITY then lowers both alike
     known = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
     return known.get(torch.backends.cpu.get_cpu_capability(), levels()[0])
 
@@ -84,6 +85,7 @@ def _library() -> c.CDLL:
             raise UserError(f"{file} is missing and cannot be compiled: {error}; install dphybrid") from error
     library = c.CDLL(str(file))
     library.size_of.argtypes, library.size_of.restype = [_I], _I
+    # the structs are declared in C and here: two that differ would write past their ends
     if [library.size_of(n) for n in range(len(_STRUCTS))] != [c.sizeof(each) for each in _STRUCTS]:
         raise ImportError(f"{file} was compiled from another rows.c")
     for name in ("look_up", "arrange", "sum_rows", "update_rows", "draw_normal"):
@@ -107,6 +109,7 @@ def _parallel() -> int | None:
 def _team(count: int, row_bytes: int, threads: int | None = None) -> c.Structure:
     """Return as many threads as pay; one in a forked child, which has lost the team's."""
     if threads is None:
+        # a sum's order never depends on the team, so any number of threads gives the same bits
         threads = torch.get_num_threads() if count * row_bytes >= _ALONE_BYTES else 1
     if os.getpid() != _BORN_IN:
         threads = 1
@@ -115,6 +118,7 @@ def _team(count: int, row_bytes: int, threads: int | None = None) -> c.Structure
 
 def is_plain(tensor: Tensor) -> bool:
     """Has the tensor readable memory on the host: is it not fake, meta, sparse, functorch's or on a GPU?"""
+    # asked before any data_ptr(): that of a fake tensor is no address, and reading there ends the process
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.is_cpu
@@ -290,6 +294,7 @@ def arrange(
         line.rows, line.row_bytes, line.num_sources = _gradients(rows_XD, own)
         held.append((ids_N, rows_XD, sources_N))
         count += own
+    # one lookup in order: places follow from the place of an id, and need no list before the sort
     direct = len(segments) == 1 and segments[0][0].sources_N is None
     # keys, bounds, places; scratch: two words an id, and the unsorted places where they are needed
     memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device="cpu")
@@ -418,11 +423,6 @@ class Tables:
             first_key += rows
             for name, (state, shape, dtype) in states.items():
                 setattr(line, name, address(state, name, dtype, shape))
-
-    def set_updates(self, updates: Sequence[int], noises: Sequence[int]) -> None:
-        """Set each table's number of updates, with the coming one, and where its rounding's noise starts."""
-        for line, count, noise in zip(self.lines, updates, noises, strict=True):
-            line.updates, line.noise = count, noise
 
 
 def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:

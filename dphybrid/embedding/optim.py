@@ -178,12 +178,12 @@ class RowOptimizer(EagerOptimizer):
         if not (dist.is_available() and dist.is_initialized()) or (count := dist.get_world_size()) == 1:
             return
         for name, weight in self.tables.items():
-            if not ((info := info_of(weight)) and info.over_ranks):
+            if not ((info := info_of(weight)) and info.synchronized):
                 raise UserError(
                     f"table {name!r}: each of {count} processes would train a copy of its own, as "
                     "DistributedDataParallel, FSDP and the like know no rows' gradients; train in one "
-                    "process, with dphybrid.parallel.DataParallel over the GPUs, or with cluster.ranks; "
-                    "where your own loop makes all copies' gradients equal, say table.over_ranks = True"
+                    "process, with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md says; "
+                    "where your own loop makes all copies' gradients equal, set table.synchronized = True"
                 )
 
     def _alike(self) -> list[tuple[Rule, tuple[str, ...], list[Tensor]]]:
@@ -236,6 +236,7 @@ class RowOptimizer(EagerOptimizer):
         own = [self._states(weight) for weight in weights]
         names = list(self.of.states)
         changed = [*weights, *(states[name] for states in own for name in names)]
+        # addresses alone do not tell: memory that was freed may come back with another shape
         now = [(each.data_ptr(), each.shape, each.stride(), each.dtype, type(each)) for each in changed]
         key = tuple(map(id, weights))
         kept = self._kept.get(key)
@@ -249,9 +250,10 @@ class RowOptimizer(EagerOptimizer):
             kept = self._kept[key] = (now, native.Tables(members))
         if _UPDATES in own[0]:
             places = {id(weight): place for place, weight in enumerate(self.tables.values())}
-            counts = [int(states[_UPDATES].add_(1)) for states in own]
-            noises = [_noise(n, places[id(weight)]) for n, weight in zip(counts, weights, strict=True)]
-            kept[1].set_updates(counts, noises)
+            for line, weight, states in zip(kept[1].lines, weights, own, strict=True):
+                line.updates = int(states[_UPDATES].add_(1))
+                # from a counter in the state, so that a resumed run rounds as the unbroken one would
+                line.noise = (line.updates * 1_000_003 + places[id(weight)]) * 0x9E3779B97F4A7C15 % 2**64
         return kept[1], changed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -289,6 +291,7 @@ class RowOptimizer(EagerOptimizer):
         """Fill states in place, in their own types, and set the groups' numbers. Raises UserError for states
         or options of another optimizer."""
         groups = state_dict["param_groups"]
+        # torch's own casts states to the weights' type: bfloat16 moments, and steps as floats
         sizes, own = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
         if sizes != own:
             raise UserError(f"row optimizer state does not fit: groups of {sizes} tables, expected {own}")
@@ -330,12 +333,6 @@ class RowOptimizer(EagerOptimizer):
                 f"row optimizer state does not fit: {'; '.join(sorted(problems))}; was table.optimizer "
                 "another one?"
             )
-
-
-def _noise(update: int, place: int) -> int:
-    """Return where the noise of a bfloat16 table starts, from a counter in the state: a resumed run rounds as
-    the unbroken one would."""
-    return (update * 1_000_003 + place) * 0x9E3779B97F4A7C15 % 2**64
 
 
 def _refuse_between_steps() -> None:

@@ -32,7 +32,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -45,7 +44,7 @@ from dphybrid.embedding.replicas import pinned
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 from dphybrid.util.labels import labelled
-from dphybrid.util.out_of_memory import is_out_of_memory
+from dphybrid.util.memory import is_out_of_memory
 
 Batch = TypeVar("Batch")
 Ids = Mapping[str, Tensor | Sequence[Tensor]]
@@ -100,9 +99,7 @@ class RowPipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -136,7 +133,11 @@ class RowPipeline:
                 for batch in itertools.islice(source, 1):
                     names = list(self._known(ids_of(batch)))
                     yield batch
-                    self._tell_unplaced(names)
+                    if missing := [name for name in names if not self.tables[name].is_placed]:
+                        self._tell(
+                            f"no region takes the rows of {', '.join(missing)}; look them up in forward with "
+                            "region.rows(table, ids)"
+                        )
             yield from self._ahead(source, ids_of)
 
     def _known(self, ids: Ids) -> Ids:
@@ -152,13 +153,6 @@ class RowPipeline:
         if why not in self._told:
             self._told.add(why)
             warnings.warn(f"RowPipeline: rows are not fetched ahead: {why}", RuntimeWarning, stacklevel=3)
-
-    def _tell_unplaced(self, names: list[str]) -> None:
-        if missing := [name for name in names if not self.tables[name].is_placed]:
-            self._tell(
-                f"no region takes the rows of {', '.join(missing)}; look them up in forward with "
-                "region.rows(table, ids)"
-            )
 
     def _ahead(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
         if not any(table.ahead.is_placed for table in self.tables.values()):  # all rows are where they belong
@@ -245,6 +239,7 @@ class _Run(Generic[Batch]):
         self._done: queue.Queue[_Item[Batch] | BaseException | Literal["end"]] = queue.Queue()
         self._permits = threading.Semaphore(lookahead)
         self._stopping = threading.Event()
+        # a daemon: a batch source that hangs must not keep the interpreter from ending
         self._thread = threading.Thread(target=self._work, name="dphybrid-rows", daemon=True)
         self._thread.start()
 
@@ -261,7 +256,7 @@ class _Run(Generic[Batch]):
 
     def stop(self) -> None:
         self._stopping.set()
-        self._permits.release()
+        self._permits.release()  # wakes a worker that waits for its turn
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
         while not self._done.empty():

@@ -14,7 +14,7 @@ from dphybrid.embedding.table import HostEmbedding
 
 SCORES = 2**23
 """Scores that are computed at a time."""
-TIE = 1e-6
+_TIE = 1e-6
 """Scores closer than this share are equal: their sums were taken in another order, perhaps."""
 
 Score = Callable[[Tensor, Tensor], Tensor]
@@ -136,8 +136,9 @@ class _Ranking:
             return
         here_Q = (self._answers_Q >= start) & (self._answers_Q < start + scores_QN.shape[1])
         scores_QN[here_Q, self._answers_Q[here_Q] - start] = -torch.inf  # it does not compete with itself
-        own_Q1, close_Q1 = self.own_Q.unsqueeze(1), (TIE * (1 + self.own_Q.abs())).unsqueeze(1)
+        own_Q1, close_Q1 = self.own_Q.unsqueeze(1), (_TIE * (1 + self.own_Q.abs())).unsqueeze(1)
         halves_QN = (scores_QN > own_Q1 + close_Q1).view(torch.int8)  # bools take twice as long to sum
         halves_QN += scores_QN > own_Q1 - close_Q1
+        # two halves for each better score and one for each equal one: ties share the mean of their ranks
         self.ranks_Q = self.ranks_Q + halves_QN.sum(1, dtype=torch.int32) / 2
         self.total_Q = torch.logaddexp(self.total_Q, scores_QN.logsumexp(1))

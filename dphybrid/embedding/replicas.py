@@ -15,7 +15,6 @@ On the CPU (virtual devices) the same code runs: buffers are plain memory, a dev
 and events do nothing.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,13 +27,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from dphybrid.embedding.counters import Counters
-from dphybrid.embedding.lookup import Occurrences, sum_by_row
+from dphybrid.embedding.lookup import Counters, Occurrences, sum_by_row
 
 _ALIGNMENT = 16
-
-_KEPT_TIMES = 256
-"""Copies whose durations wait to be read: events of a run whose counters nobody reads do not pile up."""
 
 SizesOf = Callable[[int], Sequence[int]]
 """From the number of rows of a batch to the rows of each replica's share."""
@@ -83,7 +78,6 @@ class Channel:
         self._to = torch.cuda.Stream(device) if self._cuda else None
         self._back = torch.cuda.Stream(device) if self._cuda else None
         self._timed: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._settled_ms, self._settling = 0.0, threading.Lock()
 
     def send(
         self, where: Occurrences, shape: torch.Size, read: Callable[[Tensor, Tensor], None], like: Tensor
@@ -133,7 +127,9 @@ class Channel:
         if share.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(share.ready)
+            # the allocator would else hand the memory, of another stream, out before this one has read it
             share.memory.record_stream(stream)
+        self.settle_times()  # in every step: events that wait for a reader would pile up
 
     def start_receiving(self, grads_UD: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
         """Start copying gradients to the host; return where they will be once the event has happened."""
@@ -150,28 +146,10 @@ class Channel:
         return host, done
 
     def settle_times(self) -> None:
-        """Add the durations of finished copies to the counters."""
-        self._settle()
-        with self._settling:
-            self._counters.h2d_ms += self._settled_ms
-            self._settled_ms = 0.0
-
-    def _settle(self) -> None:
-        with self._settling:
-            while self._timed and (isinstance(self._timed[0], float) or self._timed[0][1].query()):
-                took = self._timed.popleft()
-                self._settled_ms += took if isinstance(took, float) else took[0].elapsed_time(took[1])
-
-    def _note_time(self, took: "float | tuple[torch.cuda.Event, torch.cuda.Event]") -> None:
-        self._timed.append(took)
-        if len(self._timed) > _KEPT_TIMES:
-            self._settle()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "_settling"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _settling=threading.Lock())
+        """Add the durations of finished copies to the counters, which only the thread that trains does."""
+        while self._timed and (isinstance(took := self._timed[0], float) or took[1].query()):
+            self._timed.popleft()
+            self._counters.h2d_ms += took if isinstance(took, float) else took[0].elapsed_time(took[1])
 
     def reserve(self, num_bytes: int, count: int) -> None:
         """Have the pinned memory of `count` such copies allocated, which goes round from then on.
@@ -190,7 +168,7 @@ class Channel:
         start = time.perf_counter()
         if self._to is None:
             there = torch.empty(len(memory), dtype=torch.uint8, device=self.device).copy_(memory)
-            self._note_time(1e3 * (time.perf_counter() - start))
+            self._timed.append(1e3 * (time.perf_counter() - start))
             return there, None
         with self._on(self._to):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -198,7 +176,7 @@ class Channel:
             began.record(self._to)
             there.copy_(memory, non_blocking=True)
             ended.record(self._to)
-        self._note_time((began, ended))
+        self._timed.append((began, ended))
         ready = torch.cuda.Event()
         ready.record(self._to)
         return there, ready

@@ -42,6 +42,7 @@ def available_memory_bytes() -> int:
         used = int((group / "memory.current").read_text(encoding="ascii"))
     except OSError:
         return pages
+    # in a container the machine's free memory is not ours: beyond the limit the kernel kills the process
     return pages if limit == "max" else max(0, min(pages, int(limit) - used))
 
 
@@ -161,7 +162,7 @@ def open_states(
         else {}
     )
     if fresh:
-        for file in files.values():
+        for file in files.values():  # of an earlier table of this name: its moments are not this one's
             file.unlink(missing_ok=True)
     missing = [state for state in wanted if state not in files or not files[state].exists()]
     _check_fits(

@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.checked import check_all
-from dphybrid.embedding.counters import Counters
 from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op, sparse
-from dphybrid.embedding.lookup import all_in_range, no_row, whole_numbers
+from dphybrid.embedding.lookup import Counters, all_in_range, no_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import (
     StartValues,
@@ -92,6 +91,7 @@ class HostEmbedding(nn.Module):
         self._info = RowsInfo(name, num_rows, dtype, [] if padding_idx is None else [padding_idx])
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         rows_VD, self._fresh = open_rows(num_rows, dim, dtype, storage, path, name)
+        # under a temporary name until it is filled: a file with its name is one with all its rows
         named = self._fresh and path is not None and not path.is_dir()
         with finished_file(path) if named and path is not None else nullcontext():
             if self._fresh:
@@ -123,11 +123,12 @@ class HostEmbedding(nn.Module):
         if name == "weight" and param is not None:
             self._info.make_states = partial(open_states, path=self._path, fresh=self._fresh, name=self.name)
             param.rows_info = self._info  # type: ignore[attr-defined]
-            if param.dtype == torch.bfloat16:
+            if param.dtype == torch.bfloat16:  # sums of many small gradients would round to nothing
                 param.grad_dtype = torch.float32
 
     def __getstate__(self) -> dict[str, object]:
         """What a copy or a pickle gets: rows, in memory, and settings."""
+        # no path: two tables that write to one file would be one
         self.settled()
         return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen}
 
@@ -162,14 +163,14 @@ class HostEmbedding(nn.Module):
         return self._info.ahead
 
     @property
-    def over_ranks(self) -> bool:
+    def synchronized(self) -> bool:
         """Do all processes of a group share these rows, or make their gradients equal? Where not, a row
         optimizer refuses to train one of several copies."""
-        return self._info.over_ranks
+        return self._info.synchronized
 
-    @over_ranks.setter
-    def over_ranks(self, value: bool) -> None:
-        self._info.over_ranks = value
+    @synchronized.setter
+    def synchronized(self, value: bool) -> None:
+        self._info.synchronized = value
 
     def settled(self) -> Tensor:
         """The rows as a plain tensor, without autograd. Raises UserError when they lie in a checkpoint's file
@@ -181,11 +182,6 @@ class HostEmbedding(nn.Module):
     def map_rows(self, rows_VD: Tensor) -> None:
         """Take rows that lie in a file, which are not trained."""
         self.weight = nn.Parameter(rows_VD, requires_grad=False)
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """Type of gradients and of the optimizer's states: float32 for a bfloat16 table."""
-        return native.real_dtype(self.weight.dtype)
 
     def scale_start(self, first: int, last: int, factor: float) -> None:
         """Multiply the start values of the rows first to below last; rows that were in a file stay."""
@@ -203,11 +199,6 @@ class HostEmbedding(nn.Module):
     def frozen_rows(self) -> Sequence[int]:
         """Rows, ascending, that row optimizers leave as they are."""
         return self._info.frozen
-
-    def zero_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-        """Return the states of a row optimizer, in memory or files like the table's own rows; see
-        `storage.open_states`."""
-        return open_states(wanted, self._path, fresh=self._fresh, name=self.name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Moving or casting the model leaves the table as it is; looked-up rows follow the model's type.
@@ -234,7 +225,12 @@ class HostEmbedding(nn.Module):
             return self._rows_by_replica(weight, ids)
         if is_captured(weight, ids):
             return self._in_graph(ids)
-        rows, flat_N = self._look_up(weight, ids)
+        if weight.dim() != 2:
+            raise UserError(f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)")
+        try:
+            rows, flat_N = native.look_up(weight, ids)
+        except IndexError:
+            raise no_row(ids, len(weight), self.name) from None
         if torch.is_grad_enabled():
             counters = self.counters
             counters.gather_ms += 1e3 * (time.perf_counter() - start)
@@ -244,15 +240,6 @@ class HostEmbedding(nn.Module):
                 rows = self._links.rows(weight, rows, flat_N)
         rows = self.as_model(rows)
         return [rows] if by_replica else rows
-
-    def _look_up(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (rows, the ids flat: a copy)."""
-        if weight.dim() != 2:
-            raise UserError(f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)")
-        try:
-            return native.look_up(weight, ids)
-        except IndexError:
-            raise no_row(ids, len(weight), self.name) from None
 
     def _in_graph(self, ids: Tensor) -> Tensor:
         """The lookup as one operation of a graph. torch.compile leaves those that train to Python: its

@@ -122,6 +122,7 @@ class GrowingVocabulary(nn.Module):
         return found
 
     def _add(self, ids_N: Tensor) -> None:
+        # torch.unique sorts by value; rows go by first appearance, whatever the batches are
         _, first_of_N = torch.unique(ids_N, return_inverse=True)
         first_U = torch.full((int(first_of_N.max()) + 1,), len(ids_N)).scatter_reduce_(
             0, first_of_N, torch.arange(len(ids_N)), "amin"

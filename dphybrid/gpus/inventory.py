@@ -7,10 +7,11 @@ PCI bus.
 import importlib
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
@@ -140,18 +141,16 @@ class Inventory:
         nvml = self._nvml
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         running = self._ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-        return Gpu(
-            index=unit.index,
-            label=unit.label,
-            uuid=unit.uuid,
+        load = None  # NVML tells none of a MIG device
+        if not unit.is_mig:
+            load = self._ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+        return replace(
+            unit,
             name=nvml.nvmlDeviceGetName(handle),
             total_bytes=int(memory.total),
             free_bytes=int(memory.free),
-            utilisation=None
-            if unit.is_mig
-            else self._ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+            utilisation=load,
             processes=tuple(_process(int(found.pid), found.usedGpuMemory) for found in running),
-            parent=unit.parent,
         )
 
     def _ask(self, question: Callable[[], T]) -> T | None:
@@ -164,45 +163,26 @@ class Inventory:
 
 
 def _process(pid: int, memory_bytes: int | None) -> Process:
-    place = Path("/proc") / str(pid)
     try:
-        owner_id = place.stat().st_uid
-        command = (place / "comm").read_text(encoding="utf-8").strip()
-        ticks = int((place / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
-        boot = next(
-            int(line.split()[1])
-            for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines()
-            if line.startswith("btime")
-        )
-    except (OSError, ValueError):  # ended meanwhile, or of another container
+        found = psutil.Process(pid)
+        since = datetime.fromtimestamp(found.create_time())
+        return Process(pid, memory_bytes, found.username(), since, found.name())
+    except psutil.Error:  # ended meanwhile, or of another container
         return Process(pid, memory_bytes)
-    import pwd
-
-    try:
-        owner = pwd.getpwuid(owner_id).pw_name
-    except KeyError:
-        owner = f"user {owner_id}"
-    return Process(
-        pid, memory_bytes, owner, datetime.fromtimestamp(boot + ticks / os.sysconf("SC_CLK_TCK")), command
-    )
 
 
-def is_own(pid: int) -> bool:
+def _is_own(pid: int) -> bool:
     """Is `pid` this process or one that it started?"""
-    own = os.getpid()
-    while pid > 1:
-        if pid == own:
-            return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            return False
-    return False
+    try:
+        found = psutil.Process(pid)
+        return os.getpid() in (pid, *(parent.pid for parent in found.parents()))
+    except psutil.Error:
+        return False
 
 
 def foreign_processes(gpu: Gpu, policy: Policy) -> list[Process]:
     """Return the processes on a GPU that are neither ours nor ignored."""
-    return [p for p in gpu.processes if p.command not in policy.ignore and not is_own(p.pid)]
+    return [p for p in gpu.processes if p.command not in policy.ignore and not _is_own(p.pid)]
 
 
 def describe_process(process: Process) -> str:

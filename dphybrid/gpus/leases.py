@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
@@ -69,6 +68,7 @@ class Lease:
         """Give the GPUs back."""
         for handle in self._handles:
             os.ftruncate(handle, 0)
+        # the file stays: whoever waits may have it open, and a new one beside it would be a second lock
         self._close()
 
     def lost(self) -> str | None:
@@ -86,9 +86,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -136,6 +134,7 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
     of them."""
     handles: list[int] = []
     try:
+        # one order for everybody: two runs that want the same GPUs cannot each hold one that the other lacks
         for gpu in sorted(gpus, key=lambda gpu: gpu.uuid):
             file = _lock_file(folder, gpu.uuid)
             handles.append(_open_shared(file))

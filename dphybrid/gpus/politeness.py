@@ -101,6 +101,7 @@ def go_on_later(
         *sys.orig_argv[1:],
         *(["--resume", interruption.run] if interruption.run else []),
     ]
+    # exec, not a pause here: CUDA gives its memory back only when the process image is gone
     os.execv(  # noqa: S606 - this program again, with its own arguments
         sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), *again]
     )

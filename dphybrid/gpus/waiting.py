@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
@@ -77,13 +77,7 @@ def acquire(
     waiting by raising. Raises UserError for GPUs that are not there, LeaseTimeoutError with the reasons.
     """
     deadline = time.monotonic() + max(timeout_s, 2 * policy.window_s + 2 * poll_s)
-    told = ""
-    odd: set[str] = set()
-
-    def note(what: str) -> None:
-        if what not in odd:
-            odd.add(what)
-            print(f"Note: ignored in the folder of leases: {what}", file=sys.stderr, flush=True)
+    search, told = _Search(wanted, inventory, folder, run, policy, names), ""
 
     def wait(why: str) -> None:
         nonlocal told
@@ -99,54 +93,79 @@ def acquire(
         time.sleep(poll_s)
 
     while True:
-        eligible = _eligible(wanted, visible(inventory.read(), names))
+        eligible = _eligible(wanted, search.units())
         if shut := closed():
             wait(shut)  # without a ticket, which would keep GPUs idle that others may use now
             continue
-        free_since: dict[str, float] = {}
+        search.free_since.clear()
         with _ticket(folder, eligible, wanted.least, run) as number:
             while not closed():
-                lease, why = _try(wanted, inventory, folder, run, policy, names, number, free_since, note)
+                lease, why = search.look(number)
                 if lease:
                     return lease
                 wait(why)
 
 
-def _try(
-    wanted: Wanted,
-    inventory: Inventory,
-    folder: Path,
-    run: str,
-    policy: Policy,
-    names: str | None,
-    number: str,
-    free_since: dict[str, float],
-    note: Callable[[str], None],
-) -> tuple[Lease | None, str]:
-    """Look once, and take what is ours to take; return (lease, why not). free_since: UUID -> since when it
-    has been free, kept up to date. note: called with a message for other files
-    named as tickets."""
-    now, reasons, leased = time.monotonic(), [], set()
-    eligible = _eligible(wanted, visible(inventory.read(), names))
-    for gpu in eligible:
-        holder = find_holder(folder, gpu.uuid)
-        if holder:
-            leased.add(gpu.uuid)
-        if reason := f"{gpu.label}: {holder.text()}" if holder else busy_reason(gpu, policy):
-            reasons.append(reason)
-            free_since.pop(gpu.uuid, None)
-        else:
-            free_since.setdefault(gpu.uuid, now)
-    ready = [gpu for gpu in eligible if now - free_since.get(gpu.uuid, now + 1) >= policy.window_s]
-    ahead = [ticket for name, ticket in _tickets(folder, note).items() if name < number]
-    kept = _kept_for(ahead, ready, leased)
-    if lease := _take(
-        wanted, [gpu for gpu in ready if gpu.uuid not in kept], inventory, folder, run, policy, names
-    ):
-        return lease, ""
-    if kept:
-        reasons.append(f"{len(ahead)} earlier runs wait for {len(kept)} of the GPUs")
-    return None, "; ".join(reasons)
+@dataclass(frozen=True)
+class _Search:
+    """What `acquire` was given, and what its looks have found. free_since: UUID -> since when it has been
+    free. odd: files named as tickets that are none, each told once."""
+
+    wanted: Wanted
+    inventory: Inventory
+    folder: Path
+    run: str
+    policy: Policy
+    names: str | None
+    free_since: dict[str, float] = field(default_factory=dict)
+    odd: set[str] = field(default_factory=set)
+
+    def units(self) -> list[Gpu]:
+        return visible(self.inventory.read(), self.names)
+
+    def look(self, number: str) -> tuple[Lease | None, str]:
+        """Look once, and take what is ours to take; return (lease, why not). number: of our ticket."""
+        now, reasons, leased = time.monotonic(), [], set()
+        eligible = _eligible(self.wanted, self.units())
+        for gpu in eligible:
+            holder = find_holder(self.folder, gpu.uuid)
+            if holder:
+                leased.add(gpu.uuid)
+            if reason := f"{gpu.label}: {holder.text()}" if holder else busy_reason(gpu, self.policy):
+                reasons.append(reason)
+                self.free_since.pop(gpu.uuid, None)
+            else:
+                self.free_since.setdefault(gpu.uuid, now)
+        ready = [g for g in eligible if now - self.free_since.get(g.uuid, now + 1) >= self.policy.window_s]
+        ahead = [ticket for name, ticket in _tickets(self.folder, self._note).items() if name < number]
+        kept = _kept_for(ahead, ready, leased)
+        if lease := self._take([gpu for gpu in ready if gpu.uuid not in kept]):
+            return lease, ""
+        if kept:
+            reasons.append(f"{len(ahead)} earlier runs wait for {len(kept)} of the GPUs")
+        return None, "; ".join(reasons)
+
+    def _note(self, what: str) -> None:
+        if what not in self.odd:
+            self.odd.add(what)
+            print(f"Note: ignored in the folder of leases: {what}", file=sys.stderr, flush=True)
+
+    def _take(self, mine: list[Gpu]) -> Lease | None:
+        wanted = self.wanted
+        if len(mine) < wanted.least:
+            return None
+        whole = [gpu for gpu in mine if not gpu.is_mig] or mine[:1]
+        chosen = mine[: wanted.least] if wanted.numbers or wanted.count else whole[: wanted.at_most or None]
+        lease = try_lease(self.folder, chosen, self.run)
+        if lease is None:
+            return None
+        # Under the locks once more: between the look and the lock another run may have come and gone, or
+        # somebody begun.
+        now = {gpu.uuid: gpu for gpu in self.units()}
+        if all(gpu.uuid in now and busy_reason(now[gpu.uuid], self.policy) is None for gpu in chosen):
+            return lease
+        lease.release()
+        return None
 
 
 def _text(wanted: Wanted) -> str:
@@ -170,31 +189,6 @@ def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
             "CUDA_VISIBLE_DEVICES"
         )
     return chosen
-
-
-def _take(
-    wanted: Wanted,
-    mine: list[Gpu],
-    inventory: Inventory,
-    folder: Path,
-    run: str,
-    policy: Policy,
-    names: str | None,
-) -> Lease | None:
-    if len(mine) < wanted.least:
-        return None
-    whole = [gpu for gpu in mine if not gpu.is_mig] or mine[:1]
-    chosen = mine[: wanted.least] if wanted.numbers or wanted.count else whole[: wanted.at_most or None]
-    lease = try_lease(folder, chosen, run)
-    if lease is None:
-        return None
-    # Under the locks once more: between the look and the lock another run may have come and gone, or somebody
-    # begun.
-    now = {gpu.uuid: gpu for gpu in visible(inventory.read(), names)}
-    if all(gpu.uuid in now and busy_reason(now[gpu.uuid], policy) is None for gpu in chosen):
-        return lease
-    lease.release()
-    return None
 
 
 def _kept_for(ahead: Sequence[_Ticket], ready: Sequence[Gpu], leased: set[str]) -> set[str]:
@@ -231,22 +225,15 @@ def _ticket(folder: Path, eligible: Sequence[Gpu], least: int, run: str) -> Iter
         os.close(handle)
 
 
-def _age_s(file: Path) -> float:
-    try:
-        return time.time() - file.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
 def _tickets(folder: Path, note: Callable[[str], None] = lambda what: None) -> dict[str, _Ticket]:
     """The living tickets by name, oldest first; removes those of dead processes, notes other files
     and leaves them alone."""
     found = {}
     for file in sorted(folder.glob("*.ticket")):
-        # glob finds hidden files, too: being made, and not locked yet
-        if file.name.startswith(".") and _age_s(file) < _BIRTH_S:
-            continue
         try:
+            # glob finds hidden files, too: being made, and not locked yet
+            if file.name.startswith(".") and time.time() - file.lstat().st_mtime < _BIRTH_S:
+                continue
             page = locked_page(file)
             if page is None:
                 file.unlink(missing_ok=True)
@@ -257,6 +244,6 @@ def _tickets(folder: Path, note: Callable[[str], None] = lambda what: None) -> d
         except ValidationError as error:
             why = error.errors()[0]["msg"]
             note(printable(f"{file}: is not a ticket ({why[:100]})"))
-        except PermissionError:
-            continue  # another user's, in a sticky folder: it harms nobody
+        except (PermissionError, FileNotFoundError):
+            continue  # another user's, in a sticky folder, which harms nobody; or gone meanwhile
     return found

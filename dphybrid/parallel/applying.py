@@ -85,6 +85,7 @@ def independent_streams(gpus: Sequence[torch.device]) -> Iterator[Callable[[int]
     """Seed each GPU's generator by torch's CPU generator while the block runs; yields the `before` of
     `parallel_apply`. GPUs seeded alike would draw equal dropout masks for equal shares."""
     torch.cuda.init()
+    # drawn on the CPU: a seed then does not depend on what ran on a GPU before
     generators = [torch.cuda.default_generators[gpu.index or 0] for gpu in gpus]
     seeds = torch.randint(2**62, (len(gpus),), device="cpu").tolist()
     states = [generator.get_state() for generator in generators]

@@ -49,10 +49,10 @@ def check_module(module: nn.Module) -> list[Finding]:
     return found + _tied(module)
 
 
-Words = tuple[bool, str, str, str]
+_Words = tuple[bool, str, str, str]
 
 
-def _kind(part: nn.Module) -> Iterator[Words]:
+def _kind(part: nn.Module) -> Iterator[_Words]:
     kind = type(part).__name__
     if found := unsuitable(part):
         yield True, kind, *found
@@ -70,7 +70,7 @@ def _kind(part: nn.Module) -> Iterator[Words]:
         yield False, kind, why, "nothing, unless results must not depend on the number of devices"
 
 
-def _attributes(part: nn.Module) -> Iterator[Words]:
+def _attributes(part: nn.Module) -> Iterator[_Words]:
     for name, value in vars(part).items():
         if name in OF_TORCH or name == "_all_weights":
             continue
@@ -109,7 +109,7 @@ def _bound_to_module(value: object) -> bool:
     return any(isinstance(cell.cell_contents, nn.Module) for cell in cells)
 
 
-def _source(part: nn.Module) -> Iterator[Words]:
+def _source(part: nn.Module) -> Iterator[_Words]:
     """Findings in the source of `forward` and of the module's own methods that it calls."""
     waiting, seen = ["forward"], {"forward"}
     while waiting and not type(part).__module__.startswith("torch."):

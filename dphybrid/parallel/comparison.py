@@ -82,6 +82,7 @@ def compare_split(
             ) -> None:
                 calls.setdefault(name, (given, named))
 
+            # what a block is given depends on the model around it: one call of the whole model tells it
             hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
             hooks.enter_context(block.off_the_record())
         model(*args, **kwargs)

@@ -34,7 +34,7 @@ from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwarg
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
-from dphybrid.util.out_of_memory import is_out_of_memory
+from dphybrid.util.memory import is_out_of_memory
 
 
 class DataParallel(nn.DataParallel):
@@ -65,7 +65,7 @@ class DataParallel(nn.DataParallel):
         weights: Sequence[float] | Literal["memory"] | None = None,
         whole: Iterable[str] = (),
     ) -> None:
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not nn.DataParallel's, which moves the module and asks for GPUs
         if devices is not None and device_ids is not None:
             raise UserError(
                 f"DataParallel: device_ids={device_ids!r} and devices={devices!r} name the same thing; give "
@@ -89,6 +89,7 @@ class DataParallel(nn.DataParallel):
         self.src_device_obj = home
         steps = ("scatter", "replicate", "parallel_apply", "gather")
         self._overridden = {n for n in steps if getattr(type(self), n) is not getattr(DataParallel, n)}
+        # one device, the CPU: nothing to split, to move or to join
         self._bare = len(self.devices) == 1 and home == self._target == torch.device("cpu")
         self._record = Record()
 
@@ -150,6 +151,7 @@ class DataParallel(nn.DataParallel):
         with self._timed("gather"):
             if "gather" in self._overridden:
                 return self.gather(outputs, self.output_device)
+            # an overridden scatter knows its sizes alone: outputs are joined then without being checked
             join = Join(self._target, self.dim, sizes)
             joined = join(list(outputs), "output")
         if sizes is not None and len(sizes) > 1:

@@ -38,6 +38,7 @@ def activation_bytes(module: nn.Module, args: object, kwargs: object) -> int:
     args, kwargs: real or meta tensors of the right sizes. Raises whatever the module raises on meta tensors.
     """
     ghost = copy.deepcopy(module).to("meta")
+    # weights are counted apart; a linear layer keeps its own for the backward
     own = {p.untyped_storage()._cdata for p in (*ghost.parameters(), *ghost.buffers())}
     kept: dict[int, int] = {}
     alive: list[object] = []  # a storage that is gone could lend its address to the next one

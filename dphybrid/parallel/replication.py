@@ -36,7 +36,7 @@ class _Broadcast(torch.autograd.Function):
         sums: list[Tensor | None] = [None]
         for i in range(ctx.count):
             parts = [grad.to(ctx.home) for grad in grads[i :: ctx.count]]
-            if len({part.is_sparse for part in parts}) > 1:
+            if len({part.is_sparse for part in parts}) > 1:  # nn.Embedding(sparse=True), also used as a whole
                 parts = [part.to_dense() if part.is_sparse else part for part in parts]
             total = parts[0]
             for part in parts[1:]:
@@ -77,9 +77,11 @@ def replicate_modules(
         from torch.nn.parallel import replicate as torch_replicate
 
         replicas = list(torch_replicate(modules[0], list(places), detach))
+        # torch's replicas have no parameters(); modules that ask for them in forward find these
         for part in (part for replica in replicas for part in replica.modules()):
             part._parameters = part._former_parameters | part._parameters  # type: ignore[operator]
         return replicas
+    # each once: a weight that two layers share must stay one in every replica
     parameters = list(
         {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
     )

@@ -33,6 +33,7 @@ def split_sizes(batch_size: int, num_devices: int, weights: Sequence[float] | No
     spare = batch_size - len(used)  # one row each first, the rest by largest remainder
     shares = [spare * weight / sum(used) for weight in used]
     sizes = [1 + int(share) for share in shares]
+    # ties by place, so that the same weights always give the same split
     by_remainder = sorted(range(len(used)), key=lambda i: (int(shares[i]) - shares[i], i))
     for index in by_remainder[: batch_size - sum(sizes)]:
         sizes[index] += 1

@@ -14,7 +14,7 @@ from dphybrid.training.memory import out_of_memory_report
 from dphybrid.training.session import Session
 from dphybrid.util.compiling import eager
 from dphybrid.util.errors import UserError
-from dphybrid.util.out_of_memory import is_out_of_memory
+from dphybrid.util.memory import is_out_of_memory
 
 
 def learning_rate_factor(schedule: str, done: float) -> float:

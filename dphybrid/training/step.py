@@ -14,7 +14,7 @@ from dphybrid.training.memory import PARTS, micro_batches, num_rows, out_of_memo
 from dphybrid.training.precision import lower_precision, summed
 from dphybrid.training.session import Session
 from dphybrid.util.errors import UserError
-from dphybrid.util.out_of_memory import is_out_of_memory
+from dphybrid.util.memory import is_out_of_memory
 
 Batch = dict[str, Tensor]
 Losses = Callable[[Batch], Mapping[str, Tensor]]

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def outside_of_graphs(method: Method) -> Method:
+def outside_of_graphs(method: _Method) -> _Method:
     """Decorate a method so that torch.compile breaks its graph there and leaves it, with all that it calls,
     to Python.
 

@@ -25,7 +25,7 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     """Return the sha256 of parts in hex; their borders count."""
     total = hashlib.sha256()
     for part in parts:
-        total.update(len(part).to_bytes(8, "little"))
+        total.update(len(part).to_bytes(8, "little"))  # else "ab", "c" and "a", "bc" would be one
         total.update(part)
     return total.hexdigest()
 

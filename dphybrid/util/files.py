@@ -84,6 +84,7 @@ def _replacing(
                 yield stream
                 if synced:
                     stream.flush()
+                    # before the rename: else a power loss may leave the name without its bytes
                     os.fsync(stream.fileno())
             partial.replace(path)
             if synced:

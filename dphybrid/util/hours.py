@@ -30,17 +30,13 @@ class _TrainingHours:
         now = moment.weekday() * _DAY + moment.hour * 60 + moment.minute
         return not self.spans or any((now - begin) % (7 * _DAY) < length for begin, length in self.spans)
 
-    def _next_begin(self, moment: datetime) -> datetime:
-        """Return when they begin next (local time)."""
-        minute = moment.replace(second=0, microsecond=0)
-        now = moment.weekday() * _DAY + moment.hour * 60 + moment.minute
-        return minute + timedelta(minutes=min((begin - now) % (7 * _DAY) for begin, _ in self.spans))
-
     def closed_reason(self, moment: datetime) -> str | None:
         """Return why nothing may run at `moment`, or None."""
         if self.open_at(moment):
             return None
-        begin = self._next_begin(moment)
+        now = moment.weekday() * _DAY + moment.hour * 60 + moment.minute
+        wait = timedelta(minutes=min((begin - now) % (7 * _DAY) for begin, _ in self.spans))
+        begin = moment.replace(second=0, microsecond=0) + wait
         return f"training hours begin at {begin:%H:%M}" + (
             "" if begin.date() == moment.date() else f" on {begin:%Y-%m-%d}"
         )

@@ -28,17 +28,17 @@ def kept_from_gc() -> Iterator[None]:
             gc.enable()
 
 
-EXTRAS = {"mlflow": "mlflow", "prefect": "flows", "fastapi": "flows", "yaml": "flows", "optuna": "sweep"}
+_EXTRAS = {"mlflow": "mlflow", "prefect": "flows", "fastapi": "flows", "yaml": "flows", "optuna": "sweep"}
 """Optional packages, and the extra of dphybrid that installs each."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> UserError:
     """Return the error that says which extra installs a missing package. Raises `error` where none does."""
     package = (error.name or "").partition(".")[0]
-    if package not in EXTRAS:
+    if package not in _EXTRAS:
         raise error
     return UserError(
-        f"this needs {package}, which is not installed: pip install 'dphybrid[{EXTRAS[package]}]'"
+        f"this needs {package}, which is not installed: pip install 'dphybrid[{_EXTRAS[package]}]'"
     )
 
 
@@ -64,17 +64,16 @@ def check_import(path: str, place: str, packages: str | None = None) -> None:
     """
     packages = os.environ.get(ONLY) if packages is None else packages
     module = path.partition(":")[0]
-    if packages is None or any(module == name or module.startswith(f"{name}.") for name in _names(packages)):
+    if packages is None:
+        return
+    allowed = ["dphybrid", *filter(None, map(str.strip, packages.split(",")))]
+    if any(module == name or module.startswith(f"{name}.") for name in allowed):
         return
     package = module.partition(".")[0]
     raise UserError(
         f"{place} = {path!r} would run code of package {package!r}; if you trust it, set "
         f"DPHYBRID_FACTORY_PACKAGES={package} (for a worker, where it starts)"
     )
-
-
-def _names(packages: str) -> list[str]:
-    return ["dphybrid", *filter(None, (name.strip() for name in packages.split(",")))]
 
 
 def import_callable(path: str, place: str) -> Any:

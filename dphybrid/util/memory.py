@@ -1,10 +1,11 @@
-"""Memory of this process as the system gives and takes it."""
+"""Memory of this process as the system gives and takes it, and of GPUs where it did not suffice."""
 
 import ctypes
 import resource
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt(3)
+_SIGNS = ("out of memory", "ALLOC_FAILED")
 
 
 def keep_freed_memory() -> bool:
@@ -28,3 +29,11 @@ def keep_freed_memory() -> bool:
 def page_faults() -> int:
     """Return how often this process has waited for the system to give a page of memory, so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Did memory not suffice? torch says so by a type of its own; cuDNN and cuBLAS (ALLOC_FAILED), and CUDA
+    itself, by plain RuntimeErrors."""
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in _SIGNS)
+    )

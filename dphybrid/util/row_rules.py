@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-StateKind = Literal["row", "weight", "steps"]
+_StateKind = Literal["row", "weight", "steps"]
 """One number a row, one a weight (both in the type of gradients), or the number of a row's steps (int32)."""
 
 
@@ -16,14 +16,14 @@ class RowRule:
     does the arithmetic need the number of the table's updates?"""
 
     name: str
-    states: Mapping[str, tuple[str, StateKind]]
+    states: Mapping[str, tuple[str, _StateKind]]
     numbers: Mapping[str, float | tuple[float, float]]
     says: str
     counts_updates: bool = False
 
 
 _ADAM: Mapping[str, float | tuple[float, float]] = {"betas": (0.9, 0.999), "eps": 1e-8}
-_STEPS: tuple[str, StateKind] = ("steps", "steps")
+_STEPS: tuple[str, _StateKind] = ("steps", "steps")
 
 RULES: Mapping[str, RowRule] = {
     rule.name: rule

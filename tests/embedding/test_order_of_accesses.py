@@ -22,7 +22,7 @@ from dphybrid.embedding import (
     pipeline,
     replicas,
 )
-from dphybrid.embedding.counters import Counters
+from dphybrid.embedding.lookup import Counters
 from dphybrid.parallel import Devices, applying, gather, parallel_apply, parts, split_sizes
 from dphybrid.parallel.replication import replicate_modules
 from dphybrid.parallel.scattering import split

@@ -77,7 +77,7 @@ class Model(nn.Module):
         self.words = HostEmbedding(ROWS, program.dim, padding_idx=program.seed % ROWS, **options)
         self.places = HostEmbedding(PLACES, program.dim, name="places", **options)
         layers = nn.Sequential(nn.Linear(COLUMNS * program.dim, 5), nn.Tanh(), nn.Linear(5, 1))
-        self.region = DataParallel(Summed(layers.to(self.words.row_dtype)), devices)
+        self.region = DataParallel(Summed(layers.to(self.words.out_dtype)), devices)
         self.lookups = program.lookups
 
     def table_ids(self, ids_BF: Tensor) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def take(trained: Trained, ids_BF: Tensor, deeds: dict[str, float], seen: list[T
         mode = ("sum", "mean", "max")[int(3 * deeds["bags"])]
         loss = loss + words.bags(ids_BF.reshape(-1), offsets_B, mode=mode).square().mean()
     if "penalty" in deeds:
-        loss = loss + words.weight.to(words.row_dtype).square().sum() * 1e-3
+        loss = loss + words.weight.to(words.out_dtype).square().sum() * 1e-3
     seen.append(loss.detach().clone())
     if "raise early" in deeds:
         raise Planned

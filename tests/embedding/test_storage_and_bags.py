@@ -27,6 +27,7 @@ from dphybrid.embedding import (
     RowSGD,
     find_tables,
 )
+from dphybrid.embedding.storage import open_states
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -124,9 +125,8 @@ def test_files_of_a_folder_go_with_the_process(tmp_path: Path) -> None:
 
 
 def test_states_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> None:
-    table = HostEmbedding(1000, 8)
     with pytest.raises(ValueError, match=r"states of its rows are 4\.1e\+03 GiB, .* GiB of memory are free"):
-        table.zero_states({"mean": ((2**40,), torch.float32)})
+        open_states({"mean": ((2**40,), torch.float32)}, None, fresh=True, name="t")
     path = tmp_path / "words"
     RowAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path)}, lr=0.1)
     with pytest.raises(

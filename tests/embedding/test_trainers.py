@@ -169,7 +169,7 @@ def test_one_of_several_copies_is_not_trained(two_processes: None) -> None:
     model(IDS).backward()
     with pytest.raises(ValueError, match=r"each of 2 processes would train a copy.*DistributedDataParallel"):
         rows.step()
-    model.table.over_ranks = True
+    model.table.synchronized = True
     rows.step()
 
 

@@ -24,7 +24,7 @@ from dphybrid.embedding import (
     row_optimizer,
 )
 from dphybrid.parallel import DataParallel, before_cuda_starts
-from dphybrid.util.out_of_memory import is_out_of_memory
+from dphybrid.util.memory import is_out_of_memory
 
 WORDS, DIM, BATCH, LENGTH = 2000, 32, 30, 12
 
