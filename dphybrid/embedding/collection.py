@@ -80,16 +80,20 @@ class HostEmbeddingCollection(nn.Module):
         names, ids_BF = list(self.num_rows)[tables], whole_numbers(ids_BF, self.flat.name)
         if ids_BF.shape[-1] != len(names):
             raise UserError(f"ids have shape {tuple(ids_BF.shape)}; give {len(names)} columns, one a table")
-        wrong = (ids_BF < 0) | (ids_BF >= self._num_rows_F[tables])
         # torch.export records arithmetic alone; ids that an encoder made need no check
-        if not torch.compiler.is_exporting() and bool(wrong.any()):
+        if not torch.compiler.is_exporting():
+            self._check_ids(ids_BF, self._num_rows_F[tables], names)
+        return ids_BF + self._starts_F[tables]
+
+    def _check_ids(self, ids_BF: Tensor, num_rows_F: Tensor, names: list[str]) -> None:
+        wrong = (ids_BF < 0) | (ids_BF >= num_rows_F)
+        if bool(wrong.any()):
             place = wrong.nonzero()[0].tolist()
-            table = names[place[-1]]
+            table = names[place[-1] if len(names) > 1 else 0]
             raise UserError(
                 f"table {table!r}: id {int(ids_BF[tuple(place)])} at position {place} is not a row; rows are "
                 f"0 to {self.num_rows[table] - 1}"
             )
-        return ids_BF + self._starts_F[tables]
 
     def forward(self, ids_BF: Tensor) -> Tensor:
         """Return rows_BFD of one id a table and sample."""
@@ -116,13 +120,7 @@ class HostEmbeddingCollection(nn.Module):
     ) -> Tensor:
         """Return pooled_BD of bags of ids of one table; see `HostEmbedding.bags`."""
         ids_N = whole_numbers(ids_N, table)
-        wrong = (ids_N < 0) | (ids_N >= self.num_rows[table])
-        if bool(wrong.any()):
-            place = int(wrong.nonzero()[0])
-            raise UserError(
-                f"table {table!r}: id {int(ids_N[place])} at position [{place}] is not a row; rows are 0 to "
-                f"{self.num_rows[table] - 1}"
-            )
+        self._check_ids(ids_N, torch.tensor(self.num_rows[table]), [table])
         return self.flat.bags(ids_N + self.starts[table], offsets_B, mode=mode, weights_N=weights_N)
 
 

@@ -170,17 +170,11 @@ def _wait(came: Sequence[_Piece], info: RowsInfo | None) -> None:
 
 
 class Links:
-    """The link of a table's lookups in the present forward. Not copied with the table."""
+    """The link of a table's lookups in the present forward."""
 
     def __init__(self) -> None:
         self._link: Tensor | None = None
         self._pieces: _Pieces | None = None
-
-    def __deepcopy__(self, _: object) -> "Links":
-        return Links()
-
-    def __reduce__(self) -> Any:
-        return Links, ()
 
     def rows(
         self,
@@ -265,8 +259,7 @@ rows_op.register_autograd(_rows_backward, setup_context=_keep_for_backward)
 def is_captured(weight: Tensor, ids: Tensor) -> bool:
     """Is a graph being made, or are these not tensors with values in host memory?"""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or not (native.is_plain(weight) and native.is_plain(ids))
     )

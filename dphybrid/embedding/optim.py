@@ -108,8 +108,6 @@ class RowOptimizer(EagerOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take over more weights, with zero states."""
         group = {**param_group, "params": named_weights(listed(param_group["params"]))}
-        if group["params"] and not all(isinstance(entry, tuple) for entry in group["params"]):
-            raise UserError("row optimizer: give weights of tables")
         group.pop("param_names", None)
         _check_numbers(self.defaults | group)
         if foreign := sorted(_OPTIONS_OF_OTHERS & group.keys() - self.defaults.keys()):

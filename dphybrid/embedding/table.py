@@ -130,12 +130,12 @@ class HostEmbedding(nn.Module):
         """What a copy or a pickle gets: rows, in memory, and settings."""
         # no path: two tables that write to one file would be one
         self.settled()
-        return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen}
+        return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen, "_links": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         frozen = state["_info"]
         super().__setstate__(state)
-        self._info = RowsInfo(self.name, self.num_rows, self.weight.dtype, frozen)
+        self._info, self._links = RowsInfo(self.name, self.num_rows, self.weight.dtype, frozen), Links()
         rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)  # in huge pages, which a copy is not
         self.weight.data = rows_VD.copy_(self.weight.detach())
         self.register_parameter("weight", self._parameters["weight"])

@@ -48,10 +48,7 @@ def parallel_apply(
         place, given = places.replicas[index], inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
         try:
-            with as_replica(index, count), ExitStack() as stack:
-                if place.type == "cuda":
-                    stack.enter_context(torch.cuda.device(place))
-                    stack.enter_context(torch.cuda.stream(stream))
+            with as_replica(index, count), _on(place, stream):
                 if before is not None:
                     before(index)
                 return replicas[index](*arguments, **(kwargs[index] if kwargs is not None else {}))
@@ -100,6 +97,14 @@ def _places(inputs: Sequence[object]) -> Devices:
         next((tensor.device for _, tensor in tensors_of(given)), torch.device("cpu")) for given in inputs
     ]
     return Devices(",".join(map(str, found)), tuple(found), len(set(found)) < len(found))
+
+
+def _on(place: torch.device, stream: "torch.cuda.Stream | None") -> ExitStack:
+    stack = ExitStack()
+    if place.type == "cuda":
+        stack.enter_context(torch.cuda.device(place))
+        stack.enter_context(torch.cuda.stream(stream))
+    return stack
 
 
 @cache

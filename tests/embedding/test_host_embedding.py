@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from dphybrid.embedding import (
     HostEmbedding,
     LazyAdam,
-    RowAdagrad,
-    RowAdam,
     RowAdamW,
     RowSGD,
     clip_grad_norm_,
@@ -157,41 +155,6 @@ def test_adamw_makes_up_for_the_steps_that_a_row_missed() -> None:
     torch.testing.assert_close(ours.weight.detach(), dense.detach(), rtol=1e-9, atol=1e-12)
 
 
-def test_row_adagrad_equals_its_definition_on_sparse_ids() -> None:
-    ours = table()
-    weight, total = ours.settled().clone(), torch.zeros(ROWS, dtype=torch.float64)
-    optimizer = RowAdagrad({"t": ours}, lr=0.1)
-    for step in range(100):
-        ids = torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(step))
-        dense = weight.clone().requires_grad_()
-        F.embedding(ids, dense).square().sum().backward()
-        total += dense.grad.square().mean(1)
-        weight -= 0.1 * dense.grad / (total.sqrt() + 1e-10)[:, None]
-        optimizer.zero_grad()
-        ours(ids).square().sum().backward()
-        optimizer.step()
-    torch.testing.assert_close(ours.weight, weight, rtol=1e-9, atol=1e-9)
-    assert torch.equal(ours.weight[12:], table().weight[12:])
-
-
-def test_row_adam_counts_each_rows_own_steps() -> None:
-    ours = table()
-    before = ours.settled().clone()
-    optimizer = RowAdam({"t": ours}, lr=0.1)
-    for ids in ([1, 2], [2]):
-        optimizer.zero_grad()
-        ours(torch.tensor(ids)).sum().backward()
-        optimizer.step()
-    # A constant gradient moves an Adam row by the learning rate a step, however rare the row is.
-    torch.testing.assert_close(
-        before[1] - ours.weight[1], torch.full((DIM,), 0.1, dtype=torch.float64), rtol=1e-6, atol=1e-6
-    )
-    torch.testing.assert_close(
-        before[2] - ours.weight[2], torch.full((DIM,), 0.2, dtype=torch.float64), rtol=1e-6, atol=1e-6
-    )
-    assert optimizer.state[ours.weight]["steps"][:4].tolist() == [0, 1, 2, 0]
-
-
 def test_rows_that_are_not_trained_do_not_count_in_the_norm() -> None:
     def norm(whole: bool) -> float:
         table = HostEmbedding(9, 4, padding_idx=2, seed=1)
@@ -227,15 +190,6 @@ def test_gradients_come_back_through_a_region(devices: str) -> None:
     torch.testing.assert_close(
         found[1], torch.tensor([[3.0], [1.0], [1.0]], dtype=torch.float64) * region.module.weight.detach()
     )
-
-
-def test_padding_stays_zero() -> None:
-    ours = table(padding_idx=0)
-    optimizer = make_row_optimizer("adagrad", {"t": ours}, lr=0.1)
-    (ours(torch.tensor([0, 1])) + 1).sum().backward()
-    optimizer.step()
-    assert torch.equal(ours.weight[0], torch.zeros(DIM, dtype=torch.float64))
-    assert not torch.equal(ours.weight[1], table().weight[1])
 
 
 @pytest.mark.parametrize(
@@ -287,14 +241,6 @@ def test_state_of_another_optimizer_is_refused() -> None:
     adam, adagrad = (make_row_optimizer(name, {"t": table()}, lr=0.1) for name in ("adam", "adagrad"))
     with pytest.raises(ValueError, match="has no betas"):
         adagrad.load_state_dict(adam.state_dict())
-
-
-def test_start_values_depend_on_the_seed_alone() -> None:
-    large = HostEmbedding(70_000, 3, seed=5)
-    torch.manual_seed(99)
-    assert torch.equal(large.weight, HostEmbedding(70_000, 3, seed=5).weight)
-    assert not torch.equal(large.weight, HostEmbedding(70_000, 3, seed=6).weight)
-    assert float(large.weight.detach().std()) == pytest.approx(0.1, rel=0.02)
 
 
 def test_find_tables_names_them() -> None:

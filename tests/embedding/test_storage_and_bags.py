@@ -1,8 +1,6 @@
 """Storage in memory and in files, pooled lookups, collections of tables, and what the package imports."""
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -146,15 +144,6 @@ def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_start_values_do_not_depend_on_threads() -> None:
-    one = HostEmbedding(200_000, 4, seed=1).weight
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(one, HostEmbedding(200_000, 4, seed=1).weight)
-    finally:
-        torch.set_num_threads(1)
-
-
 def test_a_bfloat16_table_learns_what_plain_rounding_would_lose() -> None:
     table = HostEmbedding(100, 64, std=0.0, dtype=torch.bfloat16)
     table.settled().fill_(1.0)
@@ -238,15 +227,6 @@ def test_a_collection_is_prefetched() -> None:
         for ids_BF in pipeline.prefetch(batches, lambda ids_BF: {"flat": tables.flat_ids(ids_BF)}):
             assert torch.equal(torch.cat(tables.replica_rows(ids_BF)), tables(ids_BF))
         assert pipeline.counters()["prepared"] == 80
-
-
-def test_needs_torch_and_numpy_alone() -> None:
-    code = "import sys, dphybrid.embedding; print([n for n in sys.modules if n in %r])"
-    heavy = ("pydantic", "mlflow", "prefect", "polars", "sklearn", "matplotlib", "safetensors")
-    found = subprocess.run(
-        [sys.executable, "-c", code % (heavy,)], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == "[]"
 
 
 @pytest.mark.slow

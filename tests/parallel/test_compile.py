@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding, RowAdam, dense_parameters
 from dphybrid.parallel import DataParallel, compile_regions, find_data_parallel
-from dphybrid.util.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +85,3 @@ def test_regions_compile_in_place_on_one_device() -> None:
     assert list(model.state_dict()) == keys
     compiled = DataParallel(torch.compile(nn.Linear(3, 2), backend="eager"), "cpu")  # type: ignore[arg-type]
     assert compiled(torch.ones(4, 3)).shape == (4, 2)
-
-
-def test_regions_on_several_devices_are_refused() -> None:
-    with pytest.raises(UserError, match=r"compile: region runs on 2 devices \(cpu\*2\)"):
-        compile_regions(Model("cpu*2"))

@@ -204,11 +204,3 @@ def test_parts_and_whole_tensors_go_together() -> None:
         0
     ]
     torch.testing.assert_close(torch.cat([leaf.grad for leaf in leaves if leaf.grad is not None]), expected)
-
-
-def test_parts_of_another_split_are_refused() -> None:
-    region = DataParallel(nn.Linear(3, 2), "cpu*2")
-    with pytest.raises(ValueError, match=r"parts of \[3, 1\] rows in a batch that is split into \[2, 2\]"):
-        region(parts([torch.zeros(3, 3), torch.zeros(1, 3)]))
-    with pytest.raises(ValueError, match="2 parts for a region with one device"):
-        DataParallel(nn.Linear(3, 2), "cpu", whole=["mask"])(parts([torch.zeros(3, 3), torch.zeros(1, 3)]))
