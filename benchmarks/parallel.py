@@ -1,10 +1,11 @@
-"""What splitting costs: a plain call, torch's nn.DataParallel on the CPU, and ours, in one run. Medians of
-microseconds, warm-up apart."""
+"""What splitting costs: a plain call, torch's nn.DataParallel on the CPU, and ours, in one run. Medians,
+warm-up apart: calls of a small network in microseconds, a step of a large one over the plain call's."""
 
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from torch import nn
 
 from benchmarks.command import flags, show
 from dphybrid.parallel.data_parallel import DataParallel
+from dphybrid.util.memory import keep_freed_memory
 
 WARM_UP = 30
 
 
 def run(repeats: int = 200) -> dict[str, Any]:
-    """Measure; return {"rows": [{"what", "identity_us", "mlp_us", "step_us"}, ...]} with the thread count and
-    version."""
+    """Measure; return {"rows": [{"what", "identity_us", "mlp_us", "step_us", "large_ratio"}, ...]} with the
+    thread count and version."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -41,25 +43,41 @@ def run(repeats: int = 200) -> dict[str, Any]:
         )
         mlp = _interleaved({name: make(_mlp()) for name, make in makers.items()}, x, repeats, backward=False)
         step = _interleaved({name: make(_mlp()) for name, make in makers.items()}, x, repeats, backward=True)
+        keep_freed_memory()  # as a training does
+        large = _interleaved(
+            {name: make(_mlp(1024, 1024, 1024)) for name, make in makers.items() if "cuda" not in name},
+            torch.randn(2048, 1024),
+            max(3, repeats // 20),
+            backward=True,
+            warm_up=2,
+        )
     finally:
         torch.set_num_threads(threads)
     rows = [
-        {"what": name, "identity_us": identity.get(name), "mlp_us": mlp[name], "step_us": step[name]}
+        {
+            "what": name,
+            "identity_us": identity.get(name),
+            "mlp_us": mlp[name],
+            "step_us": step[name],
+            "large_ratio": large[name] / large["plain call"] if name in large else None,
+        }
         for name in makers
     ]
     return {"torch": torch.__version__, "threads": 1, "repeats": repeats, "rows": rows}
 
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
+def _mlp(inputs: int = 64, *hidden: int) -> nn.Module:
+    sizes = (inputs, *(hidden or (128, 128)))
+    layers = [(nn.Linear(n, m), nn.ReLU()) for n, m in pairwise(sizes)]
+    return nn.Sequential(*chain.from_iterable(layers), nn.Linear(sizes[-1], 8))
 
 
 def _interleaved(
-    calls: dict[str, nn.Module], x: torch.Tensor, repeats: int, backward: bool
+    calls: dict[str, nn.Module], x: torch.Tensor, repeats: int, backward: bool, warm_up: int = WARM_UP
 ) -> dict[str, float]:
     """Medians of calls that take turns, so that a busy machine is equally unfair to all."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(WARM_UP + repeats):
+    for turn in range(warm_up + repeats):
         for name, module in calls.items():
             start = time.perf_counter()
             if backward:
@@ -69,7 +87,7 @@ def _interleaved(
                     module(x)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if turn >= WARM_UP:
+            if turn >= warm_up:
                 times[name].append(time.perf_counter() - start)
     return {name: 1e6 * statistics.median(seconds) for name, seconds in times.items()}
 
@@ -77,13 +95,17 @@ def _interleaved(
 def text(result: dict[str, Any]) -> str:
     """Return the figures as a table."""
     lines = [
-        f"torch {result['torch']}, 1 thread, medians of {result['repeats']} calls in us; batch 64 x 64",
+        f"torch {result['torch']}, 1 thread, medians of {result['repeats']} calls in us, batch 64 x 64",
+        "last column: a step of three layers of 1,024, batch 2,048, over the plain call's",
         "",
     ]
-    lines.append(f"  {'':<26}{'identity':>10}{'MLP':>10}{'MLP + backward':>16}")
+    lines.append(f"  {'':<26}{'identity':>10}{'MLP':>10}{'MLP + backward':>16}{'large network':>17}")
     for row in result["rows"]:
         identity = f"{row['identity_us']:.1f}" if row["identity_us"] is not None else "-"
-        lines.append(f"  {row['what']:<26}{identity:>10}{row['mlp_us']:>10.0f}{row['step_us']:>16.0f}")
+        large = f"{row['large_ratio']:.2f}" if row["large_ratio"] is not None else "-"
+        lines.append(
+            f"  {row['what']:<26}{identity:>10}{row['mlp_us']:>10.0f}{row['step_us']:>16.0f}{large:>17}"
+        )
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ torch.nn.parallel.replicate, for virtual devices too."""
 import copy
 import types
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ from dphybrid.parallel.scattering import Places
 from dphybrid.util.errors import UserError
 
 
+def _copy(tensor: Tensor, place: torch.device) -> Tensor:
+    """Return a copy of a tensor without its graph. On the tensor's own device the two share memory until one
+    is written to."""
+    if tensor.device == place:
+        try:
+            return torch._lazy_clone(tensor.detach())
+        except RuntimeError:  # memory that is not torch's own: shared, pinned, numpy's
+            pass
+    return tensor.detach().to(place, copy=True)
+
+
 class _Broadcast(torch.autograd.Function):
     """All parameters to all replicas in one node: replica 0 sees the originals, the others copies; gradients
     are summed in device order."""
@@ -24,7 +36,7 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, devices: tuple[torch.device, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.count = len(tensors)
         ctx.home = devices[0]
-        copies = [*tensors, *(t.detach().to(device, copy=True) for device in devices[1:] for t in tensors)]
+        copies = [*tensors, *(_copy(t, device) for device in devices[1:] for t in tensors)]
         frozen = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
         ctx.mark_non_differentiable(
             *(copies[r * len(tensors) + i] for i in frozen for r in range(len(devices)))
@@ -38,9 +50,9 @@ class _Broadcast(torch.autograd.Function):
             parts = [grad.to(ctx.home) for grad in grads[i :: ctx.count]]
             if len({part.is_sparse for part in parts}) > 1:  # nn.Embedding(sparse=True), also used as a whole
                 parts = [part.to_dense() if part.is_sparse else part for part in parts]
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
+            total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+            for part in parts[2:]:
+                total += part
             sums.append(total)
         return tuple(sums)
 
@@ -55,8 +67,8 @@ def _copies(tensors: Sequence[Tensor], places: tuple[torch.device, ...], detach:
     """Return the tensors for the first place, copies of them for the second, ..., in one row."""
     if tensors and not detach and not under_functorch():
         return _Broadcast.apply(places, *tensors)
-    sources = [t.detach() for t in tensors] if detach else tensors
-    return (*tensors, *(t.to(place, copy=True) for place in places[1:] for t in sources))
+    copy = _copy if detach else partial(Tensor.to, copy=True)
+    return (*tensors, *(copy(t, place) for place in places[1:] for t in tensors))
 
 
 def replicate(module: nn.Module, devices: Places, detach: bool = False) -> list[nn.Module]:
@@ -96,9 +108,7 @@ def replicate_modules(
     replicas = []
     for j, place in enumerate(places):
         of_buffers = {
-            id(b): b if j == 0 else b.detach().to(place, copy=True)
-            for b in buffers
-            if detach or not b.requires_grad
+            id(b): b if j == 0 else _copy(b, place) for b in buffers if detach or not b.requires_grad
         }
         of_buffers |= zip(map(id, live), flat_live[j * len(live) : (j + 1) * len(live)], strict=True)
         replicas.append(
@@ -148,23 +158,19 @@ def _replica(
     copies: dict[int, Any] = {id(module): module._replicate_for_data_parallel() for module in modules}
     for module in modules:
         made = copies[id(module)]
-        made._former_parameters = {}
+        # Into its dicts: nn.Module's way of setting attributes took a third of a replica's time.
+        held = vars(made)
+        former = held["_former_parameters"] = {}
         for key, child in module._modules.items():
-            if child is None:
-                made._modules[key] = None
-            else:
-                setattr(made, key, copies[id(child)])
+            made._modules[key] = None if child is None else copies[id(child)]
         for key, parameter in module._parameters.items():
-            if parameter is None:
-                made._parameters[key] = None
-            else:
-                setattr(made, key, parameters[id(parameter)])
-                made._former_parameters[key] = made._parameters[key] = parameters[id(parameter)]
+            made._parameters[key] = None
+            if parameter is not None:
+                tensor = former[key] = made._parameters[key] = parameters[id(parameter)]
+                if tensor is not parameter:
+                    held[key] = tensor
         for key, buffer in module._buffers.items():
-            if buffer is None:
-                made._buffers[key] = None
-            else:
-                setattr(made, key, buffers[id(buffer)])
+            made._buffers[key] = None if buffer is None else buffers[id(buffer)]
     replica: nn.Module = copies[id(modules[0])]
     return replica
 

@@ -1,0 +1,67 @@
+"""Replicas on one device share memory until one of them writes: what they compute is what copies give."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dphybrid.parallel import DataParallel
+from dphybrid.parallel.replication import replicate
+
+
+class Writer(nn.Module):
+    """Writes to its parameter and its buffer in forward, after it has used them."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x * self.weight.detach() + self.count
+        with torch.no_grad():
+            self.weight.add_(1)
+            self.count.add_(1)
+        return out
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_replicas_on_one_device_share_the_memory_of_what_they_only_read(detach: bool) -> None:
+    replicas = replicate(nn.Linear(64, 64), "cpu*3", detach)
+    assert all(torch._C._is_cow_tensor(dict(r.named_parameters())["weight"]) for r in replicas[1:])
+
+
+def test_what_a_replica_writes_to_a_parameter_reaches_no_other_replica() -> None:
+    writer = Writer()
+    out = DataParallel(writer, devices="cpu*3")(torch.ones(6, 3))
+    assert out.tolist() == torch.ones(6, 3).tolist()
+    assert writer.weight.tolist() == [2, 2, 2]  # replica 0's, as with torch.nn.DataParallel
+    assert writer.count.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("place", ["shared", "numpy"])
+def test_parameters_in_memory_that_is_not_torchs_are_copied(place: str) -> None:
+    linear = nn.Linear(4, 2)
+    if place == "shared":
+        linear.share_memory()
+    else:
+        linear.weight.data = torch.from_numpy(linear.weight.detach().numpy().copy())
+    x = torch.randn(5, 4)
+    DataParallel(linear, devices="cpu*2")(x).square().sum().backward()
+    split = linear.weight.grad
+    linear.weight.grad = None
+    linear(x).square().sum().backward()
+    torch.testing.assert_close(split, linear.weight.grad)
+
+
+def test_the_optimizer_writes_to_a_parameter_where_it_lies() -> None:
+    linear = nn.Linear(64, 64)
+    model = DataParallel(linear, devices="cpu*4")
+    places = []
+    for _ in range(3):
+        model(torch.randn(8, 64)).square().sum().backward()
+        with torch.no_grad():
+            linear.weight -= 0.1 * linear.weight.grad
+        places.append(linear.weight.data_ptr())
+    assert len(set(places)) == 1
