@@ -26,8 +26,8 @@ from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.folder import find_tagged_run, read_run
-from dphybrid.util.masking import masked
 from dphybrid.util.stop import StopRequest
+from dphybrid.util.text import masked
 
 
 @step("plan")

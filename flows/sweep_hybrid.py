@@ -51,8 +51,8 @@ from dphybrid.run.train import Report
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError
-from dphybrid.util.masking import masked
 from dphybrid.util.stop import StopRequest
+from dphybrid.util.text import masked
 
 if TYPE_CHECKING:
     from dphybrid.lifecycle.search import Search  # imports optuna, which a grid does not need

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from dphybrid.orchestration import steps
-from dphybrid.util.masking import masked
+from dphybrid.util.text import masked
 
 
 @pytest.mark.parametrize(

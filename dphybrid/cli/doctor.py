@@ -20,9 +20,9 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus import Inventory, lease_folder, visible
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
-from dphybrid.util.masking import masked
 from dphybrid.util.servers import ask, same_clock
 from dphybrid.util.shared_files import shared_folder_fault
+from dphybrid.util.text import masked
 
 _PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
 _NETWORK_DISKS = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "beegfs", "9p", "fuse.sshfs")

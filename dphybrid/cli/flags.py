@@ -16,7 +16,7 @@ from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_reci
 from dphybrid.run.folder import named_run
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, given_path
-from dphybrid.util.masking import masked
+from dphybrid.util.text import masked
 
 
 def flow_parser(name: str, description: str) -> Parser:

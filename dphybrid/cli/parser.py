@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from dphybrid.recipes.configs import recipes_with
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import missing_extra
-from dphybrid.util.masking import masked
+from dphybrid.util.text import masked
 
 _MANY_FLAGS = 30
 """More flags than this are not repeated before the description: nobody reads forty lines of them."""

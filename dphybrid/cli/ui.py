@@ -23,7 +23,7 @@ from pathlib import Path
 from dphybrid.cli.parser import Parser, at_least_one
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
-from dphybrid.util.masking import masked
+from dphybrid.util.text import masked
 
 _FIRST_PORT, _LAST_PORT = 5000, 5049
 

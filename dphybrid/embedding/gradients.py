@@ -39,7 +39,6 @@ class RowsInfo:
 
     name: str
     num_rows: int
-    dtype: torch.dtype
     frozen: list[int] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     synchronized: bool = False
@@ -51,7 +50,7 @@ class RowsInfo:
         self.ahead = LookupsAhead(self.counters)
 
     def __reduce__(self) -> Any:
-        return RowsInfo, (self.name, self.num_rows, self.dtype, self.frozen)
+        return RowsInfo, (self.name, self.num_rows, self.frozen)
 
 
 def info_of(weight: Tensor) -> RowsInfo | None:

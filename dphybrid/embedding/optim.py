@@ -24,9 +24,8 @@ from dphybrid.embedding.collection import find_tables, listed, named_weights
 from dphybrid.embedding.gradients import info_of, segment_of
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.storage import zero_rows
-from dphybrid.util.compiling import EagerOptimizer
+from dphybrid.util.compiling import EagerOptimizer, profiler_looks_on
 from dphybrid.util.errors import UserError
-from dphybrid.util.labels import profiler_looks_on
 from dphybrid.util.row_rules import RULES, RowRule
 
 _UPDATES = "updates"

@@ -42,8 +42,8 @@ from dphybrid.embedding.collection import find_tables
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.embedding.replicas import pinned
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.util.compiling import labelled
 from dphybrid.util.errors import UserError
-from dphybrid.util.labels import labelled
 from dphybrid.util.memory import is_out_of_memory
 
 Batch = TypeVar("Batch")

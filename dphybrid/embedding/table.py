@@ -88,7 +88,7 @@ class HostEmbedding(nn.Module):
         self.start, self._path = StartValues(std, seed), path
         self.out_dtype = native.real_dtype(dtype)
         self._links = Links()
-        self._info = RowsInfo(name, num_rows, dtype, [] if padding_idx is None else [padding_idx])
+        self._info = RowsInfo(name, num_rows, [] if padding_idx is None else [padding_idx])
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         rows_VD, self._fresh = open_rows(num_rows, dim, dtype, storage, path, name)
         # under a temporary name until it is filled: a file with its name is one with all its rows
@@ -135,7 +135,7 @@ class HostEmbedding(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         frozen = state["_info"]
         super().__setstate__(state)
-        self._info, self._links = RowsInfo(self.name, self.num_rows, self.weight.dtype, frozen), Links()
+        self._info, self._links = RowsInfo(self.name, self.num_rows, frozen), Links()
         rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)  # in huge pages, which a copy is not
         self.weight.data = rows_VD.copy_(self.weight.detach())
         self.register_parameter("weight", self._parameters["weight"])

@@ -12,8 +12,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from dphybrid.orchestration.clients import client_for_threads
 from dphybrid.orchestration.queueing import UNREACHABLE
 from dphybrid.training.callbacks import EpochEnd
-from dphybrid.util.masking import masked
-from dphybrid.util.text import as_markdown
+from dphybrid.util.text import as_markdown, masked
 from dphybrid.util.watching import watching
 
 TELL_EVERY_S = 2.0

@@ -29,8 +29,8 @@ from dphybrid.run import train as job
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import find_tagged_run, read_run
 from dphybrid.run.report import attached
-from dphybrid.util.masking import masked
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from dphybrid.util.text import masked
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 

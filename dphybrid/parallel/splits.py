@@ -192,14 +192,12 @@ class SplitPlan:
         return advice or ["Every device is used by every batch."]
 
 
-def split_plan(
-    rows: int, batch_size: int, labels: Sequence[str], weights: Sequence[float] | None = None
-) -> SplitPlan:
+def split_plan(rows: int, batch_size: int, labels: Sequence[str]) -> SplitPlan:
     """Return how an epoch of `rows` rows will be split over the labelled devices. Raises UserError for
     numbers below 1."""
     if rows < 1:
         raise UserError(f"rows={rows}: must be at least 1")
-    full = tuple(split_sizes(batch_size, len(labels), weights))
+    full = tuple(split_sizes(batch_size, len(labels)))
     num_full, rest = divmod(rows, batch_size)
-    last = tuple(split_sizes(rest, len(labels), weights)) if rest else None
+    last = tuple(split_sizes(rest, len(labels))) if rest else None
     return SplitPlan(rows, batch_size, tuple(labels), full, num_full, last)

@@ -15,7 +15,7 @@ from dphybrid.tracking.files import FILES, FileTracker
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.locks import locked
-from dphybrid.util.masking import without_credentials
+from dphybrid.util.text import without_credentials
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 _DATABASES = ("postgresql", "mysql", "mssql")

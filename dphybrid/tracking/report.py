@@ -7,8 +7,7 @@ from importlib.resources import files
 from math import isfinite, nan
 from typing import Any
 
-from dphybrid.util.masking import masked
-from dphybrid.util.text import as_flags, as_markdown, printable
+from dphybrid.util.text import as_flags, as_markdown, masked, printable
 
 Page = Mapping[str, Any]
 """The fields of a page of JSON."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from dphybrid.tracking.outbox import Losses, Outbox, Record
-from dphybrid.util.masking import masked
+from dphybrid.util.text import masked
 
 _SEND_EVERY_S = 2.0
 _HEARTBEAT_EVERY_S = 60.0

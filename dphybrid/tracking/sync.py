@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.tracking.outbox import Outbox, Record, outboxes
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.tracker import HEARTBEAT_TAG, PID_TAG, writer_of
-from dphybrid.util.masking import masked
+from dphybrid.util.text import masked
 
 _SILENT_S = 600.0
 """A run of another machine without a sign of life for so long counts as dead."""

@@ -23,7 +23,7 @@ from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.views import RESULT, SPEED, run_path, view_path
 from dphybrid.tracking.writer import MlflowWriter
 from dphybrid.util.errors import UserError
-from dphybrid.util.masking import masked
+from dphybrid.util.text import masked
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from dphybrid.util.errors import UserError
-from dphybrid.util.masking import masked
+from dphybrid.util.text import masked
 
 HOST = "127.0.0.1"
 _START_S = 120.0

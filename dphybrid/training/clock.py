@@ -13,7 +13,7 @@ from torch import nn
 
 from dphybrid.embedding import find_tables
 from dphybrid.parallel import find_data_parallel
-from dphybrid.util.labels import labelled, profiler_looks_on
+from dphybrid.util.compiling import labelled, profiler_looks_on
 
 NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile", "callbacks")
 """Stages that happen between steps and do not count as their time."""

@@ -4,7 +4,7 @@ the right word."""
 import difflib
 from collections.abc import Sequence
 
-from dphybrid.util.masking import masked
+from dphybrid.util.text import masked
 
 
 class UserError(ValueError):

@@ -11,11 +11,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any
 
 from dphybrid.util.errors import UserError
 
@@ -71,34 +71,22 @@ def temporary(path: Path, kind: str = "partial") -> Path:
     return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{threading.get_ident():x}")
 
 
-@contextmanager
-def _replacing(
-    path: Path, *, opener: Callable[[str, int], int] | None = None, synced: bool = True
-) -> Iterator[BinaryIO]:
-    """Yield a stream whose content becomes the file `path` when the block ends; nothing changes when the
-    block fails. opener: as of `open`. synced: the disk has been asked to keep it by then."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file at once and for good; where that fails, what was there before stays."""
     partial = temporary(path)
     try:
         with naming(path):
-            with open(partial, "wb", opener=opener) as stream:
-                yield stream
-                if synced:
-                    stream.flush()
-                    # before the rename: else a power loss may leave the name without its bytes
-                    os.fsync(stream.fileno())
+            with open(partial, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                # before the rename: else a power loss may leave the name without its bytes
+                os.fsync(stream.fileno())
             partial.replace(path)
-            if synced:
-                sync(path.parent)
+            sync(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file at once and for good."""
-    with _replacing(path) as stream:
-        stream.write(content)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ import urllib.request
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from dphybrid.util.masking import without_credentials
+from dphybrid.util.text import without_credentials
 
 _MAX_SKEW_S = 5.0
 """Seconds by which a server's clock may differ: schedules, leases and heartbeats compare times of several

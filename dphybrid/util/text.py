@@ -1,11 +1,21 @@
-"""Texts from files and people, made safe for where they are shown."""
+"""Texts from files and people, made safe for where they are shown: terminals, Markdown, shells, TOML; and
+without the secrets of addresses."""
 
 import json
 import re
 import shlex
 from collections.abc import Mapping
+from urllib.parse import unquote
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
+
+# What stands between :// and an @ before the path is user and password. People write passwords with slashes,
+# too; only in http addresses is what looks like a port one, as paths there may hold an @ of their own.
+_OF_HTTP = re.compile(r"(?i)\b(https?://)(?:[^\s/:<>]*:(?!\d+(?:/|$))[^\s<>]*|[^\s/<>]*)@")
+_OF_OTHERS = re.compile(r"(?i)\b((?!https?:)[a-z][\w+.-]*://)(?!/)[^\s<>]*@")
+_VALUE = re.compile(
+    r"(?i)([?&;][\w.-]*(?:password|passwd|pwd|secret|token|api_?key|access_?key|signature|auth)[\w.-]*=)[^&\s;<>]+"
+)
 
 
 def printable(text: str) -> str:
@@ -31,3 +41,18 @@ def as_flags(values: Mapping[str, object]) -> str:
 def toml_text(text: str) -> str:
     """Return a TOML basic string; JSON's escapes are among TOML's, but for the delete character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def masked(text: str) -> str:
+    """Return a text with the user names, passwords and tokens of the addresses in it replaced by `***`."""
+    for pattern in (_OF_HTTP, _OF_OTHERS):
+        text = pattern.sub(r"\1***@", text)
+    return _VALUE.sub(r"\1***", text)
+
+
+def without_credentials(url: str) -> tuple[str, str | None]:
+    """Return an http address without its user and password, and these as `user:password`, or None."""
+    found = _OF_HTTP.match(url)
+    if found is None:
+        return url, None
+    return found[1] + url[found.end() :], unquote(url[len(found[1]) : found.end() - 1])

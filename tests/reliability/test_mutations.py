@@ -22,15 +22,15 @@ PLANTED = {
     "a file is fsynced before it is flushed": ("util/files", "stream.flush()", "pass", CRASHES),
     "a file's name is not fsynced": (
         "util/files",
-        "            if synced:\n                sync(path.parent)",
-        "",
+        "partial.replace(path)\n            sync(path.parent)",
+        "partial.replace(path)",
         CRASHES,
     ),
     "a file is renamed before it is written": (
         "util/files",
-        "                yield stream\n",
+        "                stream.write(content)\n",
         "                os.link(partial, path.with_suffix('.now'))\n"
-        "                os.replace(path.with_suffix('.now'), path)\n                yield stream\n",
+        "                os.replace(path.with_suffix('.now'), path)\n                stream.write(content)\n",
         CRASHES,
     ),
     "a folder is not fsynced": ("util/files", "            _sync_tree(partial)\n", "", CRASHES),
