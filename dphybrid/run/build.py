@@ -108,26 +108,29 @@ def build_run(
     folder = previous.folder if previous else new_run_folder(experiment, devices, run_name)
     tracker = open_run_tracker(settings, must_answer=previous is None)
     _note_waiting(settings)
-    page = RunPage(
-        run_id=previous.page.run_id if previous else "",
-        attempt=previous.page.attempt + 1 if previous else 1,
-        config=config.model_dump(mode="json"),
-        devices=devices.text,
-        prepared=str(data.path),
-        data_digest=data.digest,
-        links={**(previous.page.links if previous else {}), **(links or {})},
-        tags={**(previous.page.tags if previous else {}), **given},
-        created=previous.page.created if previous else datetime.now(UTC).isoformat(),
+    now = datetime.now(UTC).isoformat()
+    new = RunPage(run_id="", attempt=0, config={}, prepared="", data_digest="", created=now)
+    before = previous.page if previous else new
+    page = before.model_copy(
+        update={
+            "attempt": before.attempt + 1,
+            "config": config.model_dump(mode="json"),
+            "devices": devices.text,
+            "prepared": str(data.path),
+            "data_digest": data.digest,
+            "links": {**before.links, **(links or {})},
+            "tags": {**before.tags, **given},
+        }
     )
     try:
-        run_id = _recorded(Run(folder, page, experiment.settings), experiment, tracker, given, facts)
+        run_id = _recorded(Run(folder, page, settings), experiment, tracker, given, facts)
     except BaseException:
         if previous is None:
             folder.rmdir()
         raise
     finally:
         tracker.close()
-    run = Run(folder, page.model_copy(update={"run_id": run_id}), experiment.settings)
+    run = Run(folder, page.model_copy(update={"run_id": run_id}), settings)
     run.page.write(folder / "run.json")
     if tracker.tracking_uri == FILES:
         print(f"Recorded in plain files: {folder / 'record'}; pip install 'dphybrid[mlflow]' adds MLflow")

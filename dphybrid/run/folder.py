@@ -86,11 +86,12 @@ _FIXED = (
 def named_run(settings: Settings, which: str, recipe: str) -> Run:
     """Return the newest run of a recipe ("latest"), or the run of a name or MLflow id. Raises UserError when
     there is none."""
-    runs = all_runs(settings, which)
-    if which == "latest":
-        found = [run for run in runs if run.page.recipe == recipe]
-    else:
-        found = [run for run in runs if which in (run.folder.name, run.page.run_id)]
+    # A name needs no other run's page: damaged ones of others would be named again at each look-up.
+    folder, newest = settings.runs_dir / which, which == "latest"
+    if folder.name == which and not newest and (folder / "run.json").is_file():
+        return read_run(folder, settings)
+    runs = all_runs(settings)
+    found = [run for run in runs if (run.page.recipe == recipe if newest else run.page.run_id == which)]
     if not found:
         known = suggestion(which, [run.folder.name for run in runs] or ["none yet"])
         raise UserError(f"--resume {which}: no such run of recipe {recipe} in {settings.runs_dir}{known}")
@@ -133,19 +134,14 @@ def read_run(run_folder: str | Path, settings: Settings) -> Run:
     return Run(folder, RunPage.read(folder / "run.json"), settings)
 
 
-def all_runs(settings: Settings, wanted: str = "") -> list[Run]:
+def all_runs(settings: Settings) -> list[Run]:
     """Return the runs of the data folder, oldest first; one whose page cannot be read is named and left out:
-    it is no matter of the others.
-
-    Raises UserError when that is the one of the name `wanted`.
-    """
+    it is no matter of the others."""
     runs = []
     for path in settings.runs_dir.glob("*/run.json"):
         try:
             runs.append(read_run(path.parent, settings))
         except UserError as error:
-            if path.parent.name == wanted:
-                raise
             print(f"Note: left out a run: {error}", file=sys.stderr, flush=True)
     return sorted(runs, key=lambda run: (run.page.created, run.folder.name))
 

@@ -56,8 +56,13 @@ def _step_ms_before(page: Path, step: int) -> dict[str, float]:
     return before.step_ms if before.steps == step else {}
 
 
-def write_splits(run: Run, session: Session) -> None:
-    """Write what each replica got of a batch: as it was printed, and as a table."""
-    splits = session.splits
-    write_text(run.folder / "splits.txt", "\n".join(splits.lines) + "\n")
-    SplitsPage(rows=splits.rows(), lines=splits.lines).write(run.folder / "splits.json")
+def keep_outcome(run: Run, session: Session, result: ResultPage) -> None:
+    """Write the results, and what each replica got of a batch, as it was printed and as a table; record the
+    latter."""
+    splits, rows = session.splits, session.splits.rows()
+    text = "\n".join(splits.lines) + "\n"
+    write_text(run.folder / "splits.txt", text)
+    SplitsPage(rows=rows, lines=splits.lines).write(run.folder / "splits.json")
+    result.write(run.folder / "result.json")
+    session.tracker.log_text("splits.txt", text)
+    session.tracker.log_table("split_shapes.json", [row.table_row() for row in rows])

@@ -9,7 +9,7 @@ import torch
 from dphybrid.parallel import Devices, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
-from dphybrid.run.outcome import result_of, write_splits
+from dphybrid.run.outcome import keep_outcome, result_of
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.report import attached
 from dphybrid.run.start import build_trained, make_session, newest_checkpoint, starting_point
@@ -20,7 +20,6 @@ from dphybrid.training.display import Display
 from dphybrid.training.engine import Engine
 from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Meter
-from dphybrid.training.session import Session
 from dphybrid.training.split_log import announcement
 from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import StopRequest
@@ -63,9 +62,7 @@ def train_here(
         finally:
             result = result_of(session, meter, averages.means)
             if engine.leads:
-                write_splits(run, session)
-                result.write(run.folder / "result.json")
-            _log_splits(session)
+                keep_outcome(run, session, result)
     stop.obey("after its last step; it goes on with --resume")
     return result
 
@@ -79,8 +76,3 @@ def _begin(run: Run, experiment: Experiment, engine: Engine) -> Devices:
     devices = engine.devices(run.page.devices)
     start_on(devices)
     return devices
-
-
-def _log_splits(session: Session) -> None:
-    session.tracker.log_text("splits.txt", "\n".join(session.splits.lines) + "\n")
-    session.tracker.log_table("split_shapes.json", [row.table_row() for row in session.splits.rows()])

@@ -9,7 +9,7 @@ from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.context import build_from_config
-from dphybrid.run.folder import Run, all_runs, read_run
+from dphybrid.run.folder import all_runs, read_run
 from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
@@ -48,18 +48,17 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
     folder = given_path(which, "run or checkpoint")
     if (folder / "state.json").is_file():
         return folder
-    run = read_run(folder, settings) if (folder / "run.json").is_file() else _named_run(which, settings)
+    places = [place for place in (folder, settings.runs_dir / which) if (place / "run.json").is_file()]
+    runs = [] if places else all_runs(settings)
+    named = [read_run(place, settings) for place in places]
+    named += [run for run in runs if run.page.run_id == which]
+    if not named:
+        there = ", ".join(run.folder.name for run in runs) or "none"
+        raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
+    run = named[0]
     if not (run.folder / "result.json").is_file():
         raise UserError(f"{which}: run {run.folder.name} has not been trained to a checkpoint yet")
     return Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
-
-
-def _named_run(which: str, settings: Settings) -> Run:
-    runs = all_runs(settings, which)
-    if named := [run for run in runs if which in (run.folder.name, run.page.run_id)]:
-        return named[-1]
-    there = ", ".join(run.folder.name for run in runs) or "none"
-    raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
 
 
 def load_model(which: str, devices: str = "cpu", *, train: bool = False) -> nn.Module:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import find_tagged_run, running
@@ -38,6 +39,20 @@ def test_damaged_neighbours_are_named_and_left_out(
     for page in pages:
         with pytest.raises(UserError, match=rf"{page.parent.name}/run\.json"):
             run_job(load_config(None, TOY), load_settings(), resume=page.parent.name)
+
+
+def test_a_damaged_neighbour_is_named_once_and_not_for_a_run_of_a_name(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--recipe", "toy", "--devices", "cpu", "--tracking", "none"]
+    assert main([*command, "--run-name", "good"]) == 0
+    page = data_dir / "runs/bad/run.json"
+    page.parent.mkdir()
+    page.write_text("{}")
+    assert main([*command, "--train.epochs", "2", "--resume"]) == 0
+    assert capsys.readouterr().err.count("left out a run") == 1
+    assert main([*command, "--train.epochs", "3", "--resume", "good"]) == 0
+    assert "left out a run" not in capsys.readouterr().err
 
 
 def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:
