@@ -24,7 +24,7 @@ from dphybrid.training.finite import NotFinite, first_bad_row, kept_buffers
 from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
-from dphybrid.training.session import Session
+from dphybrid.training.step import Session
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 

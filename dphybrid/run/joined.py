@@ -29,7 +29,7 @@ from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
-JOB = "dphybrid.cluster_job"
+_JOB = "dphybrid.cluster_job"
 """Tag of a run: torchrun's `--rdzv-id`."""
 
 
@@ -96,7 +96,7 @@ def join_job(
         raise UserError("torchrun: give --rdzv-id NAME, by which ranks that start again find their run")
     if not settings.cluster_address:  # torchrun's store listens at all of them
         refuse_public(own_addresses())
-    stop, own_tags = StopRequest(), {**(tags or {}), JOB: job, NODES: str(size // local_size)}
+    stop, own_tags = StopRequest(), {**(tags or {}), _JOB: job, NODES: str(size // local_size)}
     experiment = prepare_data(config, settings, here=local_size)
     with (
         joined(settings.cluster_timeout_s, _rank_device(devices)) as ranks,
@@ -106,7 +106,7 @@ def join_job(
         refuse_differences(ranks, experiment.data.digest)
 
         def build() -> Run:
-            before = find_tagged_run(settings, JOB, job) or resume
+            before = find_tagged_run(settings, _JOB, job) or resume
             return build_run(experiment, devices, run_name=run_name, resume=before, tags=own_tags)
 
         run = _built_by_the_first(ranks, experiment, build)

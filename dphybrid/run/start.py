@@ -18,8 +18,8 @@ from dphybrid.training.clock import StageClock
 from dphybrid.training.engine import Engine
 from dphybrid.training.optimizers import combined, make_states
 from dphybrid.training.saving import CheckpointWriter
-from dphybrid.training.session import Session
 from dphybrid.training.split_log import SplitLog
+from dphybrid.training.step import Session
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.files import clear_leftovers, make_folder
 from dphybrid.util.stop import StopRequest

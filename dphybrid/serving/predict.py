@@ -41,10 +41,10 @@ from dphybrid.util.errors import UserError
 
 PLACE = {"file": pl.String, "line": pl.Int64}
 """What a file of predictions holds first: where a row came from. `Label.columns` follow."""
-TYPES = {"str": pl.String, "float32": pl.Float32, "float64": pl.Float64}
-CLASS = "prediction"
+_TYPES = {"str": pl.String, "float32": pl.Float32, "float64": pl.Float64}
+_CLASS = "prediction"
 """Column of the predicted one of two classes, where a threshold is given."""
-PIECE_ROWS = 2**16
+_PIECE_ROWS = 2**16
 """Rows of a lazy frame that are in memory at a time."""
 
 
@@ -61,8 +61,8 @@ class Asked:
         """The written columns' types by name."""
         return {
             **PLACE,
-            **{name: TYPES[kind] for name, kind in self.label.columns.items()},
-            **({} if self.threshold is None else {CLASS: pl.String}),
+            **{name: _TYPES[kind] for name, kind in self.label.columns.items()},
+            **({} if self.threshold is None else {_CLASS: pl.String}),
             **dict.fromkeys(self.keep, pl.String),
         }
 
@@ -139,7 +139,7 @@ class Predictor:
         pieces: Iterable[pl.DataFrame] = [frame] if isinstance(frame, pl.DataFrame) else []
         if isinstance(frame, pl.LazyFrame):
             wanted = frame.select(by_name(*self.encoder.names))  # `*` would be a pattern in a plain select
-            pieces = wanted.collect_batches(chunk_size=PIECE_ROWS, maintain_order=True)
+            pieces = wanted.collect_batches(chunk_size=_PIECE_ROWS, maintain_order=True)
         scores, wrong = [self.task.nothing], 0
         for piece in pieces:
             scores_B, odd = self._scores(self._cells(piece), self.encoder)
@@ -212,7 +212,7 @@ class Predictor:
             )
         if threshold is not None and not 0 <= threshold <= 1:
             raise UserError(f"--threshold {threshold}: a probability, from 0 to 1")
-        if taken := sorted({name for name in keep if name in (*PLACE, *label.columns, CLASS)}):
+        if taken := sorted({name for name in keep if name in (*PLACE, *label.columns, _CLASS)}):
             raise UserError(
                 f"--keep {taken[0]}: predictions have a column of that name; rename the table's one"
             )
@@ -271,7 +271,7 @@ class Predictor:
         }
         if asked.threshold is not None:
             no, yes = self.classes
-            found[CLASS] = np.where(predicted >= asked.threshold, yes, no)
+            found[_CLASS] = np.where(predicted >= asked.threshold, yes, no)
         found |= {name: chunk.column(name).cast(pl.String) for name in asked.keep}
         return pl.DataFrame(found, schema=asked.columns)
 

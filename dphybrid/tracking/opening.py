@@ -46,7 +46,7 @@ def open_tracker(
     """
     if tracking_uri == "none":
         return Tracker()
-    if tracking_uri == FILES or (tracking_uri is None and not has_mlflow()):
+    if tracking_uri == FILES or (tracking_uri is None and not _has_mlflow()):
         return FileTracker(runs)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -67,7 +67,7 @@ def open_tracker(
 @cache  # once: what a training has left behind is garbage, and must not be taken for imports
 def import_mlflow(tracking_uri: str | None) -> None:
     """Import what recording at a place needs (as in `open_tracker`), which takes a second or two."""
-    if tracking_uri in ("none", FILES) or (tracking_uri is None and not has_mlflow()):
+    if tracking_uri in ("none", FILES) or (tracking_uri is None and not _has_mlflow()):
         return
     with kept_from_gc():
         import dphybrid.tracking.tracker  # noqa: F401
@@ -78,7 +78,7 @@ def import_mlflow(tracking_uri: str | None) -> None:
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
 
-def has_mlflow() -> bool:
+def _has_mlflow() -> bool:
     """Is MLflow installed?"""
     return importlib.util.find_spec("mlflow") is not None
 
@@ -92,7 +92,7 @@ def store_to_read(tracking_uri: str | None, store: Path) -> str:
         raise UserError(
             "tracking is none: no run is recorded there; set DPHYBRID_TRACKING_URI to a server or database"
         )
-    if tracking_uri == FILES or (tracking_uri is None and not has_mlflow()):
+    if tracking_uri == FILES or (tracking_uri is None and not _has_mlflow()):
         raise UserError(
             "runs are recorded in files (runs/NAME/record in the data folder), and this reads MLflow; pip "
             "install 'dphybrid[mlflow]' and unset DPHYBRID_TRACKING_URI=files to record there"

@@ -45,7 +45,7 @@ UNREADABLE = (sqlite3.Error, UnicodeError)
 _T = TypeVar("_T")
 
 
-class Damaged(sqlite3.DatabaseError):
+class _Damaged(sqlite3.DatabaseError):
     """The file does not hold what was written."""
 
 
@@ -71,7 +71,7 @@ class OutboxFile:
                 try:
                     return self._try(work, sync)
                 except UNREADABLE as error:
-                    if not isinstance(error, Damaged | UnicodeError) and _code(error) in (None, *_ERRORS):
+                    if not isinstance(error, _Damaged | UnicodeError) and _code(error) in (None, *_ERRORS):
                         raise
                     self._renew()
                     return self._try(work, sync)
@@ -126,11 +126,11 @@ class OutboxFile:
         ((busy, found, _),) = database.execute("PRAGMA wal_checkpoint(PASSIVE)")
         (answer,), *_ = database.execute("PRAGMA quick_check(1)")
         if version != _VERSION or (not busy and found < frames) or answer != "ok":
-            raise Damaged(f"version {version}, {found} of {frames} pages in the log, {answer}")
+            raise _Damaged(f"version {version}, {found} of {frames} pages in the log, {answer}")
         newest, sent = number(database, "newest"), number(database, "sent")
         ((there,),) = database.execute("SELECT count(*) FROM records WHERE n > ?", (sent,))
         if there != newest - sent:
-            raise Damaged(f"{there} records of {newest - sent}")
+            raise _Damaged(f"{there} records of {newest - sent}")
 
     def _create(self, rows: Sequence[Row], facts: Mapping[str, str]) -> None:
         folder = self.path.parent
@@ -199,16 +199,16 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def fact(database: sqlite3.Connection, name: str) -> str | None:
-    """Return a fact, or None. Raises `Damaged`."""
+    """Return a fact, or None. Raises `_Damaged`."""
     for value, crc in database.execute("SELECT value, crc FROM facts WHERE name = ?", (name,)):
         if crc != _sum(name, value):
-            raise Damaged(f"fact {name}")
+            raise _Damaged(f"fact {name}")
         return str(value)
     return None
 
 
 def number(database: sqlite3.Connection, name: str) -> int:
-    """Return a fact that counts, 0 where there is none. Raises `Damaged`."""
+    """Return a fact that counts, 0 where there is none. Raises `_Damaged`."""
     return int(fact(database, name) or 0)
 
 
@@ -218,11 +218,11 @@ def set_facts(database: sqlite3.Connection, facts: Mapping[str, object]) -> None
 
 
 def rows_where(database: sqlite3.Connection, condition: str, *values: object) -> Iterator[Row]:
-    """Yield the records that an SQL condition names. Raises `Damaged` for one that is not as it was
+    """Yield the records that an SQL condition names. Raises `_Damaged` for one that is not as it was
     written."""
     for *row, crc, content in database.execute(f"SELECT * FROM records WHERE {condition}", values):  # noqa: S608 - written in this package
         if crc != _sum(*row, content):
-            raise Damaged(f"record {row[0]}")
+            raise _Damaged(f"record {row[0]}")
         yield (*row, content)
 
 

@@ -1,7 +1,7 @@
 """Checkpoints as folders: tensors in safetensors files, everything else in a page of JSON; no pickle.
 
 `step-000500/` holds `blocks.safetensors` (dense parameters and buffers), `blocks_optimizer.safetensors`,
-`tables/NAME.safetensors` (table and its row states; see `table_files` for `changed/`) and `state.json` (step,
+`tables/NAME.safetensors` (table and its row states; see `tensor_file` for `changed/`) and `state.json` (step,
 cursor, generator states, metrics, checksums of all files). Written beside, fsynced, renamed (see `saving`): a
 folder with its final name is complete. The keys carry no `module.`, so 1, 8 or virtual devices read each
 other's files.
@@ -21,15 +21,21 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
 from dphybrid.training.averaging import swap
-from dphybrid.training.table_files import mapped_weight, read_table, table_file
-from dphybrid.training.tensor_file import REMEDY, read_tensors, tensor_shapes
+from dphybrid.training.tensor_file import (
+    REMEDY,
+    mapped_weight,
+    read_table,
+    read_tensors,
+    table_file,
+    tensor_shapes,
+)
 from dphybrid.util.digests import value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
 FORMAT = 2
 """Newest format. Full checkpoints have format 1, those that hold changed rows alone format 2."""
-STEP = re.compile(r"step-\d+")
+_STEP = re.compile(r"step-\d+")
 """Name of a checkpoint's folder."""
 
 
@@ -266,7 +272,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     there = [
         path
         for path in folder.glob("step-*")
-        if STEP.fullmatch(path.name) and (path / "state.json").is_file()
+        if _STEP.fullmatch(path.name) and (path / "state.json").is_file()
     ]
     return sorted(there, key=step_of)
 

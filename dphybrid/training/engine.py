@@ -20,7 +20,7 @@ from dphybrid.util.stop import StopRequest
 
 if TYPE_CHECKING:
     from dphybrid.training.callbacks import Callback
-    from dphybrid.training.session import Session
+    from dphybrid.training.step import Session
 
 Step = Callable[["Session", dict[str, Tensor]], tuple[Tensor, Tensor]]
 """`loop.train_step`: from a session and a batch to the batch's summed loss and its number of terms."""

@@ -17,11 +17,11 @@ from dphybrid.training.metrics import BINARY, Chart, Confusion, Task, sample_wei
 from dphybrid.util.errors import UserError
 
 Array = np.ndarray[Any, Any]
-BINS = 10
+_BINS = 10
 """Points of a calibration figure, each of as many rows."""
-SHOWN_ROWS = 400
+_SHOWN_ROWS = 400
 """Rows of a figure that shows single ones, evenly spaced."""
-SHOWN_CLASSES = 12
+_SHOWN_CLASSES = 12
 """Classes of a figure, the most frequent ones; the others stand together."""
 
 
@@ -143,7 +143,7 @@ def _regression(label: Label) -> LabelTask:
 
     def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
         predicted_B, observed_B = link(outputs["logits"]).numpy(), link(outputs["labels_B"]).numpy()
-        every = slice(None, None, -(-len(predicted_B) // SHOWN_ROWS))
+        every = slice(None, None, -(-len(predicted_B) // _SHOWN_ROWS))
 
         def shown(values_B: Array) -> list[tuple[float, float]]:
             return list(zip(predicted_B[every].tolist(), values_B[every].tolist(), strict=True))
@@ -262,12 +262,12 @@ def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_
     of_class_C, right_C = counts_CC.sum(1), counts_CC.diagonal()
     names = list(classes)
     recall_C = [right / rows if rows else None for right, rows in zip(right_C, of_class_C, strict=True)]
-    if len(classes) > SHOWN_CLASSES:
+    if len(classes) > _SHOWN_CLASSES:
         order = np.argsort(-of_class_C, kind="stable")
-        own, others = np.sort(order[:SHOWN_CLASSES]), order[SHOWN_CLASSES:]
-        group_C = np.full(len(classes), SHOWN_CLASSES)
-        group_C[own] = np.arange(SHOWN_CLASSES)
-        grouped = np.zeros((SHOWN_CLASSES + 1, SHOWN_CLASSES + 1))
+        own, others = np.sort(order[:_SHOWN_CLASSES]), order[_SHOWN_CLASSES:]
+        group_C = np.full(len(classes), _SHOWN_CLASSES)
+        group_C[own] = np.arange(_SHOWN_CLASSES)
+        grouped = np.zeros((_SHOWN_CLASSES + 1, _SHOWN_CLASSES + 1))
         np.add.at(grouped, (group_C[:, None], group_C[None, :]), counts_CC)
         of_others = of_class_C[others].sum()
         recall_C = [*(recall_C[c] for c in own), right_C[others].sum() / of_others if of_others else None]
@@ -282,9 +282,9 @@ def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_
 
 
 def _binned(predicted_B: Array, observed_B: Array, outputs: dict[str, Tensor]) -> list[tuple[float, float]]:
-    """Return means of both of rows sorted by prediction, in `BINS` parts of as many."""
+    """Return means of both of rows sorted by prediction, in `_BINS` parts of as many."""
     weights_B = sample_weights(outputs)
-    parts = np.array_split(np.argsort(predicted_B, kind="stable"), min(BINS, len(predicted_B)))
+    parts = np.array_split(np.argsort(predicted_B, kind="stable"), min(_BINS, len(predicted_B)))
     return [
         (
             float(np.average(predicted_B[rows], weights=None if weights_B is None else weights_B[rows])),

@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from dphybrid.config import TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline
 from dphybrid.parallel import refuse_split_differences
@@ -19,11 +21,9 @@ from dphybrid.training.memory import ids_by_part
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Meter, observed
 from dphybrid.training.optimizers import set_learning_rates
-from dphybrid.training.precision import precisely
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.saving import Saved
-from dphybrid.training.session import Session
-from dphybrid.training.step import Step
+from dphybrid.training.step import Session, Step
 from dphybrid.util.errors import UserError
 
 
@@ -233,3 +233,23 @@ def _due(session: Session) -> bool:
 def _stale(session: Session) -> bool:
     patience = session.config.train.patience
     return patience > 0 and session.trained.progress.stale_epochs >= patience
+
+
+@contextmanager
+def precisely(config: TrainConfig) -> Iterator[None]:
+    """While the block runs, GPUs multiply as `train.precision` says, and with `train.deterministic` torch
+    refuses what has no deterministic form."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    # torch lets cuDNN round to tf32 unless it is told not to.
+    matmul.allow_tf32 = cudnn.allow_tf32 = config.precision == "tf32"
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+        if config.deterministic:  # the call imports all of torch.compile, 2 CPU seconds
+            torch.use_deterministic_algorithms(strict, warn_only=warns)

@@ -1,7 +1,7 @@
 """Checkpoints written in the background; training waits only while changed values are copied.
 
 A full checkpoint holds each table's file whole. One in between holds a hard link to the file of the last full
-one and the rows changed since (see `table_files`), so that a folder has all it needs, whatever is removed
+one and the rows changed since (see `tensor_file`), so that a folder has all it needs, whatever is removed
 beside it. A full one is made from the file of the full one before and the rows changed since, in the thread
 that writes. One class: what was changed, linked and written last must agree whenever it is cut off.
 
@@ -40,8 +40,16 @@ from dphybrid.training.checkpoint import (
     read_state,
 )
 from dphybrid.training.finite import Rows, check_finite
-from dphybrid.training.table_files import IDS, changed_file, changed_rows, rows_of, table_file
-from dphybrid.training.tensor_file import patch_tensors, write_tensors
+from dphybrid.training.tensor_file import (
+    IDS,
+    changed_file,
+    changed_rows,
+    patch_tensors,
+    rows_of,
+    table_file,
+    tensor_sums,
+    write_tensors,
+)
 from dphybrid.util.digests import copy_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import making
@@ -236,40 +244,33 @@ class CheckpointWriter:
     def _copies(self) -> tuple[dict[str, _Copied], bool]:
         """Return each table's changed rows, or all where these are not known or too many; and whether they
         are copies, which training leaves alone. They are not where memory has no room for them."""
-        tables, rows = find_tables(self._trained.model), self._trained.rows
+        rows = self._trained.rows
         changed = self._changes.rows() if self._changes is not None and self._latest is not None else {}
-        by_row: dict[str, dict[str, Tensor]] = {}
-        whole: dict[str, dict[str, Tensor]] = {}
-        for name, table in tables.items():
-            states = rows.states_of(name) if rows is not None and name in rows.tables else {}
-            by_row[name] = {"weight": table.settled()}
+        parts: dict[str, _Copied] = {}
+        for name, table in find_tables(self._trained.model).items():
+            by_row, states = {"weight": table.settled()}, {}
             if rows is not None and name in rows.tables:
-                by_row[name] |= rows.row_states(name)
-            whole[name] = {key: state.clone() for key, state in states.items() if key not in by_row[name]}
-        sizes = {
-            name: [sum(tensor.nbytes for tensor in tensors.values()), len(tensors["weight"])]
-            for name, tensors in by_row.items()
-        }
-        everything, partly = sum(size for size, _ in sizes.values()), 0.0
-        for name, (size, length) in sizes.items():
-            ids_U = changed.get(name)
-            partly += size if ids_U is None else size * len(ids_U) / length
-            changed[name] = ids_U
-        if any(ids_U is None for ids_U in changed.values()) or partly > _WORTH_IT * everything:
-            changed, partly = dict.fromkeys(by_row), everything
+                by_row, states = by_row | rows.row_states(name), rows.states_of(name)
+            whole = {key: state.clone() for key, state in states.items() if key not in by_row}
+            parts[name] = _Copied(changed.get(name), by_row, whole)
+        everything, partly = 0, 0.0
+        for part in parts.values():
+            size = sum(tensor.nbytes for tensor in part.by_row.values())
+            everything += size
+            partly += size if part.ids_U is None else size * len(part.ids_U) / len(part.by_row["weight"])
+        if any(part.ids_U is None for part in parts.values()) or partly > _WORTH_IT * everything:
+            changed, partly = {}, everything
+        # Half of what is free: the training goes on beside the copies, and its batches need room, too.
         beside = not self._in_place and partly <= available_memory_bytes() / 2
         if not beside:
-            changed = dict.fromkeys(by_row)
+            changed = {}
         return {
             name: _Copied(
-                changed[name],
-                {
-                    key: tensor if not beside else _copied(tensor, changed[name])
-                    for key, tensor in by_row[name].items()
-                },
-                whole[name],
+                ids_U := changed.get(name),
+                {key: _copied(rows, ids_U) if beside else rows for key, rows in part.by_row.items()},
+                part.whole,
             )
-            for name in by_row
+            for name, part in parts.items()
         }, beside
 
     def _dense(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -302,8 +303,7 @@ class CheckpointWriter:
         if final != self._latest or self._changes is None or self._changes.versions() != self._versions:
             return None
         page = read_state(final)
-        # what their files would be: nothing keeps them
-        sums = {name: write_tensors(Path(os.devnull), tensors) for name, tensors in files.items()}
+        sums = {name: tensor_sums(tensors) for name, tensors in files.items()}
         return page if sums.items() <= page.block_sums.items() else None
 
     def _write(

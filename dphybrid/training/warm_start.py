@@ -9,7 +9,7 @@ from dphybrid.data import Prepared
 from dphybrid.data.table.extend import old_rows, open_base
 from dphybrid.embedding import find_tables
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
-from dphybrid.training.table_files import table_weight
+from dphybrid.training.tensor_file import table_weight
 from dphybrid.util.errors import UserError
 
 

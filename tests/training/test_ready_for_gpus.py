@@ -23,8 +23,9 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import IGNORED, FullSoftmax, Recurrent
 from dphybrid.run.train import run_job
 from dphybrid.training.checkpoint import Generators
+from dphybrid.training.loop import precisely
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
-from dphybrid.training.precision import lower_precision, precisely, summed
+from dphybrid.training.step import lower_precision, summed
 from dphybrid.util.errors import UserError
 from tests.parallel.zoo import MODES, Running
 from tests.training import test_memory

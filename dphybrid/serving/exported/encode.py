@@ -23,7 +23,7 @@ from cells import (  # type: ignore[import-not-found]
     words_of,
 )
 
-GROUPS = (("numeric", "time"), ("categorical",), ("bag", "text"))  # in the order of the arrays' columns
+_GROUPS = (("numeric", "time"), ("categorical",), ("bag", "text"))  # in the order of the arrays' columns
 
 Column = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Encoder:
             if column["role"] in ("categorical", "bag", "text"):
                 known = {text: number for number, text in enumerate(next(texts), FIRST_ID)}
                 column |= {"known": {None: MISSING_ID, **known}, "first": FIRST_ID + len(known)}
-        self.columns = [c for group in GROUPS for c in page["columns"] if c["role"] in group]
+        self.columns = [c for group in _GROUPS for c in page["columns"] if c["role"] in group]
         self.no_value: list[str] = page["no_value"]
 
     def encode(self, rows: Any) -> dict[str, np.ndarray]:
@@ -54,18 +54,18 @@ class Encoder:
         cells = clean(pl.DataFrame(named), self.no_value, numbers=True).get_columns()
         for column, values in zip(self.columns, cells, strict=True):
             if column["role"] in ("numeric", "time"):
-                for scale, numbers_B in numbers_of(column, values):
+                for scale, numbers_B in _numbers_of(column, values):
                     dense.append(standardized(numbers_B, scale["log"], scale["mean"], scale["std"]))
                     dense += [np.isnan(numbers_B)] if scale["indicator"] else []
                     ids += [] if scale["edges"] is None else [bucket_ids(numbers_B, scale["edges"])]
             elif column["role"] == "categorical":
                 texts = values.cast(pl.String)
-                ids.append(ids_of_texts(column, texts.str.to_lowercase() if column["ignore_case"] else texts))
+                ids.append(_text_ids(column, texts.str.to_lowercase() if column["ignore_case"] else texts))
             else:
                 most = column["max_items"]
                 of_text = column["role"] == "text"
                 items = words_of(values, most) if of_text else items_of(values, column["separator"], most)
-                bags.append(bag_ids(items, partial(ids_of_texts, column)))
+                bags.append(bag_ids(items, partial(_text_ids, column)))
         arrays: dict[str, np.ndarray] = {
             "ids_BF": np.stack(ids, 1).astype(np.int64) if ids else np.zeros((len(frame), 0), np.int64),
             "dense_BN": np.array(dense, np.float32).reshape(len(dense), len(frame)).T.copy(),
@@ -74,7 +74,7 @@ class Encoder:
         return arrays | ({"bags_BFL": one_width(bags, 2).astype(np.int64)} if bags else {})
 
 
-def numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndarray]]:
+def _numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndarray]]:
     """Return the scales of a column's numbers, and the numbers."""
     if column["role"] == "numeric":
         numbers = read_numbers(values, column["decimal"], column["thousands"])
@@ -83,7 +83,7 @@ def numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndarr
     return [(part["learned"], numbers_B) for part, numbers_B in zip(column["learned"], parts, strict=True)]
 
 
-def ids_of_texts(column: Column, texts: pl.Series) -> np.ndarray:
+def _text_ids(column: Column, texts: pl.Series) -> np.ndarray:
     """Return the ids of texts or None."""
     found: np.ndarray = ids_of(texts.to_list(), column["known"], column["first"], column["hash_buckets"])
     return found
