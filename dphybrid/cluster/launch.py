@@ -115,6 +115,7 @@ def rank_environment(settings: Mapping[str, object], address: str = _LOOPBACK) -
     """
     values = {f"DPHYBRID_{name.upper()}": str(value) for name, value in settings.items() if value is not None}
     known = {
+        # as torchrun has it: ranks side by side share the cores
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])),
         _PARENT: _name_of(os.getpid()),
@@ -236,11 +237,13 @@ class _Starts:
     def _start(self, local: int, attempt: int) -> "subprocess.Popen[bytes]":
         rank = self._meeting.node * self._count + local
         values = {
+            # the names that torchrun gives them, so that a program of torch's finds its place
             "RANK": rank,
             "LOCAL_RANK": local,
             "WORLD_SIZE": self._count * self._meeting.nodes,
             "LOCAL_WORLD_SIZE": self._count,
             "TORCHELASTIC_RESTART_COUNT": attempt,
+            # a new file for each start: addresses of the last one would keep ranks waiting (pytorch#135712)
             STORE: self._logs / f"{self._meeting.job}-{attempt}.store",
             _STOP_FILE: self.stop_file,
         }

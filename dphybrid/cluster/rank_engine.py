@@ -89,6 +89,7 @@ class RankEngine(ClusterEngine):
         trained, clock, config = session.trained, session.clock, session.config.train
         buffers = kept_buffers(trained.model) if config.on_nonfinite == "skip" else []
         assert trained.rows is not None
+        # a function of the step: a restart draws the same, and no rank's generator state is kept
         torch.manual_seed(_seed(config, trained.progress, self.ranks))
         with clock.stage("zero_grad"):
             if trained.dense is not None:

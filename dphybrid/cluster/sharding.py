@@ -117,6 +117,8 @@ def _distributed(
 ) -> tuple[Any, bool]:
     """Return the sharded model, and whether its optimizer keeps a sum for each row."""
     import torch.distributed as dist
+
+    # here, as this import takes 18 s of CPU time
     from torchrec import EmbeddingCollection, EmbeddingConfig
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -137,6 +139,7 @@ def _distributed(
 
     device = ranks.device
     sharder, model = EmbeddingCollectionSharder(fused_params=_fused_params(config)), Rows()
+    # the planner's defaults are 128 and 32 GB, whatever the machine has
     free = available_memory_bytes() // ranks.local_size
     on_gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     # What a rank may count on everywhere is what the poorest one has.

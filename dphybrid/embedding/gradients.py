@@ -280,23 +280,17 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> f
         info = info_of(weight)
         if info is not None and info.frozen and weight.grad is not None and not weight.grad.is_sparse:
             weight.grad[info.frozen] = 0.0
-    by_device: dict[torch.device, list[int]] = {}
-    for number, grad in enumerate(dense):
-        by_device.setdefault(grad.device, []).append(number)
-    norms = {
-        device: torch.stack(torch._foreach_norm([dense[n] for n in numbers])).double()
-        for device, numbers in by_device.items()
-    }
-    squares = [torch.zeros(())] * len(dense)
+    # begun before the rows are summed, so that a GPU computes meanwhile; read after, with one wait
+    norms = [norm.to(dense[0].device) for norm in torch._foreach_norm(dense)] if dense else []
+    squares = []
     for weight in sparse_ones:
         rows = merged(weight)
         assert rows is not None
         # new memory: the values may be the incoming gradient itself, which a hook or a later backward holds
         weight.grad = sparse(rows[0], rows[1], weight.shape)
         squares.append(rows[2].sum())
-    for device, numbers in by_device.items():  # one wait for each device, after all is on its way
-        for number, square in zip(numbers, norms[device].cpu().square(), strict=True):
-            squares[number] = square
+    if norms:
+        squares = [*torch.stack(norms).double().cpu().square(), *squares]
     if not squares:
         return 0.0
     total = math.sqrt(float(torch.stack(squares).sum()))

@@ -151,6 +151,7 @@ class RowOptimizer(EagerOptimizer):
             or of_torch._global_optimizer_pre_hooks
             or of_torch._global_optimizer_post_hooks
         ):
+            # torch labels and hooks every step; here only where somebody looks
             return self._step_with_hooks(closure)
         return self._step(closure)
 

@@ -59,6 +59,7 @@ def parallel_apply(
     at_once = places.at_once if mode is None else mode == "threads"
     if not at_once or count == 1 or under_functorch():
         return [call(index) for index in range(count)]
+    # what torch keeps by thread is read here, in the caller's
     enter = _thread_state(places.home.type)
     # Streams are a thread's own affair: work of the replicas belongs behind what the caller has queued in its
     # current ones.
@@ -116,6 +117,7 @@ def _thread_state(kind: str) -> Callable[[], ExitStack]:
     """Return a function that enters the caller's thread-local torch state: grad and inference mode, autocast
     with its number format."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    # torch hands on that autocast is on, not its number format: bfloat16 would be float16 in threads
     casts = [
         (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), torch.is_autocast_cache_enabled())
         for k in {kind, "cpu"}

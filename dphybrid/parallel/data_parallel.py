@@ -131,6 +131,7 @@ class DataParallel(nn.DataParallel):
                 refuse_shared_inputs(self.module, inputs, kwargs, self.dim, self.devices.home, asked)
             places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
+                # shared by both: a tensor that is given twice stays one in each share
                 seen: dict[int, list[object]] = {}
                 replica_inputs = split(inputs, places, sizes, self.dim, seen)
                 replica_kwargs = split(kwargs, places, sizes, self.dim, seen)
@@ -140,6 +141,7 @@ class DataParallel(nn.DataParallel):
             outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             if sizes is not None and len(sizes) > 1 and not is_out_of_memory(error):
+                # what the module was given is what the user can change; the traceback shows only the inside
                 note_shares(error, inputs, kwargs, sizes, self.dim)
             raise
         self._record.note(

@@ -104,6 +104,7 @@ class Join:
     def _tensors(self, outputs: list[Tensor], path: str) -> Tensor:
         first, dim, sizes = outputs[0], self.dim, self.sizes
         rank = first.dim()
+        # torch joins single numbers to a vector, whose mean overweighs the samples of a short last share
         if not -rank <= dim < rank:
             raise UserError(
                 f"{path}: a {rank}-dim tensor has no dim {dim} to join on; return one value a sample, such "

@@ -296,6 +296,7 @@ def _content(cell: types.CellType) -> list[object]:
 
 
 def _filled_slots(value: object) -> list[str]:
+    # slots have no __dict__, and each class of the hierarchy names only its own
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     return [name for name in slots if not name.startswith("__") and hasattr(value, name)]
 

@@ -57,6 +57,7 @@ def refuse_chance_rows(
     if not _may_be_chance(module, inputs, outputs, leaves, share, dim):
         return
     try:
+        # one sample more than a share: what has its rows by chance keeps its size
         more = _first_rows(inputs, share + 1, dim, home)
         found = dict(tensors_of(_computed(module, more, home, len(sizes))))
     except Exception as error:  # noqa: BLE001 # a module may refuse any other size, and is right so far

@@ -50,6 +50,7 @@ class _Broadcast(torch.autograd.Function):
             parts = [grad.to(ctx.home) for grad in grads[i :: ctx.count]]
             if len({part.is_sparse for part in parts}) > 1:  # nn.Embedding(sparse=True), also used as a whole
                 parts = [part.to_dense() if part.is_sparse else part for part in parts]
+            # a replica that did not use a parameter gives zeros, so nobody's gradient is None, as upstream
             total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
             for part in parts[2:]:
                 total += part
@@ -86,6 +87,7 @@ def replicate_modules(
 ) -> list[nn.Module]:
     """Return replicas of modules[0], of which `modules` are all the parts."""
     if places[0].type == "cuda" and len(set(places)) == len(places) > 1:
+        # GPUs of their own: torch copies all parameters in a few large messages between them
         from torch.nn.parallel import replicate as torch_replicate
 
         replicas = list(torch_replicate(modules[0], list(places), detach))
@@ -179,6 +181,7 @@ def unsuitable(part: nn.Module) -> tuple[str, str] | None:
     """Return (why replicas would not run this part right, the remedy), or None."""
     if isinstance(part, nn.DataParallel):
         return "is data-parallel itself", "wrap one region, not a region within a region"
+    # such a module hands attributes on to the one that it wraps: torch's replicate would empty the original
     if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
         why = "is compiled, and replicas would run the original's code"
         return why, "compile outside or not at all"

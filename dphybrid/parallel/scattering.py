@@ -45,6 +45,7 @@ def scatter_kwargs(
     devices = resolve_devices(devices)
     sizes = _sizes(inputs, kwargs or {}, len(devices), dim)
     places = devices.replicas[: len(sizes)]
+    # only used devices: torch calls the others without their tensors (pytorch#31460)
     found = split((tuple(inputs), dict(kwargs or {})), places, sizes, dim)
     return tuple(share[0] for share in found), tuple(share[1] for share in found)
 

@@ -94,6 +94,7 @@ SUMS = {"sha256": file_digest, "block_sums": file_block_sums}
 def verify_files(folder: Path, sums: Mapping[str, Mapping[str, str]], remedy: str) -> None:
     """Check, side by side, that the files of `folder` have these sums: a kind of `SUMS` -> name below the
     folder -> sum. Raises UserError that names the first one that has not."""
+    # hashing leaves the interpreter's lock, so threads read and hash on all cores
     with ThreadPoolExecutor() as pool:
         for done in [
             pool.submit(_check_file, folder / name, kind, wanted, remedy)

@@ -26,6 +26,7 @@ def open_regular(file: Path, flags: int = os.O_RDONLY, own: bool = False) -> int
     `os.open` does.
     """
     try:
+        # O_NONBLOCK: opening another user's FIFO would wait for a writer that never comes
         handle = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno in _NO_FILE:

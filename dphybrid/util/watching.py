@@ -32,6 +32,7 @@ def watching(look: Callable[[], bool], every_s: float, name: str, end_s: float =
                     )
                 told = True
 
+    # a daemon: a look that hangs on a server must not keep the process from ending
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     try:
