@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
@@ -68,19 +68,11 @@ def _check_best(best: Path, run: Run) -> None:
     try:
         verify_checkpoint(best)
     except UserError as damage:
-        others = [path for path in complete_checkpoints(run.checkpoints) if path != best]
-        whole = any(_is_whole(path) for path in others)
-        remedy = (
-            f"remove {best} and give --resume {run.folder.name}: the best of the others takes its place"
-            if whole
-            else "no other checkpoint of this run is whole: start a new run"
-        )
+        remedy = "no other checkpoint of this run is whole: start a new run"
+        for other in complete_checkpoints(run.checkpoints):
+            with suppress(UserError):
+                verify_checkpoint(other)
+                again = f"remove {best} and give --resume {run.folder.name}"
+                remedy = f"{again}: the best of the others takes its place"
+                break
         raise UserError(f"the run's best checkpoint is damaged: {damage}; {remedy}") from damage
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        verify_checkpoint(checkpoint)
-    except UserError:
-        return False
-    return True

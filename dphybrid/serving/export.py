@@ -311,7 +311,9 @@ def _export_rows(predictor: Predictor, folder: Path, onnx: bool) -> None:
     programs.write(folder)
     if onnx:
         _write_onnx(programs, folder / "dense.onnx")
-    _write_encoder(predictor, folder / "encoder")
+    predictor.encoder.save(folder / "encoder")
+    page = folder / "encoder/encoder.json"
+    write_json(page, {**read_json(page), "no_value": ["", *predictor.no_value]})
     _write_pages(predictor, programs, rows, folder)
 
 
@@ -359,12 +361,6 @@ def _write_onnx(programs: _Programs, file: Path) -> None:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"--onnx: torch's exporter cannot write this model: {reason}") from error
-
-
-def _write_encoder(predictor: Predictor, folder: Path) -> None:
-    predictor.encoder.save(folder)
-    page = read_json(folder / "encoder.json")
-    write_json(folder / "encoder.json", {**page, "no_value": ["", *predictor.no_value]})
 
 
 def _write_pages(predictor: Predictor, programs: _Programs, rows: pl.DataFrame, folder: Path) -> None:

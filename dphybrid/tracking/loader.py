@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dphybrid.tracking.names import LEFT_OUT
+from dphybrid.tracking.base import LEFT_OUT
 from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 

@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote, urlparse
 
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
@@ -18,14 +19,16 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.store.entities.paged_list import PagedList
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 
-from dphybrid.tracking.names import LEFT_OUT, safe_name
+from dphybrid.tracking.base import LEFT_OUT, safe_name
 from dphybrid.tracking.outbox import Record
 from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 
+_T = TypeVar("_T")
 _CHAMPION, _CHALLENGER = "champion", "challenger"
 _DECISION_TAG = "dphybrid.decision"
 _FORMER_TAG = "dphybrid.former_champions"
@@ -95,28 +98,21 @@ class CheckpointModels:
 
     def _logged(self) -> dict[str, LoggedModel]:
         """Return the run's finished models by uid; what a crash left half-made is removed."""
-        run = self._client.get_run(self._run_id)
+        experiment = self._client.get_run(self._run_id).info.experiment_id
+        of_run = f"source_run_id = '{self._run_id}'"
         found: dict[str, LoggedModel] = {}
-        for model in self._search(run.info.experiment_id):
+        for model in _all_pages(
+            lambda token: self._client.search_logged_models(
+                [experiment], filter_string=of_run, page_token=token
+            )
+        ):
+            if model.model_type != _CHECKPOINT_TYPE or _UID_TAG not in model.tags:
+                continue
             if str(model.status).endswith("READY"):
                 found[model.tags[_UID_TAG]] = model
             else:
                 self._remove(model)
         return found
-
-    def _search(self, experiment_id: str) -> list[LoggedModel]:
-        models: list[LoggedModel] = []
-        token = None
-        while True:
-            page = self._client.search_logged_models(
-                [experiment_id], filter_string=f"source_run_id = '{self._run_id}'", page_token=token
-            )
-            models += [
-                model for model in page if model.model_type == _CHECKPOINT_TYPE and _UID_TAG in model.tags
-            ]
-            token = page.token
-            if not token:
-                return models
 
     def _create(self, card: Record, dataset: list[str] | None) -> None:
         run = self._client.get_run(self._run_id)
@@ -201,13 +197,18 @@ def _versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
     escapes."""
     quote = '"' if "'" in name else "'"
     sign = "=" if quote not in name else "LIKE"
-    found: list[ModelVersion] = []
-    token = None
+    named = f"name {sign} {quote}{name.replace(quote, '_')}{quote}"
+    found = _all_pages(lambda token: client.search_model_versions(named, page_token=token))
+    return [version for version in found if version.name == name]
+
+
+def _all_pages(search: Callable[[str | None], PagedList[_T]]) -> list[_T]:
+    """Return what a search of MLflow finds on all its pages. search: takes the token of a page."""
+    found: list[_T] = []
+    token: str | None = None
     while True:
-        page = client.search_model_versions(
-            f"name {sign} {quote}{name.replace(quote, '_')}{quote}", page_token=token
-        )
-        found += [version for version in page if version.name == name]
+        page = search(token)
+        found += page
         token = page.token
         if not token:
             return found
@@ -269,8 +270,9 @@ class Registry:
 
     def champion(self, name: str) -> Version | None:
         """Return the version in use, or None."""
-        aliases = self._aliases(name)
-        return self.version(name, aliases[_CHAMPION]) if _CHAMPION in aliases else None
+        model = self._model(name)
+        number = model.aliases.get(_CHAMPION) if model is not None else None
+        return self.version(name, str(number)) if number is not None else None
 
     def _numbers(self, name: str) -> str:
         versions = _versions_of(self._client, name)
@@ -352,10 +354,6 @@ class Registry:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None
             raise self._away(error) from error
-
-    def _aliases(self, name: str) -> dict[str, str]:
-        model = self._model(name)
-        return {alias: str(number) for alias, number in model.aliases.items()} if model is not None else {}
 
     def _former(self, name: str) -> list[str]:
         model = self._model(name)

@@ -182,26 +182,17 @@ def _how_to_load(report: Mapping[str, object]) -> str:
 
 def first_facts(report: Page) -> dict[str, str]:
     """Return the two lines that follow a run's result, by name: the split of a batch, the largest stages."""
-    facts = {"Split": _split_line(report["splits"]), "Time": _largest_stages(report)}
-    return {name: line for name, line in facts.items() if line}
-
-
-def _split_line(splits: Sequence[Mapping[str, object]]) -> str:
-    """Return the split of the first batch, a full one; "" on one device."""
-    full = [row for row in splits if row["number"] == 1]
+    facts = {}
+    full = [row for row in report["splits"] if row["number"] == 1]  # of the first batch, a full one
     rows = [row["rows"] for row in full if row["block"] == full[0]["block"]]
-    if len(rows) < 2:
-        return ""
-    shown = " + ".join(map(str, rows[:8])) + (" + ..." if len(rows) > 8 else "")
-    return f"{full[0]['batch_rows']} rows on {len(rows)} devices: {shown}"
-
-
-def _largest_stages(report: Page) -> str:
-    stages = sorted(report["stages"].items(), key=lambda item: -item[1])[:3]
-    total = sum(report["stages"].values()) or 1.0
-    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in stages)
-    step = f"; {report['step_ms']['p50']:.3g} ms a step (median)" if report["step_ms"] else ""
-    return f"{shares}{step}" if stages else ""
+    if len(rows) > 1:
+        shown = " + ".join(map(str, rows[:8])) + (" + ..." if len(rows) > 8 else "")
+        facts["Split"] = f"{full[0]['batch_rows']} rows on {len(rows)} devices: {shown}"
+    if stages := sorted(report["stages"].items(), key=lambda item: -item[1])[:3]:
+        total = sum(report["stages"].values()) or 1.0
+        step = f"; {report['step_ms']['p50']:.3g} ms a step (median)" if report["step_ms"] else ""
+        facts["Time"] = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in stages) + step
+    return facts
 
 
 def _table(rows: Any, columns: tuple[str, ...], more: str = "`split_shapes.json`") -> str:

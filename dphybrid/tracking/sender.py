@@ -98,9 +98,8 @@ class Sender:
         """
         end = time.monotonic() + wait_s
         arrived = self.drain(wait_s)
-        if arrived and (table := _details_table(self._outbox)):
-            record = {"op": "file", "name": "metrics.csv", "folder": _details_folder(self._outbox)}
-            self._outbox.append(record, content=table)
+        if arrived:
+            _append_details(self._outbox)
         losses = self._outbox.losses()  # after all was read: damage is found then
         if arrived and losses:
             self._outbox.append({"op": "losses", "text": masked(losses.text())})
@@ -188,16 +187,16 @@ def _short(error: Exception | str) -> str:
     return text if len(text) < 200 else f"{text[:200]}..."
 
 
-def _details_table(outbox: Outbox) -> bytes:
-    """Return the metrics that were kept as details as CSV: milliseconds, step, name, value."""
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(outbox.details())
-    text = stream.getvalue()
-    return f"time_ms,step,metric,value\n{text}".encode() if text else b""
-
-
-def _details_folder(outbox: Outbox) -> str:
-    """Return where the table goes: each attempt of a run has its own, from its first step on."""
-    # the steps of system/ are seconds
-    steps = (step for _, step, name, _ in outbox.details() if step > 0 and not name.startswith("system/"))
-    return f"{_DETAILS_FOLDER}/from-step-{min(steps, default=0):06d}"
+def _append_details(outbox: Outbox) -> None:
+    """Add the metrics that were kept as details as a file of CSV: milliseconds, step, name, value. Each
+    attempt of a run has a folder of its own, from its first step on."""
+    stream, steps = io.StringIO(), set[int]()
+    rows = csv.writer(stream, lineterminator="\n")
+    for time_ms, step, name, value in outbox.details():
+        rows.writerow((time_ms, step, name, value))
+        if step > 0 and not name.startswith("system/"):  # whose steps are seconds
+            steps.add(step)
+    if text := stream.getvalue():
+        folder = f"{_DETAILS_FOLDER}/from-step-{min(steps, default=0):06d}"
+        content = f"time_ms,step,metric,value\n{text}".encode()
+        outbox.append({"op": "file", "name": "metrics.csv", "folder": folder}, content=content)

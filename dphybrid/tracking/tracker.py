@@ -16,8 +16,7 @@ from pathlib import Path
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.base import CheckpointCard, Detail, Status, Tracker
-from dphybrid.tracking.names import is_detail, safe_name
+from dphybrid.tracking.base import CheckpointCard, Detail, Status, Tracker, is_detail, safe_name
 from dphybrid.tracking.outbox import Outbox, Record
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.views import RESULT, SPEED, run_path, view_path

@@ -46,7 +46,10 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
         ),
         (SPEED, [*speeds, *_WHAT, *metrics[:1]], (speeds[0], False)),
     ):
-        client.set_experiment_tag(experiment_id, _TAG + view, _tag_value(view, columns, key, ascending))
+        state: dict[str, object] = {"selectedColumns": columns, "orderByKey": key, "orderByAsc": ascending}
+        packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
+        tag = {"name": view, "createdAt": 0, "updatedAt": 0, "state": f"deflate;{packed}"}
+        client.set_experiment_tag(experiment_id, _TAG + view, json.dumps(tag))
     # any other note is somebody's own
     if not tags.get(_NOTE_TAG, "") or tags[_NOTE_TAG].startswith(_OWN_NOTE):
         client.set_experiment_tag(experiment_id, _NOTE_TAG, note(experiment_id))
@@ -80,9 +83,3 @@ def run_path(experiment_id: str, run_id: str) -> str:
 def view_path(experiment_id: str, view: str) -> str:
     """Return what follows `#` in the address of a view."""
     return f"/experiments/{experiment_id}/runs?viewStateShareKey={view}&workflowType=machine_learning"
-
-
-def _tag_value(view: str, columns: Sequence[str], key: str, ascending: bool) -> str:
-    state: dict[str, object] = {"selectedColumns": list(columns), "orderByKey": key, "orderByAsc": ascending}
-    packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
-    return json.dumps({"name": view, "createdAt": 0, "updatedAt": 0, "state": f"deflate;{packed}"})

@@ -35,7 +35,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
     Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.
     """
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
-    engine = session.engine
+    engine, every = session.engine, session.config.checkpoint.every_steps
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
     ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
     if config.check_split and progress.step == 0:
@@ -62,7 +62,8 @@ def train(session: Session, display: Display, meter: Meter) -> None:
                     raise session.stop.interruption(
                         f"after step {progress.step}; {path} goes on with --resume"
                     )
-                if _due(session) and progress.batch < steps_per_epoch:
+                # The epoch's last batch has its checkpoint after the evaluation, with its metrics.
+                if every and progress.step % every == 0 and progress.batch < steps_per_epoch:
                     checkpoint(session, meter)
             seen.line(end_of_epoch(session, meter))
             checkpoint(session, meter)
@@ -223,11 +224,6 @@ def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
         shuffle_rows=config.shuffle_rows,
         part=session.engine.part,
     )
-
-
-def _due(session: Session) -> bool:
-    every = session.config.checkpoint.every_steps
-    return every > 0 and session.trained.progress.step % every == 0
 
 
 def _stale(session: Session) -> bool:

@@ -101,19 +101,14 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield len(head).to_bytes(8, "little")
     yield head
     for tensor in tensors.values():
-        for part in _slices(tensor):
-            yield _bytes(part)
+        flat = tensor.detach().reshape(-1)
+        step = max(1, _SLICE_BYTES // tensor.element_size())
+        for start in range(0, flat.numel(), step):
+            yield _bytes(flat[start : start + step].cpu().contiguous())
 
 
 def _bytes(part: Tensor) -> memoryview:
     return part.view(torch.uint8).numpy().data
-
-
-def _slices(tensor: Tensor) -> Iterator[Tensor]:
-    flat = tensor.detach().reshape(-1)
-    step = max(1, _SLICE_BYTES // tensor.element_size())
-    for start in range(0, flat.numel(), step):
-        yield flat[start : start + step].cpu().contiguous()
 
 
 def _patched_pieces(base: Path, found: BlockSums, changes: _Changes) -> Iterator[bytes | memoryview]:

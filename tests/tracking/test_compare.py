@@ -14,7 +14,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.lifecycle.sweep import MAX_CELLS
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
-from dphybrid.tracking.compare import find_runs, read_runs, write_comparison
+from dphybrid.tracking.compare import find_runs, page_data, read_runs, write_comparison
 from dphybrid.tracking.compare_facts import (
     RunFacts,
     Speed,
@@ -27,7 +27,6 @@ from dphybrid.tracking.compare_facts import (
     split_table,
     text_of,
 )
-from dphybrid.tracking.compare_page import page_data
 from dphybrid.util.errors import UserError
 
 DEVICES = ("cpu", "cpu*2", "cpu*8")

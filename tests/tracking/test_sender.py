@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dphybrid.tracking.names import safe_name
+from dphybrid.tracking.base import safe_name
 from dphybrid.tracking.outbox import Losses, Outbox
 from dphybrid.tracking.sender import Refused, Sender
 
