@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import gc
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +23,10 @@ class Parser(argparse.ArgumentParser):
 
     recipe: str | None = None
     commands: "dict[str, Parser] | None" = None
+
+    def __init__(self, **options: Any) -> None:
+        # A part of a flag's name is no flag: what it means would change with the next field.
+        super().__init__(allow_abbrev=False, **options)
 
     @property
     def actions(self) -> list[argparse.Action]:
@@ -53,20 +56,26 @@ class Parser(argparse.ArgumentParser):
         flag = flags[0].partition("=")[0]
         if "--config" in known and "." in flag and (others := recipes_with(field_of(flag))):
             self.error(f"{flag}: recipe {self.recipe} does not use it; it is a value of {', '.join(others)}")
-        same = [name for name in known if name.rpartition(".")[2] == flag.lstrip("-")]
+        section = [name for name in known if name.startswith(f"{flag}.")]
+        same = [name for name in known if flag.lstrip("-") == name.rpartition(".")[2]]
+        same += [name for name in section if name.endswith(".path")]
+        if section and not same:
+            self.error(
+                f"{flag}: there is no such flag; did you mean {', '.join(section[:4])} or another one?"
+            )
         hint = f"; did you mean {same[0]}?" if same else suggestion(flag, known)
         self.error(f"{flag}: there is no such flag{hint if 'did you mean' in hint else ''}")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """argparse's own check of choices, whose message would have to be taken apart to say more."""
+        known = None if action.choices is None else [str(choice) for choice in action.choices]
+        if known is None or value in known:
+            return
+        if action.option_strings:
+            self.error(f"{action.option_strings[0]} {value!r}: use {' or '.join(known)}")
+        self.error(f"{value!r}: there is no such command{suggestion(value, known)}")
+
     def error(self, message: str) -> NoReturn:
-        if wrong := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            flag, value, known = wrong[1], wrong[2], re.findall(r"[\w-]+", wrong[3])
-            message = f"{value!r}: there is no such command{suggestion(value, known)}"
-            if flag.startswith("-"):
-                message = f"{flag} {value!r}: use {' or '.join(known)}"
-        if wrong := re.match(r"ambiguous option: (--[\w.-]+)\S* could match (.*)", message):
-            flag, known = wrong[1], wrong[2].split(", ")
-            meant = f"{flag}.path?" if f"{flag}.path" in known else f"{', '.join(known[:4])} or another one?"
-            message = f"{flag}: there is no such flag; did you mean {meant}"
         self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 
 
