@@ -6,10 +6,10 @@ whose machine died.
 """
 
 import asyncio
-import os
-import subprocess
+import io
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
@@ -118,6 +118,24 @@ async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
     return "brought up to date"
 
 
+def _prefect(*argv: str) -> None:
+    """Call Prefect's command in this process, which has imported what takes most of its time: Prefect and the
+    flows. Raises UserError with what it printed when it fails."""
+    from prefect.cli import app
+
+    printed = io.StringIO()
+    before, sys.argv = sys.argv, ["prefect", *argv]
+    try:
+        with redirect_stdout(printed), redirect_stderr(printed):
+            app()
+    except SystemExit as end:
+        if end.code:
+            told = f"{printed.getvalue()}{'' if isinstance(end.code, int) else end.code}"
+            raise UserError(f"deployments could not be made: {told[-2000:]}") from end
+    finally:
+        sys.argv = before
+
+
 def _write(file: Path) -> None:
     """Write the package's deployments, and beside them Prefect's settings. Raises UserError."""
     for path, packaged in ((file, PACKAGED), (file.with_name("prefect.toml"), PACKAGED.with_suffix(".toml"))):
@@ -187,18 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"Automation {AUTOMATION!r}: {await upsert_automation()}")
 
         asyncio.run(make())
-        tool = Path(sys.executable).parent / "prefect"
-        deploy = [str(tool), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-        done = subprocess.run(
-            deploy,
-            check=False,
-            env={**os.environ, "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-        )
-        if done.returncode:
-            raise UserError(f"deployments could not be made: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        _prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
         asyncio.run(give_forms(file))
         print(_what_next(file))
         return 0
