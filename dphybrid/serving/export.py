@@ -174,6 +174,8 @@ class _Programs:
             self.asks = _traced(_Lookups(model, example, self.used, dims), batch)
             self.dense = _traced(_Dense(model, example, self.used), batch, self._rows)
             read = _read(self.asks, batch) | _read(self.dense, batch)
+            if read.issuperset(self.used):
+                break
             self.used = [name for name in self.used if name in read]
         for name, table in tables.items():
             table.weight = weights[name]
