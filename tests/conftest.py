@@ -38,9 +38,7 @@ NIGHTLY = [
     "tests/reliability/test_fuzz.py::test_schema_files",
     "tests/reliability/test_fuzz.py::test_triples_pairs_and_texts",
     "tests/reliability/test_soak.py",
-    "tests/tracking/test_browser.py::test_a_view_is_one_sorted_table_reached_from_the_experiment[1000-Result-columns0]",
-    "tests/tracking/test_browser.py::test_a_view_is_one_sorted_table_reached_from_the_experiment[1000-Speed-columns1]",
-    "tests/tracking/test_browser.py::test_a_view_is_one_sorted_table_reached_from_the_experiment[1440-Speed-columns1]",
+    "tests/tracking/test_browser.py::test_a_view_is_one_sorted_table_reached_from_the_experiment",
     "tests/tracking/test_browser.py::test_charts_of_three_runs_are_grouped",
     "tests/tracking/test_browser.py::test_splits_and_figures_open_as_table_and_pictures",
     "tests/tracking/test_browser.py::test_the_compare_view_of_three_runs_shows_what_differs",
@@ -52,7 +50,7 @@ NIGHTLY = [
 ]
 """Files and tests that take minutes and defend what few changes touch. Shorter neighbours run always."""
 
-SERVERS = {"team": "prefect", "postgres_uri": "mlflow"}
+SERVERS = {"team": "prefect", "prefect_server": "flows", "postgres_uri": "mlflow"}
 """Session fixture -> the group of the tests that share its servers: one process runs and starts them once."""
 
 USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT", "PROFILE")]
@@ -66,17 +64,24 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the nightly tests, and deal each test to a group: its server's, else its file's."""
+    """Mark the nightly tests, and deal each test to a group: its server's, else its file's.
+
+    Groups with slow tests come first, so that the processes end at about the same time.
+    """
+    groups: dict[pytest.Item, str] = {}
     for item in items:
         path, _, name = item.nodeid.partition("::")
         fixtures = getattr(item, "fixturenames", ())
         server = next((group for fixture, group in SERVERS.items() if fixture in fixtures), path)
         item.add_marker(pytest.mark.xdist_group(server))
+        groups[item] = server
         names = (path, f"{path}::{name.partition('[')[0]}", item.nodeid)
         if any(name in NIGHTLY for name in names):
             item.add_marker(pytest.mark.nightly)
             if not LONG:
                 item.add_marker(pytest.mark.skip(reason="nightly: set DPHYBRID_LONG_TESTS=1"))
+    slow = {group for item, group in groups.items() if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: groups[item] not in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -59,7 +59,7 @@ def compare_on_validation_rows(run: Run, min_gain: float) -> Decision:
     verify_checkpoint(best)
     after = _outputs_of(run, experiment, lambda network: load_weights(best, network))
     champion, challenger = task.compute(before), task.compute(after)
-    gains = bootstrap_gains(before, after, task, config.train.seed)
+    gains = bootstrap_gains(before, after, task, config.train.seed, _NUM_RESAMPLES)
     low, high = (float(value) for value in np.quantile(gains, [0.025, 0.975]))
     sign = 1 if task.higher_is_better else -1
     gain = sign * (challenger[task.metric] - champion[task.metric])
@@ -101,7 +101,7 @@ def bootstrap_gains(
     challenger: dict[str, torch.Tensor],
     task: Task,
     seed: int,
-    resamples: int = _NUM_RESAMPLES,
+    resamples: int,
 ) -> np.ndarray:
     """Return the challenger's gain in the task's metric on `resamples` resampled sets of the same rows
     (resamples,)."""

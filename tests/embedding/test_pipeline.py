@@ -110,8 +110,13 @@ def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"])
-@pytest.mark.parametrize("devices", ["cpu", "cpu*3", "cpu*8"])
+OPTIMIZERS = ["sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "optimizer"),
+    [("cpu", "adam"), *[("cpu*3", name) for name in OPTIMIZERS], ("cpu*8", "lazy-adagrad")],
+)
 def test_same_bits_as_without(devices: str, optimizer: str) -> None:
     plain, _ = train("off", optimizer, devices)
     ahead, counters = train("exact", optimizer, devices)

@@ -1,13 +1,16 @@
-"""One Prefect server on PostgreSQL for all tests of this folder that need one."""
+"""Servers of Prefect, started once for all tests of this folder that need one."""
 
 import sys
 from collections.abc import Iterator
 
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
 
+from dphybrid.orchestration.embedded import in_this_process, start_server
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY, Team
 from tests.postgres import Postgres
+from tests.stores import put_database
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +32,23 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     finally:
         team.end()
         postgres.end()
+
+
+@pytest.fixture(scope="session")
+def _temporary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    database = tmp_path_factory.mktemp("prefect") / "prefect.db"
+    put_database("prefect", database)
+    address = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}
+    with temporary_settings(address, restore_defaults={PREFECT_API_URL}):
+        server = start_server()
+    assert server is not None
+    server.wait(120)
+    yield server.api_url
+    server.stop()
+
+
+@pytest.fixture
+def prefect_server(_temporary_server: str) -> Iterator[None]:
+    """A temporary server, which the flows that a test calls in this process find."""
+    with temporary_settings({PREFECT_API_URL: _temporary_server}), in_this_process():
+        yield

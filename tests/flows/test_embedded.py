@@ -1,6 +1,7 @@
 """The temporary server of a flow in its own process."""
 
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -11,11 +12,9 @@ from pathlib import Path
 from uuid import uuid4
 
 import httpx
+import prefect
 import psutil
 import pytest
-from alembic.script import ScriptDirectory
-from prefect.server.database.alembic_commands import alembic_config
-from prefect.server.database.orm_models import AioSqliteORMConfiguration
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from torch import nn
 
@@ -25,6 +24,7 @@ from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.stop import StopRequest
 from tests.conftest import REPOSITORY
 from tests.flows.servers import environment
+from tests.stores import put_database
 from tests.waiting import patience, wait_until
 
 START = """
@@ -37,17 +37,15 @@ sys.stdin.read()
 """
 
 
-def revisions() -> tuple[str, str]:
-    """The newest revision of Prefect's database and the one before it, as alembic knows them."""
-    config = alembic_config()
-    config.set_main_option("version_locations", str(AioSqliteORMConfiguration().versions_dir))
-    scripts = ScriptDirectory.from_config(config)
-    newest = scripts.get_revision(scripts.get_current_head() or "")
-    return newest.revision, str(newest.down_revision)
-
-
 def test_only_a_database_of_this_very_prefect_is_left_as_it_is(tmp_path: Path) -> None:
-    newest, before = revisions()
+    put_database("prefect", tmp_path / "prefect.db")
+    with closing(sqlite3.connect(tmp_path / "prefect.db")) as tables:
+        ((newest,),) = tables.execute("SELECT version_num FROM alembic_version")
+    migrations = Path(prefect.__file__).parent / "server/database/_migrations/versions/sqlite"
+    (newest_file,) = (
+        text for file in migrations.glob("*.py") if f'\nrevision = "{newest}"' in (text := file.read_text())
+    )
+    (before,) = re.findall('^down_revision = "(.*)"', newest_file, re.MULTILINE)
     for place, found, current in (
         ("a b%20c.db", [newest], True),
         ("before.db", [before], False),

@@ -1,12 +1,10 @@
 """Retraining as data arrives, in this process on a temporary server, with MLflow's embedded store."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
 
 from dphybrid.cli.main import main as dphybrid
 from dphybrid.config import ExperimentConfig
@@ -15,7 +13,6 @@ from dphybrid.data import open_prepared
 from dphybrid.data.table.extend import open_base
 from dphybrid.lifecycle.comparing import bootstrap_gains
 from dphybrid.lifecycle.retrain import largest_drift, open_registry
-from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import read_run
 from dphybrid.serving.load import model_from_checkpoint
@@ -24,16 +21,11 @@ from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_json
 from flows.retrain_hybrid import retrain_hybrid
-from tests.stores import put_database
 
 
-@pytest.fixture(scope="module")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    database = tmp_path_factory.mktemp("prefect") / "prefect.db"
-    put_database("prefect", database)
-    address = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}
-    with temporary_settings(address, restore_defaults={PREFECT_API_URL}), in_this_process():
-        yield
+@pytest.fixture(autouse=True)
+def _soon_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dphybrid.lifecycle.comparing._NUM_RESAMPLES", 50)
 
 
 def write_day(folder: Path, day: int, sites: range, noise: bool = False) -> None:
@@ -65,6 +57,7 @@ def config(folder: Path) -> ExperimentConfig:
 def test_three_days_of_data(
     tmp_path: Path,
     data_dir: Path,
+    embedded_store: None,
     prefect_server: None,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -132,7 +125,7 @@ def test_three_days_of_data(
 
 @pytest.mark.slow
 def test_a_grown_model_answers_as_the_champion_did(
-    tmp_path: Path, data_dir: Path, prefect_server: None
+    tmp_path: Path, data_dir: Path, embedded_store: None, prefect_server: None
 ) -> None:
     days = tmp_path / "days"
     days.mkdir()

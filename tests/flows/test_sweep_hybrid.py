@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,9 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.sweep import cells_at_once, make_grid
 from dphybrid.recipes.configs import build_config
 from dphybrid.util.errors import UserError
+from flows import sweep_hybrid
 from tests.fake_nvml import gpu, write_state
-from tests.flows.servers import REPOSITORY, environment
+from tests.flows.servers import REPOSITORY
 
 FACTORY = """
 import os, pathlib
@@ -55,49 +54,35 @@ def test_wrong_grids_are_told_before_anything_runs(data_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_runs_at_once_tries_again_and_compares(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    data_dir: Path,
+    embedded_store: None,
+    prefect_server: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file, marks = tmp_path / "nvml.json", tmp_path / "marks"
     marks.mkdir()
     (tmp_path / "swept.py").write_text(FACTORY)
     write_state(file, [gpu(number) for number in range(3)])
-    env = environment(
-        tmp_path,
-        MARKS=str(marks),
-        PYTHONPATH=f"{REPOSITORY}:{tmp_path}",
-        FAKE_NVML=str(file),
-        DPHYBRID_NVML="tests.fake_nvml",
-        DPHYBRID_LEASE_DIR=str(tmp_path / "leases"),
-        DPHYBRID_GPU_WINDOW_S="0",
-        DPHYBRID_GPU_POLL_S="0.1",
-    )
-
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in {
+        "MARKS": marks,
+        "PYTHONPATH": f"{REPOSITORY}:{tmp_path}",
+        "FAKE_NVML": file,
+        "DPHYBRID_NVML": "tests.fake_nvml",
+        "DPHYBRID_LEASE_DIR": tmp_path / "leases",
+        "DPHYBRID_GPU_WINDOW_S": 0,
+        "DPHYBRID_GPU_POLL_S": 0.1,
+    }.items():
+        monkeypatch.setenv(name, str(value))
     grid = json.dumps({"model.dim": [7, 8, 9], "devices": ["auto*1"]})
-    argv = [
-        "--recipe",
-        "hybrid",
-        "--train.epochs",
-        "1",
-        "--model.factory",
-        "swept:build",
-        "--grid",
-        grid,
-        "--sweep",
-        "widths",
-    ]
-    ended = subprocess.run(
-        [sys.executable, "-m", "flows.sweep_hybrid", *argv],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=REPOSITORY,
-        env=env,
-        timeout=300,
-    )
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "Sweep widths: 3 runs, 3 at once" in ended.stdout
-    assert "widths-2-dim8: once more" in ended.stdout
-    assert re.search(r"widths-3-dim9 ended with 1: .*always fails", ended.stdout)
+    options = ["--recipe", "hybrid", "--train.epochs", "1", "--model.factory", "swept:build"]
+    assert sweep_hybrid.main([*options, "--grid", grid, "--sweep", "widths"]) == 1
+    told = capsys.readouterr().out
+    assert "Sweep widths: 3 runs, 3 at once" in told
+    assert "widths-2-dim8: once more" in told
+    assert re.search(r"widths-3-dim9 ended with 1: .*always fails", told)
     assert len(list(marks.iterdir())) == 2
     assert len(list(tmp_path.glob("hopeless-*"))) == 2
     folder = tmp_path / "data" / "sweeps" / "widths"

@@ -57,8 +57,15 @@ def retrained(days: Path, label: str, min_gain: float = 0.0) -> Decision:
 @pytest.mark.slow
 @pytest.mark.parametrize(("label", "metric", "higher"), [("kind", "accuracy", True), ("size", "rmse", False)])
 def test_the_better_challenger_is_promoted(
-    label: str, metric: str, higher: bool, days: Path, data_dir: Path
+    label: str,
+    metric: str,
+    higher: bool,
+    days: Path,
+    data_dir: Path,
+    embedded_store: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("dphybrid.lifecycle.comparing._NUM_RESAMPLES", 50)
     day(1, range(6)).write_parquet(days / "day-1.parquet")
     assert retrained(days, label).promoted
     day(2, range(3, 12)).write_parquet(days / "day-2.parquet")  # of six shops the champion knows nothing

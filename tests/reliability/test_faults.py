@@ -9,6 +9,7 @@ operations of each run, DPHYBRID_FAULTS=all every one (hours).
 import os
 import random
 import shutil
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,68 @@ OTHERS = [name for name in SCENARIOS if name != "ctr, cpu*2"] if LONG else []
 def test_every_recipe_of_the_project_has_a_run_to_be_hit() -> None:
     there = {text.removeprefix("recipe=") for options in SCENARIOS.values() for text in options}
     assert set(BUILT_IN) <= there
+
+
+def recorded_of(data_dir: Path) -> dict[str, Any]:
+    """Return what MLflow's embedded store holds of a finished run that must not depend on what happened on
+    the way."""
+    (page,) = data_dir.glob("runs/*/run.json")
+    run_id, store = RunPage.read(page).run_id, data_dir / "mlflow"
+    client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))
+    run = client.get_run(run_id)
+    curves = [name for name in run.data.metrics if name.startswith(("valid/", "train/", "final/"))]
+    models = client.search_logged_models(
+        [run.info.experiment_id], filter_string=f"source_run_id = '{run_id}'"
+    )
+    return {
+        "status": run.info.status,
+        "params": len(run.data.params),
+        "points": {
+            name: sorted((point.step, point.value) for point in client.get_metric_history(run_id, name))
+            for name in curves
+        },
+        "summaries": sorted(name for name in run.data.metrics if name.startswith("summary/")),
+        "models": sorted(
+            (model.name, model.tags["dphybrid.role"], [(m.key, m.step, m.value) for m in model.metrics or []])
+            for model in models
+        ),
+        "told": run.data.tags.get("dphybrid.lost_records", ""),
+        "waiting": waiting(store / "spool"),
+        "spool": sorted(path.name.replace(run_id, "run") for path in (store / "spool").iterdir()),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    # trials are forked from a process that has imported MLflow, unless an earlier one has started it without
+    forkserver.set_forkserver_preload(["dphybrid.selftest.runs", "mlflow.store.tracking.sqlalchemy_store"])
+    forkserver.ensure_running()
+    new = tmp_path / "new"
+    put_database("mlflow", new / "mlflow" / "mlflow.db")
+
+    def begun(number: int) -> Path:  # each at a place of its own: clients keep a database open
+        return Path(shutil.copytree(new, tmp_path / f"data-{number}"))
+
+    whole = run_trial(begun(0), CHANGED_ROWS, recorded=True, slow_s=0.01)
+    assert whole.code == 0, whole.output
+    expected = came_to(tmp_path / "data-0"), recorded_of(tmp_path / "data-0")
+    assert expected[1]["models"]
+    assert not expected[1]["told"]
+    chosen = random.Random(2)
+    for number in range(1, 201 if TRIALS == "all" else 2 + int(TRIALS) // 4):
+        target, mode = (
+            chosen.randint(30, whole.operations),
+            chosen.choice(MODES[:4]),
+        )
+        data_dir = begun(number)
+        hit = run_trial(data_dir, CHANGED_ROWS, target, mode, recorded=True, slow_s=0.01)
+        assert hit.code in (0, KILLED), hit.output
+        resumed = run_trial(data_dir, CHANGED_ROWS, recorded=True)
+        assert resumed.code == 0, f"after {target} {mode}\n{resumed.output}"
+        found = came_to(data_dir), recorded_of(data_dir)
+        assert found == expected, f"after {target} {mode}\n{resumed.output}"
+        shutil.rmtree(data_dir)
 
 
 @pytest.fixture(scope="module", params=[*RUNS, *OTHERS])
@@ -118,62 +181,3 @@ def test_a_run_that_is_hit_again_and_again_comes_to_the_same(
     resumed = run_trial(tmp_path / "data", options)
     assert resumed.code == 0, resumed.output
     assert came_to(tmp_path / "data") == expected
-
-
-def recorded_of(data_dir: Path) -> dict[str, Any]:
-    """Return what MLflow's embedded store holds of a finished run that must not depend on what happened on
-    the way."""
-    (page,) = data_dir.glob("runs/*/run.json")
-    run_id, store = RunPage.read(page).run_id, data_dir / "mlflow"
-    client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))
-    run = client.get_run(run_id)
-    curves = [name for name in run.data.metrics if name.startswith(("valid/", "train/", "final/"))]
-    models = client.search_logged_models(
-        [run.info.experiment_id], filter_string=f"source_run_id = '{run_id}'"
-    )
-    return {
-        "status": run.info.status,
-        "params": len(run.data.params),
-        "points": {
-            name: sorted((point.step, point.value) for point in client.get_metric_history(run_id, name))
-            for name in curves
-        },
-        "summaries": sorted(name for name in run.data.metrics if name.startswith("summary/")),
-        "models": sorted(
-            (model.name, model.tags["dphybrid.role"], [(m.key, m.step, m.value) for m in model.metrics or []])
-            for model in models
-        ),
-        "told": run.data.tags.get("dphybrid.lost_records", ""),
-        "waiting": waiting(store / "spool"),
-        "spool": sorted(path.name.replace(run_id, "run") for path in (store / "spool").iterdir()),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    new = tmp_path / "new"
-    put_database("mlflow", new / "mlflow" / "mlflow.db")
-
-    def begun(number: int) -> Path:  # each at a place of its own: clients keep a database open
-        return Path(shutil.copytree(new, tmp_path / f"data-{number}"))
-
-    whole = run_trial(begun(0), CHANGED_ROWS, recorded=True, slow_s=0.01)
-    assert whole.code == 0, whole.output
-    expected = came_to(tmp_path / "data-0"), recorded_of(tmp_path / "data-0")
-    assert expected[1]["models"]
-    assert not expected[1]["told"]
-    chosen = random.Random(2)
-    for number in range(1, 201 if TRIALS == "all" else 2 + int(TRIALS) // 4):
-        target, mode = (
-            chosen.randint(30, whole.operations),
-            chosen.choice(MODES[:4]),
-        )
-        data_dir = begun(number)
-        hit = run_trial(data_dir, CHANGED_ROWS, target, mode, recorded=True, slow_s=0.01)
-        assert hit.code in (0, KILLED), hit.output
-        resumed = run_trial(data_dir, CHANGED_ROWS, recorded=True)
-        assert resumed.code == 0, f"after {target} {mode}\n{resumed.output}"
-        found = came_to(data_dir), recorded_of(data_dir)
-        assert found == expected, f"after {target} {mode}\n{resumed.output}"
-        shutil.rmtree(data_dir)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ WITHOUT = """
 import sys
 for name in ("dphybrid", "prefect", "mlflow"):
     sys.modules[name] = None  # an import of it fails
-sys.path.insert(0, sys.argv[1])
 import numpy as np, polars as pl
-from predict import Model
-model = Model()
-rows = pl.read_parquet(sys.argv[2])
-found = [model.predict(each) for each in (rows, rows[:1], rows[:0], rows[:3].to_dict(as_series=False))]
-np.savez(sys.argv[3], *found)
+from pathlib import Path
+from runpy import run_path
+for folder in map(Path, sys.argv[1:]):
+    model = run_path(str(folder / "out" / "predict.py"))["Model"]()
+    del sys.modules["programs"], sys.modules["encode"]  # each export has its own
+    del sys.path[0]
+    rows = pl.read_parquet(folder / "new.parquet")
+    found = [model.predict(each) for each in (rows, rows[:1], rows[:0], rows[:3].to_dict(as_series=False))]
+    np.savez(folder / "found.npz", *found)
 """
 
 
@@ -62,53 +66,56 @@ COLUMNS = {"bags": ["tags"], "text": ["said"], "dayfirst": True, "buckets": 4}
 LABELS = {"binary": "clicked", "multiclass": "group", "regression": "amount", "counts": "count"}
 
 
-@pytest.fixture
-def unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-
-
-def trained(task: str, **values: Any) -> Any:
+def trained(task: str, whole: bool = False, **values: Any) -> Any:
+    """Train on columns of all kinds, or on a few: each column takes the export a second to trace."""
     label = LABELS[task]
     rows = table().drop([name for name in LABELS.values() if name != label])
-    given = {"devices": "cpu", "epochs": 1, "dim": 4, "hidden": 8, "quiet": True, **COLUMNS, **values}
+    if not whole:
+        rows = rows.select("size", "shop", "tags", label)
+    columns = COLUMNS if whole else {"bags": ["tags"], "buckets": 4}
+    given = {"devices": "cpu", "epochs": 1, "dim": 4, "hidden": 8, "quiet": True, **columns, **values}
     return dphybrid.train(rows, label=label, task=task, run_name=task, **given), rows.drop(label)
 
 
-@pytest.mark.parametrize(
-    ("task", "values"),
-    [
-        ("binary", {"kind": "dlrm"}),
-        ("multiclass", {"kind": "deepfm"}),
-        ("regression", {"kind": "wide-deep", "table__dtype": "bfloat16"}),
-        ("counts", {"kind": "mlp"}),
-    ],
-)
-def test_predictions_are_the_runs_bit_for_bit(
-    task: str, values: dict[str, str], unrecorded: None, tmp_path: Path
-) -> None:
-    run, rows = trained(task, **values)
-    assert main(["export", task, "--out", str(tmp_path / "out")]) == 0
-    new = pl.concat([rows, rows[:2].with_columns(shop=pl.lit("new"), price=pl.lit("old"), when=pl.lit("?"))])
-    new.write_parquet(tmp_path / "new.parquet")
-    command = [sys.executable, "-c", WITHOUT, *map(str, (tmp_path / "out", tmp_path / "new.parquet"))]
-    subprocess.run([*command, str(tmp_path / "found.npz")], check=True, cwd=tmp_path)
-    with np.load(tmp_path / "found.npz") as found:
-        with pytest.warns(UserWarning, match="are not numbers"):
-            wanted = [run.predict(each) for each in (new, new[:1], new[:0], new[:3])]
-        for name, expected in zip(sorted(found), wanted, strict=True):
-            assert found[name].dtype == expected.dtype
-            assert np.array_equal(found[name], expected), name
+KINDS: dict[str, dict[str, str]] = {
+    "binary": {"kind": "dlrm"},
+    "multiclass": {"kind": "deepfm"},
+    "regression": {"kind": "wide-deep", "table__dtype": "bfloat16"},
+    "counts": {"kind": "mlp"},
+}
+
+
+def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) -> None:
+    wanted = {}
+    for task, values in KINDS.items():
+        run, rows = trained(task, whole=task == "binary", **values)
+        (tmp_path / task).mkdir()
+        assert main(["export", task, "--out", str(tmp_path / task / "out")]) == 0
+        odd = {"shop": "new", "price": "old", "when": "?"}
+        odd_rows = rows[:2].with_columns(**{name: pl.lit(odd[name]) for name in odd if name in rows.columns})
+        new = pl.concat([rows, odd_rows])
+        new.write_parquet(tmp_path / task / "new.parquet")
+        with pytest.warns(UserWarning, match="are not numbers") if task == "binary" else nullcontext():
+            wanted[task] = [run.predict(each) for each in (new, new[:1], new[:0], new[:3])]
+    folders = [str(tmp_path / task) for task in KINDS]
+    subprocess.run([sys.executable, "-c", WITHOUT, *folders], check=True, cwd=tmp_path)
+    for task, predictions in wanted.items():
+        with np.load(tmp_path / task / "found.npz") as found:
+            for name, expected in zip(sorted(found), predictions, strict=True):
+                assert found[name].dtype == expected.dtype
+                assert np.array_equal(found[name], expected), (task, name)
+    out = tmp_path / "multiclass" / "out"
     check = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
-    assert subprocess.run(check, cwd=tmp_path / "out").returncode == 0
-    example = json.loads((tmp_path / "out" / "example.json").read_text())
-    command = [sys.executable, str(tmp_path / "out" / "predict.py"), str(tmp_path / "out" / "example.json")]
+    assert subprocess.run(check, cwd=out).returncode == 0
+    example = json.loads((out / "example.json").read_text())
+    command = [sys.executable, str(out / "predict.py"), str(out / "example.json")]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert json.loads(printed) == example["predictions"]
-    (rows_file,) = (tmp_path / "out" / "tables").iterdir()
+    (rows_file,) = (out / "tables").iterdir()
     with rows_file.open("r+b") as file:
         file.seek(-3, os.SEEK_END)
         file.write(b"?")
-    said = subprocess.run(check, cwd=tmp_path / "out", capture_output=True, text=True)
+    said = subprocess.run(check, cwd=out, capture_output=True, text=True)
     assert (said.returncode, f"tables/{rows_file.name}: FAILED" in said.stdout) == (1, True)
 
 

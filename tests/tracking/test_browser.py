@@ -21,6 +21,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking.compare import compare_runs, write_comparison
 from dphybrid.tracking.compare_facts import RunFacts
+from tests.conftest import LONG
 from tests.tracking.conftest import MlflowServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -73,6 +74,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             patch.setenv("DPHYBRID_DATA_DIR", str(folder / "data"))
             patch.setenv("MLFLOW_TRACKING_URI", server.uri)
             patch.chdir(folder)
+            if not LONG:  # only nightly tests look at the pictures
+                patch.setattr("dphybrid.run.report._pictures", lambda *_: {})
             overrides = [
                 "recipe=hybrid",
                 "train.epochs=2",

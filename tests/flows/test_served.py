@@ -1,0 +1,219 @@
+"""The quick start's commands that need a server and a worker, as the page has them, and what is refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import polars as pl
+import psutil
+import pytest
+from sklearn.metrics import roc_auc_score
+
+from dphybrid.gpus import lease_folder
+from dphybrid.recipes.registry import find_recipe
+from dphybrid.util.shared_files import own_folder
+from tests.flows.servers import REPOSITORY, Team
+from tests.test_pages import commands, write_visits
+from tests.waiting import patience
+
+ADDRESS, DEPLOY, RETRAIN, PREDICT = commands(deployed=True)
+
+
+def in_a_shell(team: Team, folder: Path, *lines: str) -> str:
+    """Run lines of the page in a folder; return what they print."""
+    text = "\n".join(["set -e", *lines]).replace("http://127.0.0.1:4200/api", team.api)
+    done = subprocess.run(
+        ["bash", "-c", text],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=team.env(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
+        cwd=folder,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + team.logs()
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def deployed(team: Team, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the page's deployment tells, on a server that was set up before."""
+    return in_a_shell(team, tmp_path_factory.mktemp("deployed"), ADDRESS, f"{DEPLOY} --host one --host two")
+
+
+@pytest.fixture(scope="module")
+def worker(team: Team) -> Iterator["subprocess.Popen[bytes]"]:
+    """A worker, beside whose files of live runs are two that are none."""
+    live = own_folder(lease_folder(team.leases) / f"runs-{os.getuid()}")
+    (live / "flow-x.run").touch()
+    os.mkfifo(live / f"flow-{uuid4()}.run")
+    worker = team.start_worker("printed")
+    yield worker
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(patience(30)) == 0
+    told = (team.folder / "printed.log").read_text()
+    assert told.count("flow-x.run: is not a file of a live run; it is left alone") == 1
+
+
+WRONG = [
+    (["train-hybrid", "--param", 'config={"train": {"epochs": -1}}'], ["epochs"]),
+    (
+        [
+            "train-hybrid",
+            "--param",
+            'config={"model": {"kind": "transformer", "hidden": 100, "heads": 3}}',
+        ],
+        ["hidden=100", "heads=3"],
+    ),
+    (
+        ["train-hybrid", "--param", 'overrides=["train.epoch=3"]'],
+        ["train.epoch", "did you mean 'train.epochs'"],
+    ),
+    (["train-hybrid", "--param", "epoch=3"], ["epoch", "not found on the deployment"]),
+    (["train-hybrid", "--param", "epochs=-1"], ["train.epochs"]),
+    (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, -1]}'], ["train.epochs", "-1"]),
+    (["retrain-hybrid"], ["checkpoint.register_as"]),
+    (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
+    (
+        ["train-hybrid", "--param", 'config={"recipe": "ctr"}'],
+        ["runs recipe text", "recipe=ctr", "train-ctr"],
+    ),
+    (["train-ctr", "--param", 'config={"train": {"epochs": 3}}'], ["recipe", "required"]),
+    (["train-hybrd"], ["train-hybrd", "not found"]),
+]
+"""Words of a command -> what it tells."""
+
+RUN_EACH = """
+import json, sys
+from prefect.cli import app
+for argv in json.load(sys.stdin):
+    sys.argv = ["prefect", "deployment", "run", *argv]
+    code = 0
+    try:
+        app()
+    except SystemExit as end:  # which a process of its own ends with
+        code = end.code
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    print(f"=== {1 if isinstance(code, str) else code}", flush=True)
+"""
+"""Runs commands of `prefect deployment run` one after another, as each process of its own takes seconds to
+import Prefect."""
+
+
+@pytest.mark.slow
+def test_wrong_parameters_fail_before_anything_is_scheduled(team: Team) -> None:
+    before = team.post("/flow_runs/count", {})
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN_EACH],
+        input=json.dumps([argv for argv, _ in WRONG]),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=team.env(),
+        cwd=REPOSITORY,
+        timeout=300,
+    )
+    *told, after = re.split(r"^=== ", ended.stdout, flags=re.MULTILINE)
+    codes = [page.partition("\n")[0] for page in [*told[1:], after]]
+    assert "0" not in codes
+    told = [told[0], *(page.partition("\n")[2] for page in told[1:])]
+    assert len(told) == len(WRONG), ended.stdout
+    for (argv, words), page in zip(WRONG, told, strict=True):
+        for word in words:
+            assert word in page + ended.stderr, (argv, page)
+    assert "Traceback" not in ended.stderr
+    assert team.post("/flow_runs/count", {}) == before
+
+
+@pytest.mark.slow
+def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team, deployed: str) -> None:
+    assert "Deployments: the package's own" in deployed
+    assert "brought up to date" in deployed
+    automations = [page["name"] for page in team.post("/automations/filter", {})]
+    assert sorted(automations) == ["dphybrid: notice runs whose machine died", "retrain-on-new-data"]
+    queues = {queue["name"]: queue["priority"] for queue in team.post("/work_pools/gpu/queues/filter", {})}
+    assert queues["one"] < queues["two"] < queues["urgent"] < queues["any"] < queues["night"]
+    deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
+    trainings = {f"train-{name}" for name in ("hybrid", "tutorial-hybrid", "ctr", "kge", "retrieval")}
+    trainings.add("train-cluster")
+    assert set(deployments) == trainings | {"join-hybrid", "retrain-hybrid", "sweep-hybrid"}
+    assert deployments.pop("join-hybrid")["parameters"] == {}
+    assert deployments["train-cluster"]["global_concurrency_limit"]["limit"] == 1
+    for page in deployments.values():
+        assert page["pull_steps"] == []
+        recipe = page["parameters"]["config"]["recipe"]
+        # the form is empty, and says what the recipe sets
+        own = {"table": {"optimizer": "adagrad"}} if page["name"] == "train-cluster" else {}
+        assert page["parameters"]["config"] == {"recipe": recipe, **own}
+        form = page["parameter_openapi_schema"]["properties"]
+        assert form["config"]["properties"]["recipe"]["enum"] == [recipe]
+        shown = set(form["config"]["properties"]["data"]["properties"])
+        assert find_recipe(recipe).data.model_fields.keys() - shown <= {"path", "label"}
+        assert "dphybrid" in page["tags"]
+        assert all(
+            not schedule["active"] and schedule["schedule"]["timezone"] == "Etc/UTC"
+            for schedule in page["schedules"]
+        )
+    retrain = deployments["retrain-hybrid"]
+    assert retrain["global_concurrency_limit"]["limit"] == 1
+    assert retrain["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+
+
+@pytest.mark.slow
+def test_the_command_that_deploy_prints_runs_to_completion(
+    team: Team, deployed: str, worker: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    """It shows epochs, metric and address, and the run is on record in Prefect and in MLflow."""
+    (line,) = (line for line in deployed.splitlines() if line.startswith("Run: "))
+    overrides = json.dumps(["devices=cpu*2", "train.epochs=2"])
+    command = f"{line.removeprefix('Run: ')} --param overrides='{overrides}' --watch-timeout 300"
+    shown = " ".join(in_a_shell(team, tmp_path, command).split())
+    for words in ("epoch 2/2: train loss", "validation: mse", "MLflow: dphybrid ui hybrid-"):
+        assert words in shown
+    processes = [found := psutil.Process(worker.pid), *found.children(recursive=True)]
+    sockets = [c for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert {socket.laddr.ip for socket in sockets} <= {"127.0.0.1"}
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{team.folder}/data/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("dphybrid")
+    assert experiment is not None
+    run = client.search_runs([experiment.experiment_id])[0]
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["prefect.deployment_name"] == "train-tutorial-hybrid"
+    assert "Prefect flow run" in run.data.tags["mlflow.note.content"]
+    assert run.data.tags["dphybrid.replicas"] == "2"
+    assert "perf/step_ms" in run.data.metrics
+    assert "split_shapes.json" in {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert len(client.search_logged_models([experiment.experiment_id])) >= 1
+    flow_run = team.flow_run(UUID(run.data.tags["prefect.flow_run_id"]))
+    assert flow_run["name"] == run.info.run_name
+    assert set(flow_run["tags"]) == {"dphybrid", "hybrid", "cpu*2"}
+    wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run["id"]]}}}
+    artifacts = {page["key"]: page for page in team.post("/artifacts/filter", wanted)}
+    assert artifacts.keys() == {"mlflow-run", "progress", "metrics", "splits", "result"}
+    assert f"/runs/{run.info.run_id}?" in artifacts["mlflow-run"]["data"]
+    assert artifacts["progress"]["data"] == 100
+    assert artifacts["progress"]["description"].startswith("epoch 2 of 2, step ")
+
+
+@pytest.mark.slow
+def test_the_page_retrains_and_scores(
+    team: Team, deployed: str, worker: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    write_visits(tmp_path / "visits.csv", 1000, 0)
+    answers = write_visits(tmp_path / "new.csv", 300, 1)
+    in_a_shell(team, tmp_path, ADDRESS, RETRAIN)
+    (decision,) = team.post("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["decision"]}}})
+    assert decision["data"].startswith("Promoted: the challenger of visits is ")
+    in_a_shell(team, tmp_path, PREDICT)
+    scored = pl.read_csv(tmp_path / "scored.csv")
+    assert len(scored) == len(answers) == 300
+    assert roc_auc_score(answers, scored["probability"]) > 0.8
