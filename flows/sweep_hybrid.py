@@ -42,10 +42,9 @@ from dphybrid.lifecycle.sweep import (
 )
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.shown import show_run
-from dphybrid.orchestration.supervised import supervised
+from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.train import Report
 from dphybrid.tracking.compare import compare_runs, log_comparison, page_link

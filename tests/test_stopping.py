@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import StateType
 
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder, leasing, politeness
-from dphybrid.orchestration import clients, guard
+from dphybrid.orchestration import queueing, supervised
 from dphybrid.recipes.configs import build_config
 from dphybrid.run import start, trainer
 from dphybrid.run import train as job
@@ -63,8 +63,8 @@ def asker(who: str, stop: StopRequest, folder: Path, monkeypatch: pytest.MonkeyP
             patch.setattr(leasing, "datetime", SimpleNamespace(now=lambda: night))
             patch.setattr(politeness, "datetime", SimpleNamespace(now=lambda: noon if asked else night))
         else:
-            patch.setattr(clients, "get_client", lambda **_: nullcontext(Server(asked)))
-            around = guard.watched_flow_run(str(uuid4()), stop, every_s=0.01)
+            patch.setattr(queueing, "get_client", lambda **_: nullcontext(Server(asked)))
+            around = supervised.watched_flow_run(str(uuid4()), stop, every_s=0.01)
         with around:
             yield Asker(ask, stop)
 

@@ -21,7 +21,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, write_text
 from dphybrid.util.text import toml_text
 
-WIDTH = 100
+_WIDTH = 100
 
 
 def flags(parser: Parser) -> None:
@@ -33,8 +33,6 @@ def flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write an experiment's TOML file."""
-    from dphybrid.cli.init import config_text
-
     target: Path = args.out
     if target.exists():
         raise UserError(f"--out {target}: is there already; remove it, or name another file")
@@ -63,7 +61,7 @@ def config_text(config: ExperimentConfig) -> str:
             lines += ["", f"[{place}]"]
             section = place
         words = f"{sentence}{choices_text(kind)}"
-        lines += ["", *textwrap.wrap(words, WIDTH, initial_indent="# ", subsequent_indent="# ")]
+        lines += ["", *textwrap.wrap(words, _WIDTH, initial_indent="# ", subsequent_indent="# ")]
         lines.append(f"{leaf} = {_toml(given[name])}" if name in given else f"# {leaf} = {_toml(default)}")
     return "\n".join(lines) + "\n"
 

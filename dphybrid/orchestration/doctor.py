@@ -13,20 +13,11 @@ from prefect.settings.models.root import Settings as PrefectSettings
 
 from dphybrid.util.servers import ask, same_clock
 
-Check = tuple[bool, str]
+_Check = tuple[bool, str]
+"""Whether it passed, and what was found, with its remedy."""
 
 
-def _run_checks(settings: PrefectSettings) -> list[Check]:
-    """Return for each check whether it passed, and what was found with its remedy."""
-    return [
-        (True, f"prefect {version('prefect')} with fastapi {version('fastapi')}: the server can start"),
-        _database(),
-        _server(settings),
-        _workers(settings),
-    ]
-
-
-def _database() -> Check:
+def _database() -> _Check:
     found = version("sqlalchemy")
     if tuple(int(part) for part in found.split(".")[:2]) >= (2, 1):
         text = (
@@ -37,7 +28,7 @@ def _database() -> Check:
     return True, f"sqlalchemy {found}: schedules work"
 
 
-def _server(settings: PrefectSettings) -> Check:
+def _server(settings: PrefectSettings) -> _Check:
     url, auth = settings.api.url, settings.api.auth_string
     if not url:
         return (
@@ -58,7 +49,7 @@ def _server(settings: PrefectSettings) -> Check:
     return same_clock(f"Prefect server {url}: the same version", answer, now)
 
 
-def _workers(settings: PrefectSettings) -> Check:
+def _workers(settings: PrefectSettings) -> _Check:
     if not settings.api.url:
         return True, "Prefect settings for workers: not looked at without a server"
     # where nobody has set these two, the worker brings them
@@ -78,4 +69,6 @@ def _workers(settings: PrefectSettings) -> Check:
 
 if __name__ == "__main__":
     current = get_current_settings()
-    print(json.dumps({"checks": _run_checks(current), "with_server": bool(current.api.url)}))
+    versions = f"prefect {version('prefect')} with fastapi {version('fastapi')}"
+    checks = [(True, f"{versions}: the server can start"), _database(), _server(current), _workers(current)]
+    print(json.dumps({"checks": checks, "with_server": bool(current.api.url)}))

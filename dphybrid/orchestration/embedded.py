@@ -29,7 +29,9 @@ def in_this_process() -> Iterator[Callable[[], None]]:
     server."""
     without_tracebacks_of_user_errors()
     server = start_server()
-    _import_what_is_needed()
+    with kept_from_gc():  # what every flow needs, and takes long, while the server starts
+        import dphybrid.orchestration.steps  # noqa: F401
+    import_mlflow(load_settings().mlflow_uri)
     # only a standing server reads it, at a second's cost
     updates: dict[object, object] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
     if server:
@@ -82,13 +84,6 @@ def start_server() -> TemporaryServer | None:
     if database and is_up_to_date(database.get_secret_value()):
         chosen["PREFECT_SERVER_DATABASE_MIGRATE_ON_START"] = "false"
     return TemporaryServer(chosen)
-
-
-def _import_what_is_needed() -> None:
-    """Import while the server starts what takes long, and what a flow needs in any case."""
-    with kept_from_gc():
-        import dphybrid.orchestration.steps  # noqa: F401
-    import_mlflow(load_settings().mlflow_uri)
 
 
 def _interruption_behind(error: BaseException) -> Interrupted | None:

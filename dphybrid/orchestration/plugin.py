@@ -17,7 +17,7 @@ from prefect.plugins import register_hook
 PREFECT_PLUGIN_API_REQUIRES = ">=0.1,<1"
 
 
-class AmbiguousDeploymentError(ValueError):
+class _AmbiguousDeploymentError(ValueError):
     """Several flows have a deployment of the name."""
 
 
@@ -31,7 +31,7 @@ def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signatu
         return
 
     async def read_deployment_by_name(self: object, name: str) -> Any:
-        return await by_name(self, name if "/" in name else await full_name(self, name))
+        return await by_name(self, name if "/" in name else await _full_name(self, name))
 
     create = PrefectClient.create_flow_run_from_deployment
 
@@ -46,8 +46,8 @@ def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signatu
     PrefectClient.read_deployment_by_name = read_deployment_by_name  # type: ignore[method-assign]
 
 
-async def full_name(client: Any, name: str) -> str:
-    """Return FLOW/DEPLOYMENT for a bare deployment name. Raises AmbiguousDeploymentError when several flows
+async def _full_name(client: Any, name: str) -> str:
+    """Return FLOW/DEPLOYMENT for a bare deployment name. Raises _AmbiguousDeploymentError when several flows
     have one."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 
@@ -56,7 +56,7 @@ async def full_name(client: Any, name: str) -> str:
     )
     flows = sorted([(await client.read_flow(deployment.flow_id)).name for deployment in found])
     if len(flows) > 1:
-        raise AmbiguousDeploymentError(
+        raise _AmbiguousDeploymentError(
             f"deployment {name!r} exists for several flows; say which: "
             f"{', '.join(f'{flow}/{name}' for flow in flows)}"
         )

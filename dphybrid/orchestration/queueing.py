@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.context import FlowRunContext
+from prefect.context import FlowRunContext, SettingsContext, get_settings_context
 from prefect.exceptions import Pause, PrefectException
 from prefect.states import AwaitingRetry, Cancelled, Completed, Running
 
@@ -32,6 +32,26 @@ UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
 ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted", "Left")
 """Names of the states, besides Prefect's own, that a flow run may end in. The automation for dead machines
 has to know them all."""
+
+
+def client_for_threads() -> Callable[[], AbstractContextManager[SyncPrefectClient]]:
+    """Return what opens a client in any thread, of the server that this thread has.
+
+    A thread has none of its starter's settings, and without the address of a temporary server a client would
+    start another one. It is a new client each time: one that has been connected retries for a minute when the
+    server is away.
+    """
+    here = get_settings_context()
+
+    @contextmanager
+    def opened() -> Iterator[SyncPrefectClient]:
+        with (
+            SettingsContext(profile=here.profile, settings=here.settings),
+            get_client(sync_client=True) as client,
+        ):
+            yield client
+
+    return opened
 
 
 def ended(name: str, text: str) -> State:

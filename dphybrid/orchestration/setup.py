@@ -10,7 +10,6 @@ import io
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from datetime import timedelta
 from pathlib import Path
 
 from prefect.automations import Automation
@@ -37,7 +36,7 @@ from dphybrid.orchestration.worker import SHARED_QUEUES
 from dphybrid.recipes.registry import DEFAULT
 from dphybrid.util.errors import UserError
 
-AUTOMATION = "dphybrid: notice runs whose machine died"
+_AUTOMATION = "dphybrid: notice runs whose machine died"
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _OVER = [
     f"prefect.flow-run.{name}"
@@ -55,14 +54,15 @@ _OVER = [
 ]
 
 
-async def make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -> list[str]:
+async def _make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -> list[str]:
     """Make the pool and its queues where they are not there; return what there is, by priority."""
     try:
         await client.read_work_pool(pool)
     except ObjectNotFound:
         await client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
     there = {queue.name: queue for queue in await client.read_work_queues(work_pool_name=pool)}
-    # Lower numbers come first, and a new queue would get the highest.
+    # Lower numbers come first, and a new queue gets the highest: runs of a host's own queue would wait behind
+    # those of `any`.
     wanted = [*hosts, *SHARED_QUEUES]
     for priority, name in enumerate(wanted, start=1):
         if name not in there:
@@ -72,7 +72,7 @@ async def make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) ->
     return wanted
 
 
-async def give_forms(file: Path) -> None:
+async def _give_forms(file: Path) -> None:
     """Give each deployment of a dphybrid flow the form of its own recipe."""
     async with get_client() as client:
         for deployment in read_deployments(file):
@@ -85,11 +85,11 @@ async def give_forms(file: Path) -> None:
             await client.update_deployment(there.id, DeploymentUpdate(parameter_openapi_schema=form))
 
 
-async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
+async def _upsert_automation() -> str:
     """Make the automation, or bring the one of its name up to date (a second one would act twice); return
     which it did."""
     automation = Automation(
-        name=AUTOMATION,
+        name=_AUTOMATION,
         description="A training whose heartbeats stop has lost its machine. Workers queue it again, and one "
         "goes on from its checkpoint.",
         trigger=EventTrigger(
@@ -100,7 +100,7 @@ async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
             match_related={"prefect.resource.id": ["prefect.tag.dphybrid"]},
             for_each={"prefect.resource.id"},
             threshold=1,
-            within=silent_for,
+            within=SILENT_FOR,
         ),
         actions=[
             # Not SCHEDULED: Prefect triggers this for runs that ended long ago, too, which cannot become
@@ -109,7 +109,7 @@ async def upsert_automation(silent_for: timedelta = SILENT_FOR) -> str:
         ],
     )
     try:
-        there = await Automation.aread(name=AUTOMATION)
+        there = await Automation.aread(name=_AUTOMATION)
     except ValueError:
         await automation.acreate()
         return "made"
@@ -200,13 +200,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         async def make() -> None:
             async with get_client() as client:
-                queues = await make_queues(client, args.pool, args.host)
+                queues = await _make_queues(client, args.pool, args.host)
             print(f"Queues of pool {args.pool}, by priority: {', '.join(queues)}")
-            print(f"Automation {AUTOMATION!r}: {await upsert_automation()}")
+            print(f"Automation {_AUTOMATION!r}: {await _upsert_automation()}")
 
         asyncio.run(make())
         _prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
-        asyncio.run(give_forms(file))
+        asyncio.run(_give_forms(file))
         print(_what_next(file))
         return 0
 

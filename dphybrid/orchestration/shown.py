@@ -9,8 +9,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
-from dphybrid.orchestration.clients import client_for_threads
-from dphybrid.orchestration.queueing import UNREACHABLE
+from dphybrid.orchestration.queueing import UNREACHABLE, client_for_threads
 from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.text import as_markdown, masked
 from dphybrid.util.watching import watching

@@ -21,10 +21,10 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.leasing import leased_devices
 from dphybrid.gpus.politeness import giving_way
-from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.machines import gathered, other_workers, over_machines
 from dphybrid.orchestration.queueing import shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress
+from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import find_tagged_run, read_run

@@ -7,15 +7,27 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from uuid import UUID
 
 from prefect import runtime
+from prefect.client.schemas.objects import StateType
 from prefect.exceptions import TerminationSignal
 
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.alive import alive_here, noticing_the_workers_death
-from dphybrid.orchestration.queueing import ServerAwayError, leave
+from dphybrid.orchestration.queueing import (
+    UNREACHABLE,
+    ServerAwayError,
+    client_for_threads,
+    leave,
+    lives_elsewhere,
+)
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from dphybrid.util.watching import watching
+
+_ASK_EVERY_S = 15.0
+_ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}
 
 
 @contextmanager
@@ -42,6 +54,39 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
         except TerminationSignal as ended:  # before or after these handlers
             _leave(flow_run_id, f"stopped by {ended!r}", True, ending)
             raise
+
+
+@contextmanager
+def watched_flow_run(
+    flow_run_id: str | None, stop: StopRequest, every_s: float = _ASK_EVERY_S
+) -> Iterator[None]:
+    """While the block runs, ask its run to stop once the flow run is cancelled or was given up. None: nothing
+    to watch.
+
+    Prefect's own observer dies for good in an outage of half a minute, and a cancelled run would train on.
+    """
+    if flow_run_id is None:
+        yield
+        return
+
+    opened = client_for_threads()
+
+    def look() -> bool:
+        try:
+            with opened() as client:
+                run = client.read_flow_run(UUID(flow_run_id))
+        except UNREACHABLE:
+            return False
+        if run.state is not None and run.state.type in _ENDED:
+            stop.ask(f"Prefect (flow run {run.state.name})")
+            return True
+        if lives_elsewhere(run):
+            stop.ask("Prefect (the flow run was thought dead, and begun again elsewhere)")
+            return True
+        return False
+
+    with watching(look, every_s, "dphybrid-flow-guard", end_s=0):
+        yield
 
 
 def without_tracebacks_of_user_errors() -> None:

@@ -22,18 +22,17 @@ from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_small_text
 
-_MOVED = ("flows.train_hybrid", "flows.retrain_hybrid", "flows.sweep_hybrid")
-"""Where former versions had the flows: a folder `flows/` of the user's own could stand before them."""
 
-
-def check_parameters(
+def _check_parameters(
     entrypoint: str, parameters: Mapping[str, object], where: str, will_run: bool = False
 ) -> None:
     """Check the parameters of a deployment's flow. will_run: nobody adds to them. Raises UserError that names
     `where` and each wrong field."""
     flow = load_flow(entrypoint)
+    properties = flow.parameters.properties
     try:
-        values = flow.validate_parameters({**_defaults(flow), **parameters})
+        defaults = {name: facts["default"] for name, facts in properties.items() if "default" in facts}
+        values = flow.validate_parameters(defaults | {**parameters})
     except ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
@@ -68,11 +67,6 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
 def load_flow(entrypoint: str) -> Flow[..., object]:
     """Import `module:function`. Raises UserError when there is no such flow."""
     module, _, name = entrypoint.partition(":")
-    if module in _MOVED:
-        raise UserError(
-            f"entrypoint {entrypoint}: the flow is installed as dphybrid.{module}; write "
-            f"dphybrid.{entrypoint}"
-        )
     try:
         found = vars(importlib.import_module(module)).get(name)
     except (ImportError, ValueError, TypeError) as error:  # an empty name, a relative one
@@ -82,12 +76,7 @@ def load_flow(entrypoint: str) -> Flow[..., object]:
     return found
 
 
-def _defaults(flow: Flow[..., object]) -> dict[str, object]:
-    properties = flow.parameters.properties
-    return {name: facts["default"] for name, facts in properties.items() if "default" in facts}
-
-
-class Schedule(BaseModel):
+class _Schedule(BaseModel):
     """What of a schedule is looked at."""
 
     slug: object = None
@@ -103,7 +92,7 @@ class Deployment(BaseModel):
     name: str
     entrypoint: str
     parameters: dict[str, object] | None = None
-    schedules: list[Schedule] | None = None
+    schedules: list[_Schedule] | None = None
 
 
 class _Page(BaseModel):
@@ -146,7 +135,7 @@ def check_prefect_yaml(file: Path) -> list[str]:
             mistakes += _schedule_mistakes(schedule, where)
         for where, parameters, will_run in checks:
             try:
-                check_parameters(deployment.entrypoint, parameters, where, will_run)
+                _check_parameters(deployment.entrypoint, parameters, where, will_run)
             except UserError as error:
                 mistakes.append(str(error))
             else:
@@ -156,7 +145,7 @@ def check_prefect_yaml(file: Path) -> list[str]:
     return lines
 
 
-def _schedule_mistakes(schedule: Schedule, where: str) -> list[str]:
+def _schedule_mistakes(schedule: _Schedule, where: str) -> list[str]:
     if schedule.cron is None:
         return []
     if schedule.timezone is None:

@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 SHARED_QUEUES = ("urgent", "any", "night")
 """Queues that every workstation works off, the first ones first; its own, by its name, comes before them."""
-QUERY_S, HEARTBEAT_S = 2, 60
-LOOK_EVERY_S = 0.5
-LOOK_FOR_DEAD_EVERY_S = 2.0
+_QUERY_S, _HEARTBEAT_S = 2, 60
+_LOOK_EVERY_S = 0.5
+_LOOK_FOR_DEAD_EVERY_S = 2.0
 _ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-HARMLESS_STEP = "prefect.deployments.steps.set_working_directory"
+_HARMLESS_STEP = "prefect.deployments.steps.set_working_directory"
 _log = logging.getLogger("prefect.worker.dphybrid")
 
 
@@ -115,13 +115,13 @@ def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | No
     """Raise UserError when pool, deployment or run would run other code as this worker than its settings
     allow."""
     if deployment is not None:
-        check_entrypoint(deployment.entrypoint or "", load_settings().factory_packages)
+        _check_entrypoint(deployment.entrypoint or "", load_settings().factory_packages)
     steps = [name for step in (deployment and deployment.pull_steps) or [] for name in step]
     given = {
         "command": job.command is not None,
         "env": bool(job.env),
         "working_dir": job.working_dir is not None,
-        "pull_steps": any(step != HARMLESS_STEP for step in steps),
+        "pull_steps": any(step != _HARMLESS_STEP for step in steps),
     }
     refused = [
         name for name, is_given in given.items() if is_given and name not in load_settings().worker_may
@@ -134,7 +134,7 @@ def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | No
         )
 
 
-def check_entrypoint(entrypoint: str, packages: str) -> None:
+def _check_entrypoint(entrypoint: str, packages: str) -> None:
     """Raise UserError for a flow that is no `module:function` of dphybrid or an allowed package: Prefect runs
     any Python file that a deployment names."""
     module = entrypoint.partition(":")[0]
@@ -146,7 +146,7 @@ def check_entrypoint(entrypoint: str, packages: str) -> None:
     check_import(entrypoint, "deployment's entrypoint", packages)
 
 
-async def make_queues(pool: str, names: Sequence[str]) -> None:
+async def _make_queues(pool: str, names: Sequence[str]) -> None:
     """Make the queues that are not there: a worker that asks for one of those gets no runs from the others
     either. Raises UserError."""
     async with get_client() as client:
@@ -180,10 +180,10 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
             print(
                 f"Draining: {worker.num_running} runs write a checkpoint and go back to the queue", flush=True
             )
-            signal_runs(signal.SIGTERM)
+            _signal_runs(signal.SIGTERM)
         else:
             print("Ending everything now", flush=True)
-            signal_runs(signal.SIGKILL)
+            _signal_runs(signal.SIGKILL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
@@ -192,10 +192,10 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     try:
         # In a thread of its own, which the worker's end does not wait for.
         with watching(
-            _looking_for_the_dead(worker, pool), LOOK_FOR_DEAD_EVERY_S, "dphybrid-dead-runs", end_s=0
+            _looking_for_the_dead(worker, pool), _LOOK_FOR_DEAD_EVERY_S, "dphybrid-dead-runs", end_s=0
         ):
             while not working.done():
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(_LOOK_EVERY_S)
                 if worker.draining and not worker.num_running:
                     break
         if working.done():
@@ -222,7 +222,7 @@ def _looking_for_the_dead(worker: DrainingWorker, pool: str) -> Callable[[], boo
     return look
 
 
-def signal_runs(number: int) -> None:
+def _signal_runs(number: int) -> None:
     """Send a signal to the process groups of the flow runs of this worker."""
     for child in psutil.Process().children():
         try:
@@ -231,7 +231,7 @@ def signal_runs(number: int) -> None:
             continue  # ended, or no group of its own
 
 
-def default_limit() -> int:
+def _default_limit() -> int:
     """Return how many runs at once make sense here: one a GPU, and one on the CPU."""
     return max(
         1, len(visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES")))
@@ -265,26 +265,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         every_s = PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value()
         if every_s is None or 3 * every_s > SILENT_FOR.total_seconds():
             raise UserError(
-                f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set {HEARTBEAT_S}, or leave it out; runs that "
-                f"are silent for {SILENT_FOR.total_seconds():.0f} s count as dead"
+                f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set {_HEARTBEAT_S}, or leave it out; runs "
+                f"that are silent for {SILENT_FOR.total_seconds():.0f} s count as dead"
             )
         live_folder()  # raises before any run is taken
         # so that a finished run can tell it after a long outage
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
         queues = args.queue or [args.name, *SHARED_QUEUES]
-        asyncio.run(make_queues(args.pool, queues))
+        asyncio.run(_make_queues(args.pool, queues))
         worker = DrainingWorker(
             work_pool_name=args.pool,
             work_queues=queues,
             name=args.name,
-            limit=args.limit or default_limit(),
+            limit=args.limit or _default_limit(),
             create_pool_if_not_found=False,
         )
         return asyncio.run(work(worker, args.pool, args.wait))
 
     # What nobody has set otherwise; the runs' processes get it, too.
     with temporary_settings(
-        set_defaults={PREFECT_WORKER_QUERY_SECONDS: QUERY_S, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_S}
+        set_defaults={PREFECT_WORKER_QUERY_SECONDS: _QUERY_S, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_S}
     ):
         return run_cli(run)
 

@@ -18,7 +18,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from torch import nn
 
-from dphybrid.orchestration import clients, guard, shown
+from dphybrid.orchestration import queueing, shown, supervised
 from dphybrid.orchestration.temporary_server import is_up_to_date
 from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.stop import StopRequest
@@ -66,7 +66,7 @@ def test_only_a_database_of_this_very_prefect_is_left_as_it_is(tmp_path: Path) -
 
 
 def watch() -> AbstractContextManager[None]:
-    return guard.watched_flow_run(str(uuid4()), StopRequest(), every_s=0.01)
+    return supervised.watched_flow_run(str(uuid4()), StopRequest(), every_s=0.01)
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def test_threads_ask_the_server_of_their_flow(
         asked.append(PREFECT_API_URL.value())
         raise httpx.ConnectError("no server here")
 
-    monkeypatch.setattr(clients, "get_client", away)
+    monkeypatch.setattr(queueing, "get_client", away)
     monkeypatch.setattr(shown, "TELL_EVERY_S", 0.01)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), beside():
         wait_until(lambda: len(asked) > 1, "the server was asked twice")

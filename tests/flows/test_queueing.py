@@ -154,11 +154,6 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
             "retrain-hybrid, schedule nightly: checkpoint.register_as is not set",
         ),
         ("flows.train_hybrid:train_hybrid", "flows.train_hybrid:train_hybird", "no flow 'train_hybird'"),
-        (
-            "dphybrid.flows.train_hybrid:",
-            "flows.train_hybrid:",
-            "write dphybrid.flows.train_hybrid:train_hybrid",
-        ),
     ):
         assert before in text, before
         (tmp_path / "prefect.yaml").write_text(text.replace(before, after))

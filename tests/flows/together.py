@@ -9,9 +9,8 @@ import dphybrid.cluster.launch
 from dphybrid.cluster.launch import OUTCOME, train_in_ranks
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.leasing import leased_devices
-from dphybrid.orchestration.guard import watched_flow_run
 from dphybrid.orchestration.machines import gathered, other_workers
-from dphybrid.orchestration.supervised import supervised
+from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.run.folder import read_run
 from dphybrid.util.stop import stop_signals
 
