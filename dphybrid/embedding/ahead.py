@@ -45,6 +45,8 @@ class Lookup:
 class LookupsAhead:
     """What a table's lookups need to know of replicas, of batches to come and of updates.
 
+    changes: of each update on record its versions before and after, and its rows; None: there is no record.
+
     Methods are given the weight: did this refer to the table, only the garbage collector would free it.
     """
 
@@ -53,7 +55,7 @@ class LookupsAhead:
         self._channels: list[Channel] = []
         self._sizes_of: SizesOf | None = None
         self._expected: list[Lookup] = []
-        self._changes: deque[tuple[int, int, Tensor]] | None = None
+        self.changes: deque[tuple[int, int, Tensor]] | None = None
         self._mark: Tensor | None = None
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
@@ -132,17 +134,7 @@ class LookupsAhead:
     def record_changes(self, updates: int) -> None:
         """Remember which rows the last `updates` updates changed (0: no longer), so that `repair` can be
         selective."""
-        self._changes = deque(maxlen=updates) if updates else None
-
-    @property
-    def is_recording(self) -> bool:
-        """Is `changed` of use?"""
-        return self._changes is not None
-
-    def changed(self, before: int, after: int, ids_U: Tensor) -> None:
-        """Put an update of the rows ids_U, from version `before` to `after`, on record."""
-        if self._changes is not None:
-            self._changes.append((before, after, ids_U))
+        self.changes = deque(maxlen=updates) if updates else None
 
     def repair(self, weight: Tensor, lookup: Lookup) -> None:
         """Bring the rows of prepared shares to what the table holds now, sending again no more than what was
@@ -155,7 +147,7 @@ class LookupsAhead:
         if now == lookup.version:
             return
         start = time.perf_counter()
-        changes = [change for change in list(self._changes or ()) if lookup.version < change[1] <= now]
+        changes = [change for change in list(self.changes or ()) if lookup.version < change[1] <= now]
         # Recorded changes must follow each other without a gap, from the lookup's version or before to now.
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
         known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters

@@ -219,10 +219,10 @@ class RowOptimizer(EagerOptimizer):
         if self.changes is not None:
             self.changes.add(names, arranged.keys_U)
         for n, (info, weight) in enumerate(zip(infos, weights, strict=True)):
-            if info is not None and info.ahead.is_recording:
+            if info is not None and (changes := info.ahead.changes) is not None:
                 keys_U = arranged.keys_U
                 own = keys_U[(keys_U >= first_keys[n]) & (keys_U < first_keys[n + 1])] - first_keys[n]
-                info.ahead.changed(versions[n], weight._version, own)
+                changes.append((versions[n], weight._version, own))
         if infos[0] is not None:
             if not infos[0].ahead.is_placed:  # those of replicas were counted when they were looked up
                 infos[0].counters.unique += len(arranged.keys_U)

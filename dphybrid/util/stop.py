@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NamedTuple
 
 _NAMES = {
     signal.SIGINT: "Ctrl-C",
@@ -30,12 +29,6 @@ class Interrupted(KeyboardInterrupt):
         self.run: str | None = None
 
 
-class _Asked(NamedTuple):
-    reason: str
-    signal_number: int | None
-    requeue: bool
-
-
 class StopRequest:
     """The wish that one run should stop; made before the run, and given to all who may ask and to all who can
     obey.
@@ -45,7 +38,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self._asked: _Asked | None = None  # replaced as a whole: signal handlers and threads need no lock
+        self._asked: Interrupted | None = None  # replaced as a whole, so without a lock
 
     @property
     def pending(self) -> bool:
@@ -64,14 +57,15 @@ class StopRequest:
         """
         before = self._asked
         if before is None or (before.signal_number is None and signal_number is not None):
-            self._asked = _Asked(reason, signal_number, requeue)
+            self._asked = Interrupted(reason, signal_number, requeue)
 
     def interruption(self, reached: str = "") -> Interrupted:
         """Return the exception for the request at hand. reached: how far the run came, such as "after step
         7"."""
-        assert self._asked is not None
-        reason, signal_number, requeue = self._asked
-        return Interrupted(f"stopped by {reason}{' ' + reached if reached else ''}", signal_number, requeue)
+        asked = self._asked
+        assert asked is not None
+        words = f"stopped by {asked.reason}{' ' + reached if reached else ''}"
+        return Interrupted(words, asked.signal_number, asked.requeue)
 
     def obey(self, reached: str = "") -> None:
         """Raise Interrupted when somebody has asked."""
