@@ -46,6 +46,7 @@ def prepare_data(
     recipe, engine = find_recipe(config.recipe), choose_engine(config)
     devices = expected_devices(config, settings)
     engine.check(recipe.one_process or recipe.has_own_step, settings, devices, callbacks, here)
+    # What can be wrong without the data is told before it is read.
     resolve_devices(devices)
     find_callbacks(config.train.callbacks)
     with naming(settings.data_dir):
@@ -126,6 +127,7 @@ def build_run(
         run_id = _recorded(Run(folder, page, settings), experiment, tracker, given, facts)
     except BaseException:
         if previous is None:
+            # A run without a record leaves nothing behind; its folder is still empty.
             folder.rmdir()
         raise
     finally:
@@ -144,6 +146,7 @@ def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
     engine = experiment.engine
     engine.check_data(experiment.data, experiment.recipe.tabular)
     label = _label_of(experiment)
+    # Built to be looked at: its rows need no start values.
     with engine.new_tables(filled=True):
         model = experiment.build(devices)
     engine.check_model(model)

@@ -191,12 +191,14 @@ def new_run_folder(experiment: "Experiment", devices: "Devices", name: str | Non
     unusable name."""
     if name is not None:
         check_run_name(name, "run name")
+    # No `*` in names of folders: shells expand it.
     settings, where = experiment.settings, devices.text.translate(str.maketrans("*,", "x+", ":"))
     base = name or f"{experiment.recipe.name}-{where}-{time.strftime('%m%d-%H%M%S')}"
     make_folder(settings.runs_dir)
     for attempt in range(1, 1000):
         folder = settings.runs_dir / (base if attempt == 1 else f"{base}-{attempt}")
         try:
+            # Only one of two runs that begin in the same second gets the name.
             folder.mkdir()
         except FileExistsError:
             continue

@@ -51,6 +51,7 @@ def run_job(
             run = build_run(experiment, devices.text, run_name=run_name, resume=resume, tags=all_tags)
             with closing_run(run, settings):
                 train_run(run, experiment, stop, callbacks)
+        # Outside of the inner handler of signals: an evaluation has no step to finish, and ends at once.
         with closing_run(run, settings):
             evaluate_run(run, experiment)
             return report_run(run, experiment)

@@ -48,6 +48,7 @@ def train_here(
         session = make_session(run, experiment, engine, devices, trained, saver, tracker, stop, callbacks)
         meter = Meter(session)
         session.stateful["meter"] = meter
+        # The meter is one of those that go on: it has to be there.
         session.restore(states)
         if line := announcement(devices):
             if not states:

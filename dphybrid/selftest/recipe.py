@@ -151,6 +151,7 @@ class _Trial:
         sizes = {part: len(data.dataset(part)) for part in data.parts}
         if not sizes.get("train") or not sizes.get("valid"):
             raise UserError(f"the splits have {sizes} samples; give both one or more")
+        # Three steps an epoch, whatever the data: two full batches and a short one.
         batch = max(1, min(_BATCH, whole.config.train.batch_size, sizes["train"] // 3))
         train = {"epochs": _EPOCHS, "batch_size": batch, "patience": 0, "warm_start": None}
         config = whole.config.model_copy(update={"train": whole.config.train.model_copy(update=train)})

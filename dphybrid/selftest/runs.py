@@ -79,6 +79,7 @@ def run_trial(
     embedded MLflow store. slow_s: delay of each fsync.
     """
     context = get_context("forkserver")
+    # Imports take seconds; a fork of a process that has done them takes milliseconds.
     context.set_forkserver_preload([__name__])
     log = data_dir.parent / f"{data_dir.name}.log"
     log.unlink(missing_ok=True)
@@ -102,6 +103,7 @@ def _work(
     data_dir: Path, overrides: list[str], fault: tuple[int, str, float], log: Path, recorded: bool
 ) -> None:
     sys.stdout = sys.stderr = log.open("w", buffering=1, encoding="utf-8")
+    # The user's own settings must not change what is tried.
     for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_"))]:
         del os.environ[name]
     os.environ.update(DPHYBRID_DATA_DIR=str(data_dir), DPHYBRID_THREADS="1")

@@ -85,6 +85,7 @@ class CheckpointModels:
                 run_id=self._run_id,
                 model_id=model.model_id,
                 description=_description(run.info.run_name, model),
+                # Else the client asks for up to five minutes whether the version is ready.
                 await_creation_for=0,
             )
             self._client.set_logged_model_tags(

@@ -108,6 +108,7 @@ class Outbox:
         body, unkept = _ENCODER.encode(values), self._unkept
 
         def insert(database: sqlite3.Connection) -> int:
+            # A fact, as records that have arrived are removed, and no number may come twice.
             n = number(database, "newest") + 1
             write_row(database, (n, time_ms, op, body, None, content))
             set_facts(database, {"newest": n})
@@ -255,6 +256,7 @@ class Outbox:
 
 def outboxes(folder: Path) -> list[Outbox]:
     """Return the outboxes of a folder, oldest first."""
+    # Neither files in the making nor those that were set aside.
     paths = [path for path in folder.glob("[!.]*.db") if ".damaged-" not in path.name]
     return [Outbox(folder, path.stem) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
 

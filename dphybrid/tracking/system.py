@@ -60,6 +60,7 @@ def system_metrics(
     """
     read = nvml_reader(gpus)
     own = psutil.Process()
+    # The first call has nothing to compare with and returns 0.
     psutil.cpu_percent()
     own.cpu_percent()
     begun = max(0.0, time.time() - since) - time.monotonic()  # no clock that may be set back

@@ -128,6 +128,7 @@ class MlflowWriter:
         columns = [{"name": str(key), "type": "string"} for key in record["columns"]]
         dataset = Dataset(
             name=record["name"],
+            # As many characters as MLflow's column has; the profile holds the whole digest.
             digest=record["digest"][:36],
             source_type="local",
             source=json.dumps({"uri": record["source"]}),

@@ -97,6 +97,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # In place: whoever trains holds this object.
         vars(self).update(vars(Progress(**state)))
 
 
@@ -168,6 +169,7 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
     if trained.dense is not None:
         tensors = read_tensors(path / "blocks_optimizer.safetensors")
         trained.dense.load_state_dict(_unflatten_optimizer(tensors, page.optimizer))
+        # The file's blocks are the averages; training goes on with the weights.
         swap(trained.dense)
     if trained.rows is not None:
         _load_row_states(path, trained.rows, find_tables(trained.model))

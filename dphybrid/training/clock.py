@@ -86,6 +86,7 @@ class StageClock:
         for (stage, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if stage is not None:
                 self._totals[stage] = self._totals.get(stage, 0.0) + 1e-3 * begin.elapsed_time(end)
+        # The last mark begins the stage that still runs.
         del self._marks[:-1]
 
     def enter(self, stage: str) -> None:
@@ -182,6 +183,7 @@ class StepTimes:
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
+    # In integers: 0.07 * 100 is a little more than 7, and would be rounded up to 8.
     return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1)]
 
 

@@ -38,6 +38,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
     engine, every = session.engine, session.config.checkpoint.every_steps
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
     ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
+    # A resumed run was checked when it began.
     if config.check_split and progress.step == 0:
         refuse_split_differences(model, next(batches_of_epoch(session)))
     with (
@@ -55,6 +56,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
                 loss, weight = engine.step(session, batch, train_step)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
                 seen.step_ended(loss, weight, engine.num_rows(batch))
+                # A checkpoint that could not be written ends the training within a step, not at its end.
                 session.saver.check()
                 if engine.asked(session.stop):
                     path = checkpoint(session, meter)
@@ -136,6 +138,7 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
             **{f"{VALIDATION}{name}": value for name, value in metrics.items()},
         }
     )
+    # Of equal values the earlier epoch stays the best.
     better = best_steps(progress, task, 1) == [progress.step]
     if better:
         progress.best_value = metrics[task.metric]
@@ -184,6 +187,7 @@ def _called_back(session: Session) -> str:
 def checkpoint(session: Session, meter: Meter) -> Path:
     """Begin to write a checkpoint of this moment; when it is there, the ones no longer kept are removed."""
     meter.settle()
+    # The thread that writes prunes by the progress of this moment; training has gone on by then.
     progress = copy.deepcopy(session.trained.progress)
 
     def then(saved: Saved) -> None:

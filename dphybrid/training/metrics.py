@@ -85,6 +85,7 @@ def _mean_loss(outputs: dict[str, Tensor]) -> float:
 
 def _perplexity(outputs: dict[str, Tensor]) -> dict[str, float]:
     loss = _mean_loss(outputs)
+    # exp overflows a double from 710 on.
     return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
 

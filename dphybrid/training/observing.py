@@ -34,6 +34,7 @@ class Meter:
     def add(self, loss: Tensor, weight: Tensor) -> None:
         self._added.append((loss, weight))
         self._steps += 1
+        # Losses wait on their device, so that no step waits for it; not too many of them.
         if len(self._added) == 1024:
             self.settle()
 

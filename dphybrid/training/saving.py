@@ -182,6 +182,7 @@ class CheckpointWriter:
         before has failed with.
         """
         start = time.perf_counter()
+        # One checkpoint at a time: the next one links or rewrites the files of this one.
         self.wait()
         step, before = self._trained.progress.step, self._latest
         final = self._folder / f"step-{step:06d}"
@@ -189,6 +190,7 @@ class CheckpointWriter:
         check_finite(self._trained.model, self._trained.dense, _named(copies), step, self._folder)
         files, optimizer_page = self._dense()
         own: dict[str, Stateful] = {"progress": self._trained.progress, "generators": Generators()}
+        # State dicts refer to what training goes on changing.
         states = {name: copy.deepcopy(one.state_dict()) for name, one in {**own, **stateful}.items()}
         page = CheckpointState(
             progress=Progress(**states.pop("progress")),
@@ -210,6 +212,7 @@ class CheckpointWriter:
             )
             if full and self._changes is not None:
                 self._changes.forget()
+            # Where its writing fails, `wait` raises before anything is made from it.
             self._latest = final
             self._versions = self._changes.versions() if self._changes is not None else None
         stall_s = time.perf_counter() - start
@@ -290,6 +293,7 @@ class CheckpointWriter:
         }
         if extra:
             files["tables/_optimizer.safetensors"] = extra
+        # The blocks' file has the averages, which are evaluated; the optimizer's has the weights.
         with averaged(trained.dense):
             copies = {
                 file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -357,6 +361,7 @@ class CheckpointWriter:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
+            # Each folder would hold the whole file anyway.
             self._full_every = 1
             return False
         return True

@@ -117,6 +117,7 @@ class Step:
         """Return a CPU generator seeded by the run's seed and this step's number: a resumed run draws the
         same."""
         seed = self.session.config.train.seed
+        # Seed and step side by side, within what manual_seed takes.
         return torch.Generator().manual_seed((seed << 32 | self.number) % 2**63)
 
     def update(
@@ -135,6 +136,7 @@ class Step:
         """
         chosen = self._optimizers(of)
         losses = losses or self.model
+        # The forward of a step that is skipped afterwards has changed running means already.
         buffers = kept_buffers(self.model) if self.session.config.train.on_nonfinite == "skip" else []
         try:
             loss, weight = self._gradients(batch, losses)
@@ -184,6 +186,7 @@ class Step:
                 outputs = losses(part)
             with clock.stage("loss"):
                 loss, weight = (summed(outputs[name]) for name in ("loss", "weight"))
+                # A part does not know the whole batch's terms: gradients of parts are divided once, below.
                 goal = loss / weight if count == 1 else loss
             with clock.stage("backward"):
                 goal.backward()
@@ -205,6 +208,7 @@ class Step:
             if config.clip_norm > 0:
                 size = clip_grad_norm_(parameters, config.clip_norm)
             else:
+                # One number for all gradients: one wait a device. Which one is bad is looked up later.
                 size = gradient_sum(parameters)
             sound = math.isfinite(size) and math.isfinite(loss)
         if not sound and (found := not_finite(trained.model, batch, loss, clipped=config.clip_norm > 0)):

@@ -97,6 +97,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         }
         offset += size
     head = json.dumps(header, separators=(",", ":")).encode()
+    # So that mapped tensors begin at a multiple of eight bytes.
     head += b" " * (-len(head) % 8)
     yield len(head).to_bytes(8, "little")
     yield head
@@ -118,6 +119,7 @@ def _patched_pieces(base: Path, found: BlockSums, changes: _Changes) -> Iterator
         head = file.read(start)
         found.update(head)
         yield head
+        # In the file's order: it is read once, front to back.
         for name, entry in sorted(entries.items(), key=lambda each: each[1]["data_offsets"][0]):
             (ids_U, rows_UD), first = changes[name], 0
             width = math.prod(entry["shape"][1:])
@@ -229,11 +231,13 @@ def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
             f"{_NAMES[like.dtype]} {tuple(like.shape)}; was it trained on other data?"
         )
     start = data + entry["data_offsets"][0]
+    # Copy on write: changed rows are laid over it, the file stays as it is.
     raw = np.memmap(path, np.uint8, "c", start, (entry["data_offsets"][1] - entry["data_offsets"][0],))
     row_bytes = len(raw) // like.shape[0]
 
     def check_read(ids_N: Tensor) -> None:
         first_N = start + row_bytes * ids_N.numpy()
+        # A row may begin in one block and end in a later one.
         for within in (*range(0, row_bytes, BLOCK), row_bytes - 1):
             blocks.check(first_N + within)
 
