@@ -218,9 +218,11 @@ class _Starts:
         printing = _print_lines_of(ranks[0])
         try:
             while any(rank.poll() is None for rank in ranks):
+                # the others notice by themselves, and write what they lack; who does not is killed
                 if code := next((rank.returncode for rank in ranks if rank.returncode), 0):
                     _end(ranks, None, _NOTICE_S)
                     return code
+                # another machine has started again: these would wait for ranks that are gone
                 if self._meeting.nodes > 1 and self.newest() > attempt:
                     _end(ranks, signal.SIGKILL, _NOTICE_S)
                     return -signal.SIGKILL

@@ -165,6 +165,7 @@ class RankEngine(ClusterEngine):
                     problem = str(error)
         if problem := self.ranks.told(problem):
             raise UserError(problem)
+        # no checkpoint: each rank draws its own rows, and nothing travels
         if not loads:
             self.table.fill()
         blocks = dense_state(trained.model)
@@ -219,6 +220,7 @@ class RankEngine(ClusterEngine):
         """
         parameters = self._parameters
         held = [p.grad is not None for p in parameters]
+        # one message a step: all gradients, who has one (as floats, for one type), and a sum that tells NaN
         flat = torch.cat(
             [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters]
             + [torch.tensor(held, device=self.ranks.device, dtype=torch.float32)]

@@ -134,6 +134,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, HostEmbedding]]:
     collections: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, HostEmbeddingCollection):
+            # a collection comes before its flat table: a module before its children
             collections[id(module.flat)] = name
         elif isinstance(module, HostEmbedding):
             yield collections.get(id(module)) or name, module

@@ -54,6 +54,7 @@ def compile_library(level: str, folder: Path, flags: tuple[str, ...] = ()) -> Pa
     if command is None:
         raise RuntimeError("rows.c needs a C compiler: install gcc or clang, or `pip install ziglang`")
     target = [f"-march={level}"] if level.startswith("x86-64") else []
+    # zig calls the option and the levels by other names
     if "ziglang" in command:
         target = [option.replace("-march", "-mcpu").replace("x86-64-", "x86_64_") for option in target]
     folder.mkdir(parents=True, exist_ok=True)

@@ -186,6 +186,7 @@ class RowOptimizer(EagerOptimizer):
 
     def _alike(self) -> list[tuple[Rule, tuple[str, ...], list[Tensor]]]:
         """Tables of one width, type and rule, with their rule and names."""
+        # updated in one go: 200 tables by themselves took five times as long as one of all their rows
         found: dict[tuple[object, ...], tuple[Rule, list[str], list[Tensor]]] = {}
         for group in self.param_groups:
             rule = self.rule(group)

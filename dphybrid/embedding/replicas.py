@@ -137,6 +137,7 @@ class Channel:
         if self._back is None:
             return grads_UD, None
         host = torch.empty(grads_UD.shape, dtype=grads_UD.dtype, pin_memory=True)
+        # gradients are still being computed there; the copy must come after them
         self._back.wait_stream(torch.cuda.current_stream(self.device))
         with self._on(self._back):
             host.copy_(grads_UD, non_blocking=True)

@@ -113,6 +113,7 @@ def open_rows(
     """
     fill = _NEW_ROWS.get() == "filled"
     if _NEW_ROWS.get() == "deferred":
+        # one value, seen as all: the shape without the memory
         return torch.zeros((), dtype=dtype, device="cpu").expand(num_rows, dim), False
     size = num_rows * dim * dtype.itemsize
     shape = f"table {name!r}: {num_rows:,} rows x {dim} of {dtype} are"
@@ -193,6 +194,7 @@ def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _zero_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros in a file without a name: gone with the process, however that ends."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".rows-") as file:
+        # mapped before the name goes: the mapping keeps the file until the process ends
         return _map_file(Path(file.name), shape, dtype)
 
 

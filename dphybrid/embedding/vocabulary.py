@@ -28,6 +28,7 @@ def mixed(ids: Tensor, seed: int = 0) -> Tensor:
 
 
 def _signed(value: int) -> int:
+    # torch multiplies no uint64; int64 that wraps round has the same bits
     value %= 2**64
     return value - 2**64 if value >= 2**63 else value
 

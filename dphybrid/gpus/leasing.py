@@ -104,6 +104,7 @@ def leased_devices(
         if settings.nvml != REAL_NVML:
             yield LeasedDevices(_virtual(spec, len(lease.gpus)), lease, inventory)
             return
+        # given back after: a later run of this process chooses among all GPUs again
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         try:
             numbers = _show_to_torch(lease.gpus)

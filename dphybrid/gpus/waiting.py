@@ -76,6 +76,7 @@ def acquire(
     nothing may start now (outside training hours), or None. on_look is called before each look, and ends the
     waiting by raising. Raises UserError for GPUs that are not there, LeaseTimeoutError with the reasons.
     """
+    # at least two windows: a GPU that is free now must be seen to stay so
     deadline = time.monotonic() + max(timeout_s, 2 * policy.window_s + 2 * poll_s)
     search, told = _Search(wanted, inventory, folder, run, policy, names), ""
 
@@ -97,6 +98,7 @@ def acquire(
         if shut := closed():
             wait(shut)  # without a ticket, which would keep GPUs idle that others may use now
             continue
+        # closed hours are no time in which a GPU was seen to be free
         search.free_since.clear()
         with _ticket(folder, eligible, wanted.least, run) as number:
             while not closed():

@@ -113,6 +113,7 @@ def _source(part: nn.Module) -> Iterator[_Words]:
     """Findings in the source of `forward` and of the module's own methods that it calls."""
     waiting, seen = ["forward"], {"forward"}
     while waiting and not type(part).__module__.startswith("torch."):
+        # len has no source: a part without the method is passed over
         function = inspect.unwrap(getattr(type(part), waiting.pop(), len))
         try:
             lines, first = inspect.getsourcelines(function)

@@ -224,6 +224,7 @@ class DataParallel(nn.DataParallel):
         kwargs: Sequence[dict[str, object]] | None,
     ) -> list[object]:
         """Call each replica on its inputs; return the outputs in device order. May be overridden."""
+        # a short batch uses fewer: a prefix of the devices
         used = Devices(self.devices.text, self.devices.replicas[: len(replicas)], self.devices.virtual)
         if not used.at_once or under_functorch():  # vmap has a say of its own about draws
             return parallel_apply(replicas, inputs, kwargs, used)

@@ -116,5 +116,6 @@ def _with_hardware(parsed: DeviceSpec) -> Devices:
         raise UserError(
             f"{', '.join(missing)} is not here ({there}); use cpu, or cpu*{len(names)} for the same split"
         )
+    # by name in the record: auto is something else on another machine
     text = ",".join(names) if parsed.is_auto else parsed.text
     return Devices(text, tuple(torch.device(name) for name in names), parsed.virtual)

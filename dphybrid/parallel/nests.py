@@ -262,6 +262,7 @@ def _carried(value: object, path: str, depth: int = 0) -> str | None:
     """Return the path of a tensor that is somewhere inside the value, or None."""
     if isinstance(value, Tensor):
         return path
+    # a depth, as objects that refer to each other would be searched for ever
     if type(value) in PLAIN or depth == _DEPTH or isinstance(value, type | types.ModuleType):
         return None
     if isinstance(value, nn.Module):

@@ -48,6 +48,7 @@ def parse_device_spec(text: str) -> DeviceSpec:
         return DeviceSpec(cleaned, (), False, int(match[1]))
     names: list[str] = []
     for item in cleaned.split(","):
+        # cuda:0,1: a number alone goes on with the kind before it
         if item.isdigit() and names and names[-1].startswith("cuda"):
             item = f"cuda:{item}"
         match = _ITEM.fullmatch(item)

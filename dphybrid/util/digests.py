@@ -41,6 +41,7 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
     sums = {}
     for file in sorted(source.iterdir()):
         digest = hashlib.sha256()
+        # unbuffered: pieces of a mebibyte would only be copied once more
         with file.open("rb", buffering=0) as read, (target / file.name).open("wb") as written:
             while piece := read.read(_PIECE_BYTES):
                 digest.update(piece)

@@ -123,6 +123,7 @@ def making(final: Path) -> Iterator[Path]:
             partial.mkdir()
             yield partial
             _sync_tree(partial)
+            # a folder cannot replace one that holds files, so it takes two renames
             if final.exists():
                 final.rename(before)
             try:

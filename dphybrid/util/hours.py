@@ -28,6 +28,7 @@ class _TrainingHours:
     def open_at(self, moment: datetime) -> bool:
         """May training use the GPUs at `moment` (local time)?"""
         now = moment.weekday() * _DAY + moment.hour * 60 + moment.minute
+        # modulo a week: a span of Sunday night goes on into Monday
         return not self.spans or any((now - begin) % (7 * _DAY) < length for begin, length in self.spans)
 
     def closed_reason(self, moment: datetime) -> str | None:
