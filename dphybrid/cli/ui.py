@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
     port = None if uri.startswith("http") else _free_port(args.port)
 
+    from dphybrid.tracking.compare import page_path
     from dphybrid.tracking.ui_server import serving
-    from dphybrid.tracking.views import page_path
 
     page = page_path(uri, settings.experiment, args.run_name)
     if port is None:

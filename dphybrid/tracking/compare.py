@@ -29,6 +29,7 @@ from dphybrid.tracking.compare_facts import (
 )
 from dphybrid.tracking.figures import COLOURS, overlay_figure, scaling_figure, side_by_side_figure
 from dphybrid.tracking.tracker import find_experiment, run_address
+from dphybrid.tracking.views import RESULT, run_path, view_path
 from dphybrid.util.errors import UserError
 
 MAX_RUNS = 256
@@ -296,6 +297,18 @@ def find_runs(
         runs = [run for run in runs if run.data.tags.get(SWEEP_TAG) == sweep]
     newest = MAX_RUNS if sweep is not None else _PICTURED_RUNS
     return [run.info.run_id for run in runs if run.info.status == "FINISHED"][-newest:]
+
+
+def page_path(uri: str, experiment: str, run: str | None) -> str:
+    """Return what follows `#` in the address of a run (name or id), or of all runs. Raises UserError when
+    there is none of that name."""
+    client = MlflowClient(tracking_uri=uri)
+    if run is None:
+        found = client.get_experiment_by_name(experiment)
+        return view_path(str(found.experiment_id), RESULT) if found else "/experiments"
+    (run_id,) = find_runs(uri, experiment, [run])
+    there = client.get_run(run_id).info.experiment_id
+    return run_path(there, run_id)
 
 
 def log_comparison(

@@ -61,20 +61,6 @@ def note(experiment_id: str) -> str:
     return f"{_OWN_NOTE} {links}"
 
 
-def page_path(uri: str, experiment: str, run: str | None) -> str:
-    """Return what follows `#` in the address of a run (name or id), or of all runs. Raises UserError when
-    there is none of that name."""
-    from dphybrid.tracking.compare import find_runs
-
-    client = MlflowClient(tracking_uri=uri)
-    if run is None:
-        found = client.get_experiment_by_name(experiment)
-        return view_path(str(found.experiment_id), RESULT) if found else "/experiments"
-    (run_id,) = find_runs(uri, experiment, [run])
-    there = client.get_run(run_id).info.experiment_id
-    return run_path(there, run_id)
-
-
 def run_path(experiment_id: str, run_id: str) -> str:
     """Return what follows `#` in the address of a run."""
     return f"/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
