@@ -61,6 +61,20 @@ def test_plan_shows_full_and_last_batch_and_idle_devices(
     assert "idle" in shown
 
 
+def test_plan_asks_the_recipe_for_its_sizes(
+    capsys: pytest.CaptureFixture[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sized.py").write_text(
+        "from dphybrid.recipes.tutorial.recipe import Toy\n\n\nclass Mine(Toy):\n    name = 'mine'\n\n"
+        "    def sized(self, config, num_rows, info):\n"
+        "        train = config.train.model_copy(update={'batch_size': num_rows // info['num_inputs']})\n"
+        "        return config.model_copy(update={'train': train}), []\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["plan", "--recipe", "sized:Mine", "--devices", "cpu*2"]) == 0
+    assert "10,10" in capsys.readouterr().out.replace(" ", "")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -8,13 +8,18 @@ examples:
 """
 
 import argparse
+from typing import TYPE_CHECKING
 
 from dphybrid.cli.flags import add_config_flags, given_config
 from dphybrid.cli.parser import Parser
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
+from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
+
+if TYPE_CHECKING:
+    from dphybrid.data.store import Prepared
 
 
 def flags(parser: Parser) -> None:
@@ -39,19 +44,21 @@ def run(args: argparse.Namespace) -> int:
     """Print how batches will be split, and what each device will hold."""
     from dphybrid.gpus.leasing import wanted_spec
     from dphybrid.parallel import resolve_devices, split_plan
-    from dphybrid.training.sizes import sized
 
     config, settings = given_config(args), load_settings()
-    rows = args.rows
+    rows, recipe = args.rows, find_recipe(config.recipe)
     if rows is None and not (config.cluster.ranks and (args.batch_size or config.train.batch_size)):
-        rows = _rows_of_epoch(config, settings)
-    if rows is not None and rows > 0:
-        config, _ = sized(config, rows, *find_recipe(config.recipe).batches)
+        prepared = _prepared(recipe, config, settings)
+        rows = len(prepared.dataset("train"))
+        print(f"{rows:,} rows to train, of {prepared.path}")
+        config, _ = recipe.sized(config, rows, prepared.info)
+    elif rows is not None and rows > 0:
+        config, _ = Recipe.sized(recipe, config, rows, {})  # without the data its facts are not known
     batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
     if config.cluster.several:
         from dphybrid.cluster.plan import plan_text
 
-        recipe, nodes = find_recipe(config.recipe), args.nodes
+        nodes = args.nodes
         print(plan_text(recipe, config, settings, batch_size, nodes, args.link_gbit, args.table_rows))
         return 0
     if batch_size < 1 or rows < 1:
@@ -65,9 +72,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rows_of_epoch(config: ExperimentConfig, settings: Settings) -> int:
-    """Return the rows of the training split, of data that is prepared or needs no file. Raises UserError."""
-    recipe = find_recipe(config.recipe)
+def _prepared(recipe: Recipe, config: ExperimentConfig, settings: Settings) -> "Prepared":
+    """Return the data that is prepared, or that needs no file. Raises UserError."""
     prepared = recipe.find(config.data, settings.prepared_dir, config.train.seed)
     if prepared is None and not config.data.model_dump().get("path"):
         prepared = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
@@ -76,6 +82,4 @@ def _rows_of_epoch(config: ExperimentConfig, settings: Settings) -> int:
             "--rows: the data is not prepared with these values, so its rows are not known; run `dphybrid "
             "prepare` with them first, or give --rows N"
         )
-    rows = len(prepared.dataset("train"))
-    print(f"{rows:,} rows to train, of {prepared.path}")
-    return rows
+    return prepared
