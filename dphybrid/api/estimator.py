@@ -53,6 +53,7 @@ class _HybridEstimator(BaseEstimator):
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the parameters by name, the recipe's values that were given among them."""
+        # scikit-learn's convention: a name that ends in _ is what `fit` has learnt.
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name[-1] != "_"}
 
     def set_params(self, **params: Any) -> Self:

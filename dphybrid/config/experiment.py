@@ -7,7 +7,8 @@ common to all recipes; `data` and `model` are a recipe's own classes (`dphybrid.
 alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -26,6 +27,7 @@ from pydantic.fields import FieldInfo
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.row_rules import RULES
 
+# A type checker cannot read a Literal that is computed.
 if TYPE_CHECKING:
     RowOptimizerName = str
 else:
@@ -74,7 +76,8 @@ class ModelConfig(Section):
     """Number format of tables and blocks; float64 is for comparing results to the last digit."""
 
 
-def fields_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+@cache
+def fields_of(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
     """Return a section's fields in the order for people: a recipe's own before `factory` and `dtype`."""
     return dict(sorted(section.model_fields.items(), key=lambda item: item[0] in ModelConfig.model_fields))
 
@@ -211,6 +214,7 @@ class ExperimentConfig(Section):
     devices: str = "auto"
     """Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0,
     cuda:0,cuda:1, cuda:0*4 (four of one GPU)."""
+    # SerializeAsAny: pydantic dumps a field as its declared class, which lacks the recipe's own values.
     data: SerializeAsAny[DataConfig] = DataConfig()
     model: SerializeAsAny[ModelConfig] = ModelConfig()
     table: TableConfig = TableConfig()

@@ -17,6 +17,7 @@ from dphybrid.util.hours import parse_training_hours
 class Settings(BaseSettings):
     """Settings of this machine and user."""
 
+    # extra: a .env file may hold other programs' values, too.
     model_config = SettingsConfigDict(
         env_prefix="DPHYBRID_", env_file=".env", extra="ignore", frozen=True, use_attribute_docstrings=True
     )

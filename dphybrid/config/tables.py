@@ -8,21 +8,8 @@ from pydantic import Field, model_validator
 from dphybrid.config.experiment import DataConfig, Names
 
 NO_VALUE = (
-    *(
-        "?",
-        "#N/A",
-        "#N/A N/A",
-        "#NA",
-        "-1.#IND",
-        "-1.#QNAN",
-        "-NaN",
-        "-nan",
-        "1.#IND",
-        "1.#QNAN",
-        "<NA>",
-        "N/A",
-    ),
-    *("NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
+    *("?", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>"),
+    *("N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
 )
 """Texts that mean "no value" in any table: those of pandas, and the question mark."""
 

@@ -17,6 +17,7 @@ def mapped(function: Callable[[S], T], items: Iterable[S], threads: int = THREAD
 
     A thread of its own makes the items. Errors, those of `items` too, are raised in their place.
     """
+    # One thread makes the items: two threads must not call next() of a generator at once.
     source, maker, workers = iter(items), ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
 
     def work(made: Future[S | object]) -> T | object:

@@ -50,15 +50,11 @@ class ArrayDataset(Dataset):
         import torch  # the command line's help, too, imports this module
 
         rows_B = self.part_rows[index_B]
-        return {
-            name: torch.from_numpy(_wide(np.ascontiguousarray(array[rows_B])))
-            for name, array in self.arrays.items()
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(array[rows_B])) for name, array in self.arrays.items()
         }
-
-
-def _wide(array: Array) -> Array:
-    """Ids are int64 wherever they are used, and smaller only on disk."""
-    return array.astype(np.int64) if array.dtype == np.int32 else array
+        # Ids are int64 wherever they are used, and smaller only on disk.
+        return {name: rows.long() if rows.dtype == torch.int32 else rows for name, rows in tensors.items()}
 
 
 class Draws:
@@ -73,6 +69,7 @@ class Draws:
         Seed, epoch, sample and column alone decide: a resumed run, another batch size, and processes that
         share a batch see the same.
         """
+        # 29, and 3 below: apart from the numbers that shuffle, which start from (seed, epoch) alone.
         start = np.random.default_rng([*self._seed, 29]).integers(2**64, dtype=np.uint64)
         place_BN = (self._index_B[:, None] * num + np.arange(num)).astype(np.uint64)
         x: Array = start + place_BN * np.uint64(0x9E3779B97F4A7C15)
@@ -151,6 +148,7 @@ def batches(
     for window in shuffled_windows(
         len(view), seed, epoch, shuffle_rows or len(view), start_batch * batch_size
     ):
+        # Rows that fill no batch wait for those of the next window.
         rest = np.concatenate([rest, window])
         whole = len(rest) - len(rest) % batch_size
         for start in range(0, whole, batch_size):

@@ -1,39 +1,27 @@
 """Data that a function draws from a seeded generator: no files are needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress
+from dphybrid.data.store import Content, Progress, Source
 
-Made = tuple[dict[str, Array], dict[str, Any], str]
+Made = tuple[dict[str, Array], Mapping[str, object], str]
 Maker = Callable[[np.random.Generator, int], Made]
 """From a generator and a number of rows to arrays, facts for the model, and a phrase for people."""
 
 
 @dataclass(frozen=True)
-class MadeSource:
+class MadeSource(Source):
     """Draws rows; the training split comes first."""
 
     seed: int
     num_train: int
     num_valid: int
     make: Maker
-
-    @property
-    def options(self) -> dict[str, object]:
-        return {}
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return ()
-
-    def digests(self, progress: Progress) -> list[bytes]:
-        return []
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         num_train, num_valid = self.num_train, self.num_valid

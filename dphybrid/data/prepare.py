@@ -1,6 +1,5 @@
 """From a source to a prepared folder, made once."""
 
-import errno
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,13 +15,10 @@ from dphybrid.data.store import (
     build_once,
     open_prepared,
     prepared_path,
-    unreadable,
+    reading_files,
 )
 from dphybrid.util.digests import combined_digest
 from dphybrid.util.errors import UserError
-
-_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Errors of the folder that is written to, not of the files that are read."""
 
 
 def prepare_source(
@@ -40,21 +36,15 @@ def prepare_source(
     Raises UserError for input that cannot be used; nothing half-made is left then.
     """
     progress = on_progress or _silent
-    try:
+    with reading_files():
         before = _stamps(source)
         digests = source.digests(progress)
         digest = _digest(name, source, seed, digests)
-    except OSError as error:
-        raise unreadable(error) from error
 
     def make(scratch: Path) -> Content:
-        try:
+        with reading_files():
             content = source.read(progress, scratch)
             after = _stamps(source)
-        except OSError as error:
-            if error.errno in _DISK_TROUBLE:
-                raise
-            raise unreadable(error) from error
         if changed := [
             file for file, now, then in zip(source.files, after, before, strict=True) if now != then
         ]:
@@ -75,10 +65,8 @@ def find_prepared(
 ) -> Prepared | None:
     """Return the prepared data of a source where it is there, else None. Raises UserError for a source that
     is not there."""
-    try:
+    with reading_files():
         path = prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent)))
-    except OSError as error:
-        raise unreadable(error) from error
     return replace(open_prepared(path), view=view) if path.exists() else None
 
 
@@ -90,13 +78,12 @@ def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
 def source_digest(source: Source) -> str:
     """Return the digest of the source's bytes alone: it changes when data arrives. Raises UserError for a
     source that is not there."""
-    try:
+    with reading_files():
         return combined_digest(source.digests(_silent))
-    except OSError as error:
-        raise unreadable(error) from error
 
 
 def _stamps(source: Source) -> list[tuple[int, int]]:
+    # A file that grows while it is read would give half of its rows under the digest of all.
     return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in source.files)]
 
 

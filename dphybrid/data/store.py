@@ -5,12 +5,14 @@ folder build it once, and ends with its process, so that whoever comes next clea
 left.
 """
 
+import errno
 import hashlib
 import io
 import json
 import shutil
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 """Told about long work: what is being done, how much of it is done, how much there is."""
 
 
-class ArrayFacts(BaseModel):
+class _ArrayFacts(BaseModel):
     """An array's file."""
 
     shape: tuple[int, ...]
@@ -62,7 +64,7 @@ class Manifest(Page):
     digest: str
     encoder_version: int
     kind: str
-    arrays: dict[str, ArrayFacts]
+    arrays: dict[str, _ArrayFacts]
     batch_arrays: tuple[str, ...] = ()
     info: dict[str, object]
     description: list[str]
@@ -136,10 +138,6 @@ class Streamed:
     blocks: Callable[[], Iterator[Mapping[str, Array]]]
 
 
-def _no_more_files(_: Path) -> None:
-    """Write nothing."""
-
-
 @dataclass(frozen=True)
 class Content:
     """What a source comes to: arrays to save, facts for models, lines for people, rejected rows. save: writes
@@ -147,34 +145,37 @@ class Content:
 
     kind: str
     arrays: Mapping[str, Array]
-    info: dict[str, Any]
+    info: Mapping[str, object]
     description: list[str]
     batch_arrays: tuple[str, ...] = ()
-    extra: dict[str, Any] | None = None
-    rejected: Iterable[Mapping[str, object]] = ()
-    save: Callable[[Path], None] = _no_more_files
+    extra: Mapping[str, object] | None = None
+    rejected: Sequence[Mapping[str, object]] = ()
+    save: Callable[[Path], None] | None = None
     streamed: Streamed | None = None
 
 
 class Source(Protocol):
-    """Something to prepare. options: the values that change what comes out."""
+    """Something to prepare. What a class below says nothing of: no options, no files, and these files'
+    digests."""
 
     @property
-    def options(self) -> dict[str, object]: ...
+    def options(self) -> dict[str, object]:
+        """The values that change what comes out."""
+        return {}
 
     @property
     def files(self) -> tuple[Path, ...]:
         """Files that are read."""
-        ...
+        return ()
 
     def digests(self, progress: Progress) -> list[bytes]:
         """Return digests of the source's bytes."""
-        ...
+        return source_digests(self.files, progress)
 
+    @abstractmethod
     def read(self, progress: Progress, scratch: Path) -> Content:
         """Read and encode everything; scratch: an empty folder that lasts until the content is written.
         Raises UserError for input that cannot be used."""
-        ...
 
 
 def open_prepared(path: Path) -> Prepared:
@@ -186,6 +187,7 @@ def open_prepared(path: Path) -> Prepared:
         manifest = Manifest.read(path / "manifest.json")
     except UserError as error:
         raise UserError(f"{path}: is not complete prepared data ({error}); {_ANEW}") from error
+    # Sizes and headers alone, so that it takes no time; `verify_prepared` reads every byte.
     for name, facts in manifest.arrays.items():
         file = path / f"{name}.npy"
         found = file.stat().st_size if file.is_file() else 0
@@ -230,9 +232,10 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
     Raises UserError when the folder is damaged or cannot be written; nothing half-made is left then.
     """
     final = prepared_path(folder, name, digest)
+    # Without the lock: a folder of this name is complete, and never changed.
     if final.exists():
         return verify_prepared(final)
-    with _told(folder):
+    try:
         make_folder(folder)
         with locked(folder / f".{final.name}.lock"):
             # of a killed process: whoever holds the lock is the only one alive
@@ -243,37 +246,37 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
                 scratch = partial / "scratch"
                 scratch.mkdir()
                 manifest = _write(partial, make(scratch), digest)
-    return Prepared(final, manifest, reused=False)
-
-
-@contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         raise UserError(
             f"{folder}: prepared data cannot be written there: {error}; make room, or name another folder "
             "in DPHYBRID_DATA_DIR"
         ) from error
+    return Prepared(final, manifest, reused=False)
 
 
 def _write(partial: Path, content: Content, digest: str) -> Manifest:
     with ThreadPoolExecutor(1) as beside:
-        others = beside.submit(content.save, partial)
-        saved = mapped(
-            lambda name: _save_blocks(partial, _as_stream(name, content.arrays[name])), content.arrays
-        )
-        arrays = {name: facts for each in saved for name, facts in each.items()}
+        others = beside.submit(content.save, partial) if content.save else None
+
+        def whole(name: str) -> dict[str, _ArrayFacts]:
+            array = content.arrays[name]
+            return _save_blocks(
+                partial, Streamed({name: (array.shape, array.dtype)}, lambda: iter([{name: array}]))
+            )
+
+        arrays = {name: facts for each in mapped(whole, content.arrays) for name, facts in each.items()}
         if content.streamed:
             arrays |= _save_blocks(partial, content.streamed)
-        others.result()
+        if others:
+            others.result()
     shutil.rmtree(partial / "scratch")
-    num_rejected = 0
-    with naming(partial), (partial / "rejected.jsonl").open("w", encoding="utf-8") as lines:
-        for row in content.rejected:
-            lines.write(json.dumps(row) + "\n")
-            num_rejected += 1
-    facts = dict(content.extra or {})
+    num_rejected, description = len(content.rejected), content.description
+    with naming(partial), (partial / "rejected.jsonl").open("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in content.rejected)
+    if num_rejected:
+        place = "rejected.jsonl in the prepared folder says which and why"
+        description = [*description, f"  {num_rejected} rows rejected: {place}"]
+    facts: dict[str, Any] = dict(content.extra or {})
     there = [file for file in sorted(partial.rglob("*")) if file.is_file()]
     manifest = Manifest(
         digest=digest,
@@ -281,8 +284,8 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
         kind=content.kind,
         arrays=arrays,
         batch_arrays=content.batch_arrays,
-        info=content.info,
-        description=content.description,
+        info=dict(content.info),
+        description=description,
         rejected=num_rejected,
         source_digest=facts.pop("source_digest", ""),
         base=facts.pop("base", None),
@@ -294,11 +297,7 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     return manifest
 
 
-def _as_stream(name: str, array: Array) -> Streamed:
-    return Streamed({name: (array.shape, array.dtype)}, lambda: iter([{name: array}]))
-
-
-def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, ArrayFacts]:
+def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, _ArrayFacts]:
     """Write arrays as numpy's format has them; return the facts about them."""
     files = {name: folder / f"{name}.npy" for name in streamed.shapes}
     sums = {name: hashlib.sha256() for name in files}
@@ -317,6 +316,7 @@ def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, ArrayFacts]:
                 head, {"descr": descr, "fortran_order": False, "shape": shape}
             )
             write(name, head.getbuffer())
+        # Summed on their way to the disk, so that no array is read again for it.
         for block in streamed.blocks():
             for name, (_, dtype) in streamed.shapes.items():
                 data = np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data
@@ -326,16 +326,27 @@ def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, ArrayFacts]:
     for name, (shape, dtype) in streamed.shapes.items():
         sync(files[name])  # beside the other arrays, not after them all
         size = files[name].stat().st_size
-        found[name] = ArrayFacts(shape=shape, dtype=str(dtype), bytes=size, sha256=sums[name].hexdigest())
+        found[name] = _ArrayFacts(shape=shape, dtype=str(dtype), bytes=size, sha256=sums[name].hexdigest())
     return found
 
 
-def unreadable(error: OSError) -> UserError:
-    """Return the error for a data file that cannot be read."""
-    return UserError(
-        f"data.path: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its "
-        "permissions"
-    )
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Errors of the folder that is written to, not of the files that are read."""
+
+
+@contextmanager
+def reading_files() -> Iterator[None]:
+    """Raise UserError for a data file that cannot be read in the body."""
+    try:
+        yield
+    except OSError as error:
+        # A source writes rows into its scratch folder while it reads; `build_once` explains a full disk.
+        if error.errno in _DISK_TROUBLE:
+            raise
+        raise UserError(
+            f"data.path: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its "
+            "permissions"
+        ) from error
 
 
 def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:

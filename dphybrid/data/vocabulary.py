@@ -73,6 +73,7 @@ class Vocabulary:
         found = self._rows.get(text)
         if found is not None:
             return found
+        # Not hash(): Python salts that of texts anew in each process.
         return 1 + zlib.crc32(text.encode()) % self.unknown_rows if text else NO_VALUE
 
     def page(self) -> dict[str, object]:

@@ -137,6 +137,7 @@ def build_config(values: Values, places: dict[str, str] | None = None) -> Experi
 
 def _nones(values: Values, recipe: str) -> Values:
     """Return the values with the texts "" and "none" as None where a field may be None."""
+    # TOML has no null, and flags and overrides are texts.
     optional = {name for name, (kind, _, _) in field_types(recipe).items() if type(None) in get_args(kind)}
 
     def walk(inner: Values, prefix: str) -> Values:
@@ -196,7 +197,9 @@ def _check_code(
 
     known: values of a config that the user gave; code that it names as well is the user's choice.
     """
-    if _is_own(page, settings):
+    place, roots = page.resolve(), (settings.runs_dir, settings.mlflow_dir)
+    # its user's own runs wrote it, or recorded it in the embedded store
+    if any(place.is_relative_to(root.resolve()) for root in roots) and place.stat().st_uid == os.getuid():
         return
     chosen = {path for field in _CODE_FIELDS for path in _named(known, field)}
     for field in _CODE_FIELDS:
@@ -214,13 +217,6 @@ def _named(config: Mapping[str, object], field: str) -> list[str]:
         value = value.get(part) if isinstance(value, Mapping) else None
     values = value if isinstance(value, list | tuple) else [value]
     return [text for text in values if isinstance(text, str) and ":" in text]
-
-
-def _is_own(page: Path, settings: Settings) -> bool:
-    """Did this user's own runs write a page, or record it in the embedded store?"""
-    place = page.resolve()
-    roots = (settings.runs_dir, settings.mlflow_dir)
-    return any(place.is_relative_to(root.resolve()) for root in roots) and place.stat().st_uid == os.getuid()
 
 
 def given_values(config: ExperimentConfig) -> Values:

@@ -112,6 +112,7 @@ def build_model(recipe: Recipe | str, context: ModelContext[Any]) -> nn.Module:
     factory: _Factory = import_callable(path, "model.factory") if path else recipe.build
     torch.manual_seed(context.seed)
     default = torch.get_default_dtype()
+    # Modules make their parameters in torch's default type, so factories need not name one.
     torch.set_default_dtype(context.dtype)
     try:
         model = factory(context)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress
+from dphybrid.data.store import Content, Progress, Source
 from dphybrid.data.vocabulary import Vocabulary, write_vocabularies
 from dphybrid.util.errors import UserError
 
@@ -30,7 +30,7 @@ _TUPLE_NAMES = ("inputs_B", "labels_B")
 
 
 @dataclass(frozen=True)
-class GivenSource:
+class GivenSource(Source):
     """What a recipe's `rows` returns, read once."""
 
     recipe: "Recipe"
@@ -41,13 +41,10 @@ class GivenSource:
     def options(self) -> dict[str, object]:
         return dict(self.data.model_dump(mode="json"))
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return ()
-
     @cached_property
     def _given(self) -> tuple[Given, Given, Mapping[str, Vocabulary]]:
         """What rows() returned; without vocabularies there are none. Raises UserError for anything else."""
+        # Asked once: `rows` may draw numbers, and the digest must be of what is kept.
         given: Any = self.recipe.rows(self.data, self.seed)
         if isinstance(given, tuple) and len(given) == 2:
             given = (*given, {})
@@ -82,9 +79,10 @@ class GivenSource:
         return train, valid
 
     def digests(self, progress: Progress) -> list[bytes]:
+        # There are no files to digest: the arrays themselves tell data from other data.
         progress("read samples", 0, 1)
         arrays = [
-            hashlib.sha256(_header(name, array) + array.tobytes()).digest()
+            hashlib.sha256(f"{name} {array.dtype.str} {array.shape}\0".encode() + array.tobytes()).digest()
             for split in self.splits
             for name, array in split.items()
         ]
@@ -106,7 +104,8 @@ class GivenSource:
         lines += [f"  vocabulary {name}: {size:,} rows" for name, size in sizes.items()]
         info = {
             "shapes": {name: list(array.shape[1:]) for name, array in arrays.items()},
-            "num_ids": _num_ids(arrays) | sizes,
+            "num_ids": {n: int(a.max()) + 1 for n, a in arrays.items() if a.dtype.kind in "iu" and a.size}
+            | sizes,
         }
         save = partial(write_vocabularies, vocabularies)
         return Content("arrays", arrays | parts, info, lines, tuple(arrays), save=save)
@@ -161,16 +160,3 @@ def _items(dataset: object, where: str) -> dict[str, Array]:
         return {name: np.stack(values) for name, values in columns.items()}
     except ValueError as error:
         raise UserError(f"{where}: its samples have different shapes ({error}); pad them to one") from error
-
-
-def _header(name: str, array: Array) -> bytes:
-    return f"{name} {array.dtype.str} {array.shape}\0".encode()
-
-
-def _num_ids(arrays: Mapping[str, Array]) -> dict[str, int]:
-    """Rows that a table needs for each array of whole numbers."""
-    return {
-        name: int(array.max()) + 1
-        for name, array in arrays.items()
-        if array.dtype.kind in "iu" and array.size
-    }

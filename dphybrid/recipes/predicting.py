@@ -1,7 +1,6 @@
 """Predictions of a recipe's own `predict`, of frames and of files."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,15 @@ from torch import nn
 
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
 from dphybrid.data.table.frames import (
+    Written,
     as_frame,
     table_target,
-    told_of_rejected,
     write_frames,
-    write_rejected,
 )
-from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, read_chunks
+from dphybrid.data.table.rows import Rejected, Rows, find_files, read_files
 from dphybrid.data.vocabulary import read_vocabularies
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError
-
-
-@dataclass
-class _Written:
-    """What became of a file's rows."""
-
-    out: Path
-    num_rows: int = 0
-    num_rejected: int = 0
 
 
 class RowsPredictor:
@@ -69,7 +58,7 @@ class RowsPredictor:
         keep: Sequence[str] = (),
         threshold: float | None = None,
         **reading: Any,
-    ) -> _Written:
+    ) -> Written:
         """Write what `predict` returns for the rows of `path` (file, folder or pattern), piece by piece, to a
         .parquet or .csv file.
 
@@ -79,31 +68,27 @@ class RowsPredictor:
         """
         if threshold is not None:
             raise UserError("--threshold: is of recipes that read tables; this recipe's predict decides")
-        done, rejected = _Written(table_target(out)), list[Rejected]()
+        done, rejected = Written(table_target(out)), list[Rejected]()
         named = {name: value for name, value in reading.items() if name in READING_FIELDS}
         if odd := reading.keys() - named.keys():
             raise UserError(f"{min(odd)}: is not an option of recipe {self.recipe.name}'s predictions")
         data = TableDataConfig(path=str(path), **named)
 
         def frames() -> Iterator[pl.DataFrame]:
-            for file in find_files(str(path), "data.path"):
-                for chunk in read_chunks(file, data):
-                    rejected.extend(chunk.rejected)
-                    done.num_rows += len(chunk)
-                    if on_progress:
-                        on_progress("predict rows", done.num_rows, done.num_rows)
-                    yield self._with(keep, chunk)
-            check_rejected(str(path), rejected, done.num_rows + len(rejected), data.max_rejected)
+            files = find_files(str(path), "data.path")
+            for chunk in read_files(files, data, rejected, "predict rows", on_progress):
+                done.num_rows += len(chunk)
+                yield self._with(keep, chunk)
 
         pieces = frames()
+        # Its columns are those of all pieces: what `predict` returns is not known before.
         first = next(pieces)
-        write_frames(chain([first], pieces), dict(first.schema), done.out)
+        write_frames(chain([first], pieces), dict(first.schema), done.out, rejected)
         done.num_rejected = len(rejected)
-        write_rejected(rejected, done.out)
         return done
 
     def _with(self, keep: Sequence[str], chunk: Rows) -> pl.DataFrame:
-        rows = pl.DataFrame({name: chunk.column(name) for name in chunk.names})
+        rows = pl.DataFrame(chunk.columns)
         predicted = self.predict(rows)
         if odd := [name for name in keep if name not in chunk.names or len(predicted) != len(rows)]:
             raise UserError(
@@ -112,7 +97,7 @@ class RowsPredictor:
             )
         return predicted.with_columns(rows[name] for name in keep)
 
-    def told(self, done: _Written) -> list[str]:
+    def told(self, done: Written) -> list[str]:
         """Return what became of a file's rows, in lines for people."""
         lines = [f"Predictions of {done.num_rows:,} rows: {done.out}"]
-        return lines + told_of_rejected(done.num_rejected, done.out)
+        return lines + done.told()

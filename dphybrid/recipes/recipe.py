@@ -55,10 +55,10 @@ class Recipe:
     summary: str = ""
     data: type[DataConfig] = DataConfig
     model: type[ModelConfig] = ModelConfig
-    table: Mapping[str, Any] = {}
-    train: Mapping[str, Any] = {}
+    table: Mapping[str, object] = {}
+    train: Mapping[str, object] = {}
     batches: tuple[int, int] = (32, 512)
-    checkpoint: Mapping[str, Any] = {}
+    checkpoint: Mapping[str, object] = {}
     tabular: bool = False
     one_process: bool = False
     prints_shapes: bool = False
@@ -203,7 +203,7 @@ class Recipe:
 
         return RowsPredictor(self, checkpoint, build(), batch_size)
 
-    def recognises(self, data: Mapping[str, Any]) -> str | None:
+    def recognises(self, data: Mapping[str, object]) -> str | None:
         """Say why these values of the data section call for this recipe, or None. Asked only when no recipe
         is given."""
         return None
@@ -242,6 +242,7 @@ class Recipe:
             "checkpoint": _with_defaults(CheckpointConfig, self.checkpoint),
         }
         fields: dict[str, Any] = {name: (kind, kind()) for name, kind in sections.items()}
+        # A copy: all recipes' classes share the field of the class above them.
         named = copy(ExperimentConfig.model_fields["recipe"])
         named.default = self.key or self.name
         fields["recipe"] = (Literal[self.key or self.name], named)
@@ -250,7 +251,7 @@ class Recipe:
         )
 
 
-def _with_defaults(section: type[S], defaults: Mapping[str, Any]) -> type[S]:
+def _with_defaults(section: type[S], defaults: Mapping[str, object]) -> type[S]:
     """Return the section's class with other defaults; bounds and sentences stay."""
     if not defaults:
         return section

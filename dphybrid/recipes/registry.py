@@ -79,6 +79,7 @@ def find_recipe(name: str) -> Recipe:
         raise UserError(
             f"recipe = {name!r}: its name is {found.name!r}; give it one without blanks, slashes or colons"
         )
+    # A copy: an object that several names lead to has a key for each of them.
     recipe = copy(found)
     recipe.key = name
     return recipe
@@ -98,6 +99,7 @@ def infer_recipe(values: Mapping[str, object]) -> tuple[str, str]:
     data = values.get("data")
     if not isinstance(data, dict):
         return DEFAULT, ""
+    # The first one that recognises the data, in the order of BUILT_IN.
     for name in BUILT_IN:
         if reason := find_recipe(name).recognises(data):
             return name, reason

@@ -274,7 +274,7 @@ class _Trial:
         rows, data = dict(recipe.example), self.config.data
         if not rows and isinstance(data, TableDataConfig) and data.path is not None:
             chunk = next(read_chunks(find_files(data.path, "data.path")[0], data))
-            rows = {name: list(islice(chunk.column(name), 8)) for name in chunk.names}
+            rows = {name: list(islice(cells, 8)) for name, cells in chunk.columns.items()}
         if not rows:
             return "not tried: give the recipe an `example`, columns of some rows to predict"
         first, second = predictor.predict(rows), predictor.predict(rows)

@@ -21,17 +21,16 @@ from polars.selectors import by_name
 
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
-from dphybrid.data.table.cells import FEW, clean, clean_few
+from dphybrid.data.table.cells import clean
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.frames import (
+    Written,
     as_frame,
     table_target,
-    told_of_rejected,
     write_frames,
-    write_rejected,
 )
 from dphybrid.data.table.labels import Label
-from dphybrid.data.table.rows import Rows, check_rejected, find_files, read_chunks
+from dphybrid.data.table.rows import Rejected, Rows, find_files, read_chunks, read_files
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
@@ -68,13 +67,10 @@ class Asked:
 
 
 @dataclass
-class Predicted:
+class Predicted(Written):
     """What became of a file's rows. wrong_numbers: values in numeric columns that are not numbers and counted
     as missing."""
 
-    out: Path
-    num_rows: int = 0
-    num_rejected: int = 0
     wrong_numbers: int = 0
 
 
@@ -161,11 +157,8 @@ class Predictor:
 
     def _cells(self, frame: pl.DataFrame) -> dict[str, pl.Series]:
         names = self.encoder.names
-        cells = [frame.get_column(name) for name in names]
-        if len(frame) <= FEW:
-            return dict(zip(names, clean_few(cells, self.no_value, True), strict=True))
-        named = pl.DataFrame([column.alias(str(i)) for i, column in enumerate(cells)])
-        return dict(zip(names, clean(named, self.no_value, numbers=True).get_columns(), strict=True))
+        cells = clean([frame.get_column(name) for name in names], self.no_value, numbers=True)
+        return dict(zip(names, cells, strict=True))
 
     def _predict_path(self, path: str) -> np.ndarray:
         done, scores = Predicted(Path(path)), [self.task.nothing]
@@ -218,29 +211,20 @@ class Predictor:
             )
         asked = Asked(label, tuple(dict.fromkeys(keep)), threshold)
         data = self._reading(path, values)
-        done, rejected = Predicted(target), []
-        total, before = sum(file.stat().st_size for file in files), 0
+        done, rejected = Predicted(target), list[Rejected]()
 
         def frames() -> Iterator[pl.DataFrame]:
-            nonlocal before
-            for file in files:
-                for chunk in read_chunks(file, data):
-                    rejected.extend(chunk.rejected)
-                    yield self._chunk(chunk, done, data, asked)
-                    if on_progress:
-                        on_progress("predict rows", min(total, before + chunk.bytes_read), total)
-                before += file.stat().st_size
-            check_rejected(path, rejected, done.num_rows + len(rejected), data.max_rejected)
-            write_rejected(rejected, target)
+            for chunk in read_files(files, data, rejected, "predict rows", on_progress):
+                yield self._chunk(chunk, done, data, asked)
 
-        write_frames(frames(), asked.columns, target)
+        write_frames(frames(), asked.columns, target, rejected)
         done.num_rejected = len(rejected)
         return done
 
     def told(self, done: Predicted) -> list[str]:
         """Return what became of a file's rows, in lines for people."""
         lines = [f"{done.num_rows:,} predictions of {self.predicts}: {done.out}"]
-        lines += told_of_rejected(done.num_rejected, done.out)
+        lines += done.told()
         if done.wrong_numbers:
             lines.append(
                 f"{done.wrong_numbers:,} values of numeric columns are not numbers and count as missing"
@@ -272,12 +256,12 @@ class Predictor:
         if asked.threshold is not None:
             no, yes = self.classes
             found[_CLASS] = np.where(predicted >= asked.threshold, yes, no)
-        found |= {name: chunk.column(name).cast(pl.String) for name in asked.keep}
+        found |= {name: chunk.columns[name].cast(pl.String) for name in asked.keep}
         return pl.DataFrame(found, schema=asked.columns)
 
     def _predicted(self, chunk: Rows, done: Predicted, data: TableDataConfig) -> np.ndarray:
         self._check_columns(chunk.names, str(chunk.file))
-        columns = {name: chunk.column(name) for name in self.encoder.names}
+        columns = {name: chunk.columns[name] for name in self.encoder.names}
         predicted, wrong = self._scores(columns, self.encoder.written(data.reading))
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong

@@ -98,7 +98,7 @@ def many(read: Callable[[pl.Series], pl.Series], cells: pl.Series) -> pl.Series:
         (lambda cells: items_of(cells, "|"), TEXTS),
         (lambda cells: items_of(cells, "|", 2), TEXTS),
         (lambda cells: words_of(cells, 1), TEXTS),
-        (lambda cells: clean(cells.to_frame("0"), ["abc", "1.25"]).to_series(), NUMBERS + TIMES + TEXTS),
+        (lambda cells: clean([cells], ["abc", "1.25"])[0], NUMBERS + TIMES + TEXTS),
     ],
 )
 def test_texts(read: Callable[[pl.Series], pl.Series], texts: list[str]) -> None:
@@ -121,7 +121,7 @@ def test_texts(read: Callable[[pl.Series], pl.Series], texts: list[str]) -> None
     ],
 )
 def test_values_that_are_no_texts(values: pl.Series) -> None:
-    for read in (read_numbers, lambda cells: clean(cells.to_frame("0"), ["1"], numbers=True).to_series()):
+    for read in (read_numbers, lambda cells: clean([cells], ["1"], numbers=True)[0]):
         found, wanted = read(values), many(read, values)
         assert found.dtype == wanted.dtype
         assert found.equals(wanted, null_equal=True)

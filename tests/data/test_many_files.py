@@ -120,7 +120,7 @@ def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd
         chunks = list(read_chunks(file, data))
         rejected = [(row["line"], row["reason"]) for chunk in chunks for row in chunk.rejected]
         numbers = np.concatenate([chunk.lines for chunk in chunks]).tolist()
-        return pl.concat([chunk.values for chunk in chunks]).rows(), numbers, rejected  # type: ignore[return-value]
+        return pl.concat([pl.DataFrame(chunk.columns) for chunk in chunks]).rows(), numbers, rejected  # type: ignore[return-value]
 
     whole = all_of()
     usual = delimited.BLOCK_BYTES

@@ -59,11 +59,16 @@ def read(folder: Path, text: str | bytes, **values: object) -> Rows:
     data = TableDataConfig(path=str(file), **values)  # type: ignore[arg-type]
     chunks = list(read_chunks(file, data))
     rejected = [row for chunk in chunks for row in chunk.rejected]
-    whole = pl.concat([chunk.values for chunk in chunks])
+    whole = pl.concat([pl.DataFrame(chunk.columns) for chunk in chunks])
     check_rejected(file, rejected, len(whole) + len(rejected), data.max_rejected)
     check_enough(file, chunks[0], len(whole))
     lines = np.concatenate([chunk.lines for chunk in chunks])
-    return replace(chunks[0], values=whole, lines=lines, rejected=rejected)
+    return replace(
+        chunks[0],
+        columns=dict(zip(whole.columns, whole.get_columns(), strict=True)),
+        lines=lines,
+        rejected=rejected,
+    )
 
 
 @MANY
@@ -78,7 +83,7 @@ def test_what_the_csv_module_writes_is_read_back(
     csv.writer(text, lineterminator=line_end).writerows(table)
     rows = read(tmp_path, text.getvalue(), header="no", delimiter=",")
     assert rows.rejected == []
-    assert rows.values.rows() == [tuple(cell.strip() or None for cell in row) for row in table]
+    assert pl.DataFrame(rows.columns).rows() == [tuple(cell.strip() or None for cell in row) for row in table]
 
 
 @MANY
@@ -124,7 +129,7 @@ def test_a_stray_quote_costs_its_own_row_only(tmp_path: Path) -> None:
         (5, "a quote is opened and not closed"),
         (9, "misplaced quote: ',' expected after '\"'"),
     ]
-    words = dict(zip(rows.column("n"), rows.column("word"), strict=True))
+    words = dict(zip(rows.columns["n"], rows.columns["word"], strict=True))
     assert (words["9"], words["12"], words["39"]) == ('5" pipe', "two\nlines, one value", "x39")
     assert rows.lines.tolist()[-1] == 42  # the value over two lines counts
     assert len(rows) == 38
@@ -134,7 +139,7 @@ def test_a_stray_quote_costs_its_own_row_only(tmp_path: Path) -> None:
 def test_line_ends_and_a_byte_order_mark(tmp_path: Path, end: str) -> None:
     rows = read(tmp_path, b"\xef\xbb\xbf" + end.join(["n,w", "1,a\x0cb", "", "2,c\u2028d"]).encode())
     assert rows.names == ["n", "w"]
-    assert rows.values.rows() == [("1", "a\x0cb"), ("2", "c\u2028d")]
+    assert pl.DataFrame(rows.columns).rows() == [("1", "a\x0cb"), ("2", "c\u2028d")]
     assert rows.lines.tolist() == [2, 4]
 
 

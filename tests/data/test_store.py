@@ -8,12 +8,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dphybrid.data import open_prepared, verify_prepared
 from dphybrid.data.store import Content, build_once
+from dphybrid.data.table.reading import Plan
+from dphybrid.data.table.rows import Rows
+from dphybrid.data.table.source import open_source
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
 
@@ -190,6 +194,28 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match="changed while it was read"):
         prepare("ctr", TableDataConfig(path=str(file), label="y"), tmp_path / "prepared", 0, grow)
     assert names(tmp_path / "prepared") == []
+
+
+def test_the_first_rows_are_looked_at_once_unless_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("n,y\n" + "".join(f"{i * i},{i % 2}\n" for i in range(30)))
+    made: list[Rows] = []
+    plan_of = Plan.of
+
+    def counted(first: Rows, *rest: Any) -> Plan:
+        made.append(first)
+        return plan_of(first, *rest)
+
+    monkeypatch.setattr(Plan, "of", counted)
+    config = TableDataConfig(path=str(file), label="y")
+    prepare("ctr", config, tmp_path / "prepared", 0)
+    assert [len(rows) for rows in made] == [30]
+    source = open_source(config, 0)
+    file.write_text(file.read_text() + "900,1\n")
+    assert len(source.plan().first) == len(source.plan().first) == 31
+    assert len(made) == 3
 
 
 def test_files_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,35 +43,32 @@ def is_list_of_items(dtype: pl.DataType) -> bool:
     return inner is not None and (inner.is_integer() or inner in (pl.String, pl.Categorical, pl.Enum))
 
 
-def clean(frame: pl.DataFrame, missing: Sequence[str], numbers: bool = False) -> pl.DataFrame:
-    """Return a frame's cells as stripped text, None for what means no value; lists of items stay lists, and
-    with `numbers` columns of numbers what they are. Durations are read as seconds. Names of columns must be
-    no patterns."""
-    if len(frame) <= FEW:
-        return pl.DataFrame(clean_few(frame.get_columns(), missing, numbers))
-    if any(dtype == pl.Duration for dtype in frame.dtypes):
-        frame = frame.with_columns(selectors.duration().dt.total_microseconds() / 1e6)
-    kept = {name for name, dtype in frame.schema.items() if is_list_of_items(dtype)}
-    if numbers:
-        kept |= {name for name, dtype in frame.schema.items() if dtype.is_numeric()}
-    texts = [name for name in frame.columns if name not in kept]
+def clean(columns: Iterable[pl.Series], missing: Iterable[str], numbers: bool = False) -> list[pl.Series]:
+    """Return columns' cells as stripped text, None for what means no value; lists of items stay lists, and
+    with `numbers` columns of numbers what they are. Durations are read as seconds."""
+    given, none = list(columns), {"", *missing}
+    if all(len(cells) <= FEW for cells in given):
+        return [_stripped(cells, none, numbers) for cells in given]
+    # Numbered, as polars reads names such as `*` as patterns; one expression over all of them, as to start
+    # polars' engine for each takes longer than the work.
+    frame = pl.DataFrame([cells.alias(str(place)) for place, cells in enumerate(given)])
+    frame = frame.with_columns(selectors.duration().dt.total_microseconds() / 1e6)
+    texts = [name for name, dtype in frame.schema.items() if not _is_kept(dtype, numbers)]
     if not texts:
-        return frame
+        return frame.get_columns()
     stripped = frame.with_columns(pl.col(texts).cast(pl.String).str.strip_chars())
-    none_of = pl.Series(["", *missing]).implode()
-    return stripped.with_columns(pl.when(~pl.col(texts).is_in(none_of)).then(pl.col(texts)))
+    is_none = pl.col(texts).is_in(pl.Series(list(none)).implode())
+    return stripped.with_columns(pl.when(~is_none).then(pl.col(texts))).get_columns()
 
 
-def clean_few(columns: Iterable[pl.Series], missing: Sequence[str], numbers: bool) -> list[pl.Series]:
-    """Return what `clean` does for `FEW` rows, without a frame."""
-    none = {"", *missing}
-    return [_stripped(cells, none, numbers) for cells in columns]
+def _is_kept(dtype: pl.DataType, numbers: bool) -> bool:
+    return is_list_of_items(dtype) or (numbers and dtype.is_numeric())
 
 
 def _stripped(cells: pl.Series, none: set[str], numbers: bool) -> pl.Series:
     if cells.dtype == pl.Duration:
         cells = cells.dt.total_microseconds() / 1e6
-    if (numbers and cells.dtype.is_numeric()) or is_list_of_items(cells.dtype):
+    if _is_kept(cells.dtype, numbers):
         return cells
     given = (cells if cells.dtype == pl.String else cells.cast(pl.String)).to_list()
     texts = [None if text is None or (bare := text.strip(_BLANKS)) in none else bare for text in given]
@@ -219,6 +216,7 @@ def ids_of(texts: Iterable[str | None], known: Mapping[str | None, int], first: 
     known: the ids of texts and of None. buckets: ids from `first` on that unknown texts share by a hash."""
     if not buckets:
         return np.fromiter((known.get(text, UNKNOWN_ID) for text in texts), np.int32)
+    # Not hash(): Python salts that of texts anew in each process.
     found = ((text, known.get(text)) for text in texts)
     return np.fromiter(
         (first + zlib.crc32(str(t).encode()) % buckets if i is None else i for t, i in found), np.int32

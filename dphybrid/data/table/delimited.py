@@ -93,6 +93,7 @@ def _whole_lines(file: Path, data: TableDataConfig) -> Iterator[tuple[bytes, boo
         stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
         try:
             while piece := stream.read(min(BLOCK_BYTES, longest)):
+                # num_bytes: unpacked; raw.tell(): packed ones that were read for them.
                 num_bytes += len(piece)
                 if packed and num_bytes > max(UNPACKED_BYTES, data.max_expansion * raw.tell()):
                     raise UserError(
@@ -155,18 +156,17 @@ class _Block:
 
     def rows(self) -> Rows:
         """Return the rows of a block without quotes, whose lines end in \\n or \\r\\n."""
-        values = self._parsed()
-        if values is None:
+        cells = self._parsed()
+        if cells is None:
             return self._line_by_line(last=True)[0]
-        return self._rows(values, np.arange(self.line + 1, self.line + 1 + len(values)), [], b"")
+        return self._rows(cells, np.arange(self.line + 1, self.line + 1 + self.num_lines), [], b"")
 
-    def _rows(self, values: pl.DataFrame, lines: Array, rejected: list[Rejected], unread: bytes) -> Rows:
+    def _rows(self, cells: list[pl.Series], lines: Array, rejected: list[Rejected], unread: bytes) -> Rows:
         end, layout = self.offset + len(self.text) - len(unread), self.layout
-        return Rows(
-            layout.names, values, lines, rejected, layout.header, "line", self.file, end, layout.renamed
-        )
+        columns = dict(zip(layout.names, cells, strict=True))
+        return Rows(columns, lines, rejected, layout.header, "line", self.file, end, layout.renamed)
 
-    def _parsed(self) -> pl.DataFrame | None:
+    def _parsed(self) -> list[pl.Series] | None:
         """Return the columns as polars reads them, None where `_line_by_line` would read others."""
         separator, width, num_rows = self.layout.separator.encode(), len(self.layout.names), self.num_lines
         if len(separator) > 1 or width == 1:
@@ -174,9 +174,11 @@ class _Block:
         text = self.text.replace(b"\r\n", b"\n") if b"\r" in self.text else self.text
         if not text.isascii():
             text = text.replace(b"\xef\xbb\xbf", b"")
+        # polars fills short rows up in silence, so the fields are counted here.
         if _count(text, separator) != num_rows * (width - 1):
             return None
         blanks = not text.isascii() or any(blank in text for blank in _BLANKS if blank != separator)
+        # A text for no value costs a comparison with each cell: name only those that the block can hold.
         present = [] if blanks else [no for no in self.no_value if all(sign in text for sign in no.encode())]
         try:
             frame = pl.read_csv(
@@ -192,7 +194,7 @@ class _Block:
         # with all separators there, and no row with too many fields, every row has its own
         if len(frame) != num_rows:
             return None
-        return clean(frame, self.no_value) if blanks else frame
+        return clean(frame.get_columns(), self.no_value) if blanks else frame.get_columns()
 
     def _line_by_line(self, last: bool) -> tuple[Rows, int, bytes]:
         """Return the rows, how many lines they took, and the end of the block that needs lines of the next
@@ -219,10 +221,9 @@ class _Block:
                 numbers.append(number)
             i = end + 1
         columns = zip(*rows, strict=True) if rows else [()] * width
-        cells = [pl.Series(str(place), column, dtype=pl.String) for place, column in enumerate(columns)]
+        cells = clean((pl.Series(column, dtype=pl.String) for column in columns), self.no_value)
         unread = "".join(f"{text}\n" for text in lines[i:]).encode()
-        values = clean(pl.DataFrame(cells), self.no_value)
-        return self._rows(values, np.array(numbers, np.int64), rejected, unread), i, unread
+        return self._rows(cells, np.array(numbers, np.int64), rejected, unread), i, unread
 
 
 def _count(block: bytes, sign: bytes) -> int:

@@ -15,7 +15,8 @@ def description(
     """Return how a table was read, in lines for people. sizes: rows of the parts, and their rates of a
     binary label. unseen: by column, the share of validation values that no training row has."""
     data, label = table.plan.data, encoder.label
-    how = "" if label.task == "binary" else f"{label.task} ({_told(data.task)}): "
+    overruled = "as data.task says" if data.task != "auto" else "--data.task overrules"
+    how = "" if label.task == "binary" else f"{label.task} ({overruled}): "
     lines = [
         f"  {data.path}: {table.num_rows:,} rows, label {label.name!r}: {how}{_escaped(label.told())}",
         *_column_lines(table, encoder),
@@ -90,15 +91,7 @@ def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
     if data.weight:
         zero = f"; {table.weightless:,} rows with a weight of 0 are left out" if table.weightless else ""
         lines.append(f"  weights of rows, in loss and metrics: {data.weight}{zero}")
-    if table.rejected:
-        lines.append(
-            f"  {len(table.rejected)} rows rejected: rejected.jsonl in the prepared folder says which and why"
-        )
     return lines
-
-
-def _told(task: str) -> str:
-    return "as data.task says" if task != "auto" else "--data.task overrules"
 
 
 def _shown(text: str) -> str:

@@ -164,6 +164,7 @@ class Encoder:
             raise UserError(
                 f"{folder}: was written by another version of dphybrid; prepare the data and train again"
             )
+        # In the order of the columns that have one.
         vocabularies = iter(pl.read_parquet(folder / "vocabularies.parquet")["values"])
         columns = []
         for values in page["columns"]:

@@ -60,6 +60,7 @@ def row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
     for arrays in blocks:
         cells = {name: arrays[name] for name in ("ids_BF", "dense_BN", "labels_B")}
         if "bags_BFL" in arrays:
+            # A table is as wide as its longest bag, and equal rows of two tables must have equal keys.
             beyond = max_items - arrays["bags_BFL"].shape[2]
             cells["bags_BFL"] = np.pad(
                 arrays["bags_BFL"], ((0, 0), (0, 0), (0, beyond)), constant_values=PADDING_ID
@@ -69,6 +70,7 @@ def row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
             for name, array in cells.items()
             for place, column_B in enumerate(array.reshape(len(array), -1).T)
         ]
+        # Compared within this process only: another version of polars may hash otherwise.
         keys.append(pl.DataFrame(columns).hash_rows().to_numpy())
     return np.concatenate(keys)
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
             names = dict.fromkeys(str(name) for row in data for name in row)
             return pl.DataFrame({name: [row.get(name) for row in data] for name in names}, strict=False)
     except (pl.exceptions.PolarsError, TypeError, ValueError, OverflowError) as error:
+        # A UserError is a ValueError, too.
         if isinstance(error, UserError):
             raise
         raise UserError(f"{where}: cannot be read as a table: {error}") from error
@@ -164,6 +166,22 @@ def _compact(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.select(pl.all().gather(pl.int_range(pl.len())))
 
 
+@dataclass
+class Written:
+    """What became of the rows of files."""
+
+    out: Path
+    num_rows: int = 0
+    num_rejected: int = 0
+
+    def told(self) -> list[str]:
+        """Return the line that says which rows could not be read, or none."""
+        if not self.num_rejected:
+            return []
+        page = _rejected_page(self.out)
+        return [f"{self.num_rejected:,} rows cannot be read and are left out: {page} says which and why"]
+
+
 def table_target(out: str | Path) -> Path:
     """Return the path of --out. Raises UserError where no file can be written, or of no such kind."""
     target = Path(out)
@@ -174,10 +192,17 @@ def table_target(out: str | Path) -> Path:
 
 
 def write_frames(
-    frames: Iterator[pl.DataFrame], schema: Mapping[str, pl.DataType | type[pl.DataType]], target: Path
+    frames: Iterator[pl.DataFrame],
+    schema: Mapping[str, pl.DataType | type[pl.DataType]],
+    target: Path,
+    rejected: Sequence[Mapping[str, object]],
 ) -> None:
-    """Write the frames, all of one schema. Errors of `frames` are raised as they are, and UserError where the
-    file cannot be written; nothing is left at `target` then."""
+    """Write the frames, all of one schema; the file is there when all of them are. Beside it a page says
+    which rows could not be read, and why; `rejected` may grow while frames are made. An earlier page goes.
+
+    Errors of `frames` are raised as they are, and UserError where the file cannot be written; nothing is left
+    at `target` then.
+    """
     failed: list[BaseException] = []
 
     def noted(*_: object) -> Iterator[pl.DataFrame]:
@@ -187,11 +212,16 @@ def write_frames(
             failed.append(error)  # polars would wrap it
             raise
 
-    partial = temporary(target)
+    partial, page = temporary(target), _rejected_page(target)
     try:
+        # A lazy frame over the generator: polars writes it piece by piece.
         lazy = register_io_source(noted, schema=dict(schema))
         lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
         sync(partial)
+        if rejected:
+            write_text(page, "".join(json.dumps(row) + "\n" for row in rejected))
+        else:
+            page.unlink(missing_ok=True)
         partial.replace(target)
     except (pl.exceptions.PolarsError, OSError) as error:
         if failed:
@@ -199,23 +229,6 @@ def write_frames(
         raise UserError(f"--out {target}: cannot be written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
-
-
-def write_rejected(rejected: Sequence[Mapping[str, object]], target: Path) -> None:
-    """Write which rows could not be read, and why, beside what was made of the others; an earlier page of
-    that kind goes."""
-    page = _rejected_page(target)
-    if rejected:
-        write_text(page, "".join(json.dumps(row) + "\n" for row in rejected))
-    else:
-        page.unlink(missing_ok=True)
-
-
-def told_of_rejected(count: int, target: Path) -> list[str]:
-    """Return the line that says so, or none."""
-    if not count:
-        return []
-    return [f"{count:,} rows cannot be read and are left out: {_rejected_page(target)} says which and why"]
 
 
 def _rejected_page(target: Path) -> Path:

@@ -36,7 +36,7 @@ from dphybrid.data.table.numbers import (
     has_leading_zeros,
     is_day_first,
     looks_like_dates,
-    notation_of,
+    sampled_notation,
     why_no_number,
 )
 from dphybrid.util.errors import UserError
@@ -130,12 +130,11 @@ class Numeric(Numbers):
     def claims(cls, sample: Sample) -> Claim | None:
         if not len(sample.cells) or why_no_number(sample) is not None:
             return None
-        notation = notation_of(sample.cells, sample.data)
-        return Claim(notation.reason(sample.cells), cls.told(sample))
+        return Claim(sampled_notation(sample).reason(sample.cells), cls.told(sample))
 
     @classmethod
     def told(cls, sample: Sample) -> Keys:
-        notation = notation_of(sample.cells, sample.data)
+        notation = sampled_notation(sample)
         return {"decimal": notation.decimal, "thousands": notation.thousands}
 
     def read(self, cells: pl.Series) -> pl.Series:
@@ -258,6 +257,7 @@ class Category(Column):
     def kept(self, texts: pl.Series, counts: Array, least: int) -> Self:
         """Return the column with the texts that at least so many training rows have, most frequent first."""
         seen = pl.DataFrame({"value": texts, "rows": counts}).filter(pl.col("rows") >= least)
+        # Ties by name: the order in which texts were read may depend on threads.
         kept = seen.sort(["rows", "value"], descending=[True, False])["value"]
         return self._with(kept if self.top is None else kept.head(self.top))
 
@@ -346,9 +346,11 @@ class Bag(Category):
     def read(self, cells: pl.Series) -> pl.Series:
         return self.items(cells, self.max_items)
 
-    def left_out(self, cells: pl.Series) -> tuple[int, int]:
-        """Return how many cells hold more items than are looked up, and how many items these are."""
-        beyond = self.items(cells).list.len().cast(pl.Int64) - self.max_items
+    def left_out(self, cells: pl.Series, values: pl.Series) -> tuple[int, int]:
+        """Return how many cells hold more items than are looked up, and how many items these are. values:
+        what `read` gave."""
+        full = cells.filter(values.list.len() == self.max_items)  # the only ones that may hold more
+        beyond = self.items(full).list.len().cast(pl.Int64) - self.max_items
         beyond = beyond.filter(beyond > 0)
         return len(beyond), int(beyond.sum())
 

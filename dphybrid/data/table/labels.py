@@ -75,7 +75,7 @@ class Label(Section):
         return _LABELS[page.pop("task", "binary")](**page)
 
 
-class Binary(Label):
+class _Binary(Label):
     """One of two values: the probability of the second one."""
 
     task = "binary"
@@ -91,7 +91,7 @@ class Binary(Label):
         return f"{self.classes[1]!r} is 1, {self.classes[0]!r} is 0"
 
 
-class Multiclass(Label):
+class _Multiclass(Label):
     """One of several values: a probability each."""
 
     task = "multiclass"
@@ -108,7 +108,7 @@ class Multiclass(Label):
         return f"{len(self.classes)} classes, {shown}"
 
 
-class Regression(Label):
+class _Regression(Label):
     """A number, standardized by the training rows."""
 
     task = "regression"
@@ -122,7 +122,7 @@ class Regression(Label):
         return self.model_copy(update={"offset": mean, "scale": std or 1.0})
 
 
-class Counts(Label):
+class _Counts(Label):
     """A count, divided by the mean of the training rows."""
 
     task = "counts"
@@ -134,7 +134,7 @@ class Counts(Label):
         return self.model_copy(update={"scale": float(np.average(train_B, weights=weights_B)) or 1.0})
 
 
-_LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (Binary, Multiclass, Regression, Counts)}
+_LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (_Binary, _Multiclass, _Regression, _Counts)}
 
 
 def label_column(sample: Sample) -> Column:
@@ -178,9 +178,10 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig) -> tuple
     """
     _check_values(name, values, data)
     cells = pl.Series(values, dtype=pl.String)
+    # The first rows were too few to tell: by now all values are known.
     numbers = notation_of(cells, data).read(cells)
     if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
-        return Regression(name=name), numbers.to_numpy()
+        return _Regression(name=name), numbers.to_numpy()
     if len(values) > _MAX_CLASSES:
         raise UserError(
             f"data.label={data.label}: column {name!r} has {len(values):,} different values, such as "
@@ -192,7 +193,7 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig) -> tuple
     if two and classes[0].lower() in _POSITIVE:
         classes.reverse()
     number = {value: float(place) for place, value in enumerate(classes)}
-    label = (Binary if two else Multiclass)(name=name, classes=tuple(classes))
+    label = (_Binary if two else _Multiclass)(name=name, classes=tuple(classes))
     return label, np.array([number[value] for value in values])
 
 

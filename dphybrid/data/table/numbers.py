@@ -22,8 +22,8 @@ from dphybrid.data.table.column import Array, Sample
 
 _INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity")
 """Lower-cased texts of infinite numbers, which count as no value."""
-NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
-NOTATIONS += [(decimal, group) for decimal in ".," for group in " '_"]
+_NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
+_NOTATIONS += [(decimal, group) for decimal in ".," for group in " '_"]
 """Signs of decimals and of groups that are tried, in this order."""
 FEW_OTHERS = 0.05
 """Share of cells that are not numbers up to which the first one is named as the reason."""
@@ -81,7 +81,7 @@ def notation_of(cells: pl.Series, data: TableDataConfig) -> Notation:
     """Return how a column's numbers are written: as the config says, else as most of its cells are read."""
     fits = [
         Notation(*pair)
-        for pair in NOTATIONS
+        for pair in _NOTATIONS
         if data.decimal in ("auto", pair[0]) and data.thousands in ("auto", pair[1])
     ]
     if len(fits) == 1 or cells.dtype != pl.String:
@@ -97,10 +97,16 @@ def has_leading_zeros(cells: pl.Series) -> bool:
     return cells.dtype == pl.String and bool(cells.str.contains(r"^-?0\d").any())
 
 
+@lru_cache(maxsize=1)  # kinds ask for it several times in turn
+def sampled_notation(sample: Sample) -> Notation:
+    """Return how the numbers of a sample are written."""
+    return notation_of(sample.cells, sample.data)
+
+
 @lru_cache(maxsize=1)  # several kinds ask in turn
 def why_no_number(sample: Sample) -> str | None:
     """Return why a column is not read as numbers (empty: most cells are none), None where it is."""
-    cells, notation = sample.cells, notation_of(sample.cells, sample.data)
+    cells, notation = sample.cells, sampled_notation(sample)
     odd = cells.filter(notation.wrong(cells))
     if len(odd):
         few = len(odd) <= FEW_OTHERS * len(cells)
@@ -212,6 +218,7 @@ def bucket_edges(known: Array, num_buckets: int) -> Array:
     rest = known[~np.isin(known, large)] if len(large) else known
     if not len(large) or not len(rest):
         return np.unique(np.quantile(known, shares))
+    # An edge on either side of a value, so that it is alone between them.
     around = np.concatenate([large, np.nextafter(large, np.inf)])
     spare = max(0, num_buckets - 1 - len(around))
     inner = np.quantile(rest, np.linspace(0, 1, spare + 2)[1:-1]) if spare else np.empty(0)

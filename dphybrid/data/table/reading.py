@@ -69,6 +69,7 @@ class Plan:
     @cached_property
     def read(self) -> dict[str, tuple[str, Column]]:
         """All columns that are read, by their names in the store, each with the field that says how."""
+        # With a prefix, as a column may be named label, weight or split.
         found = {f"column {c.name}": (c.flag, c) for c in self.columns}
         others = {"label": self.label, "weight": self.weight, "split": self.split}
         return found | {name: (name, column) for name, column in others.items() if column}
@@ -157,6 +158,7 @@ def read_table(plan: Plan, files: tuple[Path, ...], num_held: int, folder: Path,
             table.num_read = table.num_rows
         jobs = read_jobs(file, data)
         if number == 0:
+            # The rows of the first job are in the plan.
             next(jobs)
             jobs = itertools.chain([as_job(plan.first)], jobs)
         for chunk in mapped(lambda job: encoded(plan, job(), table.dictionaries), jobs, _READERS):
@@ -214,12 +216,13 @@ def _check(table: Table) -> None:
 def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _Chunk:
     """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
     _check_names(plan, rows)
-    cells = {name: rows.column(column.name) for name, (_, column) in plan.read.items()}
+    cells = {name: rows.columns[column.name] for name, (_, column) in plan.read.items()}
     values = {name: column.read(cells[name]) for name, (_, column) in plan.read.items()}
     unlabelled_B = cells["label"].is_null().to_numpy()
     weightless_B = _unused(plan, rows, values) & ~unlabelled_B
     drop_B, rejected = unlabelled_B | weightless_B, list(rows.rejected)
     for name, (flag, column) in plan.read.items():
+        # Most blocks have no bad cell, which the counts tell at once.
         if column.noun is None or values[name].null_count() == cells[name].null_count():
             continue
         odd_B = column.wrong(cells[name], values[name]).to_numpy() & ~drop_B
@@ -233,7 +236,7 @@ def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _
             rejected.append({"file": str(rows.file), "line": int(rows.lines[row]), "reason": reason})
         drop_B = drop_B | odd_B
     bags = {name: column for name, (_, column) in plan.read.items() if isinstance(column, Bag)}
-    left_out = {bag.name: bag.left_out(cells[name]) for name, bag in bags.items()}
+    left_out = {bag.name: bag.left_out(cells[name], values[name]) for name, bag in bags.items()}
     keep = pl.Series(~drop_B)
     kept = {name: column.filter(keep) for name, column in values.items()} if drop_B.any() else values
     stored = [
@@ -279,7 +282,7 @@ def _unused(plan: Plan, rows: Rows, values: Mapping[str, pl.Series]) -> Array:
 
 def _refuse(rows: Rows, wrong_B: Array, field: str, column: Column, why: str) -> None:
     for row in np.flatnonzero(wrong_B)[:1]:
-        held = rows.column(column.name)[int(row)]
+        held = rows.columns[column.name][int(row)]
         raise UserError(
             f"{field}={column.name!r}: {rows.file}, {rows.place} {int(rows.lines[row])}: holds {held!r}, and "
             f"{why}"

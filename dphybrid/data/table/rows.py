@@ -1,7 +1,7 @@
 """Rows read from files chunk by chunk: cells, line numbers and rejected rows."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -38,13 +38,12 @@ class Rows:
     """Cells as stripped text (None: no value) or lists of texts, the line of each row from 1 on, and the
     rejected rows.
 
-    values: columns 0, 1, ...; their names stand apart, because polars reads names such as `*` as patterns.
-    header: the first line named the columns; Parquet files always do. place: what `lines` counts, "line" or
-    "row". renamed: names that the header repeats, with those that the columns got instead.
+    columns: by name; no frame, as polars reads names such as `*` as patterns. header: the first line
+    named the columns; Parquet files always do. place: what `lines` counts, "line" or "row". renamed: names
+    that the header repeats, with those that the columns got instead.
     """
 
-    names: list[str]
-    values: pl.DataFrame
+    columns: Mapping[str, pl.Series]
     lines: Array
     rejected: list[Rejected]
     header: bool
@@ -56,9 +55,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def column(self, name: str) -> pl.Series:
-        """Return a column by its name."""
-        return self.values.to_series(self.names.index(name))
+    @property
+    def names(self) -> list[str]:
+        """The columns' names."""
+        return list(self.columns)
 
 
 Job = Callable[[], Rows]
@@ -80,6 +80,7 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
     if root.is_file():
         files = [root]
     elif root.is_dir():
+        # _SUCCESS, .part-0.crc and the like stand beside the data that Spark writes.
         below = (file for file in root.rglob("*") if file.name[0] not in "._" and file.is_file())
         files = [file for file in below if file.name.lower().endswith(SUFFIXES)]
         if not files:
@@ -103,6 +104,11 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
     return tuple(sorted(files))
 
 
+def partitions(file: Path) -> list[str]:
+    """Return the folders named key=value that a file lies in: they are columns of Parquet files."""
+    return [part for part in file.parent.parts if "=" in part]
+
+
 _OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".feather", ".arrow", ".orc", ".avro", ".zip", ".pkl", ".sqlite")
 
 
@@ -113,6 +119,31 @@ def read_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     Raises UserError when it cannot be read, is empty, or is not text.
     """
     return mapped(lambda job: job(), read_jobs(file, data), threads=1)
+
+
+def read_files(
+    files: Sequence[Path],
+    data: TableDataConfig,
+    rejected: list[Rejected],
+    what: str = "",
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Iterator[Rows]:
+    """Yield the rows of the files of `data.path`, chunk after chunk; what cannot be read goes to `rejected`.
+    on_progress(what, bytes, of all bytes) is called after each chunk.
+
+    Raises UserError as `read_chunks` does, and after the last chunk where more than `data.max_rejected` of
+    the rows cannot be read.
+    """
+    total, before, num_rows = sum(file.stat().st_size for file in files), 0, 0
+    for file in files:
+        for rows in read_chunks(file, data):
+            rejected += rows.rejected
+            num_rows += len(rows)
+            yield rows
+            if on_progress:
+                on_progress(what, min(total, before + rows.bytes_read), total)
+        before += file.stat().st_size
+    check_rejected(str(data.path), rejected, num_rows + len(rejected), data.max_rejected)
 
 
 def read_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
@@ -190,11 +221,9 @@ def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
                 )
             first, size = first + len(texts), size + sum(map(len, texts))
             check_columns(file, len(names), data.max_columns)
-            cells = [
-                _json_cells(str(place), [r.get(name) for r in records]) for place, name in enumerate(names)
-            ]
-            values = clean(pl.DataFrame(cells), data.no_value)
-            yield Rows(names, values, np.array(lines, np.int64), rejected, True, "line", file, size)
+            cells = clean((_json_cells([r.get(name) for r in records]) for name in names), data.no_value)
+            columns = dict(zip(names, cells, strict=True))
+            yield Rows(columns, np.array(lines, np.int64), rejected, True, "line", file, size)
 
 
 def _record(text: bytes, names: Sequence[str]) -> tuple[dict[str, object], str]:
@@ -212,12 +241,12 @@ def _record(text: bytes, names: Sequence[str]) -> tuple[dict[str, object], str]:
     return record, ""
 
 
-def _json_cells(name: str, values: list[object]) -> pl.Series:
+def _json_cells(values: list[object]) -> pl.Series:
     """Return values as texts, lists as lists of texts."""
     if any(isinstance(value, list) for value in values):
         lists = [value if isinstance(value, list) else [value] for value in values]
-        return pl.Series(name, [[_text(item) for item in items] for items in lists], dtype=pl.List(pl.String))
-    return pl.Series(name, [_text(value) for value in values], dtype=pl.String)
+        return pl.Series([[_text(item) for item in items] for items in lists], dtype=pl.List(pl.String))
+    return pl.Series([_text(value) for value in values], dtype=pl.String)
 
 
 def _text(value: object) -> str | None:
@@ -227,10 +256,8 @@ def _text(value: object) -> str | None:
 def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     start = 1
     try:
-        # Folders named key=value become columns.
-        lazy = pl.scan_parquet(
-            file, hive_partitioning=any("=" in part for part in file.parent.parts), try_parse_hive_dates=False
-        )
+        # Read lazily, chunk by chunk; the whole file may be larger than memory.
+        lazy = pl.scan_parquet(file, hive_partitioning=bool(partitions(file)), try_parse_hive_dates=False)
         schema = lazy.collect_schema()
         check_columns(file, len(schema), data.max_columns)
         check_types(schema, f"data.path={file}", "data.ignore", data.left_out(schema.names()))
@@ -245,15 +272,12 @@ def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
 
 def _parquet_rows(frame: pl.DataFrame, file: Path, data: TableDataConfig, start: int) -> Rows:
     ignored = set(data.left_out(frame.columns))
-    empty = [
-        pl.Series(name, [None] * len(frame), dtype=pl.String)
-        for name in frame.columns
-        if name in ignored and _is_odd(frame.schema[name])
-    ]
-    frame = frame.with_columns(empty)
-    names, numbered = frame.columns, frame.rename({name: str(i) for i, name in enumerate(frame.columns)})
-    lines = np.arange(start, start + len(frame))
-    return Rows(names, clean(numbered, data.no_value), lines, [], True, "row", file)
+    nothing = pl.Series([None] * len(frame), dtype=pl.String)
+    # Without their names, which a Series' own methods read as patterns, too.
+    given = zip(frame.columns, (cells.alias("") for cells in frame.get_columns()), strict=True)
+    cells = [nothing if name in ignored and _is_odd(c.dtype) else c for name, c in given]
+    columns = dict(zip(frame.columns, clean(cells, data.no_value), strict=True))
+    return Rows(columns, np.arange(start, start + len(frame)), [], True, "row", file)
 
 
 def _is_odd(dtype: pl.DataType) -> bool:

@@ -50,6 +50,7 @@ def read_schema(path: Path) -> SchemaFile:
                     raise UserError(f"columns.{name}.{key} = {value!r}: no kind of column has such a key")
             if section.get("role", "ignore") not in roles():
                 raise UserError(f"columns.{name}.role = {section['role']!r}: use {', '.join(roles())}")
+            # Without a role any kind may claim the column, so each checks the keys that it would get.
             for kind in KINDS:
                 kind(name=name, **_keys_of(kind, section))
         return schema
@@ -100,6 +101,7 @@ def find_column(rows: Rows, name: str, place: str) -> str:
     columns = rows.names
     if name in columns:
         return name
+    # A position, unless a column has these digits as its name.
     if name.isascii() and name.isdigit() and int(name) < len(columns):
         return columns[int(name)]
     listed = ", ".join(columns)
@@ -114,7 +116,7 @@ def find_column(rows: Rows, name: str, place: str) -> str:
 
 def sample_of(rows: Rows, name: str, data: TableDataConfig) -> Sample:
     """Return what the first rows hold of a column."""
-    cells = rows.column(name).head(LOOKED_AT)
+    cells = rows.columns[name].head(LOOKED_AT)
     return Sample(name, cells.drop_nulls(), len(cells), len(rows) == len(cells), data)
 
 
@@ -139,7 +141,11 @@ def look(rows: Rows, data: TableDataConfig, schema: SchemaFile, taken: Mapping[s
 
 def _look(rows: Rows, sample: Sample, role: str | None, section: Mapping[str, Any]) -> Look:
     role = role or section.get("role")
-    kind, claim = (kind_of(role), Claim("as given", {})) if role else _claimed(sample)
+    if role:
+        kind, claim = kind_of(role), Claim("as given", {})
+    else:  # the last of KINDS claims every column
+        claims = ((kind, kind.claims(sample)) for kind in KINDS)
+        kind, claim = next((kind, claim) for kind, claim in claims if claim)
     column = kind(name=sample.name, **{**kind.told(sample), **claim.keys, **_keys_of(kind, section)})
     if isinstance(column, Time) and (both := {*column.part_names} & {*rows.names}):
         raise UserError(
@@ -148,10 +154,3 @@ def _look(rows: Rows, sample: Sample, role: str | None, section: Mapping[str, An
         )
     samples = sample.cells.unique(maintain_order=True).head(3).to_list()
     return Look(column, claim.reason, tuple(map(str, samples)))
-
-
-def _claimed(sample: Sample) -> tuple[type[Column], Claim]:
-    for kind in KINDS:
-        if claim := kind.claims(sample):
-            return kind, claim
-    raise AssertionError(f"the last of KINDS claims every column, and not {sample.name!r}")

@@ -5,7 +5,7 @@ vocabularies and a few numbers a row, however large the input is. Letters: B row
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ import polars as pl
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress, Streamed, source_digests, unreadable
+from dphybrid.data.store import Content, Progress, Source, Streamed, reading_files
 from dphybrid.data.table.column import Column, Found
 from dphybrid.data.table.description import description
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.extend import Base, extended_split, open_base, row_keys
 from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
-from dphybrid.data.table.rows import find_files, read_jobs
+from dphybrid.data.table.rows import find_files, partitions, read_jobs
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
 from dphybrid.data.table.splits import RowSplit, split_rows
 from dphybrid.util.errors import UserError
@@ -37,13 +37,14 @@ PACKED = (".gz", ".parquet", ".pq")
 
 
 @dataclass(frozen=True)
-class TableSource:
+class TableSource(Source):
     """Files of rows. held_files: those whose rows are the held-out ones."""
 
     data: TableDataConfig
     seed: int
     read_files: tuple[Path, ...]
     held_files: tuple[Path, ...] = ()
+    _plans: dict[tuple[int, int], Plan] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -61,11 +62,11 @@ class TableSource:
 
     @property
     def options(self) -> dict[str, object]:
+        # Not where files lie, but what they hold: the digests of their bytes, the schema and the base.
         excluded = {"path", "valid_path", "schema_file", "base", *_LIMITS}
-        partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
         return self.data.model_dump(mode="json", exclude=excluded) | {
             "schema": self.schema.model_dump(mode="json"),
-            "partitions": partitions,
+            "partitions": [partitions(file) for file in self.files],
             "held_files": len(self.held_files),
             "base": self.base.prepared.digest if self.base else None,
             "formats": sorted(
@@ -73,15 +74,16 @@ class TableSource:
             ),
         }
 
-    def digests(self, progress: Progress) -> list[bytes]:
-        return source_digests(self.files, progress)
-
     def plan(self) -> Plan:
         """Return what the first rows say. Raises UserError when they do not fit."""
-        data = self.data
+        data, stat = self.data, self.files[0].stat()
         if self.base and data.task == "auto":
             data = data.model_copy(update={"task": self.base.encoder.label.task})
-        return Plan.of(next(read_jobs(self.files[0], data))(), data, self.schema)
+        # Asked for when the source is opened and when it is read: the same plan, unless the file has changed.
+        stamp = (stat.st_size, stat.st_mtime_ns)
+        if stamp not in self._plans:
+            self._plans[stamp] = Plan.of(next(read_jobs(self.files[0], data))(), data, self.schema)
+        return self._plans[stamp]
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         plan = self.plan()
@@ -98,9 +100,12 @@ class TableSource:
         weights_B = table.whole("weight").astype(np.float32) if plan.weight else None
         if self.base:
             earlier = self.base.encoder
-            split, parts["new_rows"] = extended_split(
-                split, self.base, _keys(table, earlier.coded_by(texts), earlier.label.encoded(answers_B))
+            labels = np.split(earlier.label.encoded(answers_B), np.cumsum(table.lengths)[:-1])
+            blocks = zip(_blocks(table, earlier.coded_by(texts)), labels, strict=True)
+            keys_B = row_keys(
+                ({**arrays, "labels_B": block_B} for arrays, block_B in blocks), earlier.max_items
             )
+            split, parts["new_rows"] = extended_split(split, self.base, keys_B)
             label = label.model_copy(update=earlier.label.model_dump(include={"offset", "scale"}))
         else:
             kept_B = ~split.held_B
@@ -204,10 +209,8 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
             "cannot be in both parts"
         )
     source = TableSource(data, seed, files, held)
-    try:
+    with reading_files():
         source.plan()
-    except OSError as error:
-        raise unreadable(error) from error
     return source
 
 
@@ -215,13 +218,6 @@ def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:
     """Yield the arrays of the blocks."""
     longest = table.longest
     return mapped(lambda number: encoder.arrays(table.values(number), longest), range(len(table.lengths)))
-
-
-def _keys(table: Table, encoder: Encoder, labels_B: Array) -> Array:
-    """Return the rows' keys in an earlier table's encoding, with their labels in it."""
-    ends = np.cumsum(table.lengths)[:-1]
-    blocks = zip(_blocks(table, encoder), np.split(labels_B, ends), strict=True)
-    return row_keys(({**arrays, "labels_B": block_B} for arrays, block_B in blocks), encoder.max_items)
 
 
 def _answers(table: Table) -> tuple[Label, Array]:
@@ -261,6 +257,7 @@ def _fitted(
     training row has."""
     trained = np.flatnonzero(~split.held_B)
     sample_B = np.zeros(len(split.held_B), bool)
+    # Evenly spaced, not the first ones: files are often sorted by time.
     sample_B[trained[:: -(-len(trained) // _FIT_ROWS)]] = True
     unseen: dict[str, float] = {}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Prepared
-from dphybrid.training.label_tasks import LabelTask
+from dphybrid.training.label_tasks import LabelTask, label_task
 
 _LINEAR_ROWS = 2**16
 """Training rows, evenly spaced, that the linear model sees at most, over all outputs together."""
@@ -26,9 +26,10 @@ _FEWEST_ROWS = 50
 """Rows below which a column predicts the label by chance."""
 
 
-def baselines(data: Prepared, task: LabelTask) -> dict[str, dict[str, float]]:
+def baselines(data: Prepared) -> dict[str, dict[str, float]]:
     """Return the metrics, on the validation rows, of the most frequent class (of numbers: their mean) and of
     a linear model on the same encoded rows."""
+    task = label_task(data.info)
     train = _spaced(data.dataset("train"), _LINEAR_ROWS // task.num_outputs)
     valid = _spaced(data.dataset("valid"), LOOKED_AT)
     name = "mean" if task.label.task in ("regression", "counts") else "majority class"
@@ -38,11 +39,11 @@ def baselines(data: Prepared, task: LabelTask) -> dict[str, dict[str, float]]:
     }
 
 
-def floor(data: Prepared, task: LabelTask) -> dict[str, Tensor]:
+def floor(data: Prepared) -> dict[str, Tensor]:
     """Return the outputs of the most frequent class, or of the mean, on all validation rows."""
     valid = data.dataset("valid")
     train = _spaced(data.dataset("train"), LOOKED_AT)
-    return _constant_outputs(train, valid.fetch(np.arange(len(valid))), task)
+    return _constant_outputs(train, valid.fetch(np.arange(len(valid))), label_task(data.info))
 
 
 def _constant_outputs(
@@ -114,10 +115,10 @@ def _sparse(batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> sparse.csr_
     return sparse.hstack([of_ids, sparse.csr_matrix(batch["dense_BN"].numpy())]).tocsr()
 
 
-def leaks(data: Prepared, task: LabelTask) -> list[str]:
+def leaks(data: Prepared) -> list[str]:
     """Return a warning for each column that alone tells nearly all of the label: AUC or R2 above `_LEAK`, of
     the mean label of its values, fitted on one half of the training rows and asked about the other."""
-    batch = _spaced(data.dataset("train"), LOOKED_AT)
+    batch, task = _spaced(data.dataset("train"), LOOKED_AT), label_task(data.info)
     labels_B = batch["labels_B"].numpy().astype(np.float64)
     if len(labels_B) < _FEWEST_ROWS or np.ptp(labels_B) == 0:
         return []

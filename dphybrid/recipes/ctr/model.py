@@ -58,7 +58,7 @@ class Sizes:
         return nn.Sequential(*steps, nn.Linear(widths[-1], self.outputs))
 
 
-class Mlp(nn.Module):
+class _Mlp(nn.Module):
     """(rows_BFD, dense_BN) -> logits."""
 
     def __init__(self, s: Sizes) -> None:
@@ -140,10 +140,10 @@ class DLRM(nn.Module):
         return self.top(torch.cat([other_BD, dots_BP], dim=1)).squeeze(1)
 
 
-NETWORKS: dict[str, type[nn.Module]] = {"mlp": Mlp, "wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
+NETWORKS: dict[str, type[nn.Module]] = {"mlp": _Mlp, "wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
 
 
-class ClickRegion(nn.Module):
+class _ClickRegion(nn.Module):
     """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits). loss: of a `LabelTask`.
 
     shares_BGL: of G bags of L rows, each row's share in its bag's mean, 0 for padding; the bags' rows are
@@ -229,7 +229,7 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     )
     tables = dict(zip(names, num_ids, strict=True))
     table = HostEmbeddingCollection(tables, o.dim, name="table", std=std, make=context.table)
-    region = DataParallel(ClickRegion(network, task.loss), context.devices)
+    region = DataParallel(_ClickRegion(network, task.loss), context.devices)
     return ClickModel(table, region, int(context.info.get("num_bags", 0)))
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from dphybrid.recipes.context import ModelContext
     from dphybrid.training.metrics import Task
 
-SLOW_ROWS, FAST_ROWS = 0.03, 5.0
+_SLOW_ROWS, _FAST_ROWS = 0.03, 5.0
 """Share of the learning rate that rows learn at in a training as long as the data asks for, and at most."""
-MANY_VALUES, FEW_ROWS = 1000, 4
+_MANY_VALUES, _FEW_ROWS = 1000, 4
 """Values of a column that are many, and training rows a value that are few: rows learn slowly up to there."""
-ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
+_ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
 
 
 class Ctr(Recipe):
@@ -51,6 +51,7 @@ class Ctr(Recipe):
     @property
     def data(self) -> type[TableDataConfig]:  # type: ignore[override]
         """The data section, with a field for each kind of column; polars waits until it is asked for."""
+        # Asked for anew, not kept: a package may have added a kind of column since.
         from dphybrid.data.table.kinds import table_config
 
         return table_config()
@@ -70,15 +71,15 @@ class Ctr(Recipe):
             return found, lines
         # Fast rows learn rare values by heart; a linear part, products of rows, and many values that are not
         # rare need them faster.
-        share, why = SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0, ""
+        share, why = _SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0, ""
         values = max(info["num_ids"], default=0)
-        if share == SLOW_ROWS and values > MANY_VALUES and num_rows > FEW_ROWS * values:
-            share = min(share * (num_rows / values / FEW_ROWS) ** 2, 1.0)
-            why = f" instead of {SLOW_ROWS:g} x, for {num_rows / values:.3g} rows a value of {values:,}"
-        if share == SLOW_ROWS and config.train.epochs:  # few epochs were given: slow rows would not get far
+        if share == _SLOW_ROWS and values > _MANY_VALUES and num_rows > _FEW_ROWS * values:
+            share = min(share * (num_rows / values / _FEW_ROWS) ** 2, 1.0)
+            why = f" instead of {_SLOW_ROWS:g} x, for {num_rows / values:.3g} rows a value of {values:,}"
+        if share == _SLOW_ROWS and config.train.epochs:  # few epochs were given: slow rows would not get far
             steps = config.train.epochs * math.ceil(num_rows / found.train.batch_size)
-            share = min(max(share * (STEPS / max(1, steps)) ** 2, share), FAST_ROWS)
-            why = f" instead of {SLOW_ROWS:g} x, for only {steps:,} steps" if share > SLOW_ROWS else ""
+            share = min(max(share * (STEPS / max(1, steps)) ** 2, share), _FAST_ROWS)
+            why = f" instead of {_SLOW_ROWS:g} x, for only {steps:,} steps" if share > _SLOW_ROWS else ""
         lr = share * found.train.lr
         lines.append(f"table.lr={lr:g}: {share:.3g} x train.lr{why}")
         return found.model_copy(update={"table": found.table.model_copy(update={"lr": lr})}), lines
@@ -101,29 +102,30 @@ class Ctr(Recipe):
 
     def baselines(self, data: "Prepared") -> dict[str, dict[str, float]]:
         from dphybrid.recipes.ctr.baselines import baselines
-        from dphybrid.training.label_tasks import label_task
 
-        return baselines(data, label_task(data.info))
+        return baselines(data)
 
     def floor(self, data: "Prepared") -> "dict[str, Tensor]":
         from dphybrid.recipes.ctr.baselines import floor
-        from dphybrid.training.label_tasks import label_task
 
-        return floor(data, label_task(data.info))
+        return floor(data)
 
     def doubts(self, data: "Prepared") -> list[str]:
         from dphybrid.recipes.ctr.baselines import leaks
-        from dphybrid.training.label_tasks import label_task
 
-        return leaks(data, label_task(data.info))
+        return leaks(data)
 
     def recognises(self, data: Mapping[str, object]) -> str | None:
         if data.get("label") not in (None, ""):
             return f"data.label={data['label']} is set"
         path = str(data.get("path") or "")
-        if path.lower().endswith(ENDINGS):
+        if path.lower().endswith(_ENDINGS):
             return f"data.path={path} is a table"
         folder = given_path(path, "data.path")
-        if path and folder.is_dir() and any(file.name.lower().endswith(ENDINGS) for file in folder.iterdir()):
+        if (
+            path
+            and folder.is_dir()
+            and any(file.name.lower().endswith(_ENDINGS) for file in folder.iterdir())
+        ):
             return f"data.path={path} is a folder of tables"
         return None

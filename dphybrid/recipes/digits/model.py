@@ -20,7 +20,7 @@ _RECONSTRUCTION = 0.0005
 """Weight of the summed squared error of the redrawn image, as in the paper."""
 
 
-class ConvRegion(nn.Module):
+class _ConvRegion(nn.Module):
     """(x_BCHW, labels_B) -> (loss_B, logits_BJ): two convolutions, a pooling, two linear layers,
     cross-entropy."""
 
@@ -71,7 +71,7 @@ class DigitCapsules(nn.Module):
         return capsules_BJE
 
 
-class CapsuleRegion(nn.Module):
+class _CapsuleRegion(nn.Module):
     """(x_BCHW, labels_B) -> (loss_B, logits_BJ): margin loss on the lengths, plus what it costs to redraw the
     image from its capsule."""
 
@@ -104,7 +104,7 @@ class CapsuleRegion(nn.Module):
         return margin_BJ.sum(1) + _RECONSTRUCTION * redraw_B, length_BJ
 
 
-class ImageModel(nn.Module):
+class _ImageModel(nn.Module):
     """Hands images and labels to the region."""
 
     def __init__(self, region: DataParallel, dtype: torch.dtype) -> None:
@@ -117,14 +117,14 @@ class ImageModel(nn.Module):
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "logits": logits_BJ}
 
 
-def build_digits(context: ModelContext[DigitsModelConfig]) -> ImageModel:
+def build_digits(context: ModelContext[DigitsModelConfig]) -> _ImageModel:
     o, num_classes = context.options, int(context.info["num_classes"])
     channels, height, width = context.info["image"]
     image = (int(channels), int(height), int(width))
     capsule = o.kind == "capsule"
     region = (
-        CapsuleRegion(image, num_classes, o.hidden)
+        _CapsuleRegion(image, num_classes, o.hidden)
         if capsule
-        else ConvRegion(image, num_classes, o.hidden, o.dropout)
+        else _ConvRegion(image, num_classes, o.hidden, o.dropout)
     )
-    return ImageModel(DataParallel(region, context.devices), context.dtype)
+    return _ImageModel(DataParallel(region, context.devices), context.dtype)

@@ -37,9 +37,9 @@ class KgeModelConfig(ModelConfig):
     training triples an entity: the fewer there are, the sooner they are learnt by heart."""
 
 
-SUFFIXES = (".txt", ".tsv", ".csv", "")
+_SUFFIXES = (".txt", ".tsv", ".csv", "")
 
 
 def files_of(folder: Path, part: str) -> list[Path]:
     """Return the files of a folder that are named as those of a part are: train.txt, train.tsv, ..."""
-    return [file for suffix in SUFFIXES if (file := folder / f"{part}{suffix}").is_file()]
+    return [file for suffix in _SUFFIXES if (file := folder / f"{part}{suffix}").is_file()]

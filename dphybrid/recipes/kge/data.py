@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws
-from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.data.store import Content, Progress, Source
 from dphybrid.data.table.delimited import SHOWN
 from dphybrid.data.table.rows import Rejected, check_rejected
 from dphybrid.recipes.kge import KgeDataConfig, files_of
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
-PARTS, COLUMNS = ("train", "valid", "test"), ("heads_B", "relations_B", "tails_B")
+_PARTS, _COLUMNS = ("train", "valid", "test"), ("heads_B", "relations_B", "tails_B")
 
 
 def _negatives(num_entities: int, num_negatives: int) -> Draw:
@@ -38,7 +38,7 @@ def _negatives(num_entities: int, num_negatives: int) -> Draw:
     return draw
 
 
-class KnownAnswers:
+class _KnownAnswers:
     """Answers in both directions that are known from any part, by question: those of question q are
     answers[starts[q] : starts[q + 1]]; keys: the questions, sorted."""
 
@@ -65,7 +65,7 @@ class KnownAnswers:
 
     def of(self, batch: dict[str, Tensor], _: object = None) -> dict[str, Tensor]:
         """Return known_B2M, -1 where there are fewer."""
-        heads_B, relations_B, tails_B = (batch[name].numpy() for name in COLUMNS)
+        heads_B, relations_B, tails_B = (batch[name].numpy() for name in _COLUMNS)
         asked_B2 = np.stack(
             [
                 relations_B * self.num_entities + heads_B,
@@ -86,17 +86,17 @@ class KnownAnswers:
 def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Dataset:
     """Return a part of prepared triples: with negatives to train, with the known answers to rank."""
     triples_B3 = arrays[f"{name}_triples"]
-    rows = ArrayDataset(dict(zip(COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
+    rows = ArrayDataset(dict(zip(_COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
     if name == "train":
         return DrawnDataset(rows, _negatives(info["num_entities"], info["num_negatives"]))
-    known = KnownAnswers(
+    known = _KnownAnswers(
         arrays["keys"], arrays["starts"], arrays["answers"], info["num_entities"], info["num_relations"]
     )
     return DrawnDataset(rows, known.of)
 
 
 @dataclass(frozen=True)
-class _TripleSource:
+class _TripleSource(Source):
     """Files by part; without a valid one a share of train is held out."""
 
     data: KgeDataConfig
@@ -105,21 +105,11 @@ class _TripleSource:
 
     @property
     def options(self) -> dict[str, object]:
-        d = self.data
-        return {
-            "negatives": d.negatives,
-            "valid_fraction": d.valid_fraction,
-            "max_rejected": d.max_rejected,
-            "delimiter": d.delimiter,
-            "parts": list(self.parts),
-        }
+        return self.data.model_dump(mode="json", exclude={"path"}) | {"parts": list(self.parts)}
 
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(self.parts.values())
-
-    def digests(self, progress: Progress) -> list[bytes]:
-        return source_digests(self.files, progress)
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         entities: dict[str, int] = {}
@@ -160,17 +150,13 @@ class _TripleSource:
                 else f", {len(triples) / len(entities):.3g} an entity"
             )
             lines.append(f"  {part}: {len(triples):,} triples{known}")
-        if rejected:
-            lines.append(
-                f"  {len(rejected)} lines rejected: rejected.jsonl in the prepared folder says which and why"
-            )
         info = {
             "num_entities": len(entities),
             "num_relations": len(relations),
             "num_negatives": self.data.negatives,
         }
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
-        arrays |= KnownAnswers.arrays(np.concatenate(list(parts.values())), len(entities), len(relations))
+        arrays |= _KnownAnswers.arrays(np.concatenate(list(parts.values())), len(entities), len(relations))
         extra = {"entities": list(entities), "relations": list(relations)}
         return Content("triples", arrays, info, lines, extra=extra, rejected=rejected)
 
@@ -180,6 +166,7 @@ class _TripleSource:
             self.data.delimiter, self.data.delimiter
         )
         try:
+            # -sig: a byte-order mark would become part of the first head.
             with file.open(encoding="utf-8-sig") as stream:
                 for number, line in enumerate(stream, start=1):
                     if number == 1 and self.data.delimiter == "auto" and "\t" not in line:
@@ -223,7 +210,7 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
             "with train.txt"
         )
     parts: dict[str, Path] = {}
-    for part in PARTS:
+    for part in _PARTS:
         found = files_of(root, part)
         if len(found) > 1:
             raise UserError(

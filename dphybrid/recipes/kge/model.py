@@ -8,6 +8,7 @@ D width of a row, M known answers, V entities.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,45 +21,45 @@ from dphybrid.recipes.kge import KgeModelConfig
 from dphybrid.util.errors import UserError
 
 
-def distmult(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
-    """The query of DistMult; its dot product with an entity is the score."""
-    return entity_BD * relation_BD
-
-
-def complex_product(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
+def _complex_product(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
     """The query of ComplEx: rows are complex numbers, real parts first. Its dot product with t is Re(h r
     conj(t))."""
     (a, b), (c, d) = entity_BD.chunk(2, -1), relation_BD.chunk(2, -1)
     return torch.cat([a * c - b * d, a * d + b * c], -1)
 
 
-def rotation(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
+def _rotation(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
     """The query of RotatE: each complex number turned by the relation's angle."""
-    size = moduli(relation_BD).clamp(min=1e-12)
-    return complex_product(entity_BD, relation_BD / torch.cat([size, size], -1))
+    size = _moduli(relation_BD).clamp(min=1e-12)
+    return _complex_product(entity_BD, relation_BD / torch.cat([size, size], -1))
 
 
-def moduli(rows: Tensor) -> Tensor:
+def _moduli(rows: Tensor) -> Tensor:
     """Return the moduli (..., D / 2) of rows (..., D) of complex numbers, with a gradient of zero at zero."""
     real, imaginary = rows.chunk(2, -1)
     return (real.square() + imaginary.square()).clamp(min=1e-24).sqrt()
 
 
-STD = 1e-3
+_STD = 1e-3
 """Of start values: what is left of larger ones in the end is noise."""
-QUERIES = {"distmult": distmult, "complex": complex_product, "rotate": rotation}
+QUERIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "distmult": torch.mul,
+    "complex": _complex_product,
+    "rotate": _rotation,
+}
+"""Kind -> the query (..., D) of an entity and a relation, whose dot product with an entity is the score."""
 
 
-def distances(query_QD: Tensor, others_KD: Tensor) -> Tensor:
+def _distances(query_QD: Tensor, others_KD: Tensor) -> Tensor:
     """The scores (..., Q, K) of RotatE: minus the sums of the differences' moduli."""
-    return -moduli(query_QD.unsqueeze(-2) - others_KD.unsqueeze(-3)).sum(-1)
+    return -_moduli(query_QD.unsqueeze(-2) - others_KD.unsqueeze(-3)).sum(-1)
 
 
-SCORES = {"rotate": distances}
+_SCORES = {"rotate": _distances}
 """Kind -> the scores (..., Q, K) of entities (..., K, D) for queries (..., Q, D); else dot products."""
 
 
-class TripleRegion(nn.Module):
+class _TripleRegion(nn.Module):
     """Relations, scores and loss.
 
     (heads_BD, relations_B, tails_BD) -> query_B2D, what is asked of each direction. With the rest -> loss_B:
@@ -75,7 +76,7 @@ class TripleRegion(nn.Module):
         self.kind, self.num_relations, self._penalized = kind, num_relations, penalty > 0
         self.register_buffer("penalty", torch.tensor(penalty))
         self.relations = nn.Embedding(2 * num_relations, dim)
-        nn.init.normal_(self.relations.weight, std=STD)
+        nn.init.normal_(self.relations.weight, std=_STD)
 
     def forward(
         self,
@@ -97,7 +98,7 @@ class TripleRegion(nn.Module):
             loss_X = linear_cross_entropy(query_B2D.flatten(0, 1), others_KD, answers_B2.flatten())
             loss_B = loss_X.view(-1, 2).sum(1)
         else:
-            score = SCORES.get(self.kind, dot_products)
+            score = _SCORES.get(self.kind, dot_products)
             answers_X1D = torch.stack([tails_BD, heads_BD], 1).flatten(0, 1).unsqueeze(1)
             scores_B2 = score(query_B2D.flatten(0, 1).unsqueeze(1), answers_X1D).view(-1, 2)
             # A number an answer travels to the device instead of one for each of the others.
@@ -107,7 +108,7 @@ class TripleRegion(nn.Module):
             weight = math.log(max(1, num_entities - 1) / len(others_KD))
             loss_B = (torch.logaddexp(scores_B2, others_B2K.logsumexp(-1) + weight) - scores_B2).sum(1)
         if self._penalized and self.training:
-            rows_BD = moduli(heads_BD) ** 3 + moduli(tails_BD) ** 3 + (moduli(relations_B2D) ** 3).sum(1)
+            rows_BD = _moduli(heads_BD) ** 3 + _moduli(tails_BD) ** 3 + (_moduli(relations_B2D) ** 3).sum(1)
             loss_B = loss_B + self.penalty * rows_BD.sum(1)
         return loss_B
 
@@ -156,7 +157,7 @@ class TripleModel(nn.Module):
             self.entities,
             torch.stack([batch["tails_B"], batch["heads_B"]], 1).flatten(),
             hidden_QS=batch["known_B2M"].flatten(0, 1),
-            score=SCORES.get(self.kind, dot_products),
+            score=_SCORES.get(self.kind, dot_products),
             numbers_a_score=self.entities.dim if self.kind == "rotate" else 1,
         )
         loss_B = ranked.loss_Q.view(-1, 2).sum(1)
@@ -173,7 +174,7 @@ def build_kge(context: ModelContext[KgeModelConfig]) -> TripleModel:
         raise UserError(f"model.dim={o.dim}: {o.kind} reads a row as complex numbers; give an even number")
     num_entities, rows = int(info["num_entities"]), context.rows
     density = len(rows) / num_entities if rows is not None else 1.0  # else the checkpoint has the penalty
-    region = TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty / math.sqrt(density))
-    entities = context.table(num_entities, o.dim, name="entities", std=STD)
+    region = _TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty / math.sqrt(density))
+    entities = context.table(num_entities, o.dim, name="entities", std=_STD)
     blocks = DataParallel(region, context.devices, whole=("others_KD", "ids_K"))
     return TripleModel(entities, blocks, o.kind, one_vs_all=info.get("num_negatives") == 0)

@@ -8,12 +8,10 @@ from dphybrid.config import DataConfig, ModelConfig
 from dphybrid.config.experiment import Names
 from dphybrid.config.tables import TableDataConfig
 
-
-def _split_numbers(value: object) -> object:
-    return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-Numbers = Annotated[tuple[Annotated[int, Field(ge=1, le=1000)], ...], BeforeValidator(_split_numbers)]
+_Numbers = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=1000)], ...],
+    BeforeValidator(lambda v: [part for part in v.split(",") if part.strip()] if isinstance(v, str) else v),
+]
 
 
 class RetrievalDataConfig(DataConfig):
@@ -37,7 +35,7 @@ class RetrievalDataConfig(DataConfig):
     """Share of the rows in the validation split."""
     negatives: int = Field(default=0, ge=0, le=2**20)
     """Items drawn by frequency that compete besides those of the batch; 0: those of the batch alone."""
-    cutoffs: Numbers = (10, 50)
+    cutoffs: _Numbers = (10, 50)
     """Lengths k of the lists that recall@k and NDCG@k look at, separated by commas; the first one's NDCG
     decides."""
     header: Literal["auto", "yes", "no"] = "auto"

@@ -2,23 +2,28 @@
 
 Users and items are numbered by their training rows, the most frequent first, so that the smallest numbers of
 items are the popular ones. What validation looks for are items that a user has not met in training.
-Letters: B rows of a chunk, N rows or pairs, T training rows, R users or items, U users, V items, F id columns
-of a tower (the id itself, then its features).
+Letters: B rows of a chunk or a batch (pairs in training, users in validation), C candidates (the batch's
+items, then the drawn ones), N rows or pairs, T training rows, R users or items, U users, V items, F id
+columns of a tower (the id itself, then its features), H held-out items of a user, S items that a user has
+met, L items of a user.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
+from torch import Tensor
 
-from dphybrid.data.batches import Array
+from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.cells import FIRST_ID, read_times
 from dphybrid.data.table.column import Dictionary
 from dphybrid.data.table.kinds import Category
-from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, read_chunks
+from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, partitions, read_files
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.util.errors import UserError, suggestion
 
@@ -33,7 +38,7 @@ def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True)
-class Side:
+class _Side:
     """Users or items. ids: their column; number_N: of each row, negative where training has no such one;
     features: the columns of categories; ids_RF: the tower's ids of each user or item."""
 
@@ -63,10 +68,9 @@ class _InteractionSource:
 
     @property
     def options(self) -> dict[str, object]:
-        # Folders named key=value become columns of Parquet files.
-        partitions = [[part for part in file.parent.parts if "=" in part] for file in self.files]
+        found = [partitions(file) for file in self.files]
         values = self.data.model_dump(mode="json", exclude={"path"})
-        return values | {"sample": not self.files, "partitions": partitions if any(partitions) else []}
+        return values | {"sample": not self.files, "partitions": found if any(found) else []}
 
     def digests(self, progress: Progress) -> list[bytes]:
         return source_digests(self.files, progress)
@@ -109,10 +113,6 @@ class _InteractionSource:
             f"{unknown_N2[:, 1].sum():,} of unseen items, "
             f"{len(known_N2) - len(held_items):,} of repeated pairs",
         ]
-        if rejected:
-            lines.append(
-                f"  {len(rejected)} rows rejected: rejected.jsonl in the prepared folder says which and why"
-            )
         info = {
             "user_ids": users.num_ids,
             "item_ids": items.num_ids,
@@ -152,15 +152,19 @@ class _InteractionSource:
         dictionaries = {name: Dictionary() for name in names}
         codes: dict[str, list[Array]] = {name: [] for name in names}
         rejected: list[Rejected] = []
-        for rows in self._chunks(progress):
+        chunks = (
+            read_files(self.files, d.reading, rejected, "read rows", progress)
+            if self.files
+            else [sample(self.seed)]
+        )
+        for rows in chunks:
             if missing := [name for name in names if name not in rows.names]:
                 raise UserError(
                     f"data.path={d.path}: {rows.file} has no column {missing[0]!r}"
                     f"{suggestion(missing[0], rows.names)}; say which columns are what with data.user, "
                     "data.item, data.time, data.user_features and data.item_features"
                 )
-            rejected += rows.rejected
-            pieces = {name: dictionaries[name].codes(rows.column(name)).to_numpy() for name in names}
+            pieces = {name: dictionaries[name].codes(rows.columns[name]).to_numpy() for name in names}
             whole_B = (pieces[d.user] > 0) & (pieces[d.item] > 0)
             rejected += [
                 {
@@ -180,17 +184,6 @@ class _InteractionSource:
                 f"data.path={d.path}: has {num_rows} rows with a user and an item; at least 2 are needed"
             )
         return {name: (joined[name], dictionaries[name].values()) for name in names}, rejected
-
-    def _chunks(self, progress: Progress) -> Iterator[Rows]:
-        if not self.files:
-            yield sample(self.seed)
-            return
-        total, before = sum(file.stat().st_size for file in self.files), 0
-        for file in self.files:
-            for rows in read_chunks(file, self.data.reading):
-                yield rows
-                progress("read rows", min(total, before + rows.bytes_read), total)
-            before += file.stat().st_size
 
     def _held_out(self, num_rows: int, columns: Mapping[str, tuple[Array, pl.Series]]) -> Array:
         """Return which rows are held out: the latest, or random ones."""
@@ -230,7 +223,7 @@ def _one_number(pairs_N2: Array, num_items: int) -> Array:
 
 def _side(
     name: str, features: tuple[str, ...], columns: Mapping[str, tuple[Array, pl.Series]], trained: Array
-) -> Side:
+) -> _Side:
     """Number what has training rows, most frequent first; a feature is that of the last row that has one.
 
     trained: the training rows, the last ones last."""
@@ -249,7 +242,7 @@ def _side(
         found = Category(name=feature).kept(values, counts_V, least=1)
         columns_RF.append(found.ids_of([None, *values.to_list()])[last_R])
         fitted.append(found)
-    return Side(ids, number_N, fitted, np.stack(columns_RF, 1).astype(np.int32))
+    return _Side(ids, number_N, fitted, np.stack(columns_RF, 1).astype(np.int32))
 
 
 def sample(seed: int) -> Rows:
@@ -267,11 +260,89 @@ def sample(seed: int) -> Rows:
         rows = np.flatnonzero(own_N & (groups_U[users_N] == group))
         chance_V = weight_V * (groups_V == group)
         items_N[rows] = random.choice(_SAMPLE_ITEMS, len(rows), p=chance_V / chance_V.sum())
-    values = pl.DataFrame({"0": [f"u{n}" for n in users_N], "1": [f"i{n}" for n in items_N]})
+    names = {"user": [f"u{n}" for n in users_N], "item": [f"i{n}" for n in items_N]}
+    columns = {name: pl.Series(texts) for name, texts in names.items()}
     lines = np.arange(1, _SAMPLE_ROWS + 1)
-    return Rows(["user", "item"], values, lines, [], True, "row", Path("the generated sample"))
+    return Rows(columns, lines, [], True, "row", Path("the generated sample"))
 
 
 def open_source(data: RetrievalDataConfig, seed: int) -> _InteractionSource:
     """Find the files. Raises UserError for a missing path and an empty file."""
     return _InteractionSource(data, seed, () if data.path is None else find_files(data.path, "data.path"))
+
+
+class _PairDataset(Dataset):
+    """Pairs to train on."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays["train_pairs"])
+
+    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+        users_B, items_B = self.arrays["train_pairs"][index_B].T
+        return {
+            "users_BF": _long(self.arrays["users_UF"][users_B]),
+            "places_B": torch.arange(len(index_B)),
+            "items_B": _long(items_B),
+        }
+
+
+def _candidates(arrays: Mapping[str, Array], num_negatives: int) -> Draw:
+    """Return what gives a batch its candidates: its own items, and `num_negatives` drawn by frequency.
+
+    Their names carry no B: a batch that is computed in parts has all of them in each part.
+    """
+
+    def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
+        pairs_N2 = arrays["train_pairs"]
+        drawn_K = draws.of_batch().integers(0, len(pairs_N2), num_negatives)  # rows at random
+        items_C = np.concatenate([batch["items_B"].numpy(), pairs_N2[drawn_K, 1]])
+        return {
+            "candidates_CF": _long(arrays["items_VF"][items_C]),
+            "log_q_C": torch.from_numpy(arrays["log_q_V"][items_C]),
+        }
+
+    return draw
+
+
+class _HeldDataset(Dataset):
+    """Users with items to find: those held out, and those met in training, which are not offered; both
+    sorted, and as wide as the widest of the batch, with the number of items where a user has fewer."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = arrays
+        self.catalog_VF = _long(np.ascontiguousarray(arrays["items_VF"]))
+
+    def __len__(self) -> int:
+        return len(self.arrays["valid_users"])
+
+    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+        a, none = self.arrays, len(self.catalog_VF)
+        users_B = a["valid_users"][index_B]
+        return {
+            "users_BF": _long(a["users_UF"][users_B]),
+            "held_BH": lists_of(a["held_starts"], a["held_items"], users_B, none),
+            "seen_BS": lists_of(a["seen_starts"], a["seen_items"], users_B, none),
+            "catalog_VF": self.catalog_VF,
+        }
+
+
+def lists_of(starts: Array, items: Array, users_B: Array, none: int) -> Tensor:
+    """Return (B, longest) int64: the items of each user, items[starts[u] : starts[u + 1]], then `none`."""
+    start_B, stop_B = starts[users_B], starts[users_B + 1]
+    within_BL = start_B[:, None] + np.arange(max(1, int((stop_B - start_B).max(initial=0))))
+    found_BL = items[np.minimum(within_BL, max(0, len(items) - 1))]
+    return _long(np.where(within_BL < stop_B[:, None], found_BL, none))
+
+
+def _long(array: Array) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def part_of(name: str, arrays: Mapping[str, Array], info: Mapping[str, Any]) -> Dataset:
+    """Return a part of prepared interactions."""
+    if name == "train":
+        return DrawnDataset(_PairDataset(arrays), _candidates(arrays, info["negatives"]))
+    return _HeldDataset(arrays)

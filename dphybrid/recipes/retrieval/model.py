@@ -28,7 +28,7 @@ CATALOG_ROWS = 2**14
 """Items whose vectors are computed at a time."""
 
 
-class Tower(nn.Module):
+class _Tower(nn.Module):
     """rows_BFD -> vectors_BE; without hidden layers the sum of the rows."""
 
     def __init__(self, num_columns: int, dim: int, hidden: int, layers: int) -> None:
@@ -58,7 +58,7 @@ class Side(nn.Module):
         return vectors_BE.to(torch.promote_types(vectors_BE.dtype, torch.float32))
 
 
-def popular_found(held_BH: Tensor, seen_BS: Tensor, num_items: int, k: int) -> Tensor:
+def _popular_found(held_BH: Tensor, seen_BS: Tensor, num_items: int, k: int) -> Tensor:
     """Return found_BK of the list of the most popular items (those of the smallest numbers) that a user has
     not met. Both inputs are sorted, with `num_items` at their end."""
     place_BH = held_BH - torch.searchsorted(seen_BS, held_BH)
@@ -128,7 +128,7 @@ class RetrievalModel(nn.Module):
             "loss": loss_BH.sum(1),
             "weight": is_held_BH.sum(1).to(loss_BH),
             "found_BK": held_BH.gather(1, place_BK) == best.rows_QK,
-            "popular_BK": popular_found(held_BH, seen_BS, len(items_VE), self.depth),
+            "popular_BK": _popular_found(held_BH, seen_BS, len(items_VE), self.depth),
             "held_B": is_held_BH.sum(1),
         }
 
@@ -140,7 +140,7 @@ def build_retrieval(context: ModelContext[RetrievalModelConfig]) -> RetrievalMod
         num_ids = {column: int(count) for column, count in info[f"{name}_ids"].items()}
         std = 0.1 if o.layers else 0.02  # small vectors start from the items' frequencies alone
         table = HostEmbeddingCollection(num_ids, o.dim, name=f"{name}s", std=std, make=context.table)
-        tower = Tower(len(num_ids), o.dim, o.hidden, o.layers)
+        tower = _Tower(len(num_ids), o.dim, o.hidden, o.layers)
         return Side(table, DataParallel(tower, context.devices))
 
     return RetrievalModel(side("user"), side("item"), max(info["cutoffs"]))

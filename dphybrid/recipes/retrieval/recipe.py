@@ -35,7 +35,7 @@ class Retrieval(Recipe):
         return open_source(data, seed)
 
     def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
-        from dphybrid.recipes.retrieval.dataset import part_of
+        from dphybrid.recipes.retrieval.data import part_of
 
         return part_of(part, prepared.arrays, prepared.info)
 

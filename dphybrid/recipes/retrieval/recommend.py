@@ -19,23 +19,22 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.frames import (
+    Written,
     as_frame,
     table_target,
-    told_of_rejected,
     write_frames,
-    write_rejected,
 )
-from dphybrid.data.table.rows import Rejected, check_rejected, find_files, read_chunks
+from dphybrid.data.table.rows import Rejected, find_files, read_files
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
-from dphybrid.recipes.retrieval.dataset import lists_of
+from dphybrid.recipes.retrieval.data import lists_of
 from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.training.tensor_file import write_tensors
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
 
-COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
+_COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
 """What recommendations hold: ranks from 1 on; no score where a user is unknown and gets popular items."""
 
 _EXPORTED = Path(__file__).parent / "exported" / "recommend.py"
@@ -59,14 +58,11 @@ needs torch, safetensors and polars. In Python:
 
 
 @dataclass
-class _Recommended:
+class _Recommended(Written):
     """What was written. num_rows: users; unknown: those of them that training lacks."""
 
-    out: Path
-    top: int
-    num_rows: int = 0
+    top: int = 10
     unknown: int = 0
-    num_rejected: int = 0
 
 
 class Recommender:
@@ -110,7 +106,7 @@ class Recommender:
         elif isinstance(users, str | int):
             users = [users]
         names = [str(name) for name in users]
-        return pl.concat([pl.DataFrame(schema=COLUMNS), *self._frames(names, k)])
+        return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(names, k)])
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return what `recommend` does for the users' column of a table: a frame, or a dict of columns, as in
@@ -146,7 +142,7 @@ class Recommender:
         if top < 1:
             raise UserError(f"--top {top}: give 1 or more items a user")
         target = table_target(out)
-        done = _Recommended(target, top)
+        done = _Recommended(target, top=top)
         names, rejected = self._users_of(str(path), values)
         done.num_rejected = len(rejected)
         done.num_rows, done.unknown = len(names), sum(name not in self._numbers for name in names)
@@ -157,8 +153,7 @@ class Recommender:
                     on_progress("recommend items", min(len(names), number * self.batch_size), len(names))
                 yield frame
 
-        write_frames(frames(), COLUMNS, target)
-        write_rejected(rejected, target)
+        write_frames(frames(), _COLUMNS, target, rejected)
         return done
 
     @torch.inference_mode()
@@ -184,7 +179,7 @@ class Recommender:
             lines.append(
                 f"{done.unknown:,} users have no training row and get the most popular items, without a score"
             )
-        return lines + told_of_rejected(done.num_rejected, done.out)
+        return lines + done.told()
 
     def _users_of(self, path: str, values: dict[str, object]) -> tuple[list[str], list[Rejected]]:
         """Return the users of files, each once, and the rows that cannot be read."""
@@ -193,17 +188,12 @@ class Recommender:
         assert isinstance(data, RetrievalDataConfig)
         found: dict[str, None] = {}
         rejected: list[Rejected] = []
-        num_rows = 0
-        for file in find_files(path, "data.path"):
-            for rows in read_chunks(file, data.reading):
-                if data.user not in rows.names:
-                    raise UserError(
-                        f"{file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
-                    )
-                rejected += rows.rejected
-                num_rows += len(rows)
-                found |= dict.fromkeys(rows.column(data.user).drop_nulls().unique(maintain_order=True))
-        check_rejected(path, rejected, num_rows + len(rejected), data.max_rejected)
+        for rows in read_files(find_files(path, "data.path"), data.reading, rejected):
+            if data.user not in rows.names:
+                raise UserError(
+                    f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
+                )
+            found |= dict.fromkeys(rows.columns[data.user].drop_nulls().unique(maintain_order=True))
         return list(found), rejected
 
     @torch.inference_mode()
@@ -237,7 +227,7 @@ class Recommender:
             "item": self.items.gather(items_BK.ravel().clip(0)),
             "score": pl.Series(scores_BK.ravel()).fill_nan(None),
         }
-        return pl.DataFrame(columns, schema=COLUMNS).filter(pl.Series(there_N))
+        return pl.DataFrame(columns, schema=_COLUMNS).filter(pl.Series(there_N))
 
 
 def _ids(rows: pl.DataFrame) -> torch.Tensor:

@@ -44,6 +44,7 @@ class WindowDataset(Dataset):
         return -(-(len(self.tokens) - 1) // self.window)
 
     def at_epoch(self, seed: int, epoch: int) -> "WindowDataset":
+        # 1: apart from the numbers that shuffle this epoch.
         offset = int(np.random.default_rng([seed, epoch, 1]).integers(0, len(self.tokens))) if epoch else 0
         return WindowDataset(self.tokens, self.window, offset)
 
@@ -74,18 +75,12 @@ class _TextSource:
 
     @property
     def options(self) -> dict[str, object]:
-        d = self.data
         names = (
             [file.relative_to(self.root).as_posix() for file in self.files]
             if self.root and self.root.is_dir()
             else []
         )
-        return {
-            "min_count": d.min_count,
-            "window": d.window,
-            "valid_fraction": d.valid_fraction,
-            "files": names,
-        }
+        return self.data.model_dump(mode="json", exclude={"path"}) | {"files": names}
 
     def digests(self, progress: Progress) -> list[bytes]:
         if self.files:

@@ -66,7 +66,7 @@ def _with_own_names(_module: nn.Module, state: dict[str, object], prefix: str, *
         state[f"{start}{layer}.{name}_l0"] = state.pop(key)
 
 
-class CausalTransformer(nn.Module):
+class _CausalTransformer(nn.Module):
     """Pre-norm transformer encoder with a causal mask and sinusoidal positions (Vaswani et al. 2017)."""
 
     def __init__(self, dim: int, hidden: int, layers: int, heads: int, dropout: float) -> None:
@@ -137,7 +137,7 @@ class AdaptiveSoftmax(nn.Module):
         return torch.where(known_BT, -score_BT, 0.0)
 
 
-class LanguageRegion(nn.Module):
+class _LanguageRegion(nn.Module):
     """Network, output layer and loss: (rows_BTD, targets_BT) -> (loss_B, weight_B), so only two numbers a
     sample leave a device."""
 
@@ -153,7 +153,7 @@ class LanguageRegion(nn.Module):
         return loss_BT.sum(1), (targets_BT != IGNORED).sum(1).to(loss_BT.dtype)
 
 
-class TextModel(nn.Module):
+class _TextModel(nn.Module):
     """Looks words up on the CPU and hands the rows to the region."""
 
     def __init__(self, words: HostEmbedding, region: DataParallel) -> None:
@@ -171,14 +171,14 @@ class TextModel(nn.Module):
         return {"loss": loss_B, "weight": weight_B}
 
 
-def build_text(context: ModelContext[TextModelConfig]) -> TextModel:
+def build_text(context: ModelContext[TextModelConfig]) -> _TextModel:
     o, num_words = context.options, int(context.info["num_words"])
     network: nn.Module
     if o.kind == "transformer":
-        network = CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
+        network = _CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
     else:
         network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
     output = (AdaptiveSoftmax if o.output == "adaptive" else FullSoftmax)(o.hidden, num_words)
-    region = LanguageRegion(network, output, o.dropout)
+    region = _LanguageRegion(network, output, o.dropout)
     words = context.table(num_words, o.dim, name="words")
-    return TextModel(words, DataParallel(region, context.devices))
+    return _TextModel(words, DataParallel(region, context.devices))

@@ -5,6 +5,7 @@ Letters: B samples, I inputs, O outputs, C classes or channels.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +54,6 @@ def _squared_error(output_BO: Tensor, target_BO: Tensor) -> Tensor:
     return (output_BO - target_BO.to(output_BO.dtype)).square().mean(1)
 
 
-def _class_error(output_BC: Tensor, labels_B: Tensor) -> Tensor:
-    """Cross-entropy of each sample, (B,)."""
-    return F.cross_entropy(output_BC, labels_B, reduction="none")
-
-
 class Blocks(nn.Module):
     """Three linear layers of which only the middle one is data-parallel; the outer two run on the first
     device."""
@@ -85,7 +81,7 @@ class Hybrid(nn.Module):
         return self.region(self.region.rows(self.table, ids_B))
 
 
-class SupervisedHybrid(Supervised):
+class _SupervisedHybrid(Supervised):
     """A `Hybrid` with its loss, which says which rows it will look up."""
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -114,7 +110,7 @@ def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
     o, info = context.options, context.info
     table = context.table(info["num_ids"], o.dim, name="table")
     network = Hybrid(table, DataParallel(nn.Linear(o.dim, info["num_outputs"]), context.devices))
-    return SupervisedHybrid(network, "ids_B", "y_BO", _squared_error, "prediction", context.dtype)
+    return _SupervisedHybrid(network, "ids_B", "y_BO", _squared_error, "prediction", context.dtype)
 
 
 def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
@@ -126,6 +122,6 @@ def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
         nn.Flatten(),
         nn.Linear(hidden * 32 * 32, context.info["num_classes"]),
     )
-    return Supervised(
-        DataParallel(network, context.devices), "x_BCHW", "labels_B", _class_error, "logits", context.dtype
-    )
+    loss = partial(F.cross_entropy, reduction="none")
+    region = DataParallel(network, context.devices)
+    return Supervised(region, "x_BCHW", "labels_B", loss, "logits", context.dtype)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dphybrid.recipes.context import ModelContext
     from dphybrid.training.metrics import Task
 
-PLAIN = {"schedule": "constant", "clip_norm": 0.0}
+_PLAIN = {"schedule": "constant", "clip_norm": 0.0}
 
 
 class _Tutorial(Recipe):
@@ -52,7 +52,7 @@ class Toy(_Regression):
         "each replica."
     )
     train = {
-        **PLAIN,
+        **_PLAIN,
         "epochs": 1,
         "batch_size": 30,
         "optimizer": "sgd",
@@ -77,7 +77,7 @@ class Blocks(_Regression):
     name = "blocks"
     summary = "The tutorial's three layers, of which only the middle one is data-parallel."
     model = BlocksModelConfig
-    train = {**PLAIN, "epochs": 20, "batch_size": 30, "lr": 0.01, "log_every": 4}
+    train = {**_PLAIN, "epochs": 20, "batch_size": 30, "lr": 0.01, "log_every": 4}
 
     def make(self, random: "np.random.Generator", rows: int) -> "Made":
         return _linear(random, rows, 10, 20)
@@ -95,7 +95,7 @@ class Hybrid(_Regression):
     summary = "The tutorial's hybrid model: a table in host memory, a linear layer on the devices."
     model = HybridModelConfig
     table = {"optimizer": "adagrad", "lr": 0.5}
-    train = {**PLAIN, "epochs": 10, "batch_size": 64, "lr": 0.01}
+    train = {**_PLAIN, "epochs": 10, "batch_size": 64, "lr": 0.01}
 
     num_rows = (10_000, 1_000)
 
@@ -119,7 +119,7 @@ class Convnet(_Tutorial):
     name = "convnet"
     summary = "The tutorial's convolution and linear layer, on noisy images."
     model = ConvnetModelConfig
-    train = {**PLAIN, "epochs": 5, "batch_size": 64, "optimizer": "sgd", "lr": 0.01, "log_every": 4}
+    train = {**_PLAIN, "epochs": 5, "batch_size": 64, "optimizer": "sgd", "lr": 0.01, "log_every": 4}
 
     num_rows = (512, 256)
 

@@ -47,11 +47,10 @@ class Encoder:
         names = [column["name"] for column in self.columns]
         if missing := [name for name in names if name not in frame.columns]:
             raise ValueError(f"the rows: have no column {missing[0]!r}; columns: {', '.join(frame.columns)}")
-        named = [frame.get_column(name).alias(str(place)) for place, name in enumerate(names)]
         dense: list[np.ndarray] = []
         ids: list[np.ndarray] = []
         bags: list[np.ndarray] = []
-        cells = clean(pl.DataFrame(named), self.no_value, numbers=True).get_columns()
+        cells = clean([frame.get_column(name) for name in names], self.no_value, numbers=True)
         for column, values in zip(self.columns, cells, strict=True):
             if column["role"] in ("numeric", "time"):
                 for scale, numbers_B in _numbers_of(column, values):
