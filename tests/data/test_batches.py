@@ -1,10 +1,18 @@
 """The order of an epoch: every row once, the same from any batch on, and in windows where there are many
-rows."""
+rows; and the draws of batches: by sample, by batch, the same wherever an epoch goes on."""
 
 import numpy as np
 import pytest
+import torch
 
-from dphybrid.data.batches import BLOCK_ROWS, ArrayDataset, batches, shuffled_windows
+from dphybrid.data.batches import (
+    BLOCK_ROWS,
+    ArrayDataset,
+    DrawnDataset,
+    Draws,
+    batches,
+    shuffled_windows,
+)
 
 MANY = 10 * BLOCK_ROWS + 1234
 WINDOW = 3 * BLOCK_ROWS + 5
@@ -61,3 +69,33 @@ def test_batches_go_on_from_any_number(batch_size: int) -> None:
     assert sorted(row for batch in everything for row in batch) == list(range(MANY))
     for start in (1, len(everything) // 2, len(everything) - 1, len(everything)):
         assert rows(start) == everything[start:]
+
+
+def drawn() -> DrawnDataset:
+    def draw(batch: dict[str, torch.Tensor], draws: Draws) -> dict[str, torch.Tensor]:
+        shared = torch.from_numpy(draws.of_batch().integers(0, 100, 3))
+        return {"negatives_BN": draws.integers(5, 15, 4), "shared_K": shared}
+
+    return DrawnDataset(ArrayDataset({"ids_B": np.arange(1000)}, np.arange(1000)), draw)
+
+
+def seen(name: str, size: int = 50, epoch: int = 1, **how: object) -> list[torch.Tensor]:
+    found = batches(drawn(), size, seed=7, epoch=epoch, shuffle=True, **how)  # type: ignore[arg-type]
+    return [batch[name] for batch in found]
+
+
+def test_a_sample_has_the_same_negatives_in_any_batch() -> None:
+    whole = torch.cat(seen("negatives_BN"))
+    assert torch.equal(torch.cat(seen("negatives_BN", size=33)), whole)
+    assert torch.equal(torch.cat(seen("negatives_BN", start_batch=6)), whole[300:])
+    assert not torch.equal(torch.cat(seen("negatives_BN", epoch=2)), whole)
+    counts = torch.bincount(whole.flatten(), minlength=15)
+    assert counts[:5].sum() == 0
+    assert (counts[5:].double() / whole.numel() - 0.1).abs().max() < 0.02
+    assert abs(float(torch.corrcoef(whole[:, :2].double().T)[0, 1])) < 0.1
+
+
+def test_what_a_batch_shares_is_of_the_batch() -> None:
+    whole = seen("shared_K")
+    assert all(map(torch.equal, seen("shared_K", start_batch=6), whole[6:]))
+    assert len({tuple(one.tolist()) for one in whole}) > 15

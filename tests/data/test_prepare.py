@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from dphybrid.data import Prepared, batches, num_batches, open_prepared
+from dphybrid.data import Prepared, batches, open_prepared
 from dphybrid.data import store as store_module
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text import TextDataConfig
@@ -55,23 +55,6 @@ def test_the_same_bytes_give_the_same_digest_wherever_they_lie(tmp_path: Path) -
     assert one.digest == two.digest
     assert one.manifest.arrays == two.manifest.arrays
     assert ctr(tmp_path / "one", CLICKS + "\n30,a,x,yes").digest != one.digest
-
-
-def test_batches_are_a_function_of_seed_and_epoch_and_resume_by_number(tmp_path: Path) -> None:
-    data = ctr(tmp_path, CLICKS).dataset("train")
-
-    def rows(seed: int, epoch: int, start: int = 0) -> list[list[float]]:
-        return [
-            b["dense_BN"][:, 0].tolist()
-            for b in batches(data, 32, seed=seed, epoch=epoch, shuffle=True, start_batch=start)
-        ]
-
-    assert rows(0, 1) == rows(0, 1)
-    assert rows(0, 1) != rows(0, 2)
-    assert rows(0, 1) != rows(1, 1)
-    assert rows(0, 1, start=3) == rows(0, 1)[3:]
-    assert [len(batch) for batch in rows(0, 0)] == [32] * 5
-    assert num_batches(data, 32) == 5
 
 
 def test_click_columns_are_encoded_from_the_training_part(tmp_path: Path) -> None:

@@ -249,11 +249,6 @@ def test_progress_is_told_and_ends_complete(tmp_path: Path) -> None:
     assert all(0 <= done <= total for _, done, total in calls)
 
 
-def test_a_recipe_without_data_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"recipe = 'tyo'.*did you mean 'toy'.*'ctr', 'kge'"):
-        prepare("tyo", None, tmp_path, 0)
-
-
 def test_polars_is_imported_for_tables_and_torch_for_batches(tmp_path: Path) -> None:
     text = f"recipe.prepare(recipe.data(), Path({str(tmp_path)!r}), 0); assert 'polars' not in sys.modules"
     for name, work in (("text", text), ("ctr", "recipe.data(); assert 'torch' not in sys.modules")):

@@ -16,7 +16,7 @@ from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, build_model, find_recipe
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.ctr.model import DLRM, ClickModel, DeepFM, Sizes, WideDeep
+from dphybrid.recipes.ctr.model import DLRM, DeepFM, Sizes, WideDeep
 from dphybrid.recipes.digits.model import DigitCapsules, squash
 from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
 from dphybrid.run.train import run_job
@@ -277,9 +277,3 @@ def test_text_reaches_the_perplexity_of_plain_torch(unrecorded: None, tmp_path: 
     assert report.metrics["loss"] == pytest.approx(loss, abs=1e-3)
     assert loss < 3.2  # 3.69 knows nothing
     assert report.metrics["perplexity"] == pytest.approx(float(torch.tensor(loss).exp()), rel=1e-3)
-
-
-def test_click_models_declare_their_ids() -> None:
-    model = model_of("ctr", "dlrm")
-    assert isinstance(model, ClickModel)
-    assert model.table_ids(batch_of("ctr"))["table"].max() < 16
