@@ -40,7 +40,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
     ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
     # A resumed run was checked when it began.
     if config.check_split and progress.step == 0:
-        refuse_split_differences(model, next(batches_of_epoch(session)))
+        refuse_split_differences(model, next(_batches_of_epoch(session)))
     with (
         precisely(config),
         observed(session, display, meter) as seen,
@@ -50,7 +50,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
         while progress.epoch < config.epochs and not _stale(session):
             model.train()  # the last epoch's evaluation left it in the other mode
             seen.epoch_begins(steps_per_epoch)
-            for batch in seen.batches(pipeline.prefetch(batches_of_epoch(session), ids_of)):
+            for batch in seen.batches(pipeline.prefetch(_batches_of_epoch(session), ids_of)):
                 set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
                 seen.step_begins()
                 loss, weight = engine.step(session, batch, train_step)
@@ -214,7 +214,7 @@ def keep_checkpoints(session: Session, progress: Progress) -> None:
     session.tracker.log_checkpoints(cards, session.dataset)
 
 
-def batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
+def _batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
     """The batches of the current epoch from the progress's next batch on; their order is a function of (seed,
     epoch)."""
     progress, config = session.trained.progress, session.config.train

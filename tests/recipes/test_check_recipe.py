@@ -172,6 +172,7 @@ def test_what_breaks_is_named_with_its_remedy(name: str, check: str, words: str,
 def test_a_sound_recipe_holds_and_leaves_nothing_behind(
     data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (data_dir / "runs" / f".check-{2**22 + 1}-killed").mkdir(parents=True)  # no process has such a number
     assert main(["check", "recipe", f"{__name__}:Sound", "--train.batch-size", "16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:21].split(maxsplit=1)[1].strip() for line in lines] == [
