@@ -13,8 +13,9 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 
-from dphybrid.cli.flags import add_experiment_flags, config_from_args, flow_parser, recipe_of
+from dphybrid.cli.flags import add_experiment_flags, config_from_args, recipe_of
 from dphybrid.cli.parser import run_cli
+from dphybrid.cli.train import flow_parser
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.comparing import Decision

@@ -23,9 +23,10 @@ from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from dphybrid.cli.flags import add_experiment_flags, config_from_args, flow_parser, recipe_of
+from dphybrid.cli.flags import add_experiment_flags, config_from_args, recipe_of
 from dphybrid.cli.parser import run_cli
 from dphybrid.cli.sweep import add_sweep_flags, read_grid
+from dphybrid.cli.train import flow_parser
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.lifecycle.sweep import (

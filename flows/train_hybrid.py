@@ -12,8 +12,9 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from pydantic import Field
 
-from dphybrid.cli.flags import add_train_flags, config_from_args, flow_parser, recipe_of
+from dphybrid.cli.flags import add_train_flags, config_from_args, recipe_of
 from dphybrid.cli.parser import run_cli
+from dphybrid.cli.train import flow_parser
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment

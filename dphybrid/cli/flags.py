@@ -19,18 +19,6 @@ from dphybrid.util.files import check_target, given_path
 from dphybrid.util.text import masked
 
 
-def flow_parser(name: str, description: str) -> Parser:
-    """Return the parser of `python -m dphybrid.flows.NAME`, whose help ends as that of `dphybrid train`."""
-    from dphybrid.cli import train
-
-    return Parser(
-        prog=f"python -m dphybrid.flows.{name}",
-        description=description,
-        epilog=(train.__doc__ or "").partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
 def recipe_of(argv: Sequence[str]) -> str:
     """Return the recipe that a command line means, for the flags that it offers; mistakes are left for
     `load_config`."""

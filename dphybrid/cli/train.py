@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from dphybrid.run.pages import Report
 
 
+def flow_parser(name: str, description: str) -> Parser:
+    """Return the parser of `python -m dphybrid.flows.NAME`, whose help ends as that of `dphybrid train`."""
+    return Parser(
+        prog=f"python -m dphybrid.flows.{name}",
+        description=description,
+        epilog=(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add_train_flags(parser)
