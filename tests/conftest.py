@@ -18,6 +18,7 @@ LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
 """Whether the nightly forms of tests are wanted, too."""
 
 NIGHTLY = [
+    "tests/benchmarks/test_whole_step.py::test_all_ways_are_measured_and_named",
     "tests/cluster/test_launching.py",
     "tests/cluster/test_machines.py",
     "tests/cluster/test_same_numbers.py::test_four_ranks_are_as_four_virtual_devices",
@@ -43,6 +44,7 @@ NIGHTLY = [
     "tests/tracking/test_browser.py::test_splits_and_figures_open_as_table_and_pictures",
     "tests/tracking/test_browser.py::test_the_compare_view_of_three_runs_shows_what_differs",
     "tests/tracking/test_browser.py::test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped[1000]",
+    "tests/tracking/test_browser.py::test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped[1440]",
     "tests/tracking/test_browser.py::test_the_report_opens_among_the_artifacts",
     "tests/tracking/test_outage.py::test_a_server_that_dies_in_mid_run_and_comes_back_has_every_point_once[postgres]",
     "tests/training/test_training.py::test_an_interrupted_command_checkpoints_and_goes_on[15-143]",

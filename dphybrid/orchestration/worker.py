@@ -69,6 +69,7 @@ with warnings.catch_warnings():
         """Refuses what would let anybody who reaches the server run commands as this worker, unless the
         settings allow it."""
 
+        # Prefect calls this before each run, with what pool, deployment and run have put together.
         def prepare_for_flow_run(
             self,
             flow_run: "FlowRun",
@@ -186,7 +187,7 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
             _signal_runs(signal.SIGKILL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
+        loop.add_signal_handler(number, end)  # instead of Prefect's, which kills the runs within a second
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal's end is no reason to stop
     working = asyncio.create_task(worker.start())
     try:
