@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         hint = f"; did you mean {same[0]}?" if same else suggestion(flag, known)
         self.error(f"{flag}: there is no such flag{hint if 'did you mean' in hint else ''}")
 
-    def _check_value(self, action: argparse.Action, value: object) -> None:
+    def _check_value(self, action: argparse.Action, value: str) -> None:
         """argparse's own check of choices, whose message would have to be taken apart to say more."""
         known = None if action.choices is None else [str(choice) for choice in action.choices]
         if known is None or value in known:
