@@ -19,12 +19,11 @@ from dphybrid.data.batches import part_of
 from dphybrid.embedding import dense_parameters
 from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.checkpoint import Progress, Trained, dense_state
-from dphybrid.training.engine import Step
+from dphybrid.training.engine import Session, TrainStep
 from dphybrid.training.finite import NotFinite, first_bad_row, kept_buffers
 from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
-from dphybrid.training.step import Session
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
@@ -84,7 +83,7 @@ class RankEngine(ClusterEngine):
     def obey(self, stop: StopRequest, when: str) -> None:
         """All agree on it in their first step."""
 
-    def step(self, session: Session, batch: dict[str, Tensor], alone: Step) -> tuple[Tensor, Tensor]:
+    def step(self, session: Session, batch: dict[str, Tensor], alone: TrainStep) -> tuple[Tensor, Tensor]:
         """Take one step with this rank's part of the batch; return loss and weight over all ranks."""
         trained, clock, config = session.trained, session.clock, session.config.train
         buffers = kept_buffers(trained.model) if config.on_nonfinite == "skip" else []

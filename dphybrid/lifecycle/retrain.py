@@ -17,7 +17,7 @@ from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.run.folder import read_run
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.models import Registry, Version
-from dphybrid.tracking.opening import embedded_uri
+from dphybrid.tracking.opening import store_to_write
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
@@ -50,7 +50,7 @@ def open_registry(settings: Settings) -> Registry:
         raise UserError(
             "retraining needs MLflow's model registry, and tracking is none; unset it, or name a server"
         )
-    return Registry(settings.mlflow_uri or embedded_uri(settings.mlflow_dir))
+    return Registry(store_to_write(settings.mlflow_uri, settings.mlflow_dir))
 
 
 def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "") -> Plan:

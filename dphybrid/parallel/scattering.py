@@ -7,7 +7,7 @@ seam to tables, so that neither package imports the other: a table is whatever h
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_nest, items_of, map_tensors, rebuild
 from dphybrid.parallel.splits import shares
 from dphybrid.util.errors import UserError
-
-if TYPE_CHECKING:
-    from dphybrid.parallel.data_parallel import DataParallel
 
 Places = str | Devices | Sequence[int | str | torch.device]
 
@@ -114,10 +111,18 @@ class RowSource(Protocol):
         ...
 
 
-_regions: "weakref.WeakKeyDictionary[RowSource, weakref.ref[DataParallel]]" = weakref.WeakKeyDictionary()
+class _Region(Protocol):
+    """What of a `DataParallel` says where rows go."""
+
+    devices: Devices
+    dim: int
+    weights: tuple[float, ...] | None
 
 
-def place(table: RowSource, region: "DataParallel") -> None:
+_regions: "weakref.WeakKeyDictionary[RowSource, weakref.ref[_Region]]" = weakref.WeakKeyDictionary()
+
+
+def place(table: RowSource, region: _Region) -> None:
     """Deliver the rows of `table` to the replicas of `region`, from the first call on. Raises UserError for a
     table that delivers to other devices of another region."""
     known = _regions.get(table)

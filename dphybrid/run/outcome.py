@@ -7,9 +7,9 @@ from dphybrid.data import num_batches
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import ResultPage, SplitsPage
 from dphybrid.training.checkpoint import complete_checkpoints, step_of
+from dphybrid.training.engine import Session
 from dphybrid.training.observing import Meter
 from dphybrid.training.retention import best_checkpoint
-from dphybrid.training.step import Session
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
 

@@ -15,11 +15,10 @@ from dphybrid.training.averaging import keep_average
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import Progress, Trained, load_checkpoint, newest_whole_checkpoint
 from dphybrid.training.clock import StageClock
-from dphybrid.training.engine import Engine
+from dphybrid.training.engine import Engine, Session
 from dphybrid.training.optimizers import combined, make_states
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
-from dphybrid.training.step import Session
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.files import clear_leftovers, make_folder
 from dphybrid.util.stop import StopRequest

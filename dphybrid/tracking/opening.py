@@ -58,9 +58,7 @@ def open_tracker(
     import_mlflow(tracking_uri)
     from dphybrid.tracking.tracker import MlflowTracker
 
-    uri = tracking_uri or embedded_uri(store)
-    if uri.startswith("sqlite"):
-        make_database(uri, store)
+    uri = store_to_write(tracking_uri, store)
     return MlflowTracker(uri, experiment, store, upload_limit, detail)
 
 
@@ -105,6 +103,14 @@ def store_to_read(tracking_uri: str | None, store: Path) -> str:
     if tracking_uri is not None:
         _check(tracking_uri)
     return tracking_uri or embedded_uri(store)
+
+
+def store_to_write(tracking_uri: str | None, store: Path) -> str:
+    """Return where MLflow's records go; the tables of an SQLite database are there then."""
+    uri = tracking_uri or embedded_uri(store)
+    if uri.startswith("sqlite"):
+        make_database(uri, store)
+    return uri
 
 
 def embedded_uri(store: Path) -> str:

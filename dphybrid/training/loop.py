@@ -16,14 +16,14 @@ from dphybrid.training.averaging import averaged
 from dphybrid.training.callbacks import EpochEnd, call_back
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.display import Display
-from dphybrid.training.engine import Engine
+from dphybrid.training.engine import Engine, Session
 from dphybrid.training.memory import ids_by_part
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Meter, observed
 from dphybrid.training.optimizers import set_learning_rates
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.saving import Saved
-from dphybrid.training.step import Session, Step
+from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError
 
 

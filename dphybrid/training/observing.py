@@ -14,7 +14,7 @@ from dphybrid.embedding import RowPipeline
 from dphybrid.tracking import Tracker
 from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
 from dphybrid.training.display import Display
-from dphybrid.training.step import Session
+from dphybrid.training.engine import Session
 from dphybrid.util.memory import page_faults
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from dphybrid.config import TrainConfig
 from dphybrid.embedding import CombinedOptimizer, dense_parameters
+from dphybrid.training.engine import Session
 from dphybrid.training.memory import out_of_memory_report
-from dphybrid.training.step import Session
 from dphybrid.util.compiling import eager
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory

@@ -6,8 +6,10 @@ A reader sees the old content or the new one. What a killed process leaves has a
 """
 
 import errno
+import glob
 import json
 import os
+import platform
 import re
 import shutil
 import threading
@@ -165,7 +167,8 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """
     try:
         make_folder(parent, mode=0o700)
-        for left in parent.glob(f"{prefix}*"):
+        prefix = f"{prefix}{platform.node()}-"  # processes of other machines may work in a shared folder
+        for left in parent.glob(f"{glob.escape(prefix)}*"):
             pid = left.name.removeprefix(prefix).partition("-")[0]
             if pid.isdigit() and not Path("/proc", pid).exists():
                 shutil.rmtree(left, ignore_errors=True)

@@ -1,5 +1,6 @@
 """`dphybrid check recipe` finds what breaks, one recipe for each way, and says what to do."""
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,9 @@ def test_what_breaks_is_named_with_its_remedy(name: str, check: str, words: str,
 def test_a_sound_recipe_holds_and_leaves_nothing_behind(
     data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (data_dir / "runs" / f".check-{2**22 + 1}-killed").mkdir(parents=True)  # no process has such a number
+    (data_dir / "runs" / f".check-{platform.node()}-{2**22 + 1}-killed").mkdir(
+        parents=True
+    )  # no process has such a number
     assert main(["check", "recipe", f"{__name__}:Sound", "--train.batch-size", "16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:21].split(maxsplit=1)[1].strip() for line in lines] == [

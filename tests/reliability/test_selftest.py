@@ -1,6 +1,7 @@
 """The command that breaks small runs on the user's own disk, and its layer of faults."""
 
 import os
+import platform
 import random
 import re
 import subprocess
@@ -21,15 +22,18 @@ def test_selftest_tries_every_kind_of_fault_and_leaves_the_data_folder_as_it_was
     (tmp_path / "disk").mkdir()
     data_dir.symlink_to(tmp_path / "disk")
     (data_dir / "mine.txt").write_text("mine")
-    (data_dir / f".selftest-{2**22 + 1}-killed").mkdir()  # no process has such a number
-    (data_dir / f".selftest-{os.getpid()}-other").mkdir()
+    (data_dir / f".selftest-{platform.node()}-{2**22 + 1}-killed").mkdir()  # no process has such a number
+    (data_dir / f".selftest-{platform.node()}-{os.getpid()}-other").mkdir()
     assert main(["selftest", "--trials", "5" if LONG else "1"]) == 0
     shown = capsys.readouterr().out
     assert re.match(r"--seed \d+ repeats these trials", shown)
     rows = [line for line in shown.splitlines() if line.startswith("|")][2:]
     assert len(rows) == 4
     assert all(re.search(r"\| \d+ +\| fails in at most (46|95) % of cases", row) for row in rows), rows
-    assert {path.name for path in data_dir.iterdir()} == {"mine.txt", f".selftest-{os.getpid()}-other"}
+    assert {path.name for path in data_dir.iterdir()} == {
+        "mine.txt",
+        f".selftest-{platform.node()}-{os.getpid()}-other",
+    }
     assert (data_dir / "mine.txt").read_text() == "mine"
 
 

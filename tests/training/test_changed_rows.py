@@ -35,10 +35,10 @@ from dphybrid.training.checkpoint import (
     read_state,
     verify_checkpoint,
 )
+from dphybrid.training.engine import Session
 from dphybrid.training.retention import prune_checkpoints
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
-from dphybrid.training.step import Session
 from dphybrid.training.tensor_file import stored_tensor, write_tensors
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
