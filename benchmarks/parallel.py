@@ -47,9 +47,9 @@ def run(repeats: int = 200) -> dict[str, Any]:
         large = _interleaved(
             {name: make(_mlp(1024, 1024, 1024)) for name, make in makers.items() if "cuda" not in name},
             torch.randn(2048, 1024),
-            max(3, repeats // 20),
+            max(1, repeats // 20),
             backward=True,
-            warm_up=2,
+            warm_up=1,
         )
     finally:
         torch.set_num_threads(threads)

@@ -55,20 +55,22 @@ _OVER = [
 
 
 async def _make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -> list[str]:
-    """Make the pool and its queues where they are not there; return what there is, by priority."""
+    """Make the pool and its queues where they are not there; return their names by priority: those of these
+    hosts, those of others that are there, and the shared ones."""
     try:
         await client.read_work_pool(pool)
     except ObjectNotFound:
         await client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
     there = {queue.name: queue for queue in await client.read_work_queues(work_pool_name=pool)}
+    kept = sorted(there.keys() - {*hosts, *SHARED_QUEUES, "default"}, key=lambda name: there[name].priority)
     # Lower numbers come first, and a new queue gets the highest: runs of a host's own queue would wait behind
-    # those of `any`.
-    wanted = [*hosts, *SHARED_QUEUES]
+    # those of `any`. All of them in turn: a number that is taken pushes its queue and those behind it back.
+    wanted = [*hosts, *kept, *SHARED_QUEUES]
     for priority, name in enumerate(wanted, start=1):
-        if name not in there:
-            await client.create_work_queue(name, work_pool_name=pool, priority=priority)
-        elif there[name].priority != priority:
+        if name in there:
             await client.update_work_queue(there[name].id, priority=priority)
+        else:
+            await client.create_work_queue(name, work_pool_name=pool, priority=priority)
     return wanted
 
 

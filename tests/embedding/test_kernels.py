@@ -3,6 +3,8 @@ tables."""
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from dphybrid.embedding import (
 from dphybrid.embedding.native import fill_normal
 from dphybrid.embedding.optim import ROW_OPTIMIZERS
 from dphybrid.util.row_rules import RULES
+from tests.conftest import REPOSITORY
 
 KINDS = [name for name in RULES if name != "adamw"]  # which test_host_embedding.py compares with torch's
 
@@ -160,7 +163,7 @@ class Rows(Dataset[Tensor]):
         return rows
 
 
-def test_forked_workers_of_a_loader_look_up_too() -> None:
+def look_up_in_forked_workers() -> None:
     with threads(2):
         table = HostEmbedding(9000, 16)
         table(torch.arange(9000))  # the team exists before the fork
@@ -169,6 +172,12 @@ def test_forked_workers_of_a_loader_look_up_too() -> None:
         )
         for number, rows in enumerate(loader):
             assert torch.equal(rows, table.weight.roll(number, 0))
+
+
+def test_forked_workers_of_a_loader_look_up_too() -> None:
+    # A process of its own: forks of one that has run a Prefect flow end with an error of Prefect's threads.
+    code = "from tests.embedding.test_kernels import look_up_in_forked_workers as f; f()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=180)
 
 
 def test_many_tables_are_updated_in_one_go_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

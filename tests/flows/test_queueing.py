@@ -1,5 +1,6 @@
-"""Late runs, and what a worker's machine knows of its runs; no server is needed."""
+"""Late runs, the order of queues, and what a worker's machine knows of its runs."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 
-from dphybrid.orchestration import alive
+from dphybrid.orchestration import alive, setup
 from dphybrid.orchestration.alive import alive_here, run_file
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.validate import check_prefect_yaml
@@ -42,6 +44,20 @@ def test_scheduled_runs_that_come_too_late_are_left_out(
         assert state.is_completed()
         assert state.name == "SkippedLate"
         assert "200 minutes ago" in (state.message or "")
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_later_deployments_leave_the_hosts_queues_before_the_shared_ones() -> None:
+    async def made() -> list[str]:
+        async with get_client() as client:
+            for hosts in (["one", "two"], [], ["three"], []):
+                told = await setup._make_queues(client, "of-hosts", hosts)
+            queues = await client.read_work_queues(work_pool_name="of-hosts")
+        by_priority = [queue.name for queue in sorted(queues, key=lambda queue: queue.priority)]
+        assert told == [name for name in by_priority if name != "default"]
+        return told
+
+    assert asyncio.run(made()) == ["three", "one", "two", "urgent", "any", "night"]
 
 
 def test_the_kernel_says_which_runs_are_dead(

@@ -110,7 +110,7 @@ def test_a_model_of_noise_does_not_beat_the_floor_by_its_interval(tmp_path: Path
     assert floor is not None
     noise_B = np.random.default_rng(0).normal(size=len(floor["logits"])).astype("float32")
     of_noise = floor | {"logits": floor["logits"] + floor["logits"].new_tensor(noise_B)}
-    gains = bootstrap_gains(floor, of_noise, task, 0)
+    gains = bootstrap_gains(floor, of_noise, task, 0, 300)
     assert np.quantile(gains, 0.025) <= 0
     knowing = floor | {"logits": floor["labels_B"] + 0.3 * floor["logits"].new_tensor(noise_B)}
-    assert np.quantile(bootstrap_gains(floor, knowing, task, 0), 0.025) > 0
+    assert np.quantile(bootstrap_gains(floor, knowing, task, 0, 300), 0.025) > 0
