@@ -160,7 +160,7 @@ class Source(Protocol):
 
     @property
     def options(self) -> dict[str, object]:
-        """The values that change what comes out."""
+        """Values that the prepared data depends on, beside its files."""
         return {}
 
     @property

@@ -68,7 +68,7 @@ class Lease:
         """Give the GPUs back."""
         for handle in self._handles:
             os.ftruncate(handle, 0)
-        # the file stays: whoever waits may have it open, and a new one beside it would be a second lock
+        # the file stays: a process that waits may have it open, and a new file would be a second lock
         self._close()
 
     def lost(self) -> str | None:

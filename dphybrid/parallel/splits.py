@@ -10,7 +10,7 @@ from dphybrid.util.errors import UserError
 
 Size = tuple[int, ...]
 Key = tuple[tuple[Size, ...], tuple[Size, ...]]
-"""Sizes of what went into each replica, and of what came out."""
+"""The replicas' input sizes and output sizes."""
 
 
 def split_sizes(batch_size: int, num_devices: int, weights: Sequence[float] | None = None) -> list[int]:

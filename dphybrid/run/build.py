@@ -46,7 +46,7 @@ def prepare_data(
     recipe, engine = find_recipe(config.recipe), choose_engine(config)
     devices = expected_devices(config, settings)
     engine.check(recipe.one_process or recipe.has_own_step, settings, devices, callbacks, here)
-    # What can be wrong without the data is told before it is read.
+    # Errors that need no data come before the data is read.
     resolve_devices(devices)
     find_callbacks(config.train.callbacks)
     with naming(settings.data_dir):

@@ -97,7 +97,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # In place: whoever trains holds this object.
+        # In place: the training keeps this very object.
         vars(self).update(vars(Progress(**state)))
 
 

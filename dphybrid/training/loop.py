@@ -243,7 +243,7 @@ def precisely(config: TrainConfig) -> Iterator[None]:
     before = matmul.allow_tf32, cudnn.allow_tf32
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # torch lets cuDNN round to tf32 unless it is told not to.
+    # By default torch allows cuDNN to compute in tf32.
     matmul.allow_tf32 = cudnn.allow_tf32 = config.precision == "tf32"
     if config.deterministic:
         torch.use_deterministic_algorithms(True)

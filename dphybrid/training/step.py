@@ -1,5 +1,4 @@
-"""What one training run works with (`Session`), and one step of it: the object that a recipe's `step`
-uses."""
+"""One step of a training: the object that a recipe's `step` uses. `Step.update` is one change of weights."""
 
 import gc
 import math

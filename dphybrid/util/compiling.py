@@ -43,7 +43,7 @@ class EagerOptimizer(Optimizer):
 
 def eager(kind: type[Optimizer]) -> type[Optimizer]:
     """Return a subclass of torch's optimizer `kind` that does not import torch.compile: 1.5 CPU seconds."""
-    # torch's own wrapper of step, which is unwrapped here, imports the compiler; no_grad is what it comes to
+    # torch wraps `step` in code that imports the compiler; unwrapped, it needs no_grad, which the wrapper set
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (EagerOptimizer, kind), {"step": step})
 
