@@ -2,6 +2,10 @@
 
 import contextlib
 import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 from dphybrid.cli.main import main
 
@@ -16,3 +20,12 @@ def command(*argv: str) -> str:
             code = int(end.code or 0)
     assert code == 0, out.getvalue() + err.getvalue()
     return out.getvalue()
+
+
+def python(*argv: str | Path, ends: int | None = 0, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run this Python in a process of its own; what it prints is text. ends: its exit code; None: any."""
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=False, **options)
+    assert ends is None or done.returncode == ends, (
+        f"ended with {done.returncode}: {done.stdout}{done.stderr}"
+    )
+    return done

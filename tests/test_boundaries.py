@@ -1,11 +1,9 @@
 """Who may import whom: what an import really brings along, and the arrows between the rooms. Ruff holds that
 Prefect, MLflow and locks stay in their rooms (`banned-api`)."""
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.commands import python
 from tests.conftest import REPOSITORY
 
 HEAVY = (
@@ -42,16 +40,11 @@ HEAVY = (
 )
 def test_an_import_brings_no_more_than_allowed(module: str, allowed: set[str]) -> None:
     code = f"import sys, {module}; print(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
-    )
+    found = python("-c", code, cwd=REPOSITORY)
     assert set(found.stdout.split()) <= allowed
 
 
 def test_arrows_between_the_rooms_run_downwards_only() -> None:
     tool = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    done = subprocess.run(
-        [sys.executable, "-c", tool], capture_output=True, text=True, check=False, cwd=REPOSITORY
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    done = python("-c", tool, cwd=REPOSITORY)
     assert "0 broken" in done.stdout

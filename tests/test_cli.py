@@ -51,16 +51,6 @@ def test_ctrl_c_during_the_imports_of_a_flow_ends_without_a_traceback(flow: str,
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
-def test_plan_shows_full_and_last_batch_and_idle_devices(
-    capsys: pytest.CaptureFixture[str], data_dir: Path
-) -> None:
-    assert main(["plan", "--devices", "cpu*8", "--batch-size", "30", "--rows", "100"]) == 0
-    shown = capsys.readouterr().out.replace(" ", "")
-    assert "4,4,4,4,4,4,4,2" in shown
-    assert "2,2,2,2,2" in shown
-    assert "idle" in shown
-
-
 def test_plan_asks_the_recipe_for_its_sizes(
     capsys: pytest.CaptureFixture[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -73,51 +63,3 @@ def test_plan_asks_the_recipe_for_its_sizes(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["plan", "--recipe", "sized:Mine", "--devices", "cpu*2"]) == 0
     assert "10,10" in capsys.readouterr().out.replace(" ", "")
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["train", "--recipe", "txt"], ["recipe", "'txt'", "'toy'"]),
-        (["train", "--devices", "tpu"], ["devices", "'tpu'", "cpu*8"]),
-        (["train", "--devices", "cuda:99"], ["cuda:99"]),
-        (["train", "--train.batch-size", "-1"], ["train.batch_size", "'-1'", "at least"]),
-        (["train", "--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
-        (["train", "--report", "no/such/folder/report.json"], ["--report", "folder that exists"]),
-        (["prepare", "--recipe", "ctr", "--schema", "."], ["--schema .", "folder that exists"]),
-        (["train", "--data.path", "nowhere.txt"], ["nowhere.txt"]),
-        (["train", "--recipe", "ctr"], ["data.path"]),
-        (
-            ["train", "--model.factory", "no.such:thing", "--recipe", "toy"],
-            ["model.factory", "no.such:thing"],
-        ),
-        (["train", "--recipe", "toy", "--resume"], ["--resume", "no such run of recipe toy"]),
-        (["train", "--recipe", "toy", "--resume", ""], ["--resume ''", "names no run"]),
-        (["train", "--epochs", "3"], ["--epochs", "did you mean --train.epochs", "--help"]),
-        (["trian"], ["'trian'", "did you mean 'train'"]),
-        (
-            ["train", "--recipe", "digits", "--data.path", "no.csv"],
-            ["--data.path", "recipe digits does not use it", "ctr"],
-        ),
-        (["train", "--recipe", "no.such:Thing"], ["no.such:Thing", "PYTHONPATH"]),
-        (["plan", "--batch-size", "0", "--rows", "5"], ["--batch-size 0"]),
-    ],
-)
-def test_wrong_input_is_one_message_and_exit_code_2(
-    argv: list[str], words: list[str], data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(argv)
-    except SystemExit as ended:
-        code = ended.code
-    told = capsys.readouterr().err
-    assert code == 2
-    assert told.startswith("error: ")
-    for word in words:
-        assert word in told.replace("greater than or equal to", "at least")
-    leftovers = [
-        path
-        for path in data_dir.rglob("*")
-        if path.is_dir() and path.parent.name in ("runs", "prepared") and "toy" not in path.name
-    ]
-    assert leftovers == []

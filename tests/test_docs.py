@@ -51,8 +51,7 @@ def python_of(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
-def test_its_python_runs(page: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+def test_its_python_runs(page: str, data_dir: Path, unrecorded: None) -> None:
     code = "\n".join([GIVEN.get(page, ""), *python_of(page)])
     if torch.cuda.device_count() < 2:
         code = re.sub(r"^.*device_ids=\[0, 1\].*$", "", code, flags=re.MULTILINE)

@@ -1,12 +1,7 @@
 """The programs of examples/ run, and do what their descriptions say."""
 
-import json
-import os
 import re
 import runpy
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +12,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from examples import callbacks, make_notebook, own_loop, tutorial
-from tests.commands import command
+from tests.commands import python
 from tests.conftest import REPOSITORY
 
 
@@ -62,9 +57,7 @@ def test_the_notebook_is_the_script_and_prints_its_splits(monkeypatch: pytest.Mo
     def splits(text: str) -> list[str]:
         return re.findall(r"^.*(?:size|rows|blocks: )\b.*$", text, re.MULTILINE)
 
-    script = subprocess.run(
-        [sys.executable, make_notebook.SCRIPT], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
+    script = python(make_notebook.SCRIPT, cwd=REPOSITORY)
     now = make_notebook.printed(make_notebook.executed(cells))
     assert len(splits(script.stdout)) > 15
     assert splits(make_notebook.printed(page)) == splits(now) == splits(script.stdout)
@@ -88,25 +81,6 @@ def test_an_own_recipe_is_on_record_under_its_import_path(data_dir: Path) -> Non
     assert {model.name for model in client.search_logged_models([run.info.experiment_id])} == {
         f"examples-own_recipe-Ratings-{Path(report.best_checkpoint).name}"
     }
-
-
-def test_an_own_recipe_on_the_command_line(tmp_path: Path, unrecorded: None) -> None:
-    shown = command("train", "--recipe", "examples.own_recipe:Ratings", "--help")
-    assert "Made-up ratings of 50 users for 40 films." in " ".join(shown.split())
-    (tmp_path / "elsewhere").mkdir()
-    shutil.copy(REPOSITORY / "examples/own_recipe.py", tmp_path / "elsewhere" / "films.py")
-    told = tmp_path / "report.json"
-    values = ["--data.num-ratings", "2000", "--devices", "cpu*2", "--report", str(told)]
-    done = subprocess.run(
-        [sys.executable, "-m", "dphybrid", "train", "--recipe", "films:Ratings", *values],
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "elsewhere")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "right 1" in done.stdout
-    assert json.loads(told.read_text())["metrics"]["right"] > 0.95
 
 
 def test_from_a_dataframe_to_predictions(unrecorded: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from dphybrid.cli.init import config_text
 from dphybrid.cli.main import main, make_parser
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
+from tests.commands import python
 
 FEW = {
     "data": {"path": 'a "b"\\c.csv', "label": "clicked"},
@@ -70,9 +70,7 @@ def test_help_and_what_is_missing_import_nothing_heavy(argv: list[str], code: in
         f"heavy = ('torch', 'mlflow', 'prefect', 'rich', {'' if 'csv' in str(argv) else repr('polars')})\n"
         "print('heavy:', [m for m in heavy if m in sys.modules], code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    done = python("-c", program, cwd=tmp_path)
     assert done.stdout.endswith(f"heavy: [] {code}\n")
 
 

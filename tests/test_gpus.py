@@ -28,6 +28,7 @@ from dphybrid.gpus import (
 )
 from dphybrid.util.errors import UserError
 from dphybrid.util.hours import parse_training_hours
+from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state
 from tests.waiting import patience, wait_until
@@ -62,7 +63,7 @@ def stranger() -> Any:
         "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True, "
         "stdout=-3, stderr=-3).pid)"
     )
-    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    pid = int(python("-c", code).stdout)
     yield pid
     os.kill(pid, signal.SIGKILL)
 
@@ -366,14 +367,15 @@ def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(
     assert took_small["at"] > took_large["at"] > killed
 
 
-def test_a_ticket_that_is_being_made_is_left_alone_and_one_left_half_made_is_not(folder: Path) -> None:
-    from dphybrid.gpus.waiting import _tickets
-
+def test_a_ticket_that_is_being_made_is_left_alone_and_one_left_half_made_is_not(
+    fake: Inventory, folder: Path
+) -> None:
     fresh, old = folder / ".1-1.ticket", folder / ".0-1.ticket"
     fresh.touch()
     old.touch()
     os.utime(old, (time.time() - 3600,) * 2)
-    assert _tickets(folder) == {}
+    with acquire(Wanted(), fake, folder, run="all", policy=AT_ONCE) as lease:
+        assert len(lease.gpus) == 4
     assert fresh.exists()
     assert not old.exists()
 

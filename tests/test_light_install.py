@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import python
 from tests.conftest import REPOSITORY
 
 HIDE = """
@@ -43,9 +42,7 @@ def light(tmp_path: Path, data_dir: Path) -> dict[str, str]:
 
 
 def ran(light: dict[str, str], *argv: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, *argv], env=light, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = python(*argv, ends=None, env=light, timeout=300)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -178,6 +178,12 @@ OK = "--data.path ok.csv --data.label y"
             "--resume nobody: no such run of recipe ctr in .*runs; known: none yet$",
         ),
         ("train --recipe ctrr", "unknown recipe; did you mean 'ctr'"),
+        ("train --recipe no.such:Thing", "no.such:Thing.*PYTHONPATH"),
+        ("train --recipe toy --model.factory no.such:thing", "model.factory.*no.such:thing"),
+        ("train --recipe toy --resume", "--resume.*no such run of recipe toy"),
+        ("train --recipe toy --resume=", "--resume ''.*names no run"),
+        ("prepare --recipe ctr --schema .", "--schema .: .*folder that exists"),
+        ("train --train.batch-size -1", "train.batch_size = '-1'.*greater than or equal to 0"),
         ("train --config bad.toml", "--config bad.toml: cannot be read"),
         ("train --recipe retrieval --data.path ok.csv", "has no column 'user'"),
         ("predict nobody --data.path ok.csv", "nobody: no run, checkpoint folder or models:/ address"),
@@ -205,6 +211,9 @@ def test_a_new_users_mistakes(
     for name, text in FILES.items():
         Path(name).write_text(text)
     assert re.search(words, told(capsys, *command.split()).strip(), re.MULTILINE)
+    assert not list(data_dir.glob("runs/*")), "a run is left"
+    if command.startswith("prepare"):
+        assert not list(data_dir.glob("prepared/ctr-*")), "prepared data is left"
 
 
 @pytest.mark.parametrize(
@@ -249,6 +258,8 @@ def test_kge_notes_a_table_whose_second_column_has_too_many_values(
     [
         ('{"low":1,"high":0.1}', "low <= high"),
         ('{"low":0.1}', "give low and high"),
+        ('{"low":-1,"high":0.1}', "train.lr"),
+        ('"0.1"', "give a list of values"),
         ('{"low":0.1,"high":1,"log":true,"step":0.1}', "step"),
     ],
 )

@@ -20,6 +20,7 @@ from dphybrid.data.table.frames import as_frame, save_frame
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError
+from tests.conftest import own_settings
 
 SMALL = {
     "epochs": 3,
@@ -56,9 +57,7 @@ def forms(frame: pl.DataFrame) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DPHYBRID_DATA_DIR", str(tmp_path_factory.mktemp("python") / "data"))
-        patch.setenv("DPHYBRID_THREADS", "1")
-        patch.setenv("DPHYBRID_TRACKING_URI", "none")
+        own_settings(patch, tmp_path_factory.mktemp("python") / "data", TRACKING_URI="none")
         yield dphybrid.train(
             visits(), label="clicked", devices="cpu*2", run_name="first", quiet=True, **SMALL
         )
@@ -257,8 +256,7 @@ def test_values_come_by_name_section_or_in_full(tmp_path: Path) -> None:
     assert '"lr":0.1' in config
 
 
-def test_paths_infer_their_recipe(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+def test_paths_infer_their_recipe(data_dir: Path, unrecorded: None) -> None:
     texts = data_dir.parent / "texts"
     texts.mkdir()
     for name in ("one", "two"):

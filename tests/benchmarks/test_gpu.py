@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.gpu import SHAPES
+from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.test_light_install import HIDE
 
@@ -20,15 +19,7 @@ def test_a_rehearsal_measures_every_part_and_way_and_says_that_it_is_one(tmp_pat
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     out = tmp_path / "results.json"
     options = ("--repeats", "2", "--only", "steps,virtual,kernels", "--out", str(out))
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *options],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "benchmarks.gpu", *options, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path)
     assert "nothing about GPUs" in done.stdout
     found = json.loads(out.read_text())
     assert found["rehearsal"] is True

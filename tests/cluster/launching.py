@@ -3,10 +3,14 @@
 import importlib.util
 import io
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -101,3 +105,45 @@ def tensors_of(folder: str, number: int = -1) -> dict[str, Tensor]:
         for file in sorted(checkpoint.rglob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What stands for a machine: its address, its network interface, and what commands on it begin with."""
+
+    address: str
+    interface: str
+    within: tuple[str, ...] = ()
+
+    def cable(self, state: str) -> None:
+        """Plug it in (up) or out (down)."""
+        subprocess.run(["ip", "-n", self.interface, "link", "set", self.interface, state], check=True)
+
+
+CAN_JOIN = os.geteuid() == 0 and shutil.which("ip") is not None
+"""Only root can make network namespaces, with iproute2."""
+
+
+@contextmanager
+def joined_machines() -> Iterator[list[Machine]]:
+    """Two network namespaces with host names of their own, and a cable between them."""
+    names = [f"dph{os.getpid()}{side}" for side in "ab"]
+
+    def ip(text: str, check: bool = True) -> None:
+        subprocess.run(["ip", *text.split()], check=check, capture_output=True)
+
+    try:
+        for name in names:
+            ip(f"netns add {name}")
+            ip(f"-n {name} link set lo up")
+        ip(f"link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}")
+        made = []
+        for number, name in enumerate(names, start=1):
+            ip(f"-n {name} addr add 10.213.7.{number}/24 dev {name}")
+            ip(f"-n {name} link set {name} up")
+            named = ("unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', name)
+            made.append(Machine(f"10.213.7.{number}", name, ("ip", "netns", "exec", name, *named)))
+        yield made
+    finally:
+        for name in names:
+            ip(f"netns del {name}", check=False)

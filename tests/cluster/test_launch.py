@@ -1,13 +1,11 @@
 """How ranks are started, meet and end; these compute nothing, and need no TorchRec."""
 
 import os
-import shutil
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,6 +22,7 @@ from dphybrid.cluster.launch import (
 )
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
+from tests.cluster.launching import CAN_JOIN, Machine, joined_machines
 from tests.conftest import REPOSITORY
 from tests.waiting import patience, wait_until
 
@@ -117,43 +116,12 @@ def test_a_public_address_is_refused_unless_it_is_named() -> None:
         address_towards("unknown.invalid")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A network namespace that stands for a machine: its address, its name, how commands on it begin."""
-
-    address: str
-    name: str
-    within: tuple[str, ...]
-
-    def cable(self, state: str) -> None:
-        """Plug it in (up) or out (down)."""
-        subprocess.run(["ip", "-n", self.name, "link", "set", self.name, state], check=True)
-
-
 @pytest.fixture
 def machines() -> Iterator[list[Machine]]:
-    """Two machines and a cable between them."""
-    if os.geteuid() or shutil.which("ip") is None:
+    if not CAN_JOIN:
         pytest.skip("only root can make network namespaces, with iproute2")
-    names = [f"dpl{os.getpid()}{side}" for side in "ab"]
-
-    def ip(text: str, check: bool = True) -> None:
-        subprocess.run(["ip", *text.split()], check=check, capture_output=True)
-
-    try:
-        for name in names:
-            ip(f"netns add {name}")
-            ip(f"-n {name} link set lo up")
-        ip(f"link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}")
-        made = []
-        for number, name in enumerate(names, start=1):
-            ip(f"-n {name} addr add 10.213.8.{number}/24 dev {name}")
-            ip(f"-n {name} link set {name} up")
-            made.append(Machine(f"10.213.8.{number}", name, ("ip", "netns", "exec", name)))
-        yield made
-    finally:
-        for name in names:
-            ip(f"netns del {name}", check=False)
+    with joined_machines() as both:
+        yield both
 
 
 AGENT = """
@@ -168,7 +136,7 @@ sys.exit(run_ranks(1, program, folder, rank_environment({}, address), 2, StopReq
 """
 
 
-@pytest.mark.parametrize(("cut_s", "limit_s"), [(6, 60), (30, 10)])
+@pytest.mark.parametrize(("cut_s", "limit_s"), [(3, 60), (30, 10)])
 def test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again(
     tmp_path: Path, machines: list[Machine], cut_s: float, limit_s: float
 ) -> None:

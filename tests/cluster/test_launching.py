@@ -1,13 +1,12 @@
 """Ranks that a run starts itself, or torchrun by hand: deaths, requests to stop, one record for all."""
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,12 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests.cluster.launching import (
     BASE,
+    CAN_JOIN,
     LIMIT_S,
     SMALL,
+    Machine,
     free_port,
+    joined_machines,
     needs_torchrec,
     settings_in,
     write_clicks,
@@ -95,43 +97,11 @@ def test_a_rank_that_stands_still_is_ended_after_the_limit(
     assert "Going on from" in capfd.readouterr().out
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What stands for a machine: its address, its network interface, and what commands on it begin with."""
-
-    address: str
-    interface: str
-    within: tuple[str, ...] = ()
-
-
 @pytest.fixture
 def machines() -> Iterator[list[Machine]]:
-    """Two network namespaces with host names of their own, joined by a cable, where root may make them; else
-    twice this machine."""
-    if os.geteuid() or shutil.which("ip") is None:
-        yield [Machine("127.0.0.1", "lo")] * 2
-        return
-    names = [f"dph{os.getpid()}{side}" for side in "ab"]
-
-    def ip(text: str, check: bool = True) -> None:
-        subprocess.run(["ip", *text.split()], check=check, capture_output=True)
-
-    try:
-        for name in names:
-            ip(f"netns add {name}")
-            ip(f"-n {name} link set lo up")
-        ip(f"link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}")
-        made = []
-        for number, name in enumerate(names, start=1):
-            address = f"10.213.7.{number}"
-            ip(f"-n {name} addr add {address}/24 dev {name}")
-            ip(f"-n {name} link set {name} up")
-            named = ("sh", "-c", f'hostname {name}; exec "$@"', name)
-            made.append(Machine(address, name, ("ip", "netns", "exec", name, "unshare", "--uts", *named)))
-        yield made
-    finally:
-        for name in names:
-            ip(f"netns del {name}", check=False)
+    """Two machines where root may make them; else twice this one."""
+    with joined_machines() if CAN_JOIN else nullcontext([Machine("127.0.0.1", "lo")] * 2) as both:
+        yield both
 
 
 def test_two_machines_by_hand_one_of_which_is_away_for_a_while(

@@ -1,7 +1,5 @@
 """What several ranks cannot do is refused before work starts; one process never hears of TorchRec."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from dphybrid.recipes.configs import apply_overrides, build_config, given_values
 from dphybrid.run.train import prepare_data
 from dphybrid.util.errors import UserError
 from tests.cluster.launching import settings_in
+from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.preparing import prepare
 
@@ -140,13 +139,7 @@ train_run(run, run.experiment(), StopRequest())
 heavy = ("torchrec", "fbgemm_gpu", "tensordict", "dphybrid.cluster.sharding")
 print("found:", *[name for name in heavy if name in sys.modules])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=REPOSITORY,
-    )
+    done = python("-c", code, str(tmp_path), cwd=REPOSITORY)
     assert done.stdout.splitlines()[-1] == "found:"
 
 

@@ -90,10 +90,7 @@ def as_lists(
 
 
 @pytest.fixture
-def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def quiet(unrecorded: None, tmp_path: Path) -> Path:
     return tmp_path
 
 

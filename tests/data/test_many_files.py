@@ -3,8 +3,6 @@ time, key and given files."""
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from dphybrid.data.table import delimited
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.rows import read_chunks
 from dphybrid.util.errors import UserError
+from tests.commands import python
 from tests.preparing import TableDataConfig, prepare
 
 NUM_ROWS = 240
@@ -143,12 +142,11 @@ def test_any_number_of_threads_comes_to_the_same_bytes(tmp_path: Path) -> None:
         "print(json.dumps([p.digest, {n: a.sha256 for n, a in p.manifest.arrays.items()}]))"
     )
     found = [
-        subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / threads)],
+        python(
+            "-c",
+            code,
+            str(tmp_path / threads),
             env={"POLARS_MAX_THREADS": threads, "OMP_NUM_THREADS": "1", "PATH": ""},
-            capture_output=True,
-            text=True,
-            check=True,
         ).stdout
         for threads in ("1", "4")
     ]
@@ -184,16 +182,6 @@ def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
     assert prepared.manifest.facts["unseen"]["user_id"] == 1.0
     assert "validation split: 5 of 12 values of user_id; their rows do not train" in prepared.describe()
     assert "values without a training row: user_id 100.0%" in prepared.describe()
-
-
-def test_files_given_as_held_out(tmp_path: Path) -> None:
-    held = write(tmp_path, "held.csv", lines(30, first=250))
-    prepared = ctr(tmp_path, str(write(tmp_path, "x.csv", lines())), valid_path=str(held))
-    assert prepared.arrays["train_rows"].tolist() == list(range(NUM_ROWS))
-    assert prepared.arrays["valid_rows"].tolist() == list(range(NUM_ROWS, NUM_ROWS + 30))
-    split = prepared.manifest.split
-    assert (split["train_rows"], split["valid_rows"]) == (NUM_ROWS, 30)
-    assert split["valid_label_rate"] == pytest.approx(1 / 3, abs=0.04)
 
 
 def test_a_file_in_both_parts_is_refused(tmp_path: Path) -> None:
@@ -302,9 +290,3 @@ def test_broken_gzip_files_are_told(tmp_path: Path, raw: bytes, words: list[str]
     for word in words:
         assert word in str(caught.value)
     assert not list(tmp_path.glob("prepared/*"))
-
-
-def test_ids_beyond_float_precision_stay_apart(tmp_path: Path) -> None:
-    body = [f"{2**53 + i % 4},{i % 2}" for i in range(40)]
-    prepared = ctr(tmp_path, str(write(tmp_path, "x.csv", body, "hash,y")))
-    assert sorted(vocabulary(prepared, "hash")) == [str(2**53 + i) for i in range(4)]

@@ -5,14 +5,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pytest
 
 from dphybrid.data import Prepared, batches, open_prepared
 from dphybrid.data import store as store_module
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text import TextDataConfig
-from dphybrid.recipes.text.data import repeated_shares, tokenize
+from dphybrid.recipes.text.data import tokenize
 from dphybrid.util.errors import UserError
 from tests.conftest import SHARED
 from tests.preparing import TableDataConfig, prepare
@@ -96,22 +95,11 @@ def test_roles_can_be_overridden_and_padded_codes_are_categories(tmp_path: Path)
     assert roles == {"code": "categorical", "zip": "categorical", "n": "ignore"}
 
 
-def test_tsv_parquet_and_csv_come_to_the_same(tmp_path: Path) -> None:
-    base = ctr(tmp_path, CLICKS)
-    pl.read_csv(CLICKS.encode(), infer_schema=False).write_parquet(tmp_path / "clicks.parquet")
-    (tmp_path / "clicks.tsv").write_text(CLICKS.replace(",", "\t"))
-    for name in ("clicks.parquet", "clicks.tsv"):
-        config = TableDataConfig(path=str(tmp_path / name), label="clicked", valid_fraction=0.2)
-        other = prepare("ctr", config, tmp_path / "prepared", 0)
-        assert other.manifest.arrays == base.manifest.arrays, name
-
-
 @pytest.mark.parametrize(
     ("text", "values", "words"),
     [
         (CLICKS, {"label": "clickd"}, ["data.label='clickd'", "did you mean 'clicked'", "age, city, job"]),
         (CLICKS, {"label": None}, ["data.label is not set", "age, city"]),
-        (CLICKS, {"label": "city", "task": "binary"}, ["two different values", "'city' has 3"]),
         (CLICKS, {"numeric": ("city",)}, ["data.numeric", "'city'", "'a'", "line 2", "data.categorical"]),
         (CLICKS, {"numeric": ("aeg",)}, ["data.numeric='aeg'", "did you mean 'age'"]),
         (CLICKS, {"numeric": ("age",), "ignore": ("age",)}, ["'age'", "already named as ignore"]),
@@ -187,13 +175,9 @@ def test_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
         f"print(prepare('text', None, Path({str(tmp_path)!r}), 0).reused)"
     )
     children = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    assert sorted(child.communicate(timeout=120)[0].strip() for child in children) == [
-        "False",
-        "True",
-        "True",
-    ]
+    assert sorted(child.communicate(timeout=120)[0].strip() for child in children) == ["False", "True"]
 
 
 def test_text_windows_cover_every_token_once(tmp_path: Path) -> None:
@@ -225,15 +209,6 @@ def test_whole_documents_are_held_out_and_words_come_from_the_training_part(tmp_
     words = prepared.manifest.facts["vocabulary"]
     assert f"only{held.removesuffix('.txt')}" not in words
     assert sum(word.startswith("only") for word in words) == 9
-
-
-def test_documents_that_repeat_others_are_not_held_out() -> None:
-    alone, common = [f"a{i}" for i in range(60)], [f"c{i}" for i in range(40)]
-    shares = repeated_shares([alone, common + ["x"] * 3, ["y"] * 3 + common, ["short"]])
-    assert shares[0] == 0
-    assert shares[1] > 0.8
-    assert shares[2] > 0.8
-    assert shares[3] == 0
 
 
 def test_words_and_punctuation_are_tokens() -> None:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dphybrid.data.table.numbers import is_number
 from dphybrid.data.table.rows import Rows, check_enough, check_rejected, read_chunks
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
@@ -111,16 +109,6 @@ def test_any_text_is_prepared_or_refused_with_a_message(
     assert list(out.glob(".*")) == []
 
 
-@MANY
-@given(st.binary(max_size=80))
-def test_any_bytes_are_prepared_or_refused_with_a_message(tmp_path: Path, raw: bytes) -> None:
-    for name in ("x.csv", "x.parquet"):
-        file = tmp_path / name
-        file.write_bytes(raw)
-        with suppress(UserError):  # anything else fails the test
-            prepare("ctr", TableDataConfig(path=str(file), label="0"), tmp_path / "prepared", 0)
-
-
 def test_a_stray_quote_costs_its_own_row_only(tmp_path: Path) -> None:
     body = [f"{i},x{i}" for i in range(40)]
     body[3], body[7], body[9], body[12] = '3,"open', '7,"a"b', '9,5" pipe', '12,"two\nlines, one value"'
@@ -191,8 +179,3 @@ def test_a_header_over_two_lines(tmp_path: Path) -> None:
 def test_bad_bytes_are_told_with_their_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not UTF-8 text \(line 3, byte 12\)"):
         read(tmp_path, b"n,w\r\n1,a\r\n2,\xe9\r\n")
-
-
-def test_numbers_are_what_float_reads_and_is_finite() -> None:
-    assert all(map(is_number, ["1", "-1.5", "1e5", ".5", "007"]))
-    assert not any(map(is_number, ["", "x", "nan", "inf", "1e999", "1_000", "0x10"]))

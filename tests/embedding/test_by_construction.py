@@ -1,7 +1,5 @@
 """A table's weight is a parameter of torch's own: what that settles, and what is refused by name."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -249,25 +247,6 @@ def test_torchs_own_uses_of_a_parameter_work() -> None:
     AveragedModel(nn.Sequential(table)).update_parameters(nn.Sequential(table))
     prune.random_unstructured(table, "weight", 0.5)
     assert torch.equal(table(ids), table.weight[ids])
-
-
-def test_copies_have_rows_and_gradients_of_their_own() -> None:
-    table, ids = HostEmbedding(8, 4, dtype=torch.bfloat16, padding_idx=0), torch.tensor([0, 1])
-    for other in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
-        assert torch.equal(other.weight, table.weight)
-        rows, before = trained(other)
-        other(ids).sum().backward()
-        assert other.weight.grad.dtype == torch.float32
-        assert table.weight.grad is None
-        rows.step()
-        assert changed(other, before) == [1]
-
-
-def test_a_lookup_without_ids_adds_nothing() -> None:
-    table = HostEmbedding(8, 4)
-    none, one = torch.empty(0, dtype=torch.int64), torch.tensor([1])
-    (table(none).sum() + table(one).sum() + table.bags(none, torch.tensor([0])).sum()).backward()
-    assert table.weight.grad.coalesce().indices().tolist() == [[1]]
 
 
 def test_lookups_and_backwards_of_one_step_add_up() -> None:

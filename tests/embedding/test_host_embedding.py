@@ -17,22 +17,15 @@ from dphybrid.embedding import (
     RowSGD,
     clip_grad_norm_,
     find_tables,
-    make_row_optimizer,
 )
 from dphybrid.embedding.lookup import PIECE, sort_ids, sum_by_row
 from dphybrid.embedding.optim import ROW_OPTIMIZERS
-from dphybrid.parallel import DataParallel
 
 ROWS, DIM = 50, 4
 
 
 def table(**options: object) -> HostEmbedding:
     return HostEmbedding(ROWS, DIM, dtype=torch.float64, seed=3, name="words", **options)  # type: ignore[arg-type]
-
-
-def test_lookup_equals_torch() -> None:
-    ours, ids = table(), torch.randint(0, ROWS, (3, 5))
-    assert torch.equal(ours(ids), F.embedding(ids, ours.weight))
 
 
 def test_nothing_moves_or_casts_the_table() -> None:
@@ -86,28 +79,6 @@ def test_gradients_of_a_frequent_id_are_summed_in_short_pieces(monkeypatch: pyte
     assert torch.equal(sums[0], sums[2])
     expected = torch.zeros(40, DIM, dtype=torch.float64).index_add_(0, ids_N, grads_ND.double())
     torch.testing.assert_close(sums[0].double(), expected, rtol=1e-5, atol=2e-5)
-
-
-def test_gradients_exist_for_touched_rows_only_and_add_up_over_lookups() -> None:
-    ours = table()
-    dense = ours.settled().clone().requires_grad_()
-    first, second = torch.tensor([[1, 2, 2], [9, 1, 1]]), torch.tensor([2, 30])
-    scale = torch.randn(2, 3, DIM, dtype=torch.float64)
-    ((ours(first) * scale).sum() + ours(second).square().sum()).backward()
-    ((F.embedding(first, dense) * scale).sum() + F.embedding(second, dense).square().sum()).backward()
-    found = ours.row_gradients()
-    assert found is not None
-    assert found[0].tolist() == [1, 2, 9, 30]
-    torch.testing.assert_close(found[1], dense.grad[found[0]], rtol=1e-12, atol=1e-12)
-    ours.weight.grad = None
-    assert ours.row_gradients() is None
-
-
-def test_lookups_without_gradients_are_not_remembered() -> None:
-    ours = table()
-    with torch.no_grad():
-        ours(torch.tensor([1]))
-    assert ours.row_gradients() is None
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -180,18 +151,6 @@ def test_clipping_joins_dense_parameters_and_rows() -> None:
     torch.testing.assert_close(layer.weight.grad, twin.weight.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
-def test_gradients_come_back_through_a_region(devices: str) -> None:
-    ours, region = table(), DataParallel(nn.Linear(DIM, 1, dtype=torch.float64), devices)
-    ids = torch.tensor([4, 4, 5, 6, 4])
-    region(ours(ids)).sum().backward()
-    found = ours.row_gradients()
-    assert found is not None
-    torch.testing.assert_close(
-        found[1], torch.tensor([[3.0], [1.0], [1.0]], dtype=torch.float64) * region.module.weight.detach()
-    )
-
-
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
@@ -219,35 +178,6 @@ def test_state_dict_is_that_of_an_embedding_and_a_reference() -> None:
         nn.Sequential(HostEmbedding(3, DIM)).load_state_dict(plain.state_dict())
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "lazy-adam"])
-def test_optimizer_state_round_trips(name: str) -> None:
-    def train(ours: HostEmbedding, optimizer: object, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()  # type: ignore[attr-defined]
-            ours(torch.arange(step, step + 5)).square().sum().backward()
-            optimizer.step()  # type: ignore[attr-defined]
-
-    one, two = table(), table()
-    first, second = (make_row_optimizer(name, {"t": t}, lr=0.1) for t in (one, two))
-    train(one, first, range(10))
-    two.settled().copy_(one.weight)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    train(one, first, range(5, 15))
-    train(two, second, range(5, 15))
-    assert torch.equal(one.weight, two.weight)
-
-
-def test_state_of_another_optimizer_is_refused() -> None:
-    adam, adagrad = (make_row_optimizer(name, {"t": table()}, lr=0.1) for name in ("adam", "adagrad"))
-    with pytest.raises(ValueError, match="has no betas"):
-        adagrad.load_state_dict(adam.state_dict())
-
-
 def test_find_tables_names_them() -> None:
     model = nn.ModuleDict({"users": table(), "rest": nn.ModuleDict({"goods": table()})})
     assert list(find_tables(model)) == ["users", "rest.goods"]
-
-
-def test_a_table_inside_a_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="'words' is inside a DataParallel block"):
-        DataParallel(nn.Sequential(table()), "cpu*2")(torch.tensor([1, 2]))

@@ -3,11 +3,11 @@ where memory has room for it, a copy of what a checkpoint writes beside the trai
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import python
 
 MODEL = """
 import torch
@@ -56,13 +56,7 @@ def peak_bytes(folder: Path, rows: int, short: bool) -> int:
     the most memory it had. short: memory has no room for copies."""
     (folder / "large.py").write_text(MODEL.replace("ROWS", str(rows)), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(folder), "DPHYBRID_DATA_DIR": str(folder / "data")}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN.replace("SHORT", str(short))],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", RUN.replace("SHORT", str(short)), env=environment)
     return int(json.loads(done.stdout.splitlines()[-1])["VmHWM"]) * 1024
 
 

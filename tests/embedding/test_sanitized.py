@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.embedding.compile_rows import HERE, compile_library, levels
+from tests.commands import python
 
 THREADS = Path(__file__).with_name("rows_in_threads.c")
 FLAGS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
@@ -82,13 +83,7 @@ def test_lookups_and_updates_stay_within_their_memory(tmp_path: Path) -> None:
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at exit
         "DPHYBRID_ROWS_LIBRARY": str(library),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER + FAULT],
-        env={**os.environ, **sanitized},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", DRIVER + FAULT, ends=None, env={**os.environ, **sanitized})
     assert done.stdout == "complete\n", done.stderr[-3000:]
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr

@@ -21,7 +21,6 @@ from dphybrid.embedding import (
     RowAdagrad,
     RowAdam,
     RowOptimizer,
-    RowPipeline,
     RowSGD,
     find_tables,
 )
@@ -217,16 +216,6 @@ def test_ids_of_some_tables_are_shifted() -> None:
         tables.flat_ids(torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"'tags': id 7 at position \[0, 1\] is not a row; rows are 0 to 6"):
         tables.flat_ids(torch.tensor([[0, 7]]), slice(1, None))
-
-
-def test_a_collection_is_prefetched() -> None:
-    tables = HostEmbeddingCollection({"user": 30, "item": 5}, 4)
-    tables.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
-    batches = [torch.tensor([[step, step % 5], [3, 1]]) for step in range(20)]
-    with RowPipeline({"flat": tables.flat}, on_cpu=True) as pipeline:
-        for ids_BF in pipeline.prefetch(batches, lambda ids_BF: {"flat": tables.flat_ids(ids_BF)}):
-            assert torch.equal(torch.cat(tables.replica_rows(ids_BF)), tables(ids_BF))
-        assert pipeline.counters()["prepared"] == 80
 
 
 @pytest.mark.slow

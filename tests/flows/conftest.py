@@ -1,12 +1,14 @@
 """Servers of Prefect, started once for all tests of this folder that need one."""
 
-import sys
 from collections.abc import Iterator
 
 import pytest
+from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
 
+from dphybrid.orchestration import setup
 from dphybrid.orchestration.embedded import in_this_process, start_server
+from tests.conftest import LONG
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY, Team
 from tests.postgres import Postgres
@@ -15,23 +17,25 @@ from tests.stores import put_database
 
 @pytest.fixture(scope="session")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
-    """A server that is set up, with four stand-in GPUs; tests start the workers that they need."""
+    """A server that is set up, with four stand-in GPUs; tests start the workers that they need. Its database
+    is PostgreSQL for the nightly tests, which stop it, and else SQLite with its tables made."""
     folder = tmp_path_factory.mktemp("team")
-    postgres = Postgres()
+    postgres = Postgres() if LONG else None
     team = Team(folder, postgres)
     (folder / "slowly.py").write_text((REPOSITORY / "tests" / "flows" / "slowly.py").read_text())
     write_state(team.gpus, [gpu(number) for number in range(4)])
-    postgres.control("start")
+    if postgres is not None:
+        postgres.control("start")
     try:
         team.start_server()
-        done = team.command(
-            sys.executable, "-m", "dphybrid.orchestration.setup", "--host", "one", "--host", "two"
-        )
-        assert done.returncode == 0, done.stdout + done.stderr + team.logs()
+        with temporary_settings({PREFECT_API_URL: team.api}):
+            hosts = ("--host", "one", "--host", "two")
+            assert setup.main([*hosts, "--file", str(REPOSITORY / "prefect.yaml")]) == 0, team.logs()
         yield team
     finally:
         team.end()
-        postgres.end()
+        if postgres is not None:
+            postgres.end()
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +48,7 @@ def _temporary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     assert server is not None
     server.wait(120)
     yield server.api_url
+    APILogHandler().flush()  # else this process sends its last lines for minutes to a server that is gone
     server.stop()
 
 

@@ -15,6 +15,7 @@ from uuid import UUID
 
 import psutil
 
+from tests.commands import python
 from tests.postgres import Postgres, free_port
 from tests.stores import put_database
 from tests.waiting import patience, wait_until
@@ -53,7 +54,7 @@ class Team:
     end."""
 
     folder: Path
-    postgres: Postgres
+    postgres: Postgres | None
     port: int = field(default_factory=free_port)
     started: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
@@ -87,7 +88,6 @@ class Team:
         }
         server = {
             "PREFECT_API_URL": self.api,
-            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{self.postgres.address}",
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
             "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
@@ -96,6 +96,11 @@ class Team:
             "PREFECT_PLUGINS_ENABLED": "true",
             "PREFECT_CLIENT_MAX_RETRIES": "9",
         }
+        if self.postgres is None:
+            server["PREFECT_SERVER_DATABASE_MIGRATE_ON_START"] = "false"  # its tables are there
+        else:
+            address = f"postgresql+asyncpg://{self.postgres.address}"
+            server["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = address
         return environment(self.folder, **(gpus | server | more))
 
     def start(self, argv: list[str], log: str, **more: str) -> "subprocess.Popen[bytes]":
@@ -149,16 +154,7 @@ class Team:
             "    print('id', run_deployment(name, parameters=parameters, timeout=0).id)"
         )
         page = json.dumps([(name if "/" in name else f"{name}/{name}", given) for name, given in wanted])
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            input=page,
-            capture_output=True,
-            text=True,
-            check=False,
-            env=self.env(),
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
+        done = python("-c", code, input=page, env=self.env(), timeout=120)
         return [UUID(text) for text in re.findall(r"id (\S+)", done.stdout)]
 
     def post(self, path: str, page: dict[str, Any] | None = None, method: str | None = None) -> Any:

@@ -28,11 +28,12 @@ from tests.stores import put_database
 from tests.waiting import patience, wait_until
 
 START = """
-import sys
+import psutil, sys
 from dphybrid.orchestration.embedded import start_server
 server = start_server()
 server.wait(120)
-print(server._process.pid, "prefect.server" in sys.modules, flush=True)
+(child,) = psutil.Process().children()
+print(child.pid, "prefect.server" in sys.modules, flush=True)
 sys.stdin.read()
 """
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.flows.servers import environment
 
@@ -45,15 +46,7 @@ def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"dphybrid"}
     (elsewhere / "flows").mkdir(parents=True)
     (elsewhere / "flows" / "__init__.py").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=elsewhere,
-        env=environment(tmp_path, PYTHONPATH=str(site)),
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", IMPORT, cwd=elsewhere, env=environment(tmp_path, PYTHONPATH=str(site)))
     first, *lines = done.stdout.splitlines()
     assert first.split() == [
         str(site / "dphybrid/flows/__init__.py"),
@@ -73,15 +66,14 @@ def test_the_doctor_tells_a_broken_prefect(tmp_path: Path) -> None:
     (tmp_path / "fastapi" / "__init__.py").write_text(
         "raise TypeError('Body() got an unexpected keyword argument')"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "dphybrid", "doctor"],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = python(
+        "-m",
+        "dphybrid",
+        "doctor",
+        ends=1,
         cwd=tmp_path,
         env=environment(tmp_path, PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
     )
-    assert done.returncode == 1, done.stdout + done.stderr
     assert "BAD  Prefect's server cannot be imported: TypeError: Body() got" in done.stdout
     assert "pip install 'prefect>=" in done.stdout
     assert "ok   MLflow server" in done.stdout

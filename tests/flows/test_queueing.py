@@ -1,6 +1,5 @@
 """Late runs, the order of queues, and what a worker's machine knows of its runs."""
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -10,14 +9,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 
-from dphybrid.orchestration import alive, setup
+from dphybrid.orchestration import alive
 from dphybrid.orchestration.alive import alive_here, run_file
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.validate import check_prefect_yaml
 from dphybrid.util.errors import UserError
+from dphybrid.util.locks import is_held
+from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.waiting import patience, wait_until
 
@@ -46,20 +46,6 @@ def test_scheduled_runs_that_come_too_late_are_left_out(
         assert "200 minutes ago" in (state.message or "")
 
 
-@pytest.mark.usefixtures("prefect_server")
-def test_later_deployments_leave_the_hosts_queues_before_the_shared_ones() -> None:
-    async def made() -> list[str]:
-        async with get_client() as client:
-            for hosts in (["one", "two"], [], ["three"], []):
-                told = await setup._make_queues(client, "of-hosts", hosts)
-            queues = await client.read_work_queues(work_pool_name="of-hosts")
-        by_priority = [queue.name for queue in sorted(queues, key=lambda queue: queue.priority)]
-        assert told == [name for name in by_priority if name != "default"]
-        return told
-
-    assert asyncio.run(made()) == ["three", "one", "two", "urgent", "any", "night"]
-
-
 def test_the_kernel_says_which_runs_are_dead(
     tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,13 +58,13 @@ def test_the_kernel_says_which_runs_are_dead(
         assert child.stdout is not None
         assert child.stdout.readline() == b"in\n"
         with alive_here("a"):
-            assert alive._is_locked(run_file("a"))
-            assert alive._is_locked(run_file("b"))
+            assert is_held(run_file("a"))
+            assert is_held(run_file("b"))
         assert not run_file("a").exists()  # it ended in order
         child.kill()
         child.wait()
     assert run_file("b").exists()
-    assert not alive._is_locked(run_file("b"))
+    assert not is_held(run_file("b"))
 
 
 _RUN = """
@@ -126,7 +112,7 @@ def test_a_run_that_a_worker_starts_anew_keeps_its_file(
     assert run_file("c").read_text() == again
     monkeypatch.setenv(alive.STARTED_BY, again)
     with alive_here("c"):
-        assert alive._worker_of(run_file("c")) == os.getpid()
+        assert run_file("c").read_text().startswith(f"{os.getpid()} ")
     assert not run_file("c").exists()
 
 
@@ -138,16 +124,14 @@ def test_an_orphan_leaves_a_run_to_the_process_that_has_it(
         dead.kill()
     code = "from dphybrid.orchestration.alive import alive_here\nwith alive_here('d'):\n print('has it')"
     with alive_here("d"):
-        ended = subprocess.run(
-            [sys.executable, "-c", code],
+        ended = python(
+            "-c",
+            code,
+            ends=143,
             env={**os.environ, alive.STARTED_BY: f"{dead.pid} token"},
             cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
             timeout=120,
-            check=False,
         )
-    assert ended.returncode == 143
     assert "another process has the run" in ended.stdout
 
 

@@ -13,20 +13,14 @@ from pathlib import Path
 import pytest
 
 from flows import train_hybrid
-from tests.commands import command
+from tests.commands import command, python
 from tests.flows.servers import REPOSITORY, environment
 from tests.waiting import patience
 
 
 def flow(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flows.train_hybrid", *argv],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=REPOSITORY,
-        env=environment(folder),
-        timeout=300,
+    return python(
+        "-m", "flows.train_hybrid", *argv, ends=None, cwd=REPOSITORY, env=environment(folder), timeout=300
     )
 
 

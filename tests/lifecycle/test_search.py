@@ -11,7 +11,6 @@ from dphybrid.lifecycle import search as searching
 from dphybrid.lifecycle.search import Search, search
 from dphybrid.lifecycle.sweep import Cell, CellFailed, failures
 from dphybrid.recipes.configs import load_config
-from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
 SPACE = {"train.lr": {"low": 0.001, "high": 0.1, "log": True}, "train.batch_size": [32, 64]}
@@ -76,19 +75,3 @@ def test_runs_below_the_median_end_early(swept: Any) -> None:
     rates = {cell.name: cell.config.train.lr for cell in grid.cells}
     whole = [rate for name, rate in rates.items() if name not in ended]
     assert min(rates[name] for name in ended) > min(whole)
-
-
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        ({}, "at least one field"),
-        ({"train.lr": {"low": 0.1}}, "give low and high"),
-        ({"train.lr": "0.1"}, "give a list of values"),
-        ({"train.lr": {"low": -1, "high": 0.1}}, "train.lr"),
-        ({"train.epoch": [1]}, "did you mean 'train.epochs'"),
-    ],
-)
-def test_a_space_that_is_not_allowed_is_refused(space: Any, message: str, data_dir: Path) -> None:
-    config = load_config(None, ["recipe=digits", "devices=cpu"])
-    with pytest.raises(UserError, match=message):
-        Search(space, 3).check(config, load_settings())

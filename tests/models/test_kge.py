@@ -205,19 +205,6 @@ def test_the_penalty_follows_the_triples_an_entity_and_belongs_to_the_checkpoint
         torch.testing.assert_close(penalized_B - one(batch)["loss"], weight * cubes_B, rtol=1e-4, atol=1e-12)
 
 
-def test_negatives_are_a_function_of_seed_epoch_and_batch(tmp_path: Path) -> None:
-    data = graph(tmp_path).dataset("train")
-
-    def negatives(seed: int, epoch: int, start: int = 0) -> list[list[int]]:
-        found = batches(data, 16, seed=seed, epoch=epoch, shuffle=True, start_batch=start)
-        return [batch["negatives_K"].tolist() for batch in found]
-
-    assert negatives(0, 1) == negatives(0, 1)
-    assert negatives(0, 1, start=2) == negatives(0, 1)[2:]
-    assert negatives(0, 1) != negatives(0, 2)
-    assert len({tuple(part) for part in negatives(0, 1)}) == len(negatives(0, 1))
-
-
 def test_it_learns_relations_with_a_pattern(unrecorded: None, tmp_path: Path) -> None:
     """Two relations and their inverses on a ring: `next` holds between neighbours, `before` says the same the
     other way round."""

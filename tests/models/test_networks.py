@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from dphybrid.config.settings import load_settings
 from dphybrid.data import batches
+from dphybrid.data.batches import ArrayDataset
 from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, build_model, find_recipe
@@ -33,6 +35,8 @@ KINDS = {
     for recipe in ("ctr", "text", "digits", "kge")
 }
 RECIPES = [(recipe, kind) for recipe in INFO for kind in KINDS[recipe]]
+ROWS = ArrayDataset({"dense_BN": np.random.default_rng(0).normal(size=(50, 2))}, np.arange(50))
+"""What bins of numbers are made from."""
 
 
 def batch_of(recipe: str, size: int = 7) -> dict[str, Tensor]:
@@ -56,15 +60,18 @@ def model_of(recipe: str, kind: str, devices: str = "cpu", **values: object) -> 
     sizes = {"dim": 6, "hidden": 8, "layers": 1, "dropout": 0.0, "dtype": "float64"} | values
     used = {name: value for name, value in sizes.items() if name in options.model_fields}
     return build_model(
-        recipe, ModelContext(resolve_devices(devices), INFO[recipe], options(kind=kind, **used), 3)
+        recipe, ModelContext(resolve_devices(devices), INFO[recipe], options(kind=kind, **used), 3, rows=ROWS)
     )
 
 
-@pytest.mark.parametrize(("recipe", "kind"), RECIPES)
-def test_several_devices_give_one_devices_losses_and_gradients(recipe: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "kind", "bins"),
+    [*((*each, 128) for each in RECIPES), *(("ctr", kind, 3) for kind in KINDS["ctr"])],
+)
+def test_several_devices_give_one_devices_losses_and_gradients(recipe: str, kind: str, bins: int) -> None:
     found = []
     for devices in ("cpu", "cpu*3"):
-        model = model_of(recipe, kind, devices)
+        model = model_of(recipe, kind, devices, bins=bins)
         outputs = model(batch_of(recipe))
         (outputs["loss"].sum() / outputs["weight"].sum()).backward()
         found.append(

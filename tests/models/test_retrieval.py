@@ -30,10 +30,11 @@ from dphybrid.recipes.retrieval.model import RetrievalModel, recall_and_ndcg
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report, run_job
 from dphybrid.training.memory import micro_batches
-from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, StopRequest
+from dphybrid.util.stop import Interrupted
+from tests.conftest import own_settings
 from tests.preparing import prepare
+from tests.training.stopping import stopping_after
 
 
 def write_rows(file: Path, num_rows: int = 400, num_users: int = 30, num_items: int = 25) -> None:
@@ -301,9 +302,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, 
     """A model of the generated sample, and the folder of its data."""
     folder = tmp_path_factory.mktemp("retrieval") / "data"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DPHYBRID_DATA_DIR", str(folder))
-        patch.setenv("DPHYBRID_TRACKING_URI", "none")
-        patch.setenv("DPHYBRID_THREADS", "1")
+        own_settings(patch, folder, TRACKING_URI="none")
         yield run_job(load_config(None, OPTIONS), load_settings(), run_name="sample"), folder
 
 
@@ -319,18 +318,9 @@ def test_eight_devices_and_a_broken_run_come_to_the_same(
     trained: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped in its second epoch and resumed: the same bits. Eight devices: equal but for rounding."""
-    runs, stop, after_step = trained[1] / "runs", StopRequest(), SplitLog.after_step
-
-    def stop_at_fifty(self: SplitLog, step: int) -> list[str]:
-        if step == 50:
-            stop.ask("a test")
-        return after_step(self, step)
-
-    config = load_config(None, OPTIONS)
-    with monkeypatch.context() as patch:
-        patch.setattr(SplitLog, "after_step", stop_at_fifty)
-        with pytest.raises(Interrupted):
-            run_job(config, load_settings(), run_name="broken", stop=stop)
+    runs, config = trained[1] / "runs", load_config(None, OPTIONS)
+    with stopping_after(50) as stop, pytest.raises(Interrupted):
+        run_job(config, load_settings(), run_name="broken", stop=stop)
     assert run_job(config, load_settings(), resume="broken").metrics == trained[0].metrics
     whole, broken = (dphybrid.load_model(name).state_dict() for name in ("sample", "broken"))
     assert whole.keys() == broken.keys()

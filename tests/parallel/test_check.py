@@ -1,6 +1,7 @@
 """The checker, losses inside the region, replicas that differ, and memory."""
 
 import functools
+import random
 from collections.abc import Callable
 
 import pytest
@@ -52,6 +53,21 @@ class Caching(nn.Module):
         return x
 
 
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape) + torch.zeros_like(x).uniform_()
+
+
+class DrawsFromPython(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
+class DecidesByChance(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(1) < 0.5 else -x
+
+
 class FixedDevice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.zeros(3, device="cuda:0")
@@ -73,6 +89,10 @@ class Unflattened(nn.Module):
         (Stored, True, ["self.function", "bound method"]),
         (ListedModules, True, ["self.parts", "nn.ModuleList"]),
         (Caching, False, ["self.cache", "test_check.py:"]),
+        (Draws, False, ["torch.randn", "uniform_", "the number of devices"]),
+        (DrawsFromPython, False, ["random.random", "the number of devices"]),
+        (DecidesByChance, False, ["decides by chance", "each replica by itself"]),
+        (lambda: nn.SyncBatchNorm(3), True, ["processes"]),
         (FixedDevice, True, ["'cuda:0'", "x.device", "test_check.py:"]),
         (Unflattened, False, ["flatten_parameters", "test_check.py:"]),
         (lambda: nn.LSTM(3, 3), True, ["batch_first=True"]),

@@ -9,7 +9,6 @@ from torch import nn
 
 from dphybrid.parallel import (
     DataParallel,
-    Whole,
     current_replica,
     parallel_apply,
     resolve_devices,
@@ -110,36 +109,6 @@ def test_state_dict_keys_are_those_of_the_bare_module() -> None:
     alone = DataParallel(nn.Linear(2, 2), "cpu*2")
     assert list(alone.state_dict()) == ["weight", "bias"]
     alone.load_state_dict(nn.Linear(2, 2).state_dict())
-
-
-def test_what_every_replica_needs_whole_is_not_split() -> None:
-    class Shifted(nn.Module):
-        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            assert table.shape == (3,)
-            return x + table.sum()
-
-    x, table = torch.randn(7, 2), torch.ones(3)
-    assert torch.equal(DataParallel(Shifted(), "cpu*4")(x, Whole(table)), x + 3)
-    assert torch.equal(DataParallel(Shifted(), "cpu*4", whole=["table"])(x, table=table), x + 3)
-
-
-def test_replicas_are_copies_and_only_the_first_keeps_buffers() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1))
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen += len(x)  # type: ignore[operator]
-            x += 1  # in place: must not reach the caller's batch
-            return self.scale * x
-
-    wrapped = DataParallel(Counting(), "cpu*3")
-    x = torch.zeros(8, 1)
-    assert torch.equal(wrapped(x), torch.ones(8, 1))
-    assert torch.equal(x, torch.zeros(8, 1))
-    assert wrapped.module.seen.item() == 3
 
 
 def test_an_empty_batch_runs_once() -> None:

@@ -2,10 +2,7 @@
 name."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -37,13 +34,6 @@ class Itself(dict):  # type: ignore[type-arg]
         self.__dict__ = self
 
 
-class Ordered(OrderedDict):  # type: ignore[type-arg]
-    def __init__(self, **items: Any) -> None:
-        super().__init__(items)
-        for name, value in items.items():
-            setattr(self, name, value)
-
-
 class Listed(list):  # type: ignore[type-arg]
     def __init__(self, logits: Any) -> None:
         super().__init__([logits])
@@ -59,7 +49,7 @@ class Pair(tuple):  # type: ignore[type-arg]
         return pair
 
 
-@pytest.mark.parametrize("kind", [Mirrored, Itself, Ordered, Listed, Pair])
+@pytest.mark.parametrize("kind", [Mirrored, Itself, Listed, Pair])
 def test_p_attributes_that_mirror_items_are_joined_and_split_with_them(kind: Any) -> None:
     out = DataParallel(Does(lambda x: kind(logits=2 * x)), "cpu*2")(X)
     item = out["logits"] if isinstance(out, dict) else out[0]
@@ -169,18 +159,6 @@ def test_s_state_summed_in_a_replica_is_named_by_check_and_comparison(how: str) 
         f"1: forward writes self.{name}, which is lost on all replicas but the first"
     )
     assert compare_split(DataParallel(nn.Sequential(nn.Linear(3, 3), Counts("not")), "cpu*2"), X) == []
-
-
-def test_s_a_sync_batch_norm_is_refused() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
-    assert "processes" in check_module(module)[0].problem
-    with pytest.raises(UserError, match="module '1' is a SyncBatchNorm, which synchronises processes"):
-        DataParallel(module, "cpu*2")
-    region = DataParallel(nn.Sequential(nn.Identity()), "cpu*2")
-    region(X)
-    region.module[0] = nn.SyncBatchNorm(3)
-    with pytest.raises(UserError, match="module '0' is a SyncBatchNorm"):
-        region(X)
 
 
 # T: the call that looks for rows by chance leaves nothing behind
@@ -324,7 +302,7 @@ def test_a_loss_of_one_number_names_the_way_out() -> None:
     assert region(X, X).mean().dim() == 0
 
 
-# The tutorial's script
+# Devices
 
 
 def test_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,58 +313,3 @@ def test_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("DPHYBRID_DEVICES", "gpu7")
     with pytest.raises(UserError, match="cannot read 'gpu7'"):
         DataParallel(nn.Linear(3, 3))
-
-
-TUTORIAL = """
-import torch
-import torch.nn as nn
-from torch.utils.data import Dataset, DataLoader
-IMPORT
-
-device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-
-class RandomDataset(Dataset):
-    def __init__(self, size, length):
-        self.len, self.data = length, torch.randn(length, size)
-    def __getitem__(self, index):
-        return self.data[index]
-    def __len__(self):
-        return self.len
-
-class Model(nn.Module):
-    def __init__(self, input_size, output_size):
-        super().__init__()
-        self.fc = nn.Linear(input_size, output_size)
-    def forward(self, input):
-        output = self.fc(input)
-        print("In Model: input size", tuple(input.size()), "output size", tuple(output.size()))
-        return output
-
-model = Model(5, 2)
-if device_count() > 1:
-    print("Let's use", device_count(), "GPUs!")
-    model = DataParallel(model)
-model.to(device)
-for data in DataLoader(RandomDataset(5, 100), batch_size=30):
-    output = model(data.to(device))
-    print("Outside: input size", tuple(data.size()), "output_size", tuple(output.size()))
-"""
-
-
-def test_the_tutorials_script_runs_by_its_import_alone() -> None:
-    script = TUTORIAL.replace("IMPORT", "from dphybrid.parallel import DataParallel, device_count")
-    environment = os.environ | {"DPHYBRID_DEVICES": "cpu*3"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    lines = done.stdout.splitlines()
-    assert lines[0] == "Let's use 3 GPUs!"
-    assert lines[1:5] == [
-        *["In Model: input size (10, 5) output size (10, 2)"] * 3,
-        "Outside: input size (30, 5) output_size (30, 2)",
-    ]
-    assert lines[-4:] == [
-        *["In Model: input size (4, 5) output size (4, 2)"] * 2,
-        "In Model: input size (2, 5) output size (2, 2)",
-        "Outside: input size (10, 5) output_size (10, 2)",
-    ]

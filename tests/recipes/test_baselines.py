@@ -91,9 +91,8 @@ def test_a_column_that_gives_the_label_away_is_named(label: str, leaking: list[s
 
 
 def test_a_run_says_what_it_adds(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, tmp_path: Path, unrecorded: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     file = tmp_path / "table.csv"
     table().write_csv(file)
     values = ["recipe=ctr", f"data.path={file}", "data.label=clicked", "train.epochs=2"]

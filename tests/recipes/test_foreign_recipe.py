@@ -230,25 +230,3 @@ def test_a_recipe_that_lacks_a_part_says_which(
     ):
         with pytest.raises(UserError, match=rf"recipe half: define {part}\("):
             ask()
-
-
-def test_a_dataset_and_a_frame_are_enough(tmp_path: Path) -> None:
-    import polars as pl
-
-    from dphybrid.recipes.given import as_arrays
-
-    class Pairs(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-        def __len__(self) -> int:
-            return 5
-
-        def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
-            return torch.full((3,), float(number)), number % 2
-
-    arrays = as_arrays(Pairs(), "pairs")
-    assert {name: array.shape for name, array in arrays.items()} == {"inputs_B": (5, 3), "labels_B": (5,)}
-    assert arrays["labels_B"].tolist() == [0, 1, 0, 1, 0]
-    frame = as_arrays(pl.DataFrame({"a": [1, 2], "b": [0.5, 1.5]}), "frame")
-    assert frame["b"].dtype == "float32"
-    assert frame["a"].tolist() == [1, 2]
-    with pytest.raises(UserError, match="frame: 'a' is .*give numbers"):
-        as_arrays(pl.DataFrame({"a": ["x", "y"]}), "frame")

@@ -1,29 +1,14 @@
 """`dphybrid new recipe`: the package that it writes does what its README says, in a folder of its own."""
 
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dphybrid.cli.main import main
-from tests.commands import command
-
-
-def python(*argv: str, folder: Path, path: Path | None = None) -> str:
-    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
-    done = subprocess.run(
-        [sys.executable, "-m", *argv],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.commands import command, python
 
 
 @pytest.mark.slow
@@ -45,19 +30,17 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
     (package / "new.csv").write_text("user,item\nuser 1,item 1\nnobody,item 2\n")
     predicted = command("predict", "books", "--data.path", "new.csv")
     assert predicted.splitlines()[0] == "user,item,rating"
-    assert "2 passed" in python("pytest", "-q", "-p", "no:cacheprovider", folder=package)
+    assert "2 passed" in python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package).stdout
 
     site = tmp_path / "site"
     build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
-    built = subprocess.run(
-        [sys.executable, "-c", build], cwd=package, capture_output=True, text=True, check=True
-    )
+    built = python("-c", build, cwd=package)
     with zipfile.ZipFile(package / built.stdout.split()[-1]) as wheel:
         wheel.extractall(site)  # what pip does with it
-    assert "book_club  Ratings that users give to items." in python(
-        "dphybrid", "--help", folder=tmp_path, path=site
-    )
-    shown = python("dphybrid", "train", "--recipe", "book_club", "--help", folder=tmp_path, path=site)
+    installed: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(site)}}
+    shown = python("-m", "dphybrid", "--help", **installed).stdout
+    assert "book_club  Ratings that users give to items." in shown
+    shown = python("-m", "dphybrid", "train", "--recipe", "book_club", "--help", **installed).stdout
     assert "--data.valid-fraction" in shown
 
 

@@ -9,10 +9,7 @@ import torch
 
 from dphybrid.config.settings import load_settings
 from dphybrid.data.batches import ArrayDataset
-from dphybrid.parallel import resolve_devices
-from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.model import DeepFM, Sizes
 from dphybrid.recipes.ctr.numbers import (
     BIN_ROWS,
@@ -70,31 +67,6 @@ def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -
         )
 
 
-@pytest.mark.parametrize("kind", ["mlp", "wide-deep", "deepfm", "dlrm"])
-def test_pieces_are_the_same_on_several_devices(kind: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    dense_BN = torch.randn(50, 2, generator=draw)
-    ids_BF = torch.stack([torch.randint(n, (50,), generator=draw) for n in (5, 7)], 1)
-    batch = {"ids_BF": ids_BF, "dense_BN": dense_BN, "labels_B": torch.randint(2, (50,), generator=draw)}
-    rows = ArrayDataset({"dense_BN": dense_BN.numpy()}, np.arange(50))
-    options = CtrModelConfig(
-        kind=kind,  # type: ignore[arg-type]
-        dim=6,
-        hidden=8,
-        dropout=0.0,
-        dtype="float64",
-        bins=3,
-    )
-    found = []
-    for devices in ("cpu", "cpu*3"):
-        info = {"num_ids": [5, 7], "num_dense": 2}
-        model = build_model("ctr", ModelContext(resolve_devices(devices), info, options, 3, rows=rows))
-        outputs = model(batch)
-        outputs["loss"].mean().backward()
-        found.append((outputs["loss"].detach(), [p.grad.to_dense() for p in model.parameters()]))
-    torch.testing.assert_close(found[0], found[1])
-
-
 def trained(file: Path, epochs: int, name: str, *values: str, resume: str | None = None) -> Report:
     given = [
         "recipe=ctr",
@@ -113,10 +85,7 @@ def trained(file: Path, epochs: int, name: str, *values: str, resume: str | None
     return run_job(load_config(None, given), load_settings(), run_name=name, resume=resume)
 
 
-def test_bins_belong_to_the_checkpoint(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorded: None) -> None:
     random = np.random.default_rng(0)
     price_B = random.gamma(2.0, 3.0, 900).round(3)
     lines = [

@@ -13,16 +13,13 @@ from dphybrid.embedding import find_tables
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
-from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
+from tests.training.stopping import stopping_after
+
+pytestmark = pytest.mark.usefixtures("unrecorded")
 
 SASREC, WORD2VEC = "examples.own_sasrec:SasRec", "examples.own_word2vec:Word2Vec"
-
-
-@pytest.fixture(autouse=True)
-def _unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
 
 
 def trained(recipe: str, *values: str, name: str = "whole", stop: StopRequest | None = None) -> Report:
@@ -31,26 +28,17 @@ def trained(recipe: str, *values: str, name: str = "whole", stop: StopRequest | 
     return run_job(config, load_settings(), run_name=name, resume=resume, stop=stop)
 
 
-def stopped_and_resumed(recipe: str, *values: str, at: int, monkeypatch: pytest.MonkeyPatch) -> Report:
-    after_step, stop = SplitLog.after_step, StopRequest()
-
-    def stopping(self: SplitLog, step: int) -> list[str]:
-        if step == at:
-            stop.ask("the test")
-        return after_step(self, step)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(SplitLog, "after_step", stopping)
-        with pytest.raises(Interrupted, match=f"step-{at:06d}"):
-            trained(recipe, *values, name="stopped", stop=stop)
+def stopped_and_resumed(recipe: str, *values: str, at: int) -> Report:
+    with stopping_after(at) as stop, pytest.raises(Interrupted, match=f"step-{at:06d}"):
+        trained(recipe, *values, name="stopped", stop=stop)
     return trained(recipe, *values, name="stopped")
 
 
 @pytest.mark.slow
-def test_sasrec(monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> None:
+def test_sasrec(data_dir: Path) -> None:
     whole = trained(SASREC, "train.epochs=3")
     assert whole.metrics["ndcg_at_10"] > 0.3  # of 60 items; at random, 0.08
-    resumed = stopped_and_resumed(SASREC, "train.epochs=3", at=20, monkeypatch=monkeypatch)
+    resumed = stopped_and_resumed(SASREC, "train.epochs=3", at=20)
     assert resumed.digests == whole.digests
     predictor = dphybrid.load("stopped")
     assert (
@@ -76,11 +64,11 @@ def test_sasrec_reads_a_file(data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", ["false", "true"])
-def test_word2vec(tied: str, monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> None:
+def test_word2vec(tied: str, data_dir: Path) -> None:
     values = ["data.sentences=300", "train.epochs=3", f"model.tied={tied}"]
     whole = trained(WORD2VEC, *values)
     assert trained(WORD2VEC, *values, "train.pipeline=off", name="off").digests == whole.digests
-    assert stopped_and_resumed(WORD2VEC, *values, at=30, monkeypatch=monkeypatch).digests == whole.digests
+    assert stopped_and_resumed(WORD2VEC, *values, at=30).digests == whole.digests
     model = dphybrid.load_model("stopped")
     assert list(find_tables(model)) == (["words"] if tied == "true" else ["words", "near"])
     rows = torch.arange(2, model.words.num_rows)

@@ -22,6 +22,8 @@ from dphybrid.run.train import run_job
 from dphybrid.training.metrics import constant_prediction
 from dphybrid.util.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("unrecorded")
+
 
 class Net(torch.nn.Module):
     def __init__(self, context: ModelContext[Any]) -> None:
@@ -84,11 +86,6 @@ class Odd(Trips):
 
     def rows(self, data: Any, seed: int) -> Any:
         return (*super().rows(data, seed)[:2], [1])
-
-
-@pytest.fixture(autouse=True)
-def _unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
 
 
 def trained(recipe: str = "Trips", name: str = "one") -> Any:

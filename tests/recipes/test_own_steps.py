@@ -11,10 +11,12 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.training.checkpoint import read_state
-from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 from examples import own_gan
+from tests.training.stopping import stopping_after
+
+pytestmark = pytest.mark.usefixtures("unrecorded")
 
 
 class LeavesOut(own_gan.Gan):
@@ -46,26 +48,12 @@ def trained(
     return run_job(load_config(None, values), load_settings(), run_name=name, resume=resume, stop=stop)
 
 
-@pytest.fixture(autouse=True)
-def _unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-
-
 def test_a_gan_stopped_and_resumed_equals_an_undisturbed_one(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = trained("examples.own_gan:Gan", "train.average=0.9", name="whole")
-    after_step, stop = SplitLog.after_step, StopRequest()
-
-    def stopping(self: SplitLog, step: int) -> list[str]:
-        if step == 7:  # in the middle of an epoch
-            stop.ask("the test")
-        return after_step(self, step)
-
-    monkeypatch.setattr(SplitLog, "after_step", stopping)
-    with pytest.raises(Interrupted, match="step-000007"):
+    with stopping_after(7) as stop, pytest.raises(Interrupted, match="step-000007"):  # within an epoch
         trained("examples.own_gan:Gan", "train.average=0.9", stop=stop)
-    monkeypatch.setattr(SplitLog, "after_step", after_step)
     kept = read_state(data_dir / "runs/one/checkpoints/step-000007").optimizer
     assert [len(one["groups"]) for one in kept["optimizers"]] == [1, 1]
     resumed = trained("examples.own_gan:Gan", "train.average=0.9", resume="one", name="one")

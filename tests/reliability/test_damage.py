@@ -20,6 +20,7 @@ from dphybrid.selftest.runs import came_to
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
+from tests.conftest import own_settings
 from tests.reliability.damages import DAMAGES, damage
 from tests.reliability.test_faults import OPTIONS
 
@@ -34,10 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A data folder with a finished run, at the place where every copy of it will be."""
     root = tmp_path_factory.mktemp("damage")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_DEVICES", "DPHYBRID_EXPERIMENT"):
-            patch.delenv(name, raising=False)
-        for name, value in (("DATA_DIR", str(root / "data")), ("TRACKING_URI", "none"), ("THREADS", "1")):
-            patch.setenv(f"DPHYBRID_{name}", value)
+        own_settings(patch, root / "data", TRACKING_URI="none")
         run_job(load_config(None, SHORT), load_settings(), run_name="run")
         shutil.copytree(root / "data", root / "whole")
         yield root

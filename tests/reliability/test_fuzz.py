@@ -35,7 +35,7 @@ from dphybrid.training.checkpoint import CheckpointState
 from dphybrid.util.device_spec import MAX_DEVICES, parse_device_spec
 from dphybrid.util.digests import value_digest
 from dphybrid.util.errors import UserError
-from tests.conftest import LONG, REPOSITORY
+from tests.conftest import LONG, REPOSITORY, own_settings
 from tests.reliability.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, SCHEMA, edited
 from tests.reliability.scenarios import options_of, write_files
 
@@ -104,10 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (root / "config.toml").write_bytes(CONFIG)
     (root / "schema.toml").write_bytes(SCHEMA)
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_"))]:
-            patch.delenv(name)
-        for name, value in (("DATA_DIR", str(root / "data")), ("TRACKING_URI", "none"), ("THREADS", "1")):
-            patch.setenv(f"DPHYBRID_{name}", value)
+        own_settings(patch, root / "data", TRACKING_URI="none")
         patch.chdir(root)
         yield root
 

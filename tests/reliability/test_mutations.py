@@ -6,12 +6,11 @@ each fault in a copy and runs its test there, which must fail.
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import python
 from tests.conftest import LONG, REPOSITORY
 
 CRASHES, FILES = "tests/util/test_crashes.py", "tests/util/test_files.py"
@@ -157,12 +156,18 @@ def test_a_planted_fault_is_found(fault: str, copied: Path) -> None:
     whole = file.read_bytes()
     file.write_text(planted(fault), encoding="utf-8")
     try:
-        done = subprocess.run(
-            [sys.executable, "-B", "-m", "pytest", "-n", "0", "-q", "-x", test],
+        done = python(
+            "-B",
+            "-m",
+            "pytest",
+            "-n",
+            "0",
+            "-q",
+            "-x",
+            test,
+            ends=None,
             cwd=copied,
             env={**os.environ, "PYTHONPATH": str(copied)},
-            capture_output=True,
-            text=True,
         )
     finally:
         file.write_bytes(whole)

@@ -4,14 +4,13 @@ import os
 import platform
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.selftest import trials
+from tests.commands import python
 from tests.conftest import LONG
 
 
@@ -101,7 +100,5 @@ print(faults.unsafe())
 def test_a_dropped_fsync_is_noticed(tmp_path: Path, dropped: str, unsafe: str) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", WRITING, str(root), dropped], capture_output=True, text=True, check=True
-    )
+    done = python("-c", WRITING, str(root), dropped)
     assert done.stdout.strip() == unsafe

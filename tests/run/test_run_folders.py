@@ -12,12 +12,9 @@ from dphybrid.run.train import run_job
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.util.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("unrecorded")
+
 TOY = ["recipe=toy", "devices=cpu", "train.print_splits=new"]
-
-
-@pytest.fixture(autouse=True)
-def _no_record(monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
 
 
 def test_damaged_neighbours_are_named_and_left_out(

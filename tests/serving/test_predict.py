@@ -15,7 +15,6 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import dphybrid
-from dphybrid.api.run import TrainedRun
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
@@ -25,6 +24,8 @@ from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state, verify_checkpoint
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
+from tests.commands import python
+from tests.conftest import own_settings
 
 HEADER = "age,city,user_id,clicked"
 
@@ -44,9 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, 
     """A click model that is registered as champion, and the folder with its files."""
     folder = tmp_path_factory.mktemp("predict")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_TRACKING_URI", "DPHYBRID_EXPERIMENT"):
-            patch.delenv(name, raising=False)
-        patch.setenv("DPHYBRID_DATA_DIR", str(folder / "data"))
+        own_settings(patch, folder / "data")
         (folder / "clicks.csv").write_text("\n".join([HEADER, *rows(2000, 0)]))
         (folder / "held.csv").write_text("\n".join([HEADER, *rows(500, 1)]))
         values = [
@@ -203,17 +202,6 @@ def test_wrong_calls_end_with_a_message(
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
 
 
-def test_a_model_that_scores_rows_recommends_nothing(trained: tuple[Report, Path]) -> None:
-    with pytest.raises(UserError, match="recipe ctr scores rows"):
-        TrainedRun(trained[1] / "data" / "runs" / trained[0].run_name).recommend("u1")
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(unrecorded: None) -> None:
-    report = run_job(load_config(None, ["recipe=hybrid", "devices=cpu", "train.epochs=1"]), load_settings())
-    with pytest.raises(UserError, match="recipe hybrid: makes no predictions from rows"):
-        dphybrid.load(report.run_name)
-
-
 def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: Path) -> None:
     report = run_job(
         load_config(None, ["recipe=hybrid", "train.epochs=1", "checkpoint.register_as=any"]), load_settings()
@@ -311,9 +299,7 @@ else:
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path), "write"], check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True
-    )
+    done = python("-c", code, str(tmp_path))
     assert int(done.stdout) < 60  # MiB; the table has 244
 
 

@@ -3,7 +3,6 @@
 With DPHYBRID_SCREENSHOTS set to a folder, the pages are kept there as pictures to look at.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -21,7 +19,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking.compare import compare_runs, write_comparison
 from dphybrid.tracking.compare_facts import RunFacts
-from tests.conftest import LONG
+from tests.conftest import LONG, own_settings
 from tests.tracking.conftest import MlflowServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -71,8 +69,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     server.start()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("DPHYBRID_DATA_DIR", str(folder / "data"))
-            patch.setenv("MLFLOW_TRACKING_URI", server.uri)
+            own_settings(patch, folder / "data", TRACKING_URI=server.uri)
             patch.chdir(folder)
             if not LONG:  # only nightly tests look at the pictures
                 patch.setattr("dphybrid.run.report._pictures", lambda *_: {})
@@ -134,19 +131,6 @@ def test_splits_and_figures_open_as_table_and_pictures(seen: Seen) -> None:
     assert picture.evaluate("image => image.naturalWidth") > 300
 
 
-def test_charts_of_three_runs_are_grouped(seen: Seen) -> None:
-    runs = f"{seen.server.uri}/#/experiments/{seen.experiment_id}/runs"
-    address = f"{runs}?workflowType=machine_learning&compareRunsMode=CHART"
-    page = seen.open(address, "charts", "valid")
-    text = page.inner_text("body")
-    for report in seen.reports:
-        assert report.run_name in text
-    for section in ("final", "perf", "summary", "train", "valid"):
-        assert page.get_by_text(section, exact=True).count() >= 1, section
-    for section in ("checkpoint", "embedding", "timing", "timing_mean"):
-        assert page.get_by_text(section, exact=True).count() == 0, section
-
-
 @pytest.mark.parametrize(
     ("view", "columns"), [("Result", ["final/mse", "devices"]), ("Speed", ["perf/step_ms"])]
 )
@@ -182,16 +166,6 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
     frame.get_by_text("Where time went").first.wait_for(timeout=WAIT_MS)
     assert frame.locator("img").count() == 1  # how batches were split
     assert frame.locator("svg").count() == 2  # the loss, and the metric
-
-
-def test_the_compare_view_of_three_runs_shows_what_differs(seen: Seen) -> None:
-    ids = quote(json.dumps([report.run_id for report in seen.reports]))
-    experiments = quote(json.dumps([seen.experiment_id]))
-    address = f"{seen.server.uri}/#/compare-runs?runs={ids}&experiments={experiments}"
-    page = seen.open(address, "compare_runs", "devices")
-    text = page.inner_text("body")
-    for words in ("cpu*2", "cpu*8", *(report.run_name for report in seen.reports)):
-        assert words in text, words
 
 
 @pytest.mark.parametrize("width", [1440, 1000, 390])

@@ -28,6 +28,7 @@ from dphybrid.tracking.compare_facts import (
     text_of,
 )
 from dphybrid.util.errors import UserError
+from tests.conftest import own_settings
 
 DEVICES = ("cpu", "cpu*2", "cpu*8")
 
@@ -37,9 +38,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], Setti
     """The same experiment on 1, 2 and 8 virtual devices."""
     folder = tmp_path_factory.mktemp("sweep")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_TRACKING_URI", "DPHYBRID_EXPERIMENT"):
-            patch.delenv(name, raising=False)
-        patch.setenv("DPHYBRID_DATA_DIR", str(folder))
+        own_settings(patch, folder)
         patch.chdir(folder)
         settings = load_settings()
         overrides = ["recipe=hybrid", "train.epochs=2"]

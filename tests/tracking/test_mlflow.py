@@ -15,9 +15,9 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking import Tracker, open_tracker
-from dphybrid.tracking.figures import overlay_figure, rows_per_replica_figure
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.util.errors import UserError
+from tests.conftest import own_settings
 from tests.stores import put_database
 
 
@@ -26,9 +26,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, MlflowCl
     """A small run in an embedded store."""
     folder = tmp_path_factory.mktemp("tracked")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MLFLOW_TRACKING_URI", "DPHYBRID_TRACKING_URI", "DPHYBRID_EXPERIMENT"):
-            patch.delenv(name, raising=False)
-        patch.setenv("DPHYBRID_DATA_DIR", str(folder))
+        own_settings(patch, folder)
         patch.chdir(folder)
         report = run_job(
             load_config(None, ["recipe=hybrid", "devices=cpu*3", "train.epochs=2"]), load_settings()
@@ -216,6 +214,8 @@ def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowC
         "figures/rows_per_replica.png",
     } <= names
     assert min(item.path for item in client.list_artifacts(report.run_id)) == "Report.html"
+    picture = client.download_artifacts(report.run_id, "figures/rows_per_replica.png")
+    assert Path(picture).read_bytes().startswith(b"\x89PNG")
     note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
     for words in (
         "How batches were split",
@@ -309,24 +309,3 @@ def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path:
     tracker.log_metrics({"a": 1.0}, 0)
     tracker.finish("FINISHED")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_figure_is_a_picture() -> None:
-    rows = [
-        {
-            "number": 1,
-            "replica": i,
-            "block": "region",
-            "rows": 4,
-            "device": f"cpu[{i}]",
-            "batch_rows": 8,
-            "steps": 3,
-        }
-        for i in range(2)
-    ]
-    pictures = [
-        rows_per_replica_figure(rows),
-        overlay_figure({"loss": {"a": [(0, 1.0), (1, 0.5)]}}, "step"),
-    ]
-    for picture in pictures:
-        assert picture.startswith(b"\x89PNG")

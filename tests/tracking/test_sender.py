@@ -102,17 +102,6 @@ def test_what_the_sender_tells_is_told_in_the_callers_context(tmp_path: Path) ->
     assert told == ["flow run 7"]
 
 
-def test_closing_without_a_server_leaves_the_records(tmp_path: Path) -> None:
-    server, outbox = Server(), Outbox(tmp_path, "r", new=True)
-    server.away.set()
-    outbox.append_metrics({"a": 1.0}, 1)
-    sender = Sender(outbox, server.write)
-    assert not sender.close(0.3)
-    server.away.clear()
-    assert Sender(Outbox(tmp_path, "r", new=True), server.write).close(20)
-    assert [record["step"] for record in server.got] == [1]
-
-
 def test_appending_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
     release = threading.Event()
     outbox = Outbox(tmp_path, "r", new=True)

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from dphybrid.cli.main import main
+from tests.test_shared_folder import as_nobody
 from tests.waiting import patience, wait_until
 
-NOBODY = 65534
 pytestmark = pytest.mark.slow
 
 
@@ -95,25 +95,9 @@ def see_pages(process: "subprocess.Popen[str]", shown: str, data_dir: Path, tmp_
     assert not any(token in " ".join(p.cmdline()) for p in server)
 
     if os.geteuid() == 0:  # else there is no other user to be
-        assert attacked(root, tmp_path) == 4
-
-
-def attacked(root: str, folder: Path) -> int:
-    """What another user is answered who has a folder of this one made into artifacts."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            page = json.dumps({"name": "x", "artifact_location": str(folder)}).encode()
-            wanted = urllib.request.Request(
-                f"{root}api/2.0/mlflow/experiments/create", page, {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(wanted, timeout=30):
-                os._exit(0)
-        except urllib.error.HTTPError as error:
-            os._exit(error.code // 100)
-        finally:
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        page = json.dumps({"name": "x", "artifact_location": str(tmp_path)}).encode()
+        wanted = urllib.request.Request(
+            f"{root}api/2.0/mlflow/experiments/create", page, {"Content-Type": "application/json"}
+        )
+        told = as_nobody(lambda: str(urllib.request.urlopen(wanted, timeout=30).status))
+        assert told.startswith("HTTPError: HTTP Error 4"), "another user made a folder into artifacts"

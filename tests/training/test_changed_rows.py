@@ -38,13 +38,13 @@ from dphybrid.training.checkpoint import (
 from dphybrid.training.engine import Session
 from dphybrid.training.retention import prune_checkpoints
 from dphybrid.training.saving import CheckpointWriter
-from dphybrid.training.split_log import SplitLog
 from dphybrid.training.tensor_file import stored_tensor, write_tensors
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, StopRequest
+from dphybrid.util.stop import Interrupted
 from tests.reliability.test_faults import CLICKS
 from tests.training.saving import save_checkpoint
+from tests.training.stopping import stopping_after
 
 
 class Tables(nn.Module):
@@ -331,21 +331,13 @@ def test_the_training_ends_with_what_the_writing_thread_failed_with(
 
 def test_a_stop_waits_for_the_checkpoint_it_names(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-    stop = StopRequest()
-    after_step = SplitLog.after_step
-
-    def stop_at_five(self: SplitLog, step: int) -> list[str]:
-        if step == 5:
-            stop.ask("a test")
-        return after_step(self, step)
 
     def slowly(path: Path, *given: Any) -> str:
         time.sleep(0.2)
         return write_tensors(path, *given)
 
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", slowly)
-    monkeypatch.setattr(SplitLog, "after_step", stop_at_five)
-    with pytest.raises(Interrupted, match=r"step-000005 goes on with --resume"):
+    with stopping_after(5) as stop, pytest.raises(Interrupted, match="step-000005 goes on with --resume"):
         run_job(load_config(None, OPTIONS), load_settings(), run_name="run", stop=stop)
     verify_checkpoint(data_dir / "runs" / "run" / "checkpoints" / "step-000005")
 

@@ -11,6 +11,7 @@ import pytest
 
 from dphybrid.training import display
 from dphybrid.training.display import Display
+from tests.commands import python
 
 PROGRAM = """
 from dphybrid.training.display import Display
@@ -24,7 +25,7 @@ with Display() as shown:
 
 
 def test_a_pipe_gets_a_line_an_epoch_and_a_terminal_a_bar() -> None:
-    piped = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+    piped = python("-c", PROGRAM).stdout
     assert piped == "epoch 1/2\n"
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}

@@ -21,10 +21,10 @@ from dphybrid.training.checkpoint import (
     verify_checkpoint,
 )
 from dphybrid.training.saving import CheckpointWriter
-from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests.training.saving import save_checkpoint
+from tests.training.stopping import stopping_after
 
 
 class Small(nn.Module):
@@ -112,11 +112,11 @@ def test_a_resumed_run_records_the_same_as_an_undisturbed_one(
         "train.epochs=3",
         "train.log_every=5",
     ]
-    after_step = SplitLog.after_step
-    stop = StopRequest()
     records = {"whole": Recorded(), "broken": Recorded()}
 
-    def run(name: str, resume: str | None = None) -> tuple[SplitsPage, ResultPage]:
+    def run(
+        name: str, resume: str | None = None, stop: StopRequest | None = None
+    ) -> tuple[SplitsPage, ResultPage]:
         monkeypatch.setattr("dphybrid.run.trainer.attached", lambda *_: records[name])
         run_job(
             load_config(None, options),
@@ -130,16 +130,8 @@ def test_a_resumed_run_records_the_same_as_an_undisturbed_one(
 
     whole = run("whole")
 
-    def stop_at_seven(self: SplitLog, step: int) -> list[str]:
-        if step == 7:
-            stop.ask("a test")
-        return after_step(self, step)
-
-    monkeypatch.setattr(SplitLog, "after_step", stop_at_seven)
-    with pytest.raises(Interrupted):
-        run("broken")
-    monkeypatch.setattr(SplitLog, "after_step", after_step)
-    stop = StopRequest()
+    with stopping_after(7) as stop, pytest.raises(Interrupted):
+        run("broken", stop=stop)
     splits, result = run("broken", resume="broken")
     assert records["broken"].losses == records["whole"].losses
     assert list(records["whole"].losses) == [5, 10]

@@ -25,6 +25,8 @@ from dphybrid.training.finite import gradient_sum, not_finite
 from dphybrid.training.metrics import REGRESSION
 from dphybrid.util.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("unrecorded")
+
 BAD_USER = 7
 
 
@@ -82,11 +84,6 @@ class Users(Recipe):
 
 class OnlyBad(Users):
     bad_rows = tuple(range(240))
-
-
-@pytest.fixture(autouse=True)
-def not_recorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
 
 
 def trained(*overrides: str, resume: str | None = None, recipe: str = "Users") -> Report:

@@ -20,7 +20,7 @@ from dphybrid.embedding.replicas import Channel
 from dphybrid.gpus.leasing import _show_to_torch
 from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
-from dphybrid.recipes.text.model import IGNORED, FullSoftmax, Recurrent
+from dphybrid.recipes.text.model import Recurrent
 from dphybrid.run.train import run_job
 from dphybrid.training.checkpoint import Generators
 from dphybrid.training.loop import precisely
@@ -74,17 +74,6 @@ def test_replicas_of_a_recurrent_network_put_their_weights_into_one_piece_and_on
     torch.testing.assert_close(two(x), whole)
     assert len(calls) >= 4
     assert all(calls)
-
-
-def test_a_loss_over_words_is_the_one_on_transposed_logits() -> None:
-    torch.manual_seed(0)
-    output = FullSoftmax(6, 11).double()
-    hidden_BTH, targets_BT = torch.randn(3, 5, 6, dtype=torch.float64), torch.randint(11, (3, 5))
-    targets_BT[1, 2:] = IGNORED
-    slow_BT = nn.functional.cross_entropy(
-        output.layer(hidden_BTH).transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none"
-    )
-    torch.testing.assert_close(output(hidden_BTH, targets_BT), slow_BT)
 
 
 @pytest.fixture
@@ -346,8 +335,7 @@ def train(data_dir: Path, name: str, devices: str, **options: object) -> dict[st
     return run_job(config, load_settings(), run_name=name).metrics
 
 
-def test_a_run_in_bfloat16_learns_the_same(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+def test_a_run_in_bfloat16_learns_the_same(data_dir: Path, unrecorded: None) -> None:
     plain = train(data_dir, "plain", "cpu*2")
     rounded = train(data_dir, "rounded", "cpu*2", precision="bfloat16", deterministic=True)
     assert rounded != plain

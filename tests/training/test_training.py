@@ -17,10 +17,10 @@ from dphybrid.run.train import Report, run_job
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
 from dphybrid.training.optimizers import learning_rate_factor
-from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests.conftest import SHARED
+from tests.training.stopping import stopping_after
 from tests.waiting import patience
 
 SMALL_TEXT = [
@@ -35,26 +35,8 @@ SMALL_TEXT = [
 
 @pytest.fixture
 def small_text(tmp_path: Path) -> str:
-    words = [
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "the",
-        "mat",
-        "and",
-        "the",
-        "dog",
-        "ran",
-        "to",
-        "the",
-        "red",
-        "house",
-        "where",
-        "a",
-        "bird",
-        "sang",
-    ]
+    sentence = "the cat sat on the mat and the dog ran to the red house where a bird sang"
+    words = sentence.split()
     lines = [" ".join(words[(i * j + j) % len(words)] for j in range(40)) for i in range(1, 40)]
     file = tmp_path / "small.txt"
     file.write_text("\n".join(lines))
@@ -151,7 +133,7 @@ def test_toy_prints_and_records_the_reference_lines(
 
 @pytest.mark.parametrize(("optimizer", "average"), [("adam", 0.0), ("adagrad", 0.9), ("sgd", 0.0)])
 def test_stopped_and_resumed_equals_undisturbed(
-    optimizer: str, average: float, data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, average: float, data_dir: Path, small_text: str
 ) -> None:
     options = [
         small_text,
@@ -164,17 +146,8 @@ def test_stopped_and_resumed_equals_undisturbed(
     ]
     whole = train(*options, name="whole")
 
-    after_step, stop = SplitLog.after_step, StopRequest()
-
-    def stop_at_seven(self: SplitLog, step: int) -> list[str]:
-        if step == 7:
-            stop.ask("a test")
-        return after_step(self, step)
-
-    monkeypatch.setattr(SplitLog, "after_step", stop_at_seven)
-    with pytest.raises(Interrupted, match="step-000007"):
+    with stopping_after(7) as stop, pytest.raises(Interrupted, match="step-000007"):
         train(*options, name="broken", stop=stop)
-    monkeypatch.setattr(SplitLog, "after_step", after_step)
     assert read_state(data_dir / "runs/broken/checkpoints/step-000007").progress.step == 7
     resumed = train(*options, resume="broken")
     assert resumed.run_name == "broken"

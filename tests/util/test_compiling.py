@@ -1,8 +1,6 @@
 """Optimizers that leave torch.compile unimported."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from torch import nn
 
 from dphybrid.util.compiling import eager
+from tests.commands import python
 
 RUN = """
 import sys
@@ -23,10 +22,7 @@ print("imported:", late)
 
 def test_a_run_imports_neither_the_compiler_nor_a_plotting_library(data_dir: Path) -> None:
     variables = {**os.environ, "DPHYBRID_TRACKING_URI": "none"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], env=variables, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", RUN, env=variables, timeout=300)
     assert done.stdout.splitlines()[-1] == "imported: []"
 
 

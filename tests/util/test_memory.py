@@ -1,9 +1,10 @@
 """Freed memory stays, and page faults are counted."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.commands import python
 
 FAULTS = """
 import sys, torch
@@ -21,7 +22,7 @@ print(page_faults() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_a_step_finds_its_memory_where_it_left_it() -> None:
     def faults(how: str) -> int:
-        done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
+        done = python("-c", FAULTS, how)
         return int(done.stdout)
 
     assert 3 * faults("keep") < faults("return")  # in huge pages, where the system gives them
