@@ -5,7 +5,6 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from dphybrid.tracking.compare_facts import (
     text_of,
 )
 from dphybrid.tracking.figures import COLOURS, overlay_figure, scaling_figure, side_by_side_figure
+from dphybrid.tracking.report import rendered
 from dphybrid.tracking.tracker import find_experiment, run_address
 from dphybrid.tracking.views import RESULT, run_path, view_path
 from dphybrid.util.errors import UserError
@@ -98,20 +98,16 @@ def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
 
 def _write_page(folder: Path, runs: Sequence[RunFacts], param: str) -> Path:
     """Write `index.html` into `folder`, grouped by `param` when it opens; return the page."""
-    import jinja2
     from plotly.offline import get_plotlyjs
 
     folder.mkdir(parents=True, exist_ok=True)
-    own = files("dphybrid.tracking")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     page = folder / "index.html"
-    text = environment.from_string(own.joinpath("page.html").read_text(encoding="utf-8")).render(
+    text = rendered(
+        "page.html",
         title=f"{len(runs)} runs by {param}",
         made=datetime.now().strftime("%Y-%m-%d %H:%M"),
         data=_in_a_script(page_data(runs, param)),
-        script=own.joinpath("page.js").read_text(encoding="utf-8"),
+        script=Path(__file__).with_name("page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
     )
     page.write_text(text, encoding="utf-8")

@@ -3,8 +3,8 @@
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from math import isfinite, nan
+from pathlib import Path
 from typing import Any
 
 from dphybrid.util.text import as_flags, as_markdown, masked, printable
@@ -68,15 +68,11 @@ def run_report_html(
 ) -> str:
     """Return the report as a page that needs nothing else. pictures: file name -> PNG; the rest as for
     `run_report_markdown`."""
-    import jinja2
-
-    source = files("dphybrid.tracking").joinpath("report.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     before, columns, after = _data(report["data_lines"])
     total = sum(report["stages"].values()) or 1.0
-    page = environment.from_string(source).render(
+    page = rendered(
+        "report.html",
+        title=report["run_name"],
         report=report,
         config=config,
         links={
@@ -99,6 +95,20 @@ def run_report_html(
         command=_command(report),
     )
     return printable(page)
+
+
+def rendered(name: str, **values: object) -> str:
+    """Return a page by its template in this folder."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(name).render(values)
 
 
 def _curves(history: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
