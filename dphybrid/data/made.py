@@ -31,4 +31,4 @@ class MadeSource(Source):
             "valid_rows": np.arange(num_train, num_train + num_valid),
         }
         lines = [f"  {words}: {num_train:,} rows to train, {num_valid:,} to validate"]
-        return Content("arrays", arrays | parts, info, lines, tuple(arrays))
+        return Content(arrays | parts, info, lines, tuple(arrays))

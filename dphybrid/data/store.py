@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -61,9 +61,10 @@ class Manifest(Page):
     source tells.
     """
 
+    VERSION: ClassVar[int] = 2
+
+    version: int = VERSION
     digest: str
-    encoder_version: int
-    kind: str
     arrays: dict[str, _ArrayFacts]
     batch_arrays: tuple[str, ...] = ()
     info: dict[str, object]
@@ -143,7 +144,6 @@ class Content:
     """What a source comes to: arrays to save, facts for models, lines for people, rejected rows. save: writes
     more files into the folder. streamed: more arrays, too large for memory."""
 
-    kind: str
     arrays: Mapping[str, Array]
     info: Mapping[str, object]
     description: list[str]
@@ -280,8 +280,6 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     there = [file for file in sorted(partial.rglob("*")) if file.is_file()]
     manifest = Manifest(
         digest=digest,
-        encoder_version=ENCODER_VERSION,
-        kind=content.kind,
         arrays=arrays,
         batch_arrays=content.batch_arrays,
         info=dict(content.info),

@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
+from prefect.settings import PREFECT_API_URL, PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
 
 from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.orchestration.alive import SILENT, SILENT_FOR
@@ -128,7 +128,8 @@ def _prefect(*argv: str) -> None:
     printed = io.StringIO()
     before, sys.argv = sys.argv, ["prefect", *argv]
     try:
-        with redirect_stdout(printed), redirect_stderr(printed):
+        whole_lines = temporary_settings({PREFECT_CLI_WRAP_LINES: False})
+        with whole_lines, redirect_stdout(printed), redirect_stderr(printed):
             app()
     except SystemExit as end:
         if end.code:

@@ -108,7 +108,7 @@ class GivenSource(Source):
             | sizes,
         }
         save = partial(write_vocabularies, vocabularies)
-        return Content("arrays", arrays | parts, info, lines, tuple(arrays), save=save)
+        return Content(arrays | parts, info, lines, tuple(arrays), save=save)
 
 
 def as_arrays(given: Given, where: str) -> dict[str, Array]:

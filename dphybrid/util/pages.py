@@ -27,18 +27,17 @@ class Page(BaseModel):
         values = read_json(path)
         if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
             raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
+        if values.get("version", 1) > cls.VERSION:
+            raise UserError(
+                f"{path}: has version {values['version']}, this dphybrid reads up to {cls.VERSION}; update "
+                "dphybrid"
+            )
         try:
-            page = cls.model_validate(values)
+            return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the page"
             raise UserError(f"{path}: does not fit {cls.__name__}: {place}: {first['msg']}") from error
-        if page.version > cls.VERSION:
-            raise UserError(
-                f"{path}: has version {page.version}, this dphybrid reads up to {cls.VERSION}; update "
-                "dphybrid"
-            )
-        return page
 
     def write(self, path: Path) -> None:
         """Write the page at once and for good."""

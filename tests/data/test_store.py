@@ -25,7 +25,6 @@ from tests.preparing import TableDataConfig, prepare
 
 def small(_: Path) -> Content:
     return Content(
-        "arrays",
         {"x_B": np.arange(3), "train_rows": np.arange(2), "valid_rows": np.array([2])},
         {},
         ["  x"],

@@ -190,6 +190,10 @@ def test_pages_of_other_versions(tmp_path: Path) -> None:
     Example(name="x", values={}, version=2).write(file)
     with pytest.raises(UserError, match=r"has version 2.*update dphybrid"):
         Example.read(file)
+    later = {"version": 2, "other": 1}
+    write_json(file, {**later, "page_sha256": value_digest(later)})
+    with pytest.raises(UserError, match=r"has version 2.*update dphybrid"):
+        Example.read(file)
     write_json(file, {"name": "x", "page_sha256": value_digest({"name": "x"})})
     with pytest.raises(UserError, match="does not fit Example: values: Field required"):
         Example.read(file)

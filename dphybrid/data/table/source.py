@@ -181,7 +181,6 @@ class TableSource(Source):
             (folder / "schema.toml").write_text(text, encoding="utf-8")
 
         return Content(
-            "arrays",
             arrays | parts,
             info,
             description(table, encoder, split.text, sizes, unseen),

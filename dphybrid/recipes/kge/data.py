@@ -158,7 +158,7 @@ class _TripleSource(Source):
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
         arrays |= _KnownAnswers.arrays(np.concatenate(list(parts.values())), len(entities), len(relations))
         extra = {"entities": list(entities), "relations": list(relations)}
-        return Content("triples", arrays, info, lines, extra=extra, rejected=rejected)
+        return Content(arrays, info, lines, extra=extra, rejected=rejected)
 
     def _triples(self, file: Path, rejected: list[Rejected]) -> Iterator[list[str]]:
         """Yield the triples of a file; other lines that are not blank go to `rejected`."""

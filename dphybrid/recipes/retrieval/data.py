@@ -141,7 +141,7 @@ class _InteractionSource:
             users.save(folder / "encoder" / "users.parquet", seen=lists)
             items.save(folder / "encoder" / "items.parquet")
 
-        return Content("interactions", arrays, info, lines, rejected=rejected, save=save)
+        return Content(arrays, info, lines, rejected=rejected, save=save)
 
     def _columns(self, progress: Progress) -> tuple[dict[str, tuple[Array, pl.Series]], list[Rejected]]:
         """Return each column as codes (0: no value) and the texts that they stand for, and the rejected

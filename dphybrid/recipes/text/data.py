@@ -144,7 +144,7 @@ class _TextSource:
         info = {"num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
         return Content(
-            "text", {"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra
+            {"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra
         )
 
 
