@@ -120,7 +120,7 @@ async def _upsert_automation() -> str:
     return "brought up to date"
 
 
-def _prefect(*argv: str) -> None:
+def call_prefect(*argv: str) -> None:
     """Call Prefect's command in this process, which has imported what takes most of its time: Prefect and the
     flows. Raises UserError with what it printed when it fails."""
     from prefect.cli import app
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"Automation {_AUTOMATION!r}: {await _upsert_automation()}")
 
         asyncio.run(make())
-        _prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
+        call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
         asyncio.run(_give_forms(file))
         print(_what_next(file))
         return 0

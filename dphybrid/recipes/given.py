@@ -1,9 +1,9 @@
-"""Data that a recipe gives as arrays, a DataFrame or a map-style Dataset: kept as a prepared folder like any
-other."""
+"""Data that a recipe gives as arrays, a DataFrame or a map-style Dataset, or draws from a seeded generator:
+kept as a prepared folder like any other."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -93,10 +93,6 @@ class GivenSource(Source):
         train, valid = self.splits
         num_train, num_valid = (len(next(iter(split.values()))) for split in (train, valid))
         arrays = {name: np.concatenate([train[name], valid[name]]) for name in train}
-        parts = {
-            "train_rows": np.arange(num_train),
-            "valid_rows": np.arange(num_train, num_train + num_valid),
-        }
         shapes = ", ".join(f"{name} {tuple(array.shape[1:])} {array.dtype}" for name, array in arrays.items())
         lines = [f"  {self.recipe.name}: {num_train:,} samples to train, {num_valid:,} to validate: {shapes}"]
         vocabularies = self._given[2]
@@ -108,7 +104,31 @@ class GivenSource(Source):
             | sizes,
         }
         save = partial(write_vocabularies, vocabularies)
-        return Content(arrays | parts, info, lines, tuple(arrays), save=save)
+        return Content(arrays | _parts(num_train, num_valid), info, lines, tuple(arrays), save=save)
+
+
+Made = tuple[dict[str, Array], Mapping[str, object], str]
+"""Arrays, facts for the model, and a phrase for people."""
+
+
+@dataclass(frozen=True)
+class MadeSource(Source):
+    """Draws rows by a generator and a number of rows; the training split comes first."""
+
+    seed: int
+    num_train: int
+    num_valid: int
+    make: Callable[[np.random.Generator, int], Made]
+
+    def read(self, progress: Progress, scratch: Path) -> Content:
+        num_train, num_valid = self.num_train, self.num_valid
+        arrays, info, words = self.make(np.random.default_rng([self.seed, 7]), num_train + num_valid)
+        lines = [f"  {words}: {num_train:,} rows to train, {num_valid:,} to validate"]
+        return Content(arrays | _parts(num_train, num_valid), info, lines, tuple(arrays))
+
+
+def _parts(num_train: int, num_valid: int) -> dict[str, Array]:
+    return {"train_rows": np.arange(num_train), "valid_rows": np.arange(num_train, num_train + num_valid)}
 
 
 def as_arrays(given: Given, where: str) -> dict[str, Array]:

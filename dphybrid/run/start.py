@@ -1,4 +1,5 @@
-"""The start of a training: the model and its optimizers, the checkpoint they go on from, the session."""
+"""The start of a training: the process, the model and its optimizers, the checkpoint they go on from, the
+session."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
-from dphybrid.parallel import Devices, compile_regions
+from dphybrid.parallel import Devices, compile_regions, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.tracking import Tracker
@@ -21,7 +22,19 @@ from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.files import clear_leftovers, make_folder
+from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import StopRequest
+
+
+def begin(run: Run, experiment: Experiment, engine: Engine) -> Devices:
+    """Set the process up for training; return its devices."""
+    settings = experiment.settings
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    keep_freed_memory()
+    devices = engine.devices(run.page.devices)
+    start_on(devices)
+    return devices
 
 
 def newest_checkpoint(run: Run) -> Path | None:

@@ -1,27 +1,29 @@
-"""The training of a built run in this process."""
+"""The training of a built run in this process; its results, as `result.json` and `splits.json`."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
+from pathlib import Path
 
-import torch
-
-from dphybrid.parallel import Devices, start_on
+from dphybrid.data import num_batches
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
-from dphybrid.run.outcome import keep_outcome, result_of
-from dphybrid.run.pages import ResultPage
+from dphybrid.run.pages import ResultPage, SplitsPage
 from dphybrid.run.report import attached
-from dphybrid.run.start import build_trained, make_session, newest_checkpoint, starting_point
+from dphybrid.run.start import begin, build_trained, make_session, newest_checkpoint, starting_point
 from dphybrid.tracking import Tracker
 from dphybrid.tracking.system import Averages, system_metrics
 from dphybrid.training.callbacks import Callback
+from dphybrid.training.checkpoint import complete_checkpoints, step_of
 from dphybrid.training.display import Display
-from dphybrid.training.engine import Engine
+from dphybrid.training.engine import Engine, Session
 from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Meter
+from dphybrid.training.retention import best_checkpoint
 from dphybrid.training.split_log import announcement
-from dphybrid.util.memory import keep_freed_memory
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import write_text
 from dphybrid.util.stop import StopRequest
 
 
@@ -36,7 +38,7 @@ def train_here(
     in it. Raises as `run.train.train_run`."""
     engine = engine or experiment.engine
     experiment.recipe.open(experiment.data.path, verified=True)
-    devices = _begin(run, experiment, engine)
+    devices = begin(run, experiment, engine)
     done = newest_checkpoint(run) if engine.leads else None
     trained = build_trained(experiment, engine, devices, done)
     saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
@@ -61,19 +63,62 @@ def train_here(
             with system_metrics(tracker, started, devices.gpu_uuids, averages), saver:
                 train(session, display, meter)
         finally:
-            result = result_of(session, meter, averages.means)
+            result = _result_of(session, meter, averages.means)
             if engine.leads:
-                keep_outcome(run, session, result)
+                _keep_outcome(run, session, result)
     stop.obey("after its last step; it goes on with --resume")
     return result
 
 
-def _begin(run: Run, experiment: Experiment, engine: Engine) -> Devices:
-    """Set the process up for training; return its devices."""
-    settings = experiment.settings
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    keep_freed_memory()
-    devices = engine.devices(run.page.devices)
-    start_on(devices)
-    return devices
+def _result_of(session: Session, meter: Meter, system: dict[str, float]) -> ResultPage:
+    """Return the results of a training, up to now when it was interrupted. system: means of the machine's
+    figures."""
+    progress, folder = session.trained.progress, session.checkpoints
+    done = complete_checkpoints(folder)
+    best = best_checkpoint(done, progress, session.task)
+    if best is not None and progress.best_step not in (None, step_of(best)):
+        print(
+            f"Note: the best checkpoint, of step {progress.best_step}, is gone from {folder}; "
+            f"{best.name} takes its place",
+            file=sys.stderr,
+            flush=True,
+        )
+    stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
+    return ResultPage(
+        checkpoint=str(done[-1]) if done else "",
+        best_checkpoint=str(best or ""),
+        steps=progress.step,
+        epochs=progress.epoch,
+        devices=session.facts["devices"],
+        system=system,
+        history=progress.history,
+        best_value=progress.best_value,
+        step_ms=meter.times.summary() or _step_ms_before(folder.parent / "result.json", progress.step),
+        steps_timed=meter.times.count,
+        stages={name: round(seconds, 6) for name, seconds in stages},
+        saving=session.saver.costs,
+        steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
+        steps_skipped=progress.skipped,
+    )
+
+
+def _step_ms_before(page: Path, step: int) -> dict[str, float]:
+    """Return how long steps took in the process before, where that one took the last step: it may have been
+    killed before its report."""
+    try:
+        before = ResultPage.read(page)
+    except UserError:  # there is none, or a damaged one
+        return {}
+    return before.step_ms if before.steps == step else {}
+
+
+def _keep_outcome(run: Run, session: Session, result: ResultPage) -> None:
+    """Write the results, and what each replica got of a batch, as it was printed and as a table; record the
+    latter."""
+    splits, rows = session.splits, session.splits.rows()
+    text = "\n".join(splits.lines) + "\n"
+    write_text(run.folder / "splits.txt", text)
+    SplitsPage(rows=rows, lines=splits.lines).write(run.folder / "splits.json")
+    result.write(run.folder / "result.json")
+    session.tracker.log_text("splits.txt", text)
+    session.tracker.log_table("split_shapes.json", [row.table_row() for row in rows])

@@ -26,7 +26,7 @@ from dphybrid.tracking.compare_facts import (
     split_table,
     text_of,
 )
-from dphybrid.tracking.figures import COLOURS, overlay_figure, scaling_figure, side_by_side_figure
+from dphybrid.tracking.figures import COLOURS, overlay_figure, side_by_side_figure
 from dphybrid.tracking.report import rendered
 from dphybrid.tracking.tracker import find_experiment, run_address
 from dphybrid.tracking.views import RESULT, run_path, view_path
@@ -59,12 +59,26 @@ def compare_runs(
 
 def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> Path:
     """Write the page and pictures of runs that were read. Raises UserError for a param that no run has."""
+    from plotly.offline import get_plotlyjs
+
     param = param_of(group_by, runs)
     runs = ordered(runs, param)
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in _pictures(runs, param).items():
         (folder / name).write_bytes(picture)
-    return _write_page(folder, runs, param)
+    page, (replicas, splits) = folder / "index.html", split_table(runs)
+    text = rendered(
+        "page.html",
+        title=f"{len(runs)} runs by {param}",
+        made=datetime.now().strftime("%Y-%m-%d %H:%M"),
+        replicas=replicas,
+        splits=splits,
+        data=_in_a_script(page_data(runs, param)),
+        script=Path(__file__).with_name("page.js").read_text(encoding="utf-8"),
+        plotly=get_plotlyjs(),
+    )
+    page.write_text(text, encoding="utf-8")
+    return page
 
 
 def comparison_text(runs: Sequence[RunFacts], group_by: str) -> str:
@@ -85,7 +99,10 @@ def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
             place = float(run.replicas) if param == DEVICES else run.value(param)
             series.setdefault(label, []).append((place, speed[run.run_id].ratio))
     if any(len({place for place, _ in points}) > 1 for points in series.values()):
-        pictures["speed.png"] = scaling_figure(series, param)
+        counts = sorted({run.replicas for run in runs if run.run_id in speed}) if param == DEVICES else []
+        ideal = [(float(count), count / counts[0]) for count in counts]
+        label = "devices" if counts else param
+        pictures["speed.png"] = overlay_figure({"speed-up": series}, label, ideal)
     if len(runs) > _PICTURED_RUNS:
         return pictures
     if stages := {run.name: run.stages_ms for run in runs if run.stages_ms}:
@@ -94,24 +111,6 @@ def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
     if curves := {key: {run.name: run.steps[key] for run in runs if key in run.steps} for key in keys}:
         pictures["metrics.png"] = overlay_figure(curves, "step")
     return pictures
-
-
-def _write_page(folder: Path, runs: Sequence[RunFacts], param: str) -> Path:
-    """Write `index.html` into `folder`, grouped by `param` when it opens; return the page."""
-    from plotly.offline import get_plotlyjs
-
-    folder.mkdir(parents=True, exist_ok=True)
-    page = folder / "index.html"
-    text = rendered(
-        "page.html",
-        title=f"{len(runs)} runs by {param}",
-        made=datetime.now().strftime("%Y-%m-%d %H:%M"),
-        data=_in_a_script(page_data(runs, param)),
-        script=Path(__file__).with_name("page.js").read_text(encoding="utf-8"),
-        plotly=get_plotlyjs(),
-    )
-    page.write_text(text, encoding="utf-8")
-    return page
 
 
 def page_data(runs: Sequence[RunFacts], param: str) -> dict[str, object]:
@@ -131,7 +130,6 @@ def page_data(runs: Sequence[RunFacts], param: str) -> dict[str, object]:
         "virtual": any("*" in run.value(DEVICES) for run in runs),
         "orders": {name: [run.run_id for run in ordered(runs, name)] for name in by},
         "speeds": {name: _speeds(runs, name, names) for name in by},
-        "splits": split_table(runs),
         "runs": [_run(run, [*by, *names]) for run in runs],
     }
 

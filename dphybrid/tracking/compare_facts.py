@@ -145,14 +145,14 @@ def overview(runs: Sequence[RunFacts], param: str) -> list[dict[str, str]]:
     return [{key: row[key] for key in kept} for row in rows]
 
 
-def split_table(runs: Sequence[RunFacts]) -> list[dict[str, str]]:
-    """Return a row a replica and a column a run: shapes in and out of the first, that is the full, batch."""
+def split_table(runs: Sequence[RunFacts]) -> tuple[list[str], dict[tuple[str, ...], list[str]]]:
+    """Return the replicas, and, by their shapes in and out of the first, that is the full, batch, the runs
+    that were split so."""
     places = sorted({place for run in runs for place in run.splits})
-    return [
-        {"replica": f"replica {replica} / {block}"}
-        | {run.name: run.splits.get((replica, block), "") for run in runs}
-        for replica, block in places
-    ]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        alike.setdefault(tuple(run.splits.get(place, "") for place in places), []).append(run.name)
+    return [f"replica {replica} / {block}" for replica, block in places], alike
 
 
 def text_of(runs: Sequence[RunFacts], param: str) -> str:

@@ -137,37 +137,6 @@ def confusion_figure(title: str, classes: Sequence[str], counts: Sequence[Sequen
     return _png(figure)
 
 
-def scaling_figure(series: Mapping[str, Sequence[tuple[float | str, float]]], name: str) -> bytes:
-    """Draw speed-up against devices with the ideal line, or, where places are not numbers, against the values
-    of the param `name`.
-
-    series: what its runs have in common -> points (number of devices, or value; speed over that of the
-    series' first).
-    """
-    figure, (axes,) = _panels(8, 4)
-    counts = sorted({place for points in series.values() for place, _ in points if isinstance(place, float)})
-    if counts:
-        axes.plot(
-            counts, [count / counts[0] for count in counts], linestyle="--", color="#999999", label="ideal"
-        )
-        axes.set_xticks(counts)
-    for number, (label, points) in enumerate(series.items()):
-        axes.plot(
-            [_plain(place) if isinstance(place, str) else place for place, _ in points],
-            [ratio for _, ratio in points],
-            marker="o",
-            linestyle="-" if counts else "",
-            color=COLOURS[number % len(COLOURS)],
-            label=_plain(label),
-        )
-    axes.set_title("speed-up", loc="left")
-    axes.set_xlabel("devices" if counts else _plain(name))
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.12)
-    figure.legend(loc="outside lower left", frameon=False, fontsize=8)
-    return _png(figure)
-
-
 def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
     """Draw a stacked bar a run, the largest stage first. runs: label -> stage -> milliseconds of a step."""
     figure, (axes,) = _panels(10, 2.2 + 0.45 * len(runs), grid=False)
@@ -190,33 +159,50 @@ def side_by_side_figure(runs: Mapping[str, Mapping[str, float]]) -> bytes:
     return _png(figure)
 
 
-def overlay_figure(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], xlabel: str) -> bytes:
-    """Draw a panel a metric and in it a line a run, with a legend for several runs. curves: metric -> run ->
-    points (x, y)."""
+def overlay_figure(
+    curves: Mapping[str, Mapping[str, Sequence[tuple[float | str, float]]]],
+    xlabel: str,
+    ideal: Sequence[tuple[float, float]] | None = None,
+) -> bytes:
+    """Draw a panel a metric and in it a line a run, with a legend for several runs; values that are texts are
+    points without a line.
+
+    curves: metric -> run -> points (x, y). ideal: the metric begins at 0, and these points are what the runs
+    could reach, if any.
+    """
     columns = min(3, len(curves))
     rows = -(-len(curves) // columns)
     figure, panels = _panels(max(6, 4.2 * columns), 3.2 * rows + 0.6, rows, columns)
     labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
     for axes, (name, lines) in zip(panels, curves.items(), strict=False):
+        if ideal:
+            axes.plot(*zip(*ideal, strict=True), linestyle="--", color="#999999", label="ideal")
+            axes.set_xticks([x for x, _ in ideal])
         for label, points in lines.items():
+            has_texts = any(isinstance(x, str) for x, _ in points)
             axes.plot(
-                [x for x, _ in points],
+                [_plain(x) if isinstance(x, str) else x for x, _ in points],
                 [y for _, y in points],
                 label=_plain(label),
                 color=COLOURS[labels.index(label) % len(COLOURS)],
-                marker="o" if len(points) < 12 else None,
+                linestyle="" if has_texts else "-",
+                marker="o" if has_texts or len(points) < 12 else None,
                 markersize=4,
                 linewidth=1.4,
                 alpha=0.85,
             )
+        if ideal is not None:
+            axes.set_ylim(bottom=0)
+            axes.margins(x=0.12)
         axes.set_title(_plain(name), loc="left")
-        axes.set_xlabel(xlabel)
+        axes.set_xlabel(_plain(xlabel))
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
-    if any(len(lines) > 1 for lines in curves.values()):
-        pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
-        shown = {label: handle for pair in pairs for handle, label in pair}
-        figure.legend(
-            shown.values(), shown.keys(), loc="outside lower left", frameon=False, fontsize=8, ncols=2
-        )
+    handles = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if ideal is not None or len(handles) > 1:
+        figure.legend(handles.values(), handles, loc="outside lower left", frameon=False, fontsize=8, ncols=2)
     return _png(figure)

@@ -249,25 +249,6 @@ function drawSweep() {
   }], { margin: { l: 70, r: 60, t: 70, b: 20 } });
 }
 
-function drawSplits() {
-  at("splits-section").hidden = !data.splits.length;
-  if (!data.splits.length) return;
-  const table = at("splits"), head = element("tr", element("thead", table)), body = element("tbody", table);
-  const [first, ...names] = Object.keys(data.splits[0]), alike = new Map(); // runs that were split alike are one column
-  for (const name of names) {
-    const key = JSON.stringify(data.splits.map((cells) => cells[name]));
-    if (!alike.has(key)) alike.set(key, []);
-    alike.get(key).push(name);
-  }
-  element("th", head, first);
-  for (const [name, ...others] of alike.values())
-    element("th", head, others.length ? `${name} and ${others.length} more` : name).title = [name, ...others].join(", ");
-  for (const cells of data.splits) {
-    const row = element("tr", body);
-    for (const name of [first, ...[...alike.values()].map(([name]) => name)]) element("td", row, cells[name]);
-  }
-}
-
 function drawAll() {
   drawTable();
   drawSpeed();
@@ -283,5 +264,4 @@ for (const id of ["axis", "log"]) at(id).onchange = drawCurves;
 at("bands").onchange = drawAll;
 at("seeds").hidden = !data.differing.includes(data.seed);
 drawAll();
-drawSplits();
 document.body.dataset.drawn = "yes";

@@ -11,9 +11,11 @@ from uuid import UUID
 
 import pytest
 from dphybrid.flows.train_hybrid import train_hybrid
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from dphybrid.config.experiment import flatten
 from dphybrid.orchestration.forms import FEW, experiment, form_of
+from dphybrid.orchestration.setup import call_prefect
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
 from dphybrid.util.errors import UserError
@@ -30,6 +32,13 @@ def leaves(shown: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]
         below = field.get("properties")
         found |= leaves(below, f"{prefix}{name}.") if below else {f"{prefix}{name}": field}
     return found
+
+
+def test_what_prefect_says_of_a_failed_deploy_keeps_its_lines_whole(tmp_path: Path) -> None:
+    missing = tmp_path / ("a-long-name-" * 8) / "prefect.yaml"
+    away = temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"})  # or a server would be started
+    with away, pytest.raises(UserError, match=rf"deployments could not be made: [^\n]*{missing}"):
+        call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(missing))
 
 
 @pytest.mark.parametrize("recipe", ["text", "ctr", "kge", "retrieval"])

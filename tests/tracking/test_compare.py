@@ -213,10 +213,9 @@ def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path
         assert {"forward", "backward", "lookup"} <= set(run.stages_ms)
         assert len(run.steps["valid/mse"]) == 2
         assert all(seconds >= 0 for seconds, _ in run.times["train/loss"])
-    shapes = split_table(runs)
-    assert [row["replica"] for row in shapes] == [f"replica {i} / network.region" for i in range(8)]
-    eighth = {label: value for label, value in shapes[7].items() if label != "replica"}
-    assert sorted(eighth.values()) == ["", "", "[8, 10] -> [8, 10]"]
+    replicas, splits = split_table(runs)
+    assert replicas == [f"replica {i} / network.region" for i in range(8)]
+    assert sorted(shapes[7] for shapes in splits) == ["", "", "[8, 10] -> [8, 10]"]
     text = write_comparison(runs, tmp_path / "out", "devices").read_text()
     assert len(text) > 3e6  # plotly is in it
     assert re.findall(r'(?:src|href)="', text.replace(text.partition("<script>")[2], "")) == []

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from dphybrid.data.made import Made
     from dphybrid.data.store import Source
     from dphybrid.recipes.context import ModelContext
+    from dphybrid.recipes.given import Made
     from dphybrid.training.metrics import Task
 
 
@@ -30,7 +30,7 @@ class Digits(Recipe):
     train = {"epochs": 15, "batch_size": 64, "log_every": 10}
 
     def source(self, data: DataConfig, seed: int) -> "Source":
-        from dphybrid.data.made import MadeSource
+        from dphybrid.recipes.given import MadeSource
 
         return MadeSource(seed, 1437, 360, _digits)
 

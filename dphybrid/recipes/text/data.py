@@ -143,9 +143,7 @@ class _TextSource:
             )
         info = {"num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
-        return Content(
-            {"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra
-        )
+        return Content({"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra)
 
 
 def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[set[int], int]:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from dphybrid.data.made import Made
     from dphybrid.data.store import Source
     from dphybrid.recipes.context import ModelContext
+    from dphybrid.recipes.given import Made
     from dphybrid.training.metrics import Task
 
 _PLAIN = {"schedule": "constant", "clip_norm": 0.0}
@@ -31,7 +31,7 @@ class _Tutorial(Recipe):
         raise NotImplementedError
 
     def source(self, data: DataConfig, seed: int) -> "Source":
-        from dphybrid.data.made import MadeSource
+        from dphybrid.recipes.given import MadeSource
 
         return MadeSource(seed, *self.num_rows, self.make)
 
