@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import native
-from dphybrid.embedding.gradients import info_of
+from dphybrid.embedding.gradients import info_of, is_captured
 from dphybrid.embedding.lookup import whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
@@ -80,10 +80,17 @@ class HostEmbeddingCollection(nn.Module):
         names, ids_BF = list(self.num_rows)[tables], whole_numbers(ids_BF, self.flat.name)
         if ids_BF.shape[-1] != len(names):
             raise UserError(f"ids have shape {tuple(ids_BF.shape)}; give {len(names)} columns, one a table")
+        starts_F, num_rows_F = self._starts_F[tables], self._num_rows_F[tables]
         # torch.export records arithmetic alone; ids that an encoder made need no check
-        if not torch.compiler.is_exporting():
-            self._check_ids(ids_BF, self._num_rows_F[tables], names)
-        return ids_BF + self._starts_F[tables]
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            self._check_ids(ids_BF, num_rows_F, names)
+        if torch.compiler.is_compiling() or is_captured(starts_F, ids_BF):
+            return ids_BF + starts_F
+        try:
+            return native.flatten(ids_BF, starts_F, num_rows_F)
+        except IndexError:
+            self._check_ids(ids_BF, num_rows_F, names)
+            raise
 
     def _check_ids(self, ids_BF: Tensor, num_rows_F: Tensor, names: list[str]) -> None:
         wrong = (ids_BF < 0) | (ids_BF >= num_rows_F)

@@ -65,7 +65,8 @@ _Update = _struct(
     rule=_I, stored=_I, dim=_I, lr=_F, decay=_F, eps=_F, beta1=_F, beta2=_F, fix1=_P, fix2=_P, last_fix=_I,
 )  # fmt: skip
 _Draw = _struct("Draw", team=_Team, values=_P, count=_I, first=_I, stored=_I, seed=c.c_uint64, std=_F)
-_STRUCTS = (_Lookup, _Segment, _Arrange, _Sums, _Table, _Update, _Draw)
+_Columns = _struct("Columns", ids=_P, starts=_P, num_rows=_P, count=_I, num_columns=_I, flat=_P)
+_STRUCTS = (_Lookup, _Segment, _Arrange, _Sums, _Table, _Update, _Draw, _Columns)
 
 
 def _level() -> str:
@@ -88,7 +89,7 @@ def _library() -> c.CDLL:
     # the structs are declared in C and here: two that differ would write past their ends
     if [library.size_of(n) for n in range(len(_STRUCTS))] != [c.sizeof(each) for each in _STRUCTS]:
         raise ImportError(f"{file} was compiled from another rows.c")
-    for name in ("look_up", "arrange", "sum_rows", "update_rows", "draw_normal"):
+    for name in ("look_up", "flatten", "arrange", "sum_rows", "update_rows", "draw_normal"):
         getattr(library, name).argtypes = [_P]
     return library
 
@@ -190,6 +191,20 @@ def look_up(
     return out_XD, flat_N
 
 
+def flatten(ids_BF: Tensor, starts_F: Tensor, num_rows_F: Tensor) -> Tensor:
+    """Return ids (..., F), of a table each, as rows of all tables in order. Raises IndexError for others."""
+    ids_BF, (columns,) = ids_BF.contiguous(), starts_F.shape
+    flat_BF = torch.empty_like(ids_BF)
+    call = _Columns(
+        address(ids_BF, "ids", torch.int64, (*ids_BF.shape[:-1], columns)),
+        *(address(each_F, "columns", torch.int64, (columns,)) for each_F in (starts_F, num_rows_F)),
+        ids_BF.numel(), columns, flat_BF.data_ptr(),
+    )  # fmt: skip
+    if not _library().flatten(c.addressof(call)):
+        raise IndexError
+    return flat_BF
+
+
 def gather(
     weight_VD: Tensor,
     threads: int | None,
@@ -229,8 +244,7 @@ PLACES = torch.empty((0, 1), dtype=torch.uint8)
 @dataclass
 class Segment:
     """Ids (int64) of one table; the gradient of id n is row n of rows_XD or, where there are `sources_N`,
-    row sources_N[n]. rows_XD `PLACES`: places are wanted, not
-    addresses."""
+    row sources_N[n]. rows_XD `PLACES`: places are wanted, not addresses."""
 
     ids_N: Tensor
     rows_XD: Tensor

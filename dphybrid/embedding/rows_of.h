@@ -199,23 +199,29 @@ static void OF(sums)(void *pointer, int64_t first, int64_t last)
 #undef CALL
 }
 
-/* The sum of one row's gradients, in their order. */
+INLINE void OF(prefetch_gradient)(const struct update *u, int64_t at, int64_t dim)
+{
+    prefetch_for_reading((const char *)(intptr_t)u->places[MIN(at + AHEAD, u->num_places - 1)], dim * (int64_t)sizeof(REAL));
+}
+
+/* The sum of one row's gradients, in their order. How many there are is guessed wrong half the time: a narrow row has
+ * one loop over them. */
 INLINE void OF(sum_gradients)(const struct update *u, const int32_t *bounds, REAL *sum, int64_t dim)
 {
-    int64_t n = bounds[0], end = bounds[1], last = u->num_places - 1;
+    int64_t n = bounds[0], end = bounds[1], d = 0;
     const int64_t *places = u->places;
-    for (int64_t at = n; at < end; at++)
-        prefetch_for_reading((const char *)(intptr_t)places[MIN(at + AHEAD, last)], dim * (int64_t)sizeof(REAL));
     const REAL *grad = (const REAL *)(intptr_t)places[n];
-    if (end - n == 1) {
+    OF(prefetch_gradient)(u, n, dim);
+    if (dim > 4 * LANES && end - n == 1) {
         EACH_VECTOR(d) OF(store)(sum + d, OF(load)(grad + d));
         return;
     }
-    int64_t d = 0;
     for (; d + 4 * LANES <= dim; d += 4 * LANES) {
         VEC a = OF(load)(grad + d), b = OF(load)(grad + d + LANES);
         VEC c = OF(load)(grad + d + 2 * LANES), e = OF(load)(grad + d + 3 * LANES);
         for (int64_t at = n + 1; at < end; at++) {
+            if (!d)
+                OF(prefetch_gradient)(u, at, dim);
             const REAL *next = (const REAL *)(intptr_t)places[at] + d;
             a += OF(load)(next), b += OF(load)(next + LANES);
             c += OF(load)(next + 2 * LANES), e += OF(load)(next + 3 * LANES);
@@ -225,8 +231,11 @@ INLINE void OF(sum_gradients)(const struct update *u, const int32_t *bounds, REA
     }
     for (; d < dim; d += LANES) {
         VEC a = OF(load)(grad + d);
-        for (int64_t at = n + 1; at < end; at++)
+        for (int64_t at = n + 1; at < end; at++) {
+            if (!d)
+                OF(prefetch_gradient)(u, at, dim);
             a += OF(load)((const REAL *)(intptr_t)places[at] + d);
+        }
         OF(store)(sum + d, a);
     }
 }

@@ -20,7 +20,7 @@ ZIG = [sys.executable, "-m", "ziglang", "cc"]
 
 DRIVER = """
 import torch
-from dphybrid.embedding import HostEmbedding, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, clip_grad_norm_, make_row_optimizer
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.util.errors import UserError
 
@@ -45,8 +45,14 @@ for threads in (1, 2):
                     rows.zero_grad()
                     sort_ids(ids, 50)
                 assert not table.settled()[3].any()
+    columns = HostEmbeddingCollection({"few": 3, "many": 50}, 4)
+    columns(torch.tensor([[2, 49], [0, 0]])).sum().backward()
     for wrong in ([50], [-1], [0, 2**62], [-(2**63)]):
-        for use in (table, lambda ids: table.bags(ids, torch.tensor([0]))):
+        for use in (
+            table,
+            lambda ids: table.bags(ids, torch.tensor([0])),
+            lambda ids: columns(torch.stack([ids * 0, ids], 1)),
+        ):
             try:
                 use(torch.tensor(wrong))
             except UserError as error:

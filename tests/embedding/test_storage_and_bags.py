@@ -212,6 +212,10 @@ def test_ids_of_some_tables_are_shifted() -> None:
     tables = HostEmbeddingCollection({"user": 30, "item": 5, "tags": 7}, 4)
     assert tables.flat_ids(torch.tensor([[0, 1], [4, 6]]), slice(1, None)).tolist() == [[30, 36], [34, 41]]
     assert torch.equal(tables.flat_ids(torch.ones(2, 3, dtype=torch.int32)), torch.tensor([[1, 31, 36]] * 2))
+    columns_first = torch.arange(12).view(2, 3, 2) // 4
+    expected = columns_first.mT + torch.tensor([0, 30, 35])
+    assert torch.equal(tables.flat_ids(columns_first.mT), expected)
+    assert torch.equal(torch.vmap(tables.flat_ids)(columns_first.mT), expected)
     with pytest.raises(ValueError, match=r"columns, one a table"):
         tables.flat_ids(torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"'tags': id 7 at position \[0, 1\] is not a row; rows are 0 to 6"):
