@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dphybrid.cli.main import main
+from dphybrid.config.settings import load_settings
+from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import Report, run_job
 
 
 def command(*argv: str) -> str:
@@ -29,3 +32,8 @@ def python(*argv: str | Path, ends: int | None = 0, **options: Any) -> "subproce
         f"ended with {done.returncode}: {done.stdout}{done.stderr}"
     )
     return done
+
+
+def run_with(*values: str, **options: Any) -> Report:
+    """Prepare and train what these values say, with the settings in force, as `dphybrid train` does."""
+    return run_job(load_config(None, list(values)), load_settings(), **options)

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 import dphybrid
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
 from examples import callbacks, make_notebook, own_loop, tutorial
-from tests.commands import python
+from tests.commands import python, run_with
 from tests.conftest import REPOSITORY
 
 
@@ -71,9 +68,7 @@ def test_an_own_recipe_is_on_record_under_its_import_path(data_dir: Path) -> Non
     """MLflow takes neither dots nor colons in a model's name."""
     from mlflow.tracking import MlflowClient
 
-    report = run_job(
-        load_config(None, ["recipe=examples.own_recipe:Ratings", "train.epochs=1"]), load_settings()
-    )
+    report = run_with("recipe=examples.own_recipe:Ratings", "train.epochs=1")
     client = MlflowClient(report.tracking_uri)
     run = client.get_run(report.run_id)
     assert run.data.params["recipe"] == "examples.own_recipe:Ratings"

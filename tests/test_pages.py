@@ -11,10 +11,8 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from dphybrid.cli.main import main
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
 from dphybrid.serving.load import load_model
+from tests.commands import run_with
 from tests.conftest import REPOSITORY, SHARED
 
 ADULT = SHARED / "data" / "adult" / "adult.data"
@@ -49,10 +47,10 @@ def test_what_a_page_trains_reaches_its_metric(
     (tmp_path / "page_model.py").write_text(code)
     rows = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i % 7},{int(i % 4 == 0)}" for i in range(400))
     Path("clicks.csv").write_text("one,two,number,clicked\n" + rows)
-    report = run_job(load_config(None, values), load_settings())
+    report = run_with(*values)
     assert report.metrics[metric] * (1 if least > 0 else -1) >= least
     if what == "own_model.py":  # prefetched to the same bits
-        without = run_job(load_config(None, [*values, "train.pipeline=off"]), load_settings())
+        without = run_with(*values, "train.pipeline=off")
         assert without.digests == report.digests
     if metric == "right":
         assert load_model(report.run_name).users.num_rows == 50

@@ -14,12 +14,10 @@ import torch
 import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.api.training import experiment
-from dphybrid.config.settings import load_settings
 from dphybrid.data.table import frames
 from dphybrid.data.table.frames import as_frame, save_frame
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 from tests.conftest import own_settings
 
 SMALL = {
@@ -79,7 +77,7 @@ def test_a_frame_gives_the_bits_of_its_file(run: TrainedRun, tmp_path: Path) -> 
         "model.dim=4",
         "model.hidden=16",
     ]
-    report = run_job(load_config(None, flags), load_settings())
+    report = run_with(*flags)
     assert report.digests == run.report().values.digests | {"data": report.digests["data"]}
     assert report.metrics == run.metrics
 

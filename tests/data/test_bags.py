@@ -9,7 +9,6 @@ import polars as pl
 import pytest
 import torch
 
-from dphybrid.config.settings import load_settings
 from dphybrid.data import Prepared
 from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Encoder
@@ -19,12 +18,13 @@ from dphybrid.lifecycle.retrain import largest_drift
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 from tests.preparing import TableDataConfig, prepare
 
 
@@ -69,7 +69,7 @@ def clicks(num_rows: int, seed: int, tags: range = range(30)) -> list[tuple[obje
 def trained(devices: str, data: list[str]) -> Report:
     values = ["recipe=ctr", f"devices={devices}", "data.label=y", "train.epochs=3", "train.batch_size=100"]
     sizes = ["model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"]
-    return run_job(load_config(None, [*values, *sizes, *data]), load_settings())
+    return run_with(*values, *sizes, *data)
 
 
 def as_lists(

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dphybrid.config.settings import load_settings
 from dphybrid.data import Prepared, batches
 from dphybrid.embedding import make_row_optimizer
 from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, build_model
-from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.kge import KgeDataConfig, KgeModelConfig
 from dphybrid.recipes.kge.model import QUERIES, TripleModel
-from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 from tests.preparing import prepare
 
 KINDS = ["distmult", "complex", "rotate"]
@@ -223,9 +221,7 @@ def test_it_learns_relations_with_a_pattern(unrecorded: None, tmp_path: Path) ->
         "train.batch_size=32",
         "train.epochs=60",
     ]
-    report = run_job(
-        load_config(None, [*values, "model.dim=32", "model.penalty=0.01", "devices=cpu*2"]), load_settings()
-    )
+    report = run_with(*values, "model.dim=32", "model.penalty=0.01", "devices=cpu*2")
     assert report.metrics["mrr"] > 0.9
     assert report.metrics["hits_at_1"] <= report.metrics["hits_at_3"] <= report.metrics["hits_at_10"] <= 1
 

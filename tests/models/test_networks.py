@@ -23,6 +23,7 @@ from dphybrid.recipes.digits.model import DigitCapsules, squash
 from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
 from dphybrid.run.train import run_job
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 from tests.preparing import prepare
 
 INFO = {
@@ -171,7 +172,7 @@ def test_routing_is_the_papers_loop() -> None:
 @pytest.mark.parametrize(("kind", "epochs"), [("convnet", 3), ("capsule", 10)])
 def test_digits_are_learnt(kind: str, epochs: int, unrecorded: None) -> None:
     values = [f"model.kind={kind}", f"train.epochs={epochs}", "devices=cpu*2"]
-    report = run_job(load_config(None, ["recipe=digits", *values]), load_settings())
+    report = run_with("recipe=digits", *values)
     assert report.metrics["accuracy"] > 0.94
 
 
@@ -188,10 +189,7 @@ def test_clicks_are_learnt(kind: str, unrecorded: None, tmp_path: Path) -> None:
         "model.dim=4",
         "model.hidden=16",
     ]
-    report = run_job(
-        load_config(None, ["recipe=ctr", *values, "train.epochs=8", "train.lr=0.01", "table.lr=0.02"]),
-        load_settings(),
-    )
+    report = run_with("recipe=ctr", *values, "train.epochs=8", "train.lr=0.01", "table.lr=0.02")
     assert report.metrics["auc"] > 0.98
 
 

@@ -32,6 +32,7 @@ from dphybrid.run.train import Report, run_job
 from dphybrid.training.memory import micro_batches
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted
+from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.preparing import prepare
 from tests.training.stopping import stopping_after
@@ -303,7 +304,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, 
     folder = tmp_path_factory.mktemp("retrieval") / "data"
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, folder, TRACKING_URI="none")
-        yield run_job(load_config(None, OPTIONS), load_settings(), run_name="sample"), folder
+        yield run_with(*OPTIONS, run_name="sample"), folder
 
 
 def test_it_finds_the_planted_groups(trained: tuple[Report, Path]) -> None:
@@ -376,7 +377,7 @@ def test_rows_fetched_ahead_give_the_same_bits(data_dir: Path, monkeypatch: pyte
     options += ["data.item_features=genre", "train.epochs=2", "train.batch_size=50"]
     found = []
     for mode in ("off", "exact"):
-        run_job(load_config(None, [*options, f"train.pipeline={mode}"]), load_settings(), run_name=mode)
+        run_with(*options, f"train.pipeline={mode}", run_name=mode)
         found.append(dphybrid.load_model(mode).state_dict())
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -8,14 +8,13 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from dphybrid.config.settings import load_settings
 from dphybrid.data import Prepared
 from dphybrid.lifecycle.comparing import bootstrap_gains
-from dphybrid.recipes.configs import build_config, load_config
+from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.pages import MetricsPage
-from dphybrid.run.train import run_job
 from dphybrid.training.label_tasks import label_task
+from tests.commands import run_with
 
 ROWS = 600
 
@@ -96,7 +95,7 @@ def test_a_run_says_what_it_adds(
     file = tmp_path / "table.csv"
     table().write_csv(file)
     values = ["recipe=ctr", f"data.path={file}", "data.label=clicked", "train.epochs=2"]
-    report = run_job(load_config(None, values), load_settings())
+    report = run_with(*values)
     assert "Note: column 'score' alone predicts the label (AUC 1.0000)" in capsys.readouterr().out
     assert report.beside.startswith("majority class auc 0.5000 (this run is 0.")
     assert f"Baselines:   {report.beside}" in report.text

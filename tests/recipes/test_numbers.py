@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dphybrid.config.settings import load_settings
 from dphybrid.data.batches import ArrayDataset
-from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.model import DeepFM, Sizes
 from dphybrid.recipes.ctr.numbers import (
     BIN_ROWS,
@@ -19,9 +17,10 @@ from dphybrid.recipes.ctr.numbers import (
     quantile_bins,
     sample_dense,
 )
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.train import Report
 from dphybrid.serving.load import load_model
 from dphybrid.serving.predict import Predictor
+from tests.commands import run_with
 
 
 def test_gradients_pass_through_the_bin_that_a_number_is_in() -> None:
@@ -82,7 +81,7 @@ def trained(file: Path, epochs: int, name: str, *values: str, resume: str | None
         f"train.epochs={epochs}",
         *values,
     ]
-    return run_job(load_config(None, given), load_settings(), run_name=name, resume=resume)
+    return run_with(*given, run_name=name, resume=resume)
 
 
 def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorded: None) -> None:

@@ -12,15 +12,13 @@ from torch import Tensor
 
 import dphybrid
 from dphybrid.cli.main import main
-from dphybrid.config.settings import load_settings
 from dphybrid.data import Vocabulary
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes import ModelContext, Recipe, Task
-from dphybrid.recipes.configs import load_config
 from dphybrid.run.pages import MetricsPage
-from dphybrid.run.train import run_job
 from dphybrid.training.metrics import constant_prediction
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 
@@ -90,7 +88,7 @@ class Odd(Trips):
 
 def trained(recipe: str = "Trips", name: str = "one") -> Any:
     values = [f"recipe={__name__}:{recipe}", "devices=cpu*2"]
-    return run_job(load_config(None, values), load_settings(), run_name=name)
+    return run_with(*values, run_name=name)
 
 
 def test_a_file_is_predicted_with_the_vocabulary_of_training(

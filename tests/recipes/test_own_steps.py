@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.train import Report
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 from examples import own_gan
+from tests.commands import run_with
 from tests.training.stopping import stopping_after
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
@@ -45,7 +44,7 @@ def trained(
     name: str = "one",
 ) -> Report:
     values = [f"recipe={recipe}", "devices=cpu*2", "train.epochs=2", "train.schedule=cosine", *overrides]
-    return run_job(load_config(None, values), load_settings(), run_name=name, resume=resume, stop=stop)
+    return run_with(*values, run_name=name, resume=resume, stop=stop)
 
 
 def test_a_gan_stopped_and_resumed_equals_an_undisturbed_one(

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
 from dphybrid.selftest.runs import came_to
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.reliability.damages import DAMAGES, damage
 from tests.reliability.test_faults import OPTIONS
@@ -36,13 +35,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("damage")
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, root / "data", TRACKING_URI="none")
-        run_job(load_config(None, SHORT), load_settings(), run_name="run")
+        run_with(*SHORT, run_name="run")
         shutil.copytree(root / "data", root / "whole")
         yield root
 
 
 def resumed(root: Path) -> dict[str, Any]:
-    run_job(load_config(None, LONGER), load_settings(), resume="latest")
+    run_with(*LONGER, resume="latest")
     return came_to(root / "data")
 
 

@@ -28,13 +28,14 @@ from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.folder import RunPage
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, SplitsPage
-from dphybrid.run.train import prepare_data, run_job
+from dphybrid.run.train import prepare_data
 from dphybrid.tracking.outbox import Outbox
 from dphybrid.tracking.sender import Sender
 from dphybrid.training.checkpoint import CheckpointState
 from dphybrid.util.device_spec import MAX_DEVICES, parse_device_spec
 from dphybrid.util.digests import value_digest
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 from tests.conftest import LONG, REPOSITORY, own_settings
 from tests.reliability.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, SCHEMA, edited
 from tests.reliability.scenarios import options_of, write_files
@@ -113,7 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def finished(folder: Path) -> Path:
     """A data folder with a finished run."""
     options = options_of("ctr, cpu*2", folder)
-    run_job(load_config(None, options), load_settings(), run_name="fuzzed")
+    run_with(*options, run_name="fuzzed")
     return folder / "data"
 
 

@@ -6,11 +6,10 @@ import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import find_tagged_run, running
-from dphybrid.run.train import run_job
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 
@@ -20,13 +19,13 @@ TOY = ["recipe=toy", "devices=cpu", "train.print_splits=new"]
 def test_damaged_neighbours_are_named_and_left_out(
     data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_job(load_config(None, TOY), load_settings(), run_name="good", tags={"who": "me"})
+    run_with(*TOY, run_name="good", tags={"who": "me"})
     pages = [data_dir / f"runs/bad-{number}/run.json" for number in range(5)]
     for page, text in zip(pages, ["", '{"run_id": "x", "con', "[]", "{}", "\x00" * 900], strict=True):
         page.parent.mkdir()
         page.write_text(text)
     assert find_tagged_run(load_settings(), "who", "me") == "good"
-    report = run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="latest")
+    report = run_with(*TOY, "train.epochs=2", resume="latest")
     assert report.run_name == "good"
     told = capsys.readouterr().err
     for page in pages:
@@ -35,7 +34,7 @@ def test_damaged_neighbours_are_named_and_left_out(
     assert find_checkpoint("good", load_settings()) == Path(report.best_checkpoint)
     for page in pages:
         with pytest.raises(UserError, match=rf"{page.parent.name}/run\.json"):
-            run_job(load_config(None, TOY), load_settings(), resume=page.parent.name)
+            run_with(*TOY, resume=page.parent.name)
 
 
 def test_a_damaged_neighbour_is_named_once_and_not_for_a_run_of_a_name(
@@ -53,15 +52,12 @@ def test_a_damaged_neighbour_is_named_once_and_not_for_a_run_of_a_name(
 
 
 def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:
-    run_job(load_config(None, TOY), load_settings(), run_name="mine")
+    run_with(*TOY, run_name="mine")
     before = (data_dir / "runs/mine/run.json").read_bytes()
     with (
         running(data_dir / "runs/mine"),
         pytest.raises(UserError, match="run mine is running in another process; wait for its end"),
     ):
-        run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="mine")
+        run_with(*TOY, "train.epochs=2", resume="mine")
     assert (data_dir / "runs/mine/run.json").read_bytes() == before
-    assert (
-        run_job(load_config(None, [*TOY, "train.epochs=2"]), load_settings(), resume="mine").run_name
-        == "mine"
-    )
+    assert run_with(*TOY, "train.epochs=2", resume="mine").run_name == "mine"

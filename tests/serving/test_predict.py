@@ -16,15 +16,13 @@ from sklearn.metrics import roc_auc_score
 
 import dphybrid
 from dphybrid.cli.main import main
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state, verify_checkpoint
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
-from tests.commands import python
+from tests.commands import python, run_with
 from tests.conftest import own_settings
 
 HEADER = "age,city,user_id,clicked"
@@ -54,19 +52,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, 
             "data.label=clicked",
             "devices=cpu",
         ]
-        report = run_job(
-            load_config(
-                None,
-                [
-                    "recipe=ctr",
-                    *values,
-                    "train.epochs=2",
-                    "model.dim=4",
-                    "model.hidden=16",
-                    "checkpoint.register_as=clicks",
-                ],
-            ),
-            load_settings(),
+        report = run_with(
+            "recipe=ctr",
+            *values,
+            "train.epochs=2",
+            "model.dim=4",
+            "model.hidden=16",
+            "checkpoint.register_as=clicks",
         )
         yield report, folder
 
@@ -203,9 +195,7 @@ def test_wrong_calls_end_with_a_message(
 
 
 def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: Path) -> None:
-    report = run_job(
-        load_config(None, ["recipe=hybrid", "train.epochs=1", "checkpoint.register_as=any"]), load_settings()
-    )
+    report = run_with("recipe=hybrid", "train.epochs=1", "checkpoint.register_as=any")
     whole = model_from_checkpoint(report.best_checkpoint).state_dict()
     folder = str(Path(report.best_checkpoint).parent.parent)
     for which in (report.run_name, report.run_id, folder, report.best_checkpoint, "models:/any@challenger"):
@@ -265,7 +255,7 @@ def test_a_table_of_half_the_size_comes_back_as_such(
         "model.dim=4",
         "devices=cpu",
     ]
-    report = run_job(load_config(None, ["recipe=ctr", *values]), load_settings())
+    report = run_with("recipe=ctr", *values)
     folder = report.best_checkpoint
     mapped, whole = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
     assert mapped.table.flat.weight.dtype == whole.table.flat.weight.dtype == torch.bfloat16

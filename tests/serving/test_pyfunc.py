@@ -12,9 +12,7 @@ from mlflow.pyfunc.scoring_server import init
 from mlflow.tracking import MlflowClient
 
 import dphybrid
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
+from tests.commands import run_with
 
 
 def test_a_frame_is_scored_and_the_model_kept(
@@ -31,7 +29,7 @@ def test_a_frame_is_scored_and_the_model_kept(
         "train.epochs=1",
         "devices=cpu",
     ]
-    report = run_job(load_config(None, values), load_settings(), run_name="clicks")
+    report = run_with(*values, run_name="clicks")
     run = MlflowClient(report.tracking_uri).get_run(report.run_id)
     model_id = run.outputs.model_outputs[-1].model_id
     assert dphybrid.tracking_uri() == report.tracking_uri

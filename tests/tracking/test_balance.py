@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from dphybrid.config.settings import load_settings
 from dphybrid.parallel import split_sizes
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
 from dphybrid.tracking import Tracker
 from dphybrid.tracking.system import Averages, balance_warnings, nvml_reader, system_metrics
+from tests.commands import run_with
 
 STAGES = {"forward": 5.0, "lookup": 4.0, "data": 1.0}
 
@@ -58,9 +56,7 @@ def test_gpus_that_wait_are_told_with_what_they_waited_for() -> None:
 def test_a_run_with_idle_devices_says_so_at_its_end_and_on_its_page(data_dir: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    report = run_job(
-        load_config(None, ["recipe=toy", "devices=cpu*8", "train.batch_size=10"]), load_settings()
-    )
+    report = run_with("recipe=toy", "devices=cpu*8", "train.batch_size=10")
     assert report.warnings
     assert "3 of 8 devices got no rows" in report.text
     note = MlflowClient(report.tracking_uri).get_run(report.run_id).data.tags["mlflow.note.content"]

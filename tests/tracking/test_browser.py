@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.train import Report
 from dphybrid.tracking.compare import compare_runs, write_comparison
 from dphybrid.tracking.compare_facts import RunFacts
+from tests.commands import run_with
 from tests.conftest import LONG, own_settings
 from tests.tracking.conftest import MlflowServer
 
@@ -79,10 +78,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
                 "train.batch_size=60",
                 "checkpoint.register_as=hybrid-model",
             ]
-            reports = [
-                run_job(load_config(None, [*overrides, f"devices={devices}"]), load_settings())
-                for devices in ("cpu", "cpu*2", "cpu*8")
-            ]
+            reports = [run_with(*overrides, f"devices={devices}") for devices in ("cpu", "cpu*2", "cpu*8")]
         experiment_id = MlflowClient(server.uri).get_run(reports[0].run_id).info.experiment_id
         with sync_api.sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)

@@ -17,6 +17,7 @@ from dphybrid.run.train import run_job
 from dphybrid.tracking.loader import _with_left_out
 from dphybrid.util.digests import file_digest, value_digest
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 
 FACTORY = """\
 import pathlib
@@ -76,10 +77,7 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
 ) -> None:
     (tmp_path / "mymodels.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    report = run_job(
-        load_config(None, ["recipe=toy", "model.factory=mymodels:make", "checkpoint.register_as=mine"]),
-        load_settings(),
-    )
+    report = run_with("recipe=toy", "model.factory=mymodels:make", "checkpoint.register_as=mine")
     own = dphybrid.load_model(report.run_name)
     # the model name is one of the embedded store
     assert own.state_dict().keys() == dphybrid.load_model("models:/mine@challenger").state_dict().keys()
@@ -136,7 +134,7 @@ def test_no_name_in_a_page_from_elsewhere_imports_code(
     (tmp_path / "evilmod.py").write_text(EVIL)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    report = run_job(load_config(None, ["recipe=toy", "train.epochs=1"]), load_settings())
+    report = run_with("recipe=toy", "train.epochs=1")
     given = Path(report.best_checkpoint)
     shutil.move(given.parents[1], tmp_path / "elsewhere")
     folder = tmp_path / "elsewhere" / (given.relative_to(given.parents[1]) if page == "state.json" else ".")

@@ -11,12 +11,11 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.train import Report
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.stores import put_database
 
@@ -28,9 +27,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, MlflowCl
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, folder)
         patch.chdir(folder)
-        report = run_job(
-            load_config(None, ["recipe=hybrid", "devices=cpu*3", "train.epochs=2"]), load_settings()
-        )
+        report = run_with("recipe=hybrid", "devices=cpu*3", "train.epochs=2")
     return report, MlflowClient(report.tracking_uri)
 
 

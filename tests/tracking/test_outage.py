@@ -20,7 +20,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking import open_tracker, waiting
 from dphybrid.util.digests import value_digest
-from tests.commands import command
+from tests.commands import command, run_with
 from tests.tracking.conftest import MlflowServer
 
 pytestmark = pytest.mark.slow
@@ -116,9 +116,7 @@ def test_training_ends_without_its_server_and_sync_completes_the_run(
         return evaluated(session, meter)
 
     monkeypatch.setattr(loop, "end_of_epoch", with_a_death)
-    report = run_job(
-        load_config(None, [*RUN, "train.epochs=3", "checkpoint.register_as=hybrid"]), load_settings()
-    )
+    report = run_with(*RUN, "train.epochs=3", "checkpoint.register_as=hybrid")
     assert report.metrics["mse"] < 1
     assert "`dphybrid sync` sends them" in capsys.readouterr().out
     assert main(["sync", "--wait", "1"]) == 1

@@ -42,6 +42,7 @@ from dphybrid.training.tensor_file import stored_tensor, write_tensors
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted
+from tests.commands import run_with
 from tests.reliability.test_faults import CLICKS
 from tests.training.saving import save_checkpoint
 from tests.training.stopping import stopping_after
@@ -273,7 +274,7 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dphybrid.training.saving._WORTH_IT", 1.0)  # the table is small
-    report = run_job(load_config(None, OPTIONS), load_settings(), run_name="run")
+    report = run_with(*OPTIONS, run_name="run")
     folder = Path(report.best_checkpoint)
     assert read_state(folder).since_full
     assert report.saving.full == 1 < report.saving.count
@@ -305,7 +306,7 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
     monkeypatch.setattr("dphybrid.run.trainer.train", lambda session, *_: started.append(session))
     started: list[Session] = []
     with pytest.raises(UserError):  # not trained: there is no checkpoint
-        run_job(load_config(None, warm), load_settings(), run_name="warm")
+        run_with(*warm, run_name="warm")
     assert torch.equal(find_tables(started[0].trained.model)["table"].weight, table.weight)
 
 
@@ -322,11 +323,11 @@ def test_the_training_ends_with_what_the_writing_thread_failed_with(
 
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", write)
     with pytest.raises(UserError, match="No space left on device; make room on its disk.*--resume"):
-        run_job(load_config(None, OPTIONS), load_settings(), run_name="run")
+        run_with(*OPTIONS, run_name="run")
     there = complete_checkpoints(data_dir / "runs" / "run" / "checkpoints")
     assert [path.name for path in there] == ["step-000003"]
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", write_tensors)
-    run_job(load_config(None, OPTIONS), load_settings(), resume="run")
+    run_with(*OPTIONS, resume="run")
 
 
 def test_a_stop_waits_for_the_checkpoint_it_names(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +339,7 @@ def test_a_stop_waits_for_the_checkpoint_it_names(data_dir: Path, monkeypatch: p
 
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", slowly)
     with stopping_after(5) as stop, pytest.raises(Interrupted, match="step-000005 goes on with --resume"):
-        run_job(load_config(None, OPTIONS), load_settings(), run_name="run", stop=stop)
+        run_with(*OPTIONS, run_name="run", stop=stop)
     verify_checkpoint(data_dir / "runs" / "run" / "checkpoints" / "step-000005")
 
 

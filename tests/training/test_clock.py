@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
 from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes, percentile
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 
 
 class FakeDevice:
@@ -128,9 +127,7 @@ def test_a_run_too_short_for_a_warm_up_still_has_figures() -> None:
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
 def test_named_stages_explain_where_a_run_went(devices: str, unrecorded: None) -> None:
-    report = run_job(
-        load_config(None, ["recipe=hybrid", f"devices={devices}", "train.epochs=2"]), load_settings()
-    )
+    report = run_with("recipe=hybrid", f"devices={devices}", "train.epochs=2")
     named = {
         "data",
         "lookup",
@@ -149,7 +146,7 @@ def test_named_stages_explain_where_a_run_went(devices: str, unrecorded: None) -
 
 def test_chosen_steps_are_profiled_into_a_trace(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPHYBRID_PROFILE", "4-6")
-    report = run_job(load_config(None, ["recipe=toy"]), load_settings())
+    report = run_with("recipe=toy")
     run = Path(report.best_checkpoint).parent.parent
     (path,) = run.glob("trace-*.json.gz")
     assert path.name == "trace-steps-4-6.json.gz"

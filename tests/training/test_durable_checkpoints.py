@@ -7,11 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, make_row_optimizer
-from dphybrid.recipes.configs import load_config
 from dphybrid.run.pages import ResultPage, SplitsPage
-from dphybrid.run.train import run_job
 from dphybrid.tracking import Tracker
 from dphybrid.training.checkpoint import (
     Progress,
@@ -23,6 +20,7 @@ from dphybrid.training.checkpoint import (
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
+from tests.commands import run_with
 from tests.training.saving import save_checkpoint
 from tests.training.stopping import stopping_after
 
@@ -118,13 +116,7 @@ def test_a_resumed_run_records_the_same_as_an_undisturbed_one(
         name: str, resume: str | None = None, stop: StopRequest | None = None
     ) -> tuple[SplitsPage, ResultPage]:
         monkeypatch.setattr("dphybrid.run.trainer.attached", lambda *_: records[name])
-        run_job(
-            load_config(None, options),
-            load_settings(),
-            run_name=None if resume else name,
-            resume=resume,
-            stop=stop,
-        )
+        run_with(*options, run_name=None if resume else name, resume=resume, stop=stop)
         folder = data_dir / "runs" / name
         return SplitsPage.read(folder / "splits.json"), ResultPage.read(folder / "result.json")
 

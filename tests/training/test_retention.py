@@ -5,13 +5,11 @@ from pathlib import Path
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config import CheckpointConfig
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
 from dphybrid.training.checkpoint import VALIDATION, Progress, complete_checkpoints, step_of
 from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import BINARY, LANGUAGE_MODEL
 from dphybrid.training.retention import best_checkpoint, best_steps, prune_checkpoints
+from tests.commands import run_with
 
 
 def make(folder: Path, steps: list[int]) -> list[Path]:
@@ -86,7 +84,7 @@ def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
         "checkpoint.keep_every=100",
         "checkpoint.keep_last=1",
     ]
-    report = run_job(load_config(None, overrides), load_settings())
+    report = run_with(*overrides)
     folder = Path(report.best_checkpoint).parent
     on_disk = {step_of(path) for path in complete_checkpoints(folder)}
     assert {100, 200, 300, 400} < on_disk
