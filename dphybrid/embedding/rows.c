@@ -237,9 +237,9 @@ int flatten(struct columns *c)
     int wrong = 0;
     for (int64_t n = 0; n < c->count; n += c->num_columns)
         for (int64_t f = 0; f < c->num_columns; f++) {
-            int64_t id = c->ids[n + f];
-            wrong |= (uint64_t)id >= (uint64_t)c->num_rows[f];
-            c->flat[n + f] = id + c->starts[f];
+            uint64_t id = (uint64_t)c->ids[n + f]; /* a wrong one's sum may overflow */
+            wrong |= id >= (uint64_t)c->num_rows[f];
+            c->flat[n + f] = (int64_t)(id + (uint64_t)c->starts[f]);
         }
     return !wrong;
 }

@@ -47,7 +47,7 @@ for threads in (1, 2):
                 assert not table.settled()[3].any()
     columns = HostEmbeddingCollection({"few": 3, "many": 50}, 4)
     columns(torch.tensor([[2, 49], [0, 0]])).sum().backward()
-    for wrong in ([50], [-1], [0, 2**62], [-(2**63)]):
+    for wrong in ([50], [-1], [0, 2**62], [2**63 - 1], [-(2**63)]):
         for use in (
             table,
             lambda ids: table.bags(ids, torch.tensor([0])),
