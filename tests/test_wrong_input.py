@@ -285,6 +285,7 @@ def test_ranges_of_a_search(
             "--train: there is no such flag; did you mean --train.epochs, --train.batch-size",
         ),
         ("train clicks.csv", "unexpected 'clicks.csv'; write --data.path clicks.csv"),
+        ("train toy --train.epochs 1", "unexpected 'toy'; write --recipe toy"),
     ],
 )
 def test_flags(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

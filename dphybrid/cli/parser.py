@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from dphybrid.recipes.configs import recipes_with
+from dphybrid.recipes.registry import recipe_names
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import missing_extra
 from dphybrid.util.text import masked
@@ -52,6 +53,7 @@ class Parser(argparse.ArgumentParser):
         flags, known = [text for text in unknown if text.startswith("-")], list(self._option_string_actions)
         if not flags:
             name = "--data.path" if "--data.path" in known else "--name"
+            name = "--recipe" if "--recipe" in known and unknown[0] in recipe_names() else name
             self.error(f"unexpected {' '.join(unknown)!r}; write {name} {unknown[0]}")
         flag = flags[0].partition("=")[0]
         if "--config" in known and "." in flag and (others := recipes_with(field_of(flag))):
