@@ -89,12 +89,7 @@ def train(
     silent = quiet and threading.current_thread() is threading.main_thread()
     with redirect_stdout(StringIO()) if silent else nullcontext():
         report = run_job(
-            checked,
-            settings,
-            run_name=run_name,
-            resume=resume,
-            tags=dict(tags or {}),
-            callbacks=callbacks,
+            checked, settings, run_name=run_name, resume=resume, tags=dict(tags or {}), callbacks=callbacks
         )
     return TrainedRun(settings.runs_dir / report.run_name, settings)
 

@@ -21,11 +21,7 @@ _PREAMBLE = {
     "bash": f'_dphybrid_runs() {{ compgen -W "$({_LIST})" -- "$1"; }}',
     "zsh": f"_dphybrid_runs() {{ compadd -- $({_LIST}) }}",
 }
-RUNS = {
-    "bash": "_dphybrid_runs",
-    "zsh": "_dphybrid_runs",
-    "fish": f"(ls {_FISH_FOLDER}/runs 2>/dev/null)",
-}
+RUNS = {"bash": "_dphybrid_runs", "zsh": "_dphybrid_runs", "fish": f"(ls {_FISH_FOLDER}/runs 2>/dev/null)"}
 """How each shell lists the names of runs."""
 
 

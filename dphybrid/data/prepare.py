@@ -57,11 +57,7 @@ def prepare_source(
 
 
 def find_prepared(
-    name: str,
-    source: Source,
-    folder: Path,
-    seed: int,
-    view: Callable[[Prepared, str], Dataset] | None = None,
+    name: str, source: Source, folder: Path, seed: int, view: Callable[[Prepared, str], Dataset] | None = None
 ) -> Prepared | None:
     """Return the prepared data of a source where it is there, else None. Raises UserError for a source that
     is not there."""

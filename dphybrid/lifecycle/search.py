@@ -11,16 +11,7 @@ import optuna
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.lifecycle.sweep import (
-    PRUNED,
-    Cell,
-    CellFailed,
-    Grid,
-    Reports,
-    begin_sweep,
-    make_cell,
-    run_cell,
-)
+from dphybrid.lifecycle.sweep import PRUNED, Cell, CellFailed, Grid, Reports, begin_sweep, make_cell, run_cell
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.train import Report
 from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state

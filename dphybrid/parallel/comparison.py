@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.parallel.data_parallel import DataParallel
-from dphybrid.parallel.nests import (
-    Parts,
-    batch_rows,
-    map_leaves,
-    map_tensors,
-    tensors_of,
-)
+from dphybrid.parallel.nests import Parts, batch_rows, map_leaves, map_tensors, tensors_of
 from dphybrid.parallel.probing import own_random_state
 from dphybrid.parallel.regions import find_data_parallel
 from dphybrid.parallel.replication import OF_TORCH, throwaway

@@ -24,12 +24,7 @@ from dphybrid.parallel.nests import (
     versions,
 )
 from dphybrid.parallel.probing import note_shares, refuse_chance_rows, refuse_shared_inputs
-from dphybrid.parallel.replication import (
-    refuse_unsuitable,
-    replicate,
-    replicate_modules,
-    under_functorch,
-)
+from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules, under_functorch
 from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwargs, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
 from dphybrid.util.compiling import outside_of_graphs

@@ -182,11 +182,7 @@ class Recipe:
         return self.tabular or own.predict is not Recipe.predict or own.predictor is not Recipe.predictor
 
     def predictor(
-        self,
-        checkpoint: Path,
-        config: ExperimentConfig,
-        build: "Callable[[], nn.Module]",
-        batch_size: int,
+        self, checkpoint: Path, config: ExperimentConfig, build: "Callable[[], nn.Module]", batch_size: int
     ) -> Any:
         """Return what `dphybrid.load` gives and `dphybrid predict` asks: an object with `predict(rows)`,
         `predict_file` and `told`. Here it calls `predict`; None for a tabular recipe, which has

@@ -23,15 +23,11 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
 from dphybrid.data.table.cells import clean
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.frames import (
-    Written,
-    as_frame,
-    table_target,
-    write_frames,
-)
+from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Rejected, Rows, find_files, read_chunks, read_files
 from dphybrid.recipes.configs import build_config, stored_config
+from dphybrid.recipes.ctr.numbers import fix_numbers
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
@@ -98,6 +94,7 @@ class Predictor:
             )
         # checks the encoder, too
         self.model = model_from_checkpoint(self.folder, devices, mapped=True, settings=settings)
+        fix_numbers(self.model)
         self.encoder = Encoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
         self.task = label_task(state.info)
@@ -278,7 +275,7 @@ class Predictor:
         arrays, wrong = encoder.encode(columns)
         num_rows = len(arrays["ids_BF"])
         scores = [self.task.nothing]
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference_mode: a region copies inference tensors in each call
             for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)
                 outputs = self.model(_tensors({name: array[rows] for name, array in arrays.items()}))

@@ -167,14 +167,7 @@ def _regression(label: Label) -> LabelTask:
         ]
 
     return LabelTask(
-        "rmse",
-        False,
-        compute,
-        ("logits", "labels_B"),
-        charts,
-        label=label,
-        loss=_squared_error,
-        link=link,
+        "rmse", False, compute, ("logits", "labels_B"), charts, label=label, loss=_squared_error, link=link
     )
 
 

@@ -12,7 +12,7 @@ from dphybrid.data import Prepared
 from dphybrid.data.table.column import Dictionary, Sample
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.kinds import KINDS, Category
-from dphybrid.data.table.numbers import bucket_edges, fit_scale
+from dphybrid.data.table.numbers import Scales, bucket_edges, fit_scale
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
 
@@ -242,9 +242,8 @@ def test_categories_by_count_top_and_hash() -> None:
 
 def test_numbers_of_any_size_come_out_finite() -> None:
     for numbers in ([1e308, -1e308], [1e-300, 1e300], [5.0, 5.0], [0.0, 1e16]):
-        column = fit_scale(np.array(numbers * 10)[:15], 4)
-        out = np.zeros((20, column.width))
-        column.dense(np.array(numbers * 10), out)
+        scales = Scales([fit_scale(np.array(numbers * 10)[:15], 4)])
+        out = scales.dense(np.array([numbers * 10]))
         assert np.isfinite(out).all()
         assert np.abs(out).max() <= 100
 

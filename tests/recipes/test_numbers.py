@@ -14,6 +14,8 @@ from dphybrid.recipes.ctr.numbers import (
     RUN_ROWS,
     RUNS,
     EmbeddedBins,
+    OnNumbers,
+    fix_numbers,
     quantile_bins,
     sample_dense,
 )
@@ -148,3 +150,16 @@ def test_embedded_bins_are_the_number_and_a_layer_of_each_columns_own() -> None:
         torch.testing.assert_close(found_BO[0, 5 * column : 5 * column + 5], expected_P)
     far = embedded(torch.tensor([[1e6, 0.0]]))
     torch.testing.assert_close(far[:, :5], found_BO[1:, :5], rtol=0, atol=0.01)  # squashed
+
+
+def test_tables_made_once_give_the_same_bits() -> None:
+    torch.manual_seed(0)
+    embedded = EmbeddedBins(torch.randn(3, 9).sort(dim=1).values, 4)
+    dense_BN = torch.randn(100, 3)
+    wanted = embedded(dense_BN)
+    model = OnNumbers(torch.nn.Identity(), embedded)
+    fix_numbers(model)
+    assert torch.equal(model.numbers(dense_BN), wanted)
+    with torch.no_grad():
+        embedded.weight_NED.zero_()
+    assert torch.equal(model.numbers(dense_BN), wanted)

@@ -8,6 +8,7 @@ Ids: 0 = no value, 1 = unknown value. Letters: B rows, L items of a bag.
 import math
 import re
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 
@@ -93,23 +94,23 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str) -> pl.Series:
 def read_numbers(cells: pl.Series, decimal: str = ".", thousands: str = "") -> pl.Series:
     """Return finite numbers as Float64, None for everything else."""
     if len(cells) <= FEW and (few := _few_numbers(cells, (decimal, thousands) == (".", ""))) is not None:
-        whole = cells.dtype == pl.Float64 and cells.to_list() == few
-        return cells if whole else pl.Series(cells.name, few, pl.Float64)
+        return few
     numbers = plain_numbers(cells, decimal, thousands).cast(pl.Float64, strict=False)
     finite = numbers.is_finite()
     return numbers if finite.all() else numbers.set(~finite.fill_null(True), None)
 
 
-def _few_numbers(cells: pl.Series, usual: bool) -> list[float | None] | None:
+def _few_numbers(cells: pl.Series, usual: bool) -> pl.Series | None:
     """Return the numbers of cells; None where polars must read them. usual: a point before the decimals."""
     if cells.dtype.is_numeric():
-        numbers = cells.cast(pl.Float64, strict=False).to_list()
-        return [number if number is not None and math.isfinite(number) else None for number in numbers]
+        numbers = cells.cast(pl.Float64, strict=False)
+        whole = all(number is None or math.isfinite(number) for number in numbers.to_list())
+        return numbers if whole else None
     if cells.dtype != pl.String or not usual:
         return None
     texts = cells.to_list()
     if all(text is None or _is_plain_number(text) for text in texts):
-        return [None if text is None else float(text) for text in texts]
+        return pl.Series(cells.name, [None if text is None else float(text) for text in texts], pl.Float64)
     return None
 
 
@@ -182,13 +183,17 @@ def words_of(cells: pl.Series, most: int | None = None) -> pl.Series:
     return words if most is None else words.list.head(most)
 
 
-def standardized(numbers_B: Array, log: bool, mean: float, std: float) -> Array:
-    """Return numbers in standard deviations from the mean, 0 for nan. log: of sign(x) log(1 + |x|)."""
-    sized_B = signed_log(numbers_B) if log else numbers_B
+def standardized(numbers: Array, log: bool | Sequence[int], mean: float | Array, std: float | Array) -> Array:
+    """Return numbers (B,), or (N, B) of N columns, in standard deviations from the mean, 0 for nan. log: of
+    sign(x) log(1 + |x|); of several columns, their numbers."""
+    found = numbers.copy()
+    found[log] = signed_log(found[log])
     # numbers near the end of float64: infinite is then a fair answer to "how far"
     with np.errstate(over="ignore"):
-        deviation_B = (sized_B - mean) / std
-    found: Array = np.where(np.isnan(numbers_B), 0.0, np.clip(deviation_B, -_MAX_DEVIATION, _MAX_DEVIATION))
+        found -= mean
+        found /= std
+    np.clip(found, -_MAX_DEVIATION, _MAX_DEVIATION, out=found)
+    found[np.isnan(found)] = 0.0
     return found
 
 
@@ -200,7 +205,9 @@ def signed_log(numbers_B: Array) -> Array:
 
 def bucket_ids(numbers_B: Array, edges: Sequence[float]) -> Array:
     """Return the bucket (B,) of numbers: 0 for nan, then by size."""
-    if len(edges) <= _FEW_EDGES and len(numbers_B) > FEW:
+    if len(numbers_B) <= FEW:
+        return np.array([1 + bisect_right(edges, x) if x == x else 0 for x in numbers_B.tolist()], np.int32)
+    if len(edges) <= _FEW_EDGES:
         place_B: Array = np.ones(len(numbers_B), np.uint8)
         for edge in edges:
             place_B += (numbers_B >= edge).view(np.uint8)

@@ -3,7 +3,6 @@
 Letters: B rows, F columns of one id a row, L ids of a bag, N dense columns.
 """
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from dphybrid.data.table.cells import one_width
 from dphybrid.data.table.column import Column
 from dphybrid.data.table.kinds import Bag, Category, Numbers, kind_of
 from dphybrid.data.table.labels import Label
+from dphybrid.data.table.numbers import Scales
 from dphybrid.util.errors import UserError
 
 _CACHED_ROWS = 2**13
@@ -63,9 +63,14 @@ class Encoder:
         return [{"name": name, "role": role, "num_ids": num_ids} for name, role, num_ids in tables]
 
     @cached_property
+    def scales(self) -> Scales:
+        """How the numbers are scaled."""
+        return Scales([part.learned for column in self.numbers for part in column.parts])
+
+    @property
     def num_dense(self) -> int:
         """Columns of dense_BN."""
-        return sum(column.width for column in self.numbers)
+        return self.scales.width
 
     @property
     def max_items(self) -> int:
@@ -87,12 +92,11 @@ class Encoder:
     def arrays(self, values: Mapping[str, pl.Series], longest: int = 1) -> dict[str, Array]:
         """Return the arrays of rows whose cells were read. longest: items of the arrays' bags, at least."""
         num_rows = len(next(iter(values.values())))
-        dense_BN = np.zeros((num_rows, self.num_dense), np.float32)
-        ends = itertools.accumulate((column.width for column in self.numbers), initial=0)
-        for number, start in zip(self.numbers, ends, strict=False):
-            number.dense(values[number.name], dense_BN[:, start : start + number.width])
-        ids = [ids_B for c in (*self.numbers, *self.categories) for ids_B in c.ids(values[c.name])]
-        arrays = {"ids_BF": _side_by_side(ids, num_rows), "dense_BN": dense_BN}
+        parts = [numbers_B for c in self.numbers for numbers_B in c.numbers(values[c.name])]
+        numbers_NB = np.array(parts, np.float64).reshape(len(parts), num_rows)
+        ids = self.scales.ids(numbers_NB)
+        ids += [ids_B for c in self.categories for ids_B in c.ids(values[c.name])]
+        arrays = {"ids_BF": _side_by_side(ids, num_rows), "dense_BN": self.scales.dense(numbers_NB)}
         if self.bags:
             arrays["bags_BFL"] = one_width([bag.ids(values[bag.name])[0] for bag in self.bags], longest)
         return arrays

@@ -7,19 +7,21 @@ Letters: B rows, N dense columns, L items of a bag.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
 import polars as pl
-from pydantic import Field, PrivateAttr, create_model
+from pydantic import Field, create_model
 
 from dphybrid.config.experiment import Names
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import (
+    FEW,
     FIRST_ID,
     MISSING_ID,
+    UNKNOWN_ID,
     bag_ids,
     ids_of,
     items_of,
@@ -27,7 +29,7 @@ from dphybrid.data.table.cells import (
     time_parts,
     words_of,
 )
-from dphybrid.data.table.column import Array, Claim, Column, Dictionary, Found, Keys, Sample
+from dphybrid.data.table.column import Array, Claim, Column, Found, Keys, Sample
 from dphybrid.data.table.numbers import (
     YEAR_FIRST,
     Notation,
@@ -47,9 +49,6 @@ _ROW_GAPS = 0.05
 """Share of row numbers that may be left out: rows that were filtered out or rejected."""
 _BUCKET_ROWS = 128
 """Training rows for each bucket that nobody asked for, at least: rows of fewer are learnt by heart."""
-SMALL = 1024
-"""Texts up to which looking each up is faster than finding the distinct ones first."""
-
 _MOST = 2**31 - 1
 
 
@@ -92,24 +91,8 @@ class Numbers(Column):
         return [values.to_numpy()]
 
     @property
-    def width(self) -> int:
-        """Inputs of a network."""
-        return sum(part.learned.width for part in self.parts)
-
-    @property
     def tables(self) -> list[tuple[str, str, int]]:
         return [(part.name, "buckets", part.learned.num_ids) for part in self.parts if part.learned.num_ids]
-
-    def ids(self, values: pl.Series) -> list[Array]:
-        parts = zip(self.parts, self.numbers(values), strict=True)
-        return [part.learned.ids(numbers_B) for part, numbers_B in parts if part.learned.num_ids]
-
-    def dense(self, values: pl.Series, out_BN: Array) -> None:
-        """Write what a network gets into out_BN (B, width)."""
-        start = 0
-        for part, numbers_B in zip(self.parts, self.numbers(values), strict=True):
-            part.learned.dense(numbers_B, out_BN[:, start : start + part.learned.width])
-            start += part.learned.width
 
 
 class Numeric(Numbers):
@@ -209,6 +192,40 @@ class Time(Numbers):
         return time_parts(values)
 
 
+class Texts:
+    """From texts to ids: those of the learned texts in their order; other texts have the unknown one's, or
+    share `buckets` ids by a hash."""
+
+    def __init__(self, learned: pl.Series, buckets: int) -> None:
+        self._learned, self._buckets = learned, buckets
+
+    @cached_property
+    def _known(self) -> dict[str | None, int]:
+        return {None: MISSING_ID, **{t: n for n, t in enumerate(self._learned.to_list(), FIRST_ID)}}
+
+    @cached_property
+    def _ids(self) -> pl.Expr:
+        # One expression, made once: to hand an Enum to polars takes time for each of its texts.
+        codes = pl.first().cast(pl.Enum(self._learned), strict=False).to_physical().cast(pl.Int32)
+        ids = codes.fill_null(UNKNOWN_ID - FIRST_ID) + FIRST_ID
+        return pl.when(pl.first().is_null()).then(MISSING_ID).otherwise(ids).alias("ids")
+
+    def of(self, texts: Iterable[str | None]) -> Array:
+        """Return the id (B,) of each text (None: no value)."""
+        return ids_of(texts, self._known, FIRST_ID + len(self._learned), self._buckets)
+
+    def ids(self, values: pl.Series) -> Array:
+        """Return the id (B,) of each text (None: no value)."""
+        if len(values) <= FEW:
+            return self.of(values.to_list())
+        found = values.to_frame().select(self._ids).to_series()
+        ids_B: Array = found.to_numpy(writable=bool(self._buckets))
+        if self._buckets:
+            other_B = ids_B == UNKNOWN_ID
+            ids_B[other_B] = self.of(values.filter(pl.Series(other_B)).to_list())
+        return ids_B
+
+
 class Category(Column):
     """Texts that have an embedding each."""
 
@@ -227,8 +244,6 @@ class Category(Column):
     """Are Yes and yes the same value?"""
     learned: pl.Series = Field(default_factory=lambda: pl.Series("value", [], dtype=pl.String), exclude=True)
     """Values that have an id of their own, in the order of their ids."""
-    _lookup: Array | None = PrivateAttr(default=None)
-    _known: dict[str | None, int] | None = PrivateAttr(default=None)
 
     @classmethod
     def claims(cls, sample: Sample) -> Claim | None:
@@ -266,9 +281,9 @@ class Category(Column):
         return self._with(pl.concat([self.learned, more]))
 
     def _with(self, texts: pl.Series) -> Self:
-        column = self.model_copy(update={"learned": texts})
-        column._known = None  # a copy has its original's
-        return column
+        return self.model_copy(
+            update={"learned": texts, "ids_of_values": Texts(texts, self.hash_buckets).ids}
+        )
 
     @property
     def form(self) -> str:
@@ -282,32 +297,22 @@ class Category(Column):
     def tables(self) -> list[tuple[str, str, int]]:
         return [(self.name, self.role, self.num_ids)]
 
+    @cached_property
+    def ids_of_values(self) -> Callable[[pl.Series], Array]:
+        """What gives the ids (B,) of texts, or of codes where it is `coded_by` a dictionary."""
+        return Texts(self.learned, self.hash_buckets).ids
+
     def ids_of(self, texts: Iterable[str | None]) -> Array:
         """Return the id (B,) of each text (None: no value)."""
-        known = self._known
-        if known is None:
-            learned = enumerate(self.learned.to_list(), FIRST_ID)
-            known = self._known = {None: MISSING_ID, **{text: number for number, text in learned}}
-        return ids_of(texts, known, FIRST_ID + len(self.learned), self.hash_buckets)
+        return Texts(self.learned, self.hash_buckets).of(texts)
 
     def coded_by(self, texts: pl.Series) -> Self:
         """Return the column for values that come as codes of a dictionary of these texts, 0 for no value."""
-        column = self.model_copy()
-        column._lookup, column._known = self.ids_of([None, *texts.to_list()]), None
-        return column
+        by_code = self.ids_of([None, *texts.to_list()])
+        return self.model_copy(update={"ids_of_values": lambda codes: by_code.take(codes.to_numpy())})
 
     def ids(self, values: pl.Series) -> list[Array]:
         return [self.ids_of_values(values)]
-
-    def ids_of_values(self, values: pl.Series) -> Array:
-        """Return the ids (B,) of texts, or of codes where it is `coded_by` a dictionary."""
-        if self._lookup is not None:
-            return self._lookup.take(values.to_numpy())
-        if len(values) <= SMALL:
-            return self.ids_of(values.to_list())
-        codes = Dictionary()
-        codes_B = codes.codes(values).to_numpy()
-        return self.ids_of([None, *codes.values().to_list()]).take(codes_B)
 
 
 class Bag(Category):

@@ -1,6 +1,8 @@
 """How cells write numbers and dates, and how a network receives numbers. Letters: B rows."""
 
+import itertools
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, cast
 
@@ -165,24 +167,34 @@ class Scale(Section):
     edges: tuple[float, ...] | None = Field(default=None, repr=False)
 
     @property
-    def width(self) -> int:
-        """Inputs of the network."""
-        return 1 + self.indicator
-
-    @property
     def num_ids(self) -> int:
         """Ids of the buckets, 0 without."""
         return 0 if self.edges is None else len(self.edges) + 2
 
-    def dense(self, numbers_B: Array, out_BN: Array) -> None:
-        """Write standardized numbers, 0 for nan, and the indicator into out_BN (B, width)."""
-        out_BN[:, 0] = standardized(numbers_B, self.log, self.mean, self.std)
-        if self.indicator:
-            out_BN[:, 1] = np.isnan(numbers_B)
 
-    def ids(self, numbers_B: Array) -> Array:
-        """Return the bucket (B,) of numbers: 0 for nan, then by size."""
-        return bucket_ids(numbers_B, self.edges or ())
+class Scales:
+    """The scales of several columns of numbers (N), for all columns at once."""
+
+    def __init__(self, scales: Sequence[Scale]) -> None:
+        self._log = [place for place, scale in enumerate(scales) if scale.log]
+        self._mean_N1, self._std_N1 = (
+            np.array(each).reshape(-1, 1) for each in ([s.mean for s in scales], [s.std for s in scales])
+        )
+        self._edges = [(place, scale.edges) for place, scale in enumerate(scales) if scale.edges is not None]
+        *self._places, self.width = itertools.accumulate((1 + s.indicator for s in scales), initial=0)
+        self._indicators = [place for place, scale in enumerate(scales) if scale.indicator]
+
+    def dense(self, numbers_NB: Array) -> Array:
+        """Return what a network gets (B, width): standardized numbers, 0 for nan, and the indicators."""
+        out_BX: Array = np.empty((numbers_NB.shape[1], self.width), np.float32)
+        out_BX[:, self._places] = standardized(numbers_NB, self._log, self._mean_N1, self._std_N1).T
+        indicators = [self._places[place] + 1 for place in self._indicators]
+        out_BX[:, indicators] = np.isnan(numbers_NB[self._indicators]).T
+        return out_BX
+
+    def ids(self, numbers_NB: Array) -> list[Array]:
+        """Return the bucket (B,) of numbers, 0 for nan, then by size, of each column that has buckets."""
+        return [bucket_ids(numbers_NB[place], edges) for place, edges in self._edges]
 
 
 def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:

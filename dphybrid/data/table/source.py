@@ -149,7 +149,9 @@ class TableSource(Source):
             "columns": encoder.id_columns,
             "num_ids": [column["num_ids"] for column in encoder.id_columns],
             "num_dense": encoder.num_dense,
-            "dense": [number.name for number in encoder.numbers for _ in range(number.width)],
+            "dense": [
+                c.name for c in encoder.numbers for p in c.parts for _ in range(1 + p.learned.indicator)
+            ],
             "num_bags": len(encoder.bags),
             "inputs": encoder.names,
             **label.facts(),

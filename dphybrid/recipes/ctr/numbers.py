@@ -4,6 +4,8 @@ Letters: B samples, N numeric columns, K bins of a column, E edges of bins (K + 
 layer, S what is looked up of a bin (2 D).
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -42,38 +44,72 @@ class EmbeddedBins(nn.Module):
         self.bias_ND = nn.Parameter(torch.empty(num_dense, width).uniform_(-bound, bound))
 
     def forward(self, dense_BN: Tensor) -> Tensor:
-        squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
-        edges_NE, bins, values_NB = self.edges_NE, self.edges_NE.shape[1] - 1, dense_BN.T.contiguous()
-        inner_NE = edges_NE[:, 1:-1].contiguous()
-        if torch.compiler.is_exporting():  # ONNX has no search
-            bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2)
-        else:
-            bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
-        left_NB, right_NB = edges_NE.gather(1, bin_NB), edges_NE.gather(1, bin_NB + 1)
-        share_NB = ((values_NB - left_NB) / (right_NB - left_NB).clamp(min=1e-30)).clamp(0, 1)
+        return _pieces(dense_BN, self.table())
+
+    def table(self) -> list[Tensor]:
+        """Return what depends on edges and weights alone: inner edges, and of each bin its left edge, width,
+        first place, and what is looked up; and the weights of the number itself."""
+        edges_NE, bins = self.edges_NE, self.edges_NE.shape[1] - 1
+        widths_NK = edges_NE.diff(dim=1)
         # All bins below a number's own have a share of 1: their sum is looked up, not computed for each row.
-        slope_NKD = self.weight_NED[:, 1:] * (edges_NE.diff(dim=1) > 0)[:, :, None]
-        below_KK = torch.ones(bins, bins, device=bin_NB.device, dtype=slope_NKD.dtype).tril(-1)
+        slope_NKD = self.weight_NED[:, 1:] * (widths_NK > 0)[:, :, None]
+        below_KK = torch.ones(bins, bins, device=edges_NE.device, dtype=slope_NKD.dtype).tril(-1)
         # A product, as cumsum has no deterministic form on GPUs.
         start_NKD = self.bias_ND[:, None] + torch.einsum("kj,njd->nkd", below_KK, slope_NKD)
-        place_NB = bin_NB + bins * torch.arange(len(edges_NE), device=bin_NB.device)[:, None]
-        found_NBS = embedding(place_NB, torch.cat([start_NKD, slope_NKD], dim=2).flatten(0, 1))
-        start_NBD, slope_NBD = found_NBS.chunk(2, dim=2)
-        of_itself_NBD = squashed_BN.T[:, :, None] * self.weight_NED[:, :1]
-        found_NBD = (start_NBD + share_NB[:, :, None] * slope_NBD + of_itself_NBD).relu()
-        return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
+        return [
+            edges_NE[:, 1:-1].contiguous(),
+            edges_NE[:, :-1].contiguous(),
+            widths_NK.clamp(min=1e-30),
+            bins * torch.arange(len(edges_NE), device=edges_NE.device)[:, None],
+            torch.cat([start_NKD, slope_NKD], dim=2).flatten(0, 1),
+            self.weight_NED[:, :1],
+        ]
+
+
+class FixedBins(nn.Module):
+    """`EmbeddedBins` for predictions: its table is computed once."""
+
+    def __init__(self, bins: EmbeddedBins) -> None:
+        super().__init__()
+        for place, tensor in enumerate(bins.table()):
+            self.register_buffer(f"table_{place}", tensor.detach().clone(), persistent=False)
+
+    def forward(self, dense_BN: Tensor) -> Tensor:
+        return _pieces(dense_BN, self.buffers())
+
+
+def _pieces(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
+    inner_NE, left_NK, width_NK, first_N1, table_XS, of_itself_N1D = table
+    squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
+    values_NB = dense_BN.T.contiguous()
+    if torch.compiler.is_exporting():  # ONNX has no search
+        bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2)
+    else:
+        bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
+    share_NB = ((values_NB - left_NK.gather(1, bin_NB)) / width_NK.gather(1, bin_NB)).clamp(0, 1)
+    start_NBD, slope_NBD = embedding(bin_NB + first_N1, table_XS).chunk(2, dim=2)
+    of_itself_NBD = squashed_BN.T[:, :, None] * of_itself_N1D
+    found_NBD = (start_NBD + share_NB[:, :, None] * slope_NBD + of_itself_NBD).relu()
+    return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
 
 
 class OnNumbers(nn.Module):
     """(rows_BFD, dense_BN) -> what a network makes of the rows and of what `numbers` makes of dense_BN."""
 
-    def __init__(self, network: nn.Module, numbers: nn.Module) -> None:
+    def __init__(self, network: nn.Module, numbers: EmbeddedBins) -> None:
         super().__init__()
         self.network = network
-        self.numbers = numbers
+        self.numbers: EmbeddedBins | FixedBins = numbers
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         return self.network(rows_BFD, self.numbers(dense_BN))
+
+
+def fix_numbers(model: nn.Module) -> None:
+    """Compute the bins' tables of a model once, for predictions: its weights do not change any more."""
+    for module in list(model.modules()):
+        if isinstance(module, OnNumbers) and isinstance(module.numbers, EmbeddedBins):
+            module.numbers = FixedBins(module.numbers)
 
 
 def bins_of(rows: Dataset | None, num_dense: int, num_bins: int) -> Tensor:

@@ -50,11 +50,7 @@ class Retrieval(Recipe):
         return recommending(info["cutoffs"])
 
     def predictor(
-        self,
-        checkpoint: Path,
-        config: ExperimentConfig,
-        build: "Callable[[], nn.Module]",
-        batch_size: int,
+        self, checkpoint: Path, config: ExperimentConfig, build: "Callable[[], nn.Module]", batch_size: int
     ) -> "Recommender":
         from dphybrid.recipes.retrieval.recommend import Recommender
 

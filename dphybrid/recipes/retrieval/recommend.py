@@ -18,12 +18,7 @@ from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.frames import (
-    Written,
-    as_frame,
-    table_target,
-    write_frames,
-)
+from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
 from dphybrid.data.table.rows import Rejected, find_files, read_files
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
