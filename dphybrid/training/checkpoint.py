@@ -148,9 +148,8 @@ class Trained:
 
     def __post_init__(self) -> None:
         groups = self.dense.param_groups if self.dense is not None else []
-        object.__setattr__(
-            self, "rates", [group["lr"] for group in groups]
-        )  # before a checkpoint's replace them
+        rates = [group["lr"] for group in groups]  # before a checkpoint's replace them
+        object.__setattr__(self, "rates", rates)
 
     @property
     def named(self) -> dict[str, torch.optim.Optimizer]:
@@ -338,19 +337,11 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[st
 
 def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> dict[str, Any]:
     if "optimizers" in page:
-        return {
-            "optimizers": [
-                _unflatten_optimizer(
-                    {
-                        name.partition("/")[2]: tensor
-                        for name, tensor in tensors.items()
-                        if name.startswith(f"{number}/")
-                    },
-                    one,
-                )
-                for number, one in enumerate(page["optimizers"])
-            ]
-        }
+        own: list[dict[str, Tensor]] = [{} for _ in page["optimizers"]]
+        for name, tensor in tensors.items():
+            number, _, key = name.partition("/")
+            own[int(number)][key] = tensor
+        return {"optimizers": list(map(_unflatten_optimizer, own, page["optimizers"]))}
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **page["numbers"]}.items():
         index, _, key = name.partition(".")

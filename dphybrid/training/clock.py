@@ -106,10 +106,7 @@ class StageClock:
 
     def stage(self, name: str) -> "_Stage":
         """Return a context manager that counts the block's time under `name`."""
-        stage = self._stages.get(name)
-        if stage is None:
-            stage = self._stages[name] = _Stage(self, name)
-        return stage
+        return self._stages.get(name) or self._stages.setdefault(name, _Stage(self, name))
 
     def window(self) -> dict[str, float]:
         """Return the seconds by stage since the last call."""
@@ -172,11 +169,8 @@ class StepTimes:
             warm, steady = self.ms[:0], self.ms
         if not steady:
             return {}
-        figures = {
-            "p50": percentile(steady, 0.5),
-            "p95": percentile(steady, 0.95),
-            "mean": statistics.fmean(steady),
-        }
+        p50, p95 = (percentile(steady, share) for share in (0.5, 0.95))
+        figures = {"p50": p50, "p95": p95, "mean": statistics.fmean(steady)}
         return figures | ({"warm_up": statistics.fmean(warm)} if warm else {}) | {"steps": float(len(steady))}
 
 

@@ -131,25 +131,16 @@ def end_of_epoch(session: Session, meter: Meter) -> str:
         metrics = evaluate(model, session.valid_data, batch_size, task, session.engine)
     train_loss = progress.epoch_loss / max(progress.epoch_weight, 1e-12)
     progress.metrics = metrics
-    progress.history.append(
-        {
-            "step": progress.step,
-            "train loss": train_loss,
-            **{f"{VALIDATION}{name}": value for name, value in metrics.items()},
-        }
-    )
+    validation = {f"{VALIDATION}{name}": value for name, value in metrics.items()}
+    progress.history.append({"step": progress.step, "train loss": train_loss, **validation})
     # Of equal values the earlier epoch stays the best.
     better = best_steps(progress, task, 1) == [progress.step]
     if better:
         progress.best_value = metrics[task.metric]
         progress.best_step = progress.step
-        progress.stale_epochs = 0
-    else:
-        progress.stale_epochs += 1
-    progress.epoch += 1
-    progress.batch = 0
-    progress.epoch_loss = 0.0
-    progress.epoch_weight = 0.0
+    progress.stale_epochs = 0 if better else progress.stale_epochs + 1
+    progress.epoch, progress.batch = progress.epoch + 1, 0
+    progress.epoch_loss = progress.epoch_weight = 0.0
     with session.clock.stage("log"):
         logged = {f"valid/{name}": value for name, value in metrics.items()}
         session.tracker.log_metrics(logged | {"train/epoch_loss": train_loss}, progress.step)

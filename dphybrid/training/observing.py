@@ -172,13 +172,12 @@ class _Observer:
     def step_ended(self, loss: Tensor, weight: Tensor, rows: int) -> None:
         """Count a step: its summed loss, its number of terms and of rows."""
         session, meter, step = self._session, self._meter, self._session.trained.progress.step
-        with session.clock.stage("log"):
-            meter.add(loss, weight)
         meter.times.end(full=rows == session.config.train.batch_size)
         if session.profile_steps:
             with session.clock.stage("profile"):
                 self._profiler.after(step)
         with session.clock.stage("log"):
+            meter.add(loss, weight)
             for line in session.splits.after_step(step):
                 self.line(line)
             self._display.advance(meter.note)

@@ -119,6 +119,23 @@ def test_dlrm_sees_the_product_of_each_pair_once(num_dense: int) -> None:
     torch.testing.assert_close(seen[0][len(other) :].sort().values, products.sort().values)
 
 
+@pytest.mark.parametrize(("columns", "num_dense"), [(3, 2), (3, 0), (1, 0)])
+def test_dlrms_gradients_are_those_of_finite_differences(columns: int, num_dense: int) -> None:
+    torch.manual_seed(0)
+    network = DLRM(Sizes(columns, 4, num_dense, 6, 1, 0.0)).double()
+    rows_BFD = torch.randn(2, columns, 4, dtype=torch.float64, requires_grad=True)
+    dense_BN = torch.randn(2, num_dense, dtype=torch.float64)
+    assert torch.autograd.gradcheck(network, (rows_BFD, dense_BN))
+    assert torch.autograd.gradgradcheck(network, (rows_BFD, dense_BN))
+
+    def alone(rows_FD: Tensor, dense_N: Tensor) -> Tensor:
+        return network(rows_FD[None], dense_N[None]).sum()
+
+    (wanted,) = torch.autograd.grad(network(rows_BFD, dense_BN).sum(), rows_BFD)
+    found = torch.func.vmap(torch.func.grad(alone))(rows_BFD.detach(), dense_BN)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_the_wide_part_is_linear_in_the_first_column() -> None:
     network = WideDeep(Sizes(3, 5, 0, 8, 1, 0.0))
     rows_BFD = torch.randn(2, 3, 5)

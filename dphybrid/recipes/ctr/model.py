@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from dphybrid.data.batches import Draw, Draws
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
@@ -116,10 +117,33 @@ class DeepFM(nn.Module):
         return shallow + self.deep(vectors_BVD.flatten(1)).squeeze(1) + self.bias
 
 
+class _Dots(torch.autograd.Function):
+    """(vectors_BVD, places_P of pairs in the products of all, pair_of_X of these products, P on the diagonal)
+    -> dots_BP. One product of matrices is their gradient, as they are symmetric; autograd takes two."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(vectors_BVD: Tensor, places_P: Tensor, pair_of_X: Tensor) -> Tensor:
+        # one index is twice as fast as two
+        return (vectors_BVD @ vectors_BVD.mT).flatten(1).index_select(1, places_P)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grads_BP: Tensor) -> tuple[Tensor, None, None]:
+        vectors_BVD, pair_of_X = ctx.saved_tensors
+        grads_BX = pad(grads_BP.to(vectors_BVD), (0, 1)).index_select(1, pair_of_X)
+        return grads_BX.unflatten(1, (vectors_BVD.shape[1],) * 2) @ vectors_BVD, None, None
+
+
 class DLRM(nn.Module):
     """(rows_BFD, dense_BN) -> logits."""
 
     pairs_P: Tensor
+    pair_of_X: Tensor
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
@@ -127,7 +151,10 @@ class DLRM(nn.Module):
         self.bottom = bottom.network(s.num_dense) if s.num_dense else None
         num_vectors = s.num_columns + (s.num_dense > 0)
         first_P, second_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        pair_of_VV = torch.full((num_vectors, num_vectors), len(first_P))
+        pair_of_VV[first_P, second_P] = pair_of_VV[second_P, first_P] = torch.arange(len(first_P))
         self.register_buffer("pairs_P", first_P * num_vectors + second_P, persistent=False)
+        self.register_buffer("pair_of_X", pair_of_VV.flatten(), persistent=False)
         self.top = s.network(len(first_P) + (s.dim if s.num_dense else s.num_columns * s.dim))
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
@@ -135,8 +162,7 @@ class DLRM(nn.Module):
         if self.bottom is not None:
             other_BD = self.bottom(dense_BN)
             vectors_BVD = torch.cat([other_BD[:, None], rows_BFD], dim=1)
-        dots_BVV = vectors_BVD @ vectors_BVD.transpose(1, 2)
-        dots_BP = dots_BVV.flatten(1).index_select(1, self.pairs_P)  # twice as fast as two indices
+        dots_BP = _Dots.apply(vectors_BVD, self.pairs_P, self.pair_of_X)
         return self.top(torch.cat([other_BD, dots_BP], dim=1)).squeeze(1)
 
 
