@@ -8,7 +8,6 @@ from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION
 
 from dphybrid.orchestration import setup
 from dphybrid.orchestration.embedded import in_this_process, start_server
-from tests.conftest import LONG
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY, Team
 from tests.postgres import Postgres
@@ -17,15 +16,13 @@ from tests.stores import put_database
 
 @pytest.fixture(scope="session")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
-    """A server that is set up, with four stand-in GPUs; tests start the workers that they need. Its database
-    is PostgreSQL for the nightly tests, which stop it, and else SQLite with its tables made."""
+    """A server that is set up, with four stand-in GPUs; tests start the workers that they need."""
     folder = tmp_path_factory.mktemp("team")
-    postgres = Postgres() if LONG else None
+    postgres = Postgres()
     team = Team(folder, postgres)
     (folder / "slowly.py").write_text((REPOSITORY / "tests" / "flows" / "slowly.py").read_text())
     write_state(team.gpus, [gpu(number) for number in range(4)])
-    if postgres is not None:
-        postgres.control("start")
+    postgres.control("start")
     try:
         team.start_server()
         with temporary_settings({PREFECT_API_URL: team.api}):
@@ -34,8 +31,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
         yield team
     finally:
         team.end()
-        if postgres is not None:
-            postgres.end()
+        postgres.end()
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ class Team:
     end."""
 
     folder: Path
-    postgres: Postgres | None
+    postgres: Postgres
     port: int = field(default_factory=free_port)
     started: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
@@ -88,6 +88,7 @@ class Team:
         }
         server = {
             "PREFECT_API_URL": self.api,
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{self.postgres.address}",
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
             "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
@@ -96,11 +97,6 @@ class Team:
             "PREFECT_PLUGINS_ENABLED": "true",
             "PREFECT_CLIENT_MAX_RETRIES": "9",
         }
-        if self.postgres is None:
-            server["PREFECT_SERVER_DATABASE_MIGRATE_ON_START"] = "false"  # its tables are there
-        else:
-            address = f"postgresql+asyncpg://{self.postgres.address}"
-            server["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = address
         return environment(self.folder, **(gpus | server | more))
 
     def start(self, argv: list[str], log: str, **more: str) -> "subprocess.Popen[bytes]":

@@ -169,7 +169,6 @@ def test_training_outlives_the_server_and_its_database(team: Team) -> None:
     folders = [team.wait_for_checkpoint(run) for run in (ends_meanwhile, cancelled_after)]
     server = next(child for child in team.started if "server" in child.args)  # type: ignore[operator]
     kill_tree(server)
-    assert team.postgres is not None
     team.postgres.control("-m", "fast", "restart")
     down = time.monotonic()
     wait_until(lambda: (folders[0] / "report.json").is_file(), "the shorter run ends without a server", 60)
