@@ -212,7 +212,7 @@ def test_a_new_users_mistakes(
         Path(name).write_text(text)
     assert re.search(words, told(capsys, *command.split()).strip(), re.MULTILINE)
     assert not list(data_dir.glob("runs/*")), "a run is left"
-    if command.startswith("prepare"):
+    if command.startswith("prepare") or "--run-name" in command:
         assert not list(data_dir.glob("prepared/ctr-*")), "prepared data is left"
 
 

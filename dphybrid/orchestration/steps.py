@@ -27,7 +27,7 @@ from dphybrid.orchestration.shown import show_run, shown_progress
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import find_tagged_run, read_run
+from dphybrid.run.folder import check_run_name, find_tagged_run, read_run
 from dphybrid.run.report import attached
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from dphybrid.util.text import masked
@@ -167,6 +167,7 @@ def trained(
 
     Raises Interrupted when it has to stop before the end.
     """
+    check_run_name(run_name)
     settings, flow_run_id = load_settings(), runtime.flow_run.id
     config = over_machines(config, nodes, settings)
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)

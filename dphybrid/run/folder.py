@@ -180,17 +180,16 @@ def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | No
     return next((run.folder.name for run in all_runs(settings) if run.page.tags.get(tag) == value), None)
 
 
-def check_run_name(name: str, where: str) -> None:
-    """Raise UserError for a name that cannot be a folder's."""
-    if not name.strip() or Path(name).name != name or name.startswith("."):
+def check_run_name(name: str | None, where: str = "run name") -> None:
+    """Raise UserError for a name that cannot be a folder's. None: one will be made."""
+    if name is not None and (not name.strip() or Path(name).name != name or name.startswith(".")):
         raise UserError(f"{where} {name!r}: use a plain name without slashes, it also names a folder")
 
 
 def new_run_folder(experiment: "Experiment", devices: "Devices", name: str | None) -> Path:
     """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError for an
     unusable name."""
-    if name is not None:
-        check_run_name(name, "run name")
+    check_run_name(name)
     # No `*` in names of folders: shells expand it.
     settings, where = experiment.settings, devices.text.translate(str.maketrans("*,", "x+", ":"))
     base = name or f"{experiment.recipe.name}-{where}-{time.strftime('%m%d-%H%M%S')}"
