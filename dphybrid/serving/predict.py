@@ -258,7 +258,7 @@ class Predictor:
 
     def _predicted(self, chunk: Rows, done: Predicted, data: TableDataConfig) -> np.ndarray:
         self._check_columns(chunk.names, str(chunk.file))
-        columns = {name: chunk.columns[name] for name in self.encoder.names}
+        columns = {column.name: chunk.cells(column) for column in self.encoder.columns}
         predicted, wrong = self._scores(columns, self.encoder.written(data.reading))
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong

@@ -127,6 +127,19 @@ def test_values_that_are_no_texts(values: pl.Series) -> None:
         assert found.equals(wanted, null_equal=True)
 
 
+@pytest.mark.parametrize("copies", [1, 100])
+def test_typed_numbers_mean_what_their_text_does(copies: int) -> None:
+    for dtype, values in (
+        (pl.Float32, [0.1, 0.7, None]),
+        (pl.Float64, [0.1, 9.5]),
+        (pl.Int64, [999, 3, None]),
+    ):
+        cells = pl.Series(values * copies, dtype=dtype)
+        typed = read_numbers(clean([cells], ["999", "9.5"], numbers=True)[0])
+        text = read_numbers(clean([cells.cast(pl.String)], ["999", "9.5"])[0])
+        assert typed.equals(text, null_equal=True)
+
+
 def test_parts_of_times_are_polars_own() -> None:
     random = np.random.default_rng(0)
     texts = pl.Series(random.integers(-(10**17), 10**17, 500)).cast(pl.Datetime("us"))

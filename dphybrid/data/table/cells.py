@@ -46,8 +46,11 @@ def is_list_of_items(dtype: pl.DataType) -> bool:
 
 def clean(columns: Iterable[pl.Series], missing: Iterable[str], numbers: bool = False) -> list[pl.Series]:
     """Return columns' cells as stripped text, None for what means no value; lists of items stay lists, and
-    with `numbers` columns of numbers what they are. Durations are read as seconds."""
+    with `numbers` columns of numbers are Float64 or whole ones. Durations are read as seconds."""
     given, none = list(columns), {"", *missing}
+    if numbers:
+        marks = [text for text in none if text[-1:].isdigit()]
+        given = [_typed(cells, marks) if cells.dtype.is_numeric() else cells for cells in given]
     if all(len(cells) <= FEW for cells in given):
         return [_stripped(cells, none, numbers) for cells in given]
     # Numbered, as polars reads names such as `*` as patterns; one expression over all of them, as to start
@@ -60,6 +63,14 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str], numbers: bool = 
     stripped = frame.with_columns(pl.col(texts).cast(pl.String).str.strip_chars())
     is_none = pl.col(texts).is_in(pl.Series(list(none)).implode())
     return stripped.with_columns(pl.when(~is_none).then(pl.col(texts))).get_columns()
+
+
+def _typed(cells: pl.Series, marks: list[str]) -> pl.Series:
+    """Return a column of numbers as its text would be read: float32 by its few digits, None for those whose
+    text is one of `marks`."""
+    if marks:
+        cells = cells.set(cells.cast(pl.String).is_in(marks).fill_null(False), None)
+    return cells.cast(pl.String).cast(pl.Float64) if cells.dtype == pl.Float32 else cells
 
 
 def _is_kept(dtype: pl.DataType, numbers: bool) -> bool:

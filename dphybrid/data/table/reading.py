@@ -216,7 +216,7 @@ def _check(table: Table) -> None:
 def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _Chunk:
     """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
     _check_names(plan, rows)
-    cells = {name: rows.columns[column.name] for name, (_, column) in plan.read.items()}
+    cells = {name: rows.cells(column) for name, (_, column) in plan.read.items()}
     values = {name: column.read(cells[name]) for name, (_, column) in plan.read.items()}
     unlabelled_B = cells["label"].is_null().to_numpy()
     weightless_B = _unused(plan, rows, values) & ~unlabelled_B

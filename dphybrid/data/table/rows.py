@@ -13,6 +13,8 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import clean, is_list_of_items
+from dphybrid.data.table.column import Column
+from dphybrid.data.table.kinds import Numeric
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
@@ -21,6 +23,7 @@ SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet",
 BLOCK_ROWS = 2**16
 """Parquet rows read at a time."""
 _JSON_BYTES = 2**23
+_JSON_NUMBERS = {int, float, type(None)}
 """Text of JSON lines read at a time."""
 
 
@@ -40,7 +43,8 @@ class Rows:
 
     columns: by name; no frame, as polars reads names such as `*` as patterns. header: the first line
     named the columns; Parquet files always do. place: what `lines` counts, "line" or "row". renamed: names
-    that the header repeats, with those that the columns got instead.
+    that the header repeats, with those that the columns got instead. typed: columns that are numbers in the
+    file itself, whose text has a point before the decimals whatever `data.decimal` says.
     """
 
     columns: Mapping[str, pl.Series]
@@ -51,9 +55,16 @@ class Rows:
     file: Path
     bytes_read: int = 0
     renamed: tuple[tuple[str, str], ...] = ()
+    typed: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.lines)
+
+    def cells(self, column: Column) -> pl.Series:
+        """The cells that a column reads: of numbers, typed ones as Float64."""
+        cells = self.columns[column.name]
+        is_typed = isinstance(column, Numeric) and column.name in self.typed
+        return cells.cast(pl.Float64, strict=False) if is_typed else cells
 
     @property
     def names(self) -> list[str]:
@@ -221,9 +232,11 @@ def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
                 )
             first, size = first + len(texts), size + sum(map(len, texts))
             check_columns(file, len(names), data.max_columns)
-            cells = clean((_json_cells([r.get(name) for r in records]) for name in names), data.no_value)
-            columns = dict(zip(names, cells, strict=True))
-            yield Rows(columns, np.array(lines, np.int64), rejected, True, "line", file, size)
+            given = {name: [record.get(name) for record in records] for name in names}
+            columns = dict(zip(names, clean(map(_json_cells, given.values()), data.no_value), strict=True))
+            typed = frozenset(name for name, values in given.items() if {*map(type, values)} <= _JSON_NUMBERS)
+            lines_B = np.array(lines, np.int64)
+            yield Rows(columns, lines_B, rejected, True, "line", file, size, typed=typed)
 
 
 def _record(text: bytes, names: Sequence[str]) -> tuple[dict[str, object], str]:
@@ -277,7 +290,8 @@ def _parquet_rows(frame: pl.DataFrame, file: Path, data: TableDataConfig, start:
     given = zip(frame.columns, (cells.alias("") for cells in frame.get_columns()), strict=True)
     cells = [nothing if name in ignored and _is_odd(c.dtype) else c for name, c in given]
     columns = dict(zip(frame.columns, clean(cells, data.no_value), strict=True))
-    return Rows(columns, np.arange(start, start + len(frame)), [], True, "row", file)
+    typed = frozenset(name for name, dtype in frame.schema.items() if dtype.is_numeric())
+    return Rows(columns, np.arange(start, start + len(frame)), [], True, "row", file, typed=typed)
 
 
 def _is_odd(dtype: pl.DataType) -> bool:
