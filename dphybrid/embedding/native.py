@@ -192,7 +192,7 @@ def look_up(
 
 
 def flatten(ids_BF: Tensor, starts_F: Tensor, num_rows_F: Tensor) -> Tensor:
-    """Return ids (..., F), of a table each, as rows of all tables in order. Raises IndexError for others."""
+    """Return ids (..., F), a table each, as rows of all tables in order. Raises IndexError for a wrong id."""
     ids_BF, (columns,) = ids_BF.contiguous(), starts_F.shape
     flat_BF = torch.empty_like(ids_BF)
     call = _Columns(

@@ -23,8 +23,8 @@ SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet",
 BLOCK_ROWS = 2**16
 """Parquet rows read at a time."""
 _JSON_BYTES = 2**23
-_JSON_NUMBERS = {int, float, type(None)}
 """Text of JSON lines read at a time."""
+_JSON_NUMBERS = {int, float, type(None)}
 
 
 class Rejected(TypedDict):
