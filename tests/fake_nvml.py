@@ -2,7 +2,8 @@
 describes.
 
 FAKE_NVML names the file: {"init_error": NAME?, "gpus": [{"uuid", "total_gib", "free_gib", "load",
-"processes": [[pid, gib], ...], "error": NAME?, "mig": [gpu, ...]?, "hides": ["load", "processes"]?}, ...]}.
+"processes": [[pid, gib], ...], "error": NAME?, "mig": [gpu, ...]?, "watts"?, "celsius"?,
+"hides": ["load", "processes", "power"]?}, ...]}.
 Real processes read it, so a test can change the machine below them.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import pynvml
 from pynvml import (  # noqa: F401 - what callers catch and compare with is the real library's
     NVML_DEVICE_MIG_ENABLE,
+    NVML_TEMPERATURE_GPU,
     NVMLError,
     NVMLError_NoPermission,
     NVMLError_NotFound,
@@ -106,7 +108,8 @@ def nvmlDeviceGetMigDeviceHandleByIndex(handle: tuple[int, ...], number: int) ->
 
 def nvmlDeviceGetMemoryInfo(handle: tuple[int, ...]) -> SimpleNamespace:
     found = _find(handle)
-    return SimpleNamespace(total=int(found["total_gib"] * 2**30), free=int(found["free_gib"] * 2**30))
+    total, free = int(found["total_gib"] * 2**30), int(found["free_gib"] * 2**30)
+    return SimpleNamespace(total=total, free=free, used=total - free)
 
 
 def nvmlDeviceGetComputeRunningProcesses(handle: tuple[int, ...]) -> list[SimpleNamespace]:
@@ -124,3 +127,19 @@ def nvmlDeviceGetUtilizationRates(handle: tuple[int, ...]) -> SimpleNamespace:
     if len(handle) > 1 or "load" in found.get("hides", []):
         _raise("NOT_SUPPORTED")
     return SimpleNamespace(gpu=found["load"], memory=0)
+
+
+def nvmlDeviceGetHandleByUUID(uuid: str) -> tuple[int, ...]:
+    (index,) = [index for index, found in enumerate(_state()["gpus"]) if found["uuid"] == uuid]
+    return (index,)
+
+
+def nvmlDeviceGetPowerUsage(handle: tuple[int, ...]) -> int:
+    found = _find(handle)
+    if "power" in found.get("hides", []):
+        _raise("NOT_SUPPORTED")
+    return 1000 * found["watts"]
+
+
+def nvmlDeviceGetTemperature(handle: tuple[int, ...], sensor: int) -> int:
+    return _find(handle)["celsius"]

@@ -218,7 +218,7 @@ def test_a_gpu_must_be_free_over_the_whole_window(machine: Path, fake: Inventory
         def read(self) -> Any:
             nonlocal looks
             looks += 1
-            write_state(machine, [gpu(0, load=90 * (looks % 3 == 0)), gpu(1)])
+            write_state(machine, [gpu(0, load=90 * (looks % 2)), gpu(1)])
             return super().read()
 
     policy = Policy(window_s=0.2)

@@ -87,6 +87,8 @@ def test_deployments(page: str, message: str, tmp_path: Path) -> None:
     ("command", "words"),
     [
         ("train --recipe toy --tracking http://a_b?", "MLflow server http://a b: does not answer"),
+        ("train --recipe toy --tracking http://127.0.0.1:9", "does not answer.*MLFLOW_TRACKING_URI"),
+        ("train --recipe toy --tracking ./mlruns", "no longer writes file stores"),
         (
             "train --recipe toy --tracking mysql+none://x",
             "URI='mysql.none://x': cannot be used",

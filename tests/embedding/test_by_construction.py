@@ -1,7 +1,6 @@
 """A table's weight is a parameter of torch's own: what that settles, and what is refused by name."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -119,15 +118,6 @@ def test_a_weight_of_two_tables_is_updated_once() -> None:  # H
     (one(torch.tensor([1])).sum() + two(torch.tensor([1, 2])).sum()).backward()
     rows.step()
     assert (before - one.settled())[:, 0].tolist() == pytest.approx([0, 2, 1, 0, 0, 0, 0, 0])
-
-
-def test_a_file_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:  # J
-    file = tmp_path / "rows"
-    HostEmbedding(40, 4, storage="mmap", path=file)
-    assert HostEmbedding(40, 4, storage="mmap", path=file).weight.shape == (40, 4)
-    for num_rows, dim, dtype in ((40, 2, torch.float64), (80, 2, torch.float32)):
-        with pytest.raises(UserError, match="40"):
-            HostEmbedding(num_rows, dim, dtype=dtype, storage="mmap", path=file)
 
 
 def test_bags_come_in_the_models_type_too() -> None:  # K

@@ -18,7 +18,6 @@ from dphybrid.config.experiment import TableConfig
 from dphybrid.embedding import (
     HostEmbedding,
     RowOptimizer,
-    clip_grad_norm_,
     make_row_optimizer,
     native,
 )
@@ -91,38 +90,6 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(1)
-
-
-def trained(kind: str, count: int, dtype: torch.dtype = torch.float32, dim: int = 16) -> list[Tensor]:
-    """Three clipped steps over a table with enough ids for a team."""
-    with threads(count):
-        table = HostEmbedding(9000, dim, dtype=dtype, padding_idx=5)
-        rows = make_row_optimizer(kind, {"t": table}, lr=0.1, weight_decay=0.01)
-        for step in range(3):
-            ids = (torch.rand(20_000, generator=torch.Generator().manual_seed(step)) ** 3 * 9000).long()
-            rows.zero_grad()
-            (table(ids) + 0.5).square().sum().backward()
-            clip_grad_norm_(table.parameters(), 1.0)
-            rows.step()
-        assert torch.get_num_threads() == count
-    return [table.weight, *rows.states().values()]
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        *((kind, torch.float32) for kind in KINDS),
-        ("adagrad", torch.bfloat16),
-        ("lazy-adam", torch.float64),
-        ("adamw", torch.float32),
-    ],
-)
-def test_same_bits_for_any_number_of_threads(kind: str, dtype: torch.dtype) -> None:
-    alone = trained(kind, 1, dtype)
-    for count in (2, 3, 8):
-        assert all(
-            torch.equal(one, other) for one, other in zip(alone, trained(kind, count, dtype), strict=True)
-        )
 
 
 def test_start_values_are_normal_and_depend_on_seed_and_place_alone() -> None:
@@ -221,18 +188,3 @@ def test_rounding_depends_on_step_row_and_column_alone() -> None:
     spread = math.sqrt(0.256 * 0.744)
     assert float(lower.mean(0).std()) == pytest.approx(spread / math.sqrt(3000), rel=0.4)
     assert float(lower.mean(1).std()) == pytest.approx(spread / math.sqrt(64), rel=0.2)
-
-
-def test_the_second_moments_correction_goes_on_after_that_of_the_first_is_one() -> None:
-    table = HostEmbedding(4, 16, dtype=torch.float64)
-    other = torch.nn.Parameter(table.settled().clone())
-    ours, theirs = make_row_optimizer("lazy-adam", {"t": table}, lr=0.01), torch.optim.Adam([other], lr=0.01)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(600):  # 1 - 0.9 ** k is 1 in float64 from k = 395 on, 1 - 0.999 ** k is 0.45 there
-        grads = torch.randn(4, 16, generator=generator, dtype=torch.float64)
-        ours.zero_grad()
-        table(torch.arange(4)).backward(grads)
-        other.grad = grads
-        ours.step()
-        theirs.step()
-    torch.testing.assert_close(table.settled(), other.detach(), rtol=0, atol=1e-12)

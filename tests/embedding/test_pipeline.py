@@ -1,14 +1,10 @@
 """With and without the pipeline: the same bits, the same errors, nothing left behind."""
 
 import gc
-import signal
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +19,6 @@ from dphybrid.embedding import (
     find_tables,
     make_row_optimizer,
 )
-from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.parallel import DataParallel, parts
 
 ROWS, DIM, BATCH, COLUMNS, STEPS = 2000, 8, 24, 4, 130
@@ -32,24 +27,11 @@ ROWS, DIM, BATCH, COLUMNS, STEPS = 2000, 8, 24, 4, 130
 AlwaysAhead = partial(RowPipeline, on_cpu=True)
 
 
-class NeverRepaired(LookupsAhead):
-    def repair(self, weight: torch.Tensor, lookup: Lookup) -> None:
-        return
-
-
-class Unmended(HostEmbedding):
-    """What a pipeline without the repair would be."""
-
-    def __init__(self, *sizes: int, **options: object) -> None:
-        super().__init__(*sizes, **options)  # type: ignore[arg-type]
-        self._info.ahead = NeverRepaired(self.counters)
-
-
 class Scores(nn.Module):
-    def __init__(self, kind: type[HostEmbedding], devices: str, **options: object) -> None:
+    def __init__(self, devices: str) -> None:
         super().__init__()
-        self.words = kind(ROWS, DIM, seed=1, name="words", **options)  # type: ignore[arg-type]
-        self.places = kind(50, DIM, seed=2, name="places", **options)  # type: ignore[arg-type]
+        self.words = HostEmbedding(ROWS, DIM, seed=1, name="words")
+        self.places = HostEmbedding(50, DIM, seed=2, name="places")
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(COLUMNS * DIM, 16), nn.ReLU(), nn.Linear(16, 1))
         self.region = DataParallel(layers, devices)
@@ -79,16 +61,13 @@ def train(
     mode: str,
     optimizer: str,
     devices: str = "cpu",
-    kind: type[HostEmbedding] = HostEmbedding,
-    lookahead: int = 1,
-    **options: object,
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
-    model = Scores(kind, devices, **options)
+    model = Scores(devices)
     tables = find_tables(model)
     rows = make_row_optimizer(optimizer, tables, lr=0.1, weight_decay=0.01)
     dense = torch.optim.SGD(model.region.parameters(), lr=0.05)
     seen: list[torch.Tensor] = []
-    with AlwaysAhead(tables, mode=mode, lookahead=lookahead) as pipeline:
+    with AlwaysAhead(tables, mode=mode) as pipeline:
         for step, batch in enumerate(pipeline.prefetch(zipf_batches(), model.table_ids)):
             dense.zero_grad()
             rows.zero_grad()
@@ -138,31 +117,6 @@ def test_without_a_gpu_no_worker_takes_turns_with_the_step() -> None:
     counters = pipeline.counters()
     assert counters["ids"] == 6
     assert counters["prepared"] == counters["prepare_ms"] == 0
-
-
-def test_same_bits_far_ahead() -> None:
-    assert same_bits(train("off", "adam", "cpu*2")[0], train("exact", "adam", "cpu*2", lookahead=3)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_same_bits_for_other_types(dtype: torch.dtype) -> None:
-    def run(mode: str) -> list[torch.Tensor]:
-        model = placed(ROWS, DIM, dtype=dtype)
-        rows = make_row_optimizer("adagrad", {"t": model}, lr=0.1)
-        with AlwaysAhead({"t": model}, mode=mode) as pipeline:
-            for batch in pipeline.prefetch(zipf_batches(), lambda batch: {"t": batch["ids_BF"]}):
-                rows.zero_grad()
-                (rows_of(model, batch["ids_BF"]) - 1).square().mean().backward()
-                rows.step()
-        return [model.weight, *rows.states().values()]
-
-    assert same_bits(run("off"), run("exact"))
-
-
-def test_leaving_the_repair_out_is_noticed() -> None:
-    plain = train("off", "adagrad", "cpu*2")[0]
-    assert same_bits(plain, train("off", "adagrad", "cpu*2", kind=Unmended)[0])
-    assert not same_bits(plain, train("exact", "adagrad", "cpu*2", kind=Unmended)[0])
 
 
 def placed(*sizes: int, **options: object) -> HostEmbedding:
@@ -261,42 +215,6 @@ def test_counters_tell_what_moved() -> None:
     assert found["bytes_to_devices"] >= 5 * row + 2 * 8 * index + 5 * index
     for name in ("dedup_ms", "gather_ms", "h2d_ms", "update_ms", "prepare_ms", "wait_ms"):
         assert found[name] > 0, name
-
-
-INTERRUPTED = """
-import itertools, sys, torch
-from dphybrid.embedding import HostEmbedding, RowPipeline, RowSGD
-
-table = HostEmbedding(1000, 4)
-table.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
-rows, steps = RowSGD({"t": table}, lr=0.1), 0
-try:
-    with RowPipeline({"t": table}, lookahead=2, on_cpu=True) as pipeline:
-        batches = (torch.arange(n, n + 10) % 1000 for n in itertools.count())
-        for ids in pipeline.prefetch(batches, lambda ids: {"t": ids}):
-            rows.zero_grad()
-            sum(part.sum() for part in table.replica_rows(ids)).backward()
-            rows.step()
-            steps += 1
-            if steps == 20:
-                print("going", flush=True)
-except KeyboardInterrupt:
-    torch.save({"steps": steps, **table.state_dict()}, sys.argv[1])
-    sys.exit(130)
-"""
-
-
-def test_ctrl_c_ends_the_process_and_leaves_time_for_a_checkpoint(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "saved.pt")]
-    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "going\n"
-    child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
-    assert (child.returncode, errors) == (130, "")
-    saved = torch.load(tmp_path / "saved.pt")
-    assert saved["steps"] >= 20
-    assert saved["weight"].shape == (1000, 4)
 
 
 def broken_source() -> Iterator[torch.Tensor]:

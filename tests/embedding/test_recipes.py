@@ -6,23 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from dphybrid.config.settings import load_settings
 from dphybrid.embedding import RowPipeline
 from dphybrid.embedding.native import fill_normal
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
 from dphybrid.serving.load import load_model
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
+
+pytestmark = pytest.mark.usefixtures("unrecorded")
 
 
 def fill(*args: Any) -> torch.Tensor:
     fill_normal(*args)
     return args[0]
-
-
-def train(*overrides: str, tracking: str | None = "none") -> Report:
-    settings = load_settings().model_copy(update={"tracking_uri": tracking})
-    return run_job(load_config(None, list(overrides)), settings)
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +46,10 @@ def clicks(tmp_path: Path) -> list[str]:
 def test_clicks_train_to_the_same_bits(
     clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    off, exact = (train(*clicks, "devices=cpu*3", f"train.pipeline={mode}") for mode in ("off", "exact"))
+    off, exact = (run_with(*clicks, "devices=cpu*3", f"train.pipeline={mode}") for mode in ("off", "exact"))
     assert (exact.digests, exact.metrics) == (off.digests, off.metrics)
     monkeypatch.setenv("DPHYBRID_TABLE_STORAGE", "mmap")
-    assert train(*clicks, "devices=cpu*3").digests == off.digests
+    assert run_with(*clicks, "devices=cpu*3").digests == off.digests
     assert not list((data_dir / "tables").iterdir())
 
 
@@ -63,8 +58,9 @@ def test_what_the_engine_did_is_on_record(
 ) -> None:
     from mlflow.tracking import MlflowClient
 
+    monkeypatch.delenv("DPHYBRID_TRACKING_URI")
     monkeypatch.setenv("DPHYBRID_TRACKING_DETAIL", "full")
-    report = train(*clicks, "devices=cpu*2", "train.log_every=4", tracking=None)
+    report = run_with(*clicks, "devices=cpu*2", "train.log_every=4")
     assert report.run_id is not None
     client = MlflowClient(report.tracking_uri)
     last = {
@@ -81,12 +77,12 @@ def test_what_the_engine_did_is_on_record(
 
 
 def test_rows_of_half_the_size_learn_too(clicks: list[str], data_dir: Path) -> None:
-    half = train(*clicks, "table.dtype=bfloat16", "train.epochs=2")
-    whole = train(*clicks, "train.epochs=2")
+    half = run_with(*clicks, "table.dtype=bfloat16", "train.epochs=2")
+    whole = run_with(*clicks, "train.epochs=2")
     assert half.metrics["log_loss"] == pytest.approx(whole.metrics["log_loss"], rel=0.05)
     assert half.metrics != whole.metrics
     with pytest.raises(UserError, match="use model.dtype=float32, not float64"):
-        train(*clicks, "table.dtype=bfloat16", "model.dtype=float64")
+        run_with(*clicks, "table.dtype=bfloat16", "model.dtype=float64")
 
 
 def test_start_values_are_drawn_where_they_are_used_only(
@@ -96,10 +92,10 @@ def test_start_values_are_drawn_where_they_are_used_only(
     monkeypatch.setattr(
         "dphybrid.embedding.native.fill_normal", lambda weight, *rest: filled.append(len(fill(weight, *rest)))
     )
-    report = train(*clicks, "devices=cpu")
+    report = run_with(*clicks, "devices=cpu")
     # for training; neither for a look at the sizes nor for the evaluation of a checkpoint
     assert len(filled) == 1
-    train(*clicks, "devices=cpu", f"train.warm_start={report.best_checkpoint}")
+    run_with(*clicks, "devices=cpu", f"train.warm_start={report.best_checkpoint}")
     assert len(filled) == 1
     whole = load_model(report.run_name)
     assert len(filled) == 1
@@ -113,13 +109,17 @@ def small_runs(tmp_path: Path) -> dict[str, list[str]]:
     for part in ("train", "valid"):
         (tmp_path / "ring" / f"{part}.txt").write_text(ring)
     kge = [f"data.path={tmp_path / 'ring'}", "data.negatives=8", "model.dim=4", "train.batch_size=7"]
+    lines = [" ".join(f"w{(i * j + j) % 17}" for j in range(40)) for i in range(1, 40)]
+    (tmp_path / "small.txt").write_text("\n".join(lines))
+    text = [f"data.path={tmp_path / 'small.txt'}", "data.window=16", "model.dim=8", "model.hidden=8"]
     return {
+        "text": ["recipe=text", *text, "model.dropout=0.2", "table.optimizer=lazy-adam", "train.epochs=2"],
         "kge": ["recipe=kge", *kge, "train.epochs=2"],
         "hybrid": ["recipe=hybrid", "train.batch_size=700", "train.epochs=1"],
     }
 
 
-@pytest.mark.parametrize("recipe", ["kge", "hybrid"])
+@pytest.mark.parametrize("recipe", ["kge", "hybrid", "text"])
 def test_rows_of_all_lookups_are_prepared_and_train_to_the_same_bits(
     recipe: str, small_runs: dict[str, list[str]], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +132,7 @@ def test_rows_of_all_lookups_are_prepared_and_train_to_the_same_bits(
 
     monkeypatch.setattr("dphybrid.training.loop.RowPipeline", Watched)
     off, exact = (
-        train(*small_runs[recipe], "devices=cpu*3", f"train.pipeline={mode}") for mode in ("off", "exact")
+        run_with(*small_runs[recipe], "devices=cpu*3", f"train.pipeline={mode}") for mode in ("off", "exact")
     )
     assert (exact.digests, exact.metrics) == (off.digests, off.metrics)
     assert ratios[0] == 0

@@ -1,7 +1,5 @@
-"""A row optimizer is a torch.optim.Optimizer: groups, schedulers, closures, hooks, states and scalers."""
+"""A row optimizer is a torch.optim.Optimizer: groups, schedulers, closures, hooks, and states."""
 
-import copy
-import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -17,13 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from dphybrid.embedding import (
     HostEmbedding,
     LazyAdam,
-    RowAdagrad,
     RowAdam,
     RowSGD,
-    dense_parameters,
     make_row_optimizer,
 )
-from dphybrid.parallel import DataParallel
 
 ROWS, DIM = 12, 4
 ALL = torch.arange(ROWS)
@@ -103,7 +98,6 @@ def test_a_group_a_table_each_with_numbers_of_its_own() -> None:
         (lambda: RowSGD([table(), table()], lr=0.1), "two tables are called 'words'"),
         (lambda: RowSGD([{"params": table(), "momentum": 0.9}], lr=0.1), "RowSGD has no momentum"),
         (lambda: RowSGD([{"params": table(), "lr": -1}], lr=0.1), "lr=-1"),
-        (lambda: RowAdam(table(), lr=0.1, betas=(0.9, 1.0)), "betas"),
     ],
 )
 def test_what_is_no_table_or_no_number_is_named(make: Callable[[], Any], words: str) -> None:
@@ -179,60 +173,3 @@ def test_states_go_the_way_of_torchs_own(kind: str) -> None:
     assert torch.equal(one.weight, two.weight)
     with pytest.raises(ValueError, match=r"groups of \[1\] tables, expected \[1, 1\]"):
         make_row_optimizer(kind, {"a": one, "b": two}, lr=0.1).load_state_dict(state)
-
-
-class Model(nn.Module):
-    def __init__(self, devices: str = "cpu") -> None:
-        super().__init__()
-        self.table = table()
-        self.net = DataParallel(nn.Linear(DIM, 1, dtype=torch.float64), devices)
-        self.table.place_on(self.net.devices.replicas, self.net.sizes)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.net(self.table(ids))
-        return out.square().sum()
-
-
-def test_a_scaler_unscales_rows_and_skips_steps() -> None:
-    model, plain = Model(), Model()
-    plain.load_state_dict(model.state_dict())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    for each in (model, plain):
-        rows = RowAdagrad(each.table, lr=0.1)
-        dense = torch.optim.SGD(dense_parameters(each), lr=0.1)
-        for step in range(5):
-            dense.zero_grad()
-            rows.zero_grad()
-            loss = each(ALL[step : step + 4])
-            if each is plain:
-                if step != 2:
-                    loss.backward()
-                    dense.step()
-                    rows.step()
-                continue
-            scaler.scale(loss * (math.inf if step == 2 else 1.0)).backward()
-            if step % 2:
-                scaler.unscale_(rows)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                scaler.step(dense)
-                scaler.step(rows)
-            scaler.update()
-    torch.testing.assert_close(model.table.weight.detach(), plain.table.weight.detach(), rtol=1e-12, atol=0)
-
-
-def test_optimizer_and_model_are_copied_and_pickled_together() -> None:
-    for again in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
-        model = Model()
-        rows = LazyAdam(model.table, lr=0.1)
-        model(ALL).backward()
-        rows.step()
-        twin, rows_of_twin = again((model, rows))
-        assert rows_of_twin.param_groups[0]["params"][0] is twin.table.weight
-        before = model.table.weight.clone()
-        for each, optimizer in ((model, rows), (twin, rows_of_twin)):
-            each.zero_grad()
-            each(ALL[:5]).backward()
-            optimizer.step()
-        assert torch.equal(model.table.weight, twin.table.weight)
-        assert not torch.equal(model.table.weight, before)

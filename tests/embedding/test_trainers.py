@@ -84,7 +84,7 @@ def test_several_as_one_step_clear_and_schedule_as_they_would_by_themselves() ->
         OneCycleLR(mixed, max_lr=0.1, total_steps=9)
 
 
-@pytest.mark.parametrize("way", ["states", "file", "pickle"])
+@pytest.mark.parametrize("way", ["states", "file", "pickle", "copy"])
 def test_the_states_of_several_go_together(way: str, tmp_path: Path) -> None:
     model = Model()
     one = CombinedOptimizer(*pair(model))
@@ -94,8 +94,9 @@ def test_the_states_of_several_go_together(way: str, tmp_path: Path) -> None:
         model(IDS).backward()
         one.step()
         schedule.step()
-    if way == "pickle":
-        other, two = pickle.loads(pickle.dumps((model, one)))
+    if way in ("pickle", "copy"):
+        both = (model, one)
+        other, two = copy.deepcopy(both) if way == "copy" else pickle.loads(pickle.dumps(both))
     else:
         other = copy.deepcopy(model)
         two, state = CombinedOptimizer(*pair(other)), one.state_dict()
@@ -114,28 +115,31 @@ def test_the_states_of_several_go_together(way: str, tmp_path: Path) -> None:
     ReduceLROnPlateau(one, patience=0).step(1.0)
 
 
-def test_a_scaler_skips_and_unscales_both_at_once() -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_a_scaler_skips_and_unscales_rows_and_blocks(together: bool) -> None:
     scaled, plain = Model(), Model()
     plain.load_state_dict(scaled.state_dict())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    one, both = CombinedOptimizer(*pair(scaled, RowAdagrad)), pair(plain, RowAdagrad)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(4):
-            one.zero_grad()
-            scaler.scale(scaled(IDS) * (math.inf if step == 1 else 1.0)).backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    ours, theirs = pair(scaled, RowAdagrad), pair(plain, RowAdagrad)
+    if together:
+        ours = [CombinedOptimizer(*ours)]
+    for step in range(4):
+        for each in (*ours, *theirs):
+            each.zero_grad()
+        plain(IDS).backward()
+        scaler.scale(scaled(IDS) * (math.inf if step == 1 else 1.0)).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             if step == 2:
-                scaler.unscale_(one)
-                clip_grad_norm_(scaled.parameters(), 1e-3)
-            scaler.step(one)
-            scaler.update()
-            for each in both:
-                each.zero_grad()
-            plain(IDS).backward()
-            if step == 2:
-                clip_grad_norm_(plain.parameters(), 1e-3)
-            for each in both if step != 1 else ():
-                each.step()
+                for each in ours:
+                    scaler.unscale_(each)
+                for model in (scaled, plain):
+                    clip_grad_norm_(model.parameters(), 1e-3)
+            for each in ours:
+                scaler.step(each)
+        scaler.update()
+        for each in theirs if step != 1 else ():
+            each.step()
     torch.testing.assert_close(rows_of(scaled), rows_of(plain), rtol=1e-12, atol=0)
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from dphybrid.embedding import RowPipeline, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.parallel import DataParallel, parts
-from tests.embedding.test_pipeline import Unmended, same_bits
+from tests.embedding.test_pipeline import same_bits
 from tests.gpu.places import ALL, CUDA, ONE, SEVERAL
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
@@ -34,6 +35,19 @@ PLANTED = {
     "_wait.synchronize": "back",
 }
 """Synchronisations that are left out, and the nap that makes it count."""
+
+
+class NeverRepaired(LookupsAhead):
+    def repair(self, weight: torch.Tensor, lookup: Lookup) -> None:
+        return
+
+
+class Unmended(HostEmbedding):
+    """What a pipeline without the repair would be."""
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self._info.ahead = NeverRepaired(self.counters)
 
 
 class Plant:

@@ -142,17 +142,22 @@ def test_a_step_equals_that_of_torchs_own_code(make: Callable[[], nn.Module], de
 @pytest.mark.parametrize(
     "make", [m for m in SHAPES if m not in (mlp_batchnorm, spectral_norm)], ids=lambda f: f.__name__
 )
-@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("mode", MODES)
 def test_networks_without_batch_state_equal_themselves_unsplit(
     make: Callable[[], nn.Module], devices: int, mode: str
 ) -> None:
     torch.manual_seed(1)
     module = make().double()
-    x = torch.randn(11, *SHAPES[make], dtype=torch.float64)
-    expected = module(x)
-    got = Running(module, f"cpu*{devices}", mode)(x)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    region = Running(module, f"cpu*{devices}", mode)
+    for rows in (1, 2, 7, 11, 33):
+        x = torch.randn(rows, *SHAPES[make], dtype=torch.float64, requires_grad=True)
+        found = []
+        for each in (region, module):
+            y = each(x)
+            grads = torch.autograd.grad(y.sin().sum(), [x, *module.parameters()], allow_unused=True)
+            found.append([y, *grads])
+        torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
 
 
 class Keyword(nn.Module):
@@ -184,19 +189,6 @@ def test_a_call_with_keywords_equals_torchs_scatter_kwargs_and_parallel_apply(
         assert torch.equal(ours["y"], theirs["y"])
         assert torch.equal(ours["pair"][0], theirs["pair"][0])
         assert ours["pair"][1] is None
-
-
-def test_where_torch_fails_on_a_short_batch_with_a_flag_ours_does_not() -> None:
-    x, scale = torch.randn(10, 3, dtype=torch.float64), torch.ones(10, 1, dtype=torch.float64)
-    args, _ = upstream_scatter_kwargs((x,), {"flag": True}, list(range(8)))
-    assert sum(part == () for part in args) == 3  # three replicas would be called without x
-    module = Keyword()
-    torch.testing.assert_close(
-        DataParallel(module, "cpu*8")(x, scale=scale, flag=True)["y"],
-        -module.layer(x),
-        rtol=1e-12,
-        atol=1e-12,
-    )
 
 
 def test_integer_weights_give_the_same_bits() -> None:

@@ -2,7 +2,7 @@
 `RowPipeline`."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,18 +102,6 @@ def test_every_row_of_the_own_loop_comes_prepared(monkeypatch: pytest.MonkeyPatc
     assert ahead == own_loop.main("cpu*4")
 
 
-def test_a_batch_source_that_fails_or_ends_early_does_so_in_the_loop() -> None:
-    def fails_at(place: int) -> Iterator[Tensor]:
-        yield from BATCHES[:place]
-        raise OSError("the disk is gone")
-
-    for place in range(3):
-        with pytest.raises(OSError, match="the disk is gone"):
-            train(Looks("cpu*2"), announced, fails_at(place), on_cpu=True)
-    for count in range(3):
-        train(Looks("cpu*2"), announced, BATCHES[:count], on_cpu=True)
-
-
 class Plainly(Looks):
     """Looks up without saying where the rows go."""
 
@@ -143,13 +131,6 @@ def test_nothing_is_said_where_there_is_nothing_to_fetch() -> None:
         train(Looks("cpu"), announced, on_cpu=True)  # rows are where they belong
         train(Plainly("cpu*2"), None)  # no GPU, no worker
         train(Plainly("cpu*2"), None, mode="off", on_cpu=True)
-
-
-def test_ids_of_a_table_that_the_model_lacks_are_refused_at_once() -> None:
-    with pytest.raises(
-        UserError, match=r"ids for the tables \['words'\], which the model lacks; it has table"
-    ):
-        train(Looks("cpu*2"), lambda ids: {"words": ids}, on_cpu=True)
 
 
 def test_a_table_of_two_regions_delivers_to_both_or_is_refused() -> None:

@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,10 @@ import pytest
 from dphybrid.parallel import split_sizes
 from dphybrid.tracking import Tracker
 from dphybrid.tracking.system import Averages, balance_warnings, nvml_reader, system_metrics
+from tests import fake_nvml
 from tests.commands import run_with
+from tests.fake_nvml import gpu, write_state
+from tests.waiting import wait_until
 
 STAGES = {"forward": 5.0, "lookup": 4.0, "data": 1.0}
 
@@ -71,45 +73,22 @@ class Collecting(Tracker):
         self.seen.append((step, metrics))
 
 
-class FakePynvml(SimpleNamespace):
-    """The part of NVML that is read, with one device that tells no power, and one that is lost."""
-
-    class NVMLError(Exception):
-        pass
-
-    NVML_TEMPERATURE_GPU = 0
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid == "GPU-lost":
-            raise self.NVMLError("GPU is lost")
-        return uuid
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
-        return SimpleNamespace(used=2**30, total=4 * 2**30)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
-        return SimpleNamespace(gpu=73)
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
-        if handle == "GPU-b":
-            raise self.NVMLError("Not Supported")
-        return 250_000
-
-    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
-        return 61
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """NVML answers for the GPUs that the file describes."""
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "nvml.json"))
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml)
+    return tmp_path / "nvml.json"
 
 
-def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakePynvml())
+def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(machine: Path) -> None:
+    used = {"total_gib": 4, "free_gib": 3, "load": 73, "celsius": 61}
+    first, second = gpu(0, watts=250, **used), gpu(1, hides=["power"], **used)
+    write_state(machine, [first, second, gpu(2, error="GPU_IS_LOST")])
+    uuids = [gpu(number)["uuid"] for number in range(3)]
     tracker, averages = Collecting(), Averages()
-    with system_metrics(tracker, time.time() - 100, ["GPU-a", "GPU-b", "GPU-lost"], averages, every_s=0.02):
-        time.sleep(0.1)
-    assert len(tracker.seen) >= 2
+    with system_metrics(tracker, time.time() - 100, uuids, averages, every_s=0.02):
+        wait_until(lambda: len(tracker.seen) >= 2, "it samples", every_s=0.02)
     step, values = tracker.seen[-1]
     assert step >= 100
     assert values["system/gpu0_power_w"] == 250
@@ -130,10 +109,6 @@ def test_a_clock_set_back_gives_no_negative_seconds() -> None:
     assert [step for step, _ in tracker.seen] == [0]
 
 
-def test_a_machine_without_a_driver_has_no_gpu_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Without(FakePynvml):
-        def nvmlInit(self) -> None:
-            raise self.NVMLError("Driver Not Loaded")
-
-    monkeypatch.setitem(sys.modules, "pynvml", Without())
-    assert nvml_reader(["GPU-a"])() == []
+def test_a_machine_without_a_driver_has_no_gpu_figures(machine: Path) -> None:
+    write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
+    assert nvml_reader([gpu(0)["uuid"]])() == []

@@ -19,7 +19,6 @@ from dphybrid.tracking.compare_facts import (
     RunFacts,
     Speed,
     differing,
-    number,
     ordered,
     overview,
     param_of,
@@ -196,13 +195,6 @@ def test_numbers_that_json_lacks_and_long_curves_fit_on_the_page(tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(None, ""), (0.123456, "0.1235"), (12345.6, "12,346"), (100.0, "100")]
-)
-def test_numbers(value: float | None, text: str) -> None:
-    assert number(value) == text
-
-
 def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path], tmp_path: Path) -> None:
     reports, _, _ = sweep
     runs = read_runs(reports[0].tracking_uri, [report.run_id for report in reports])
@@ -315,20 +307,3 @@ def test_wrong_calls_say_what_is_there(
     assert main(every) == 2
     assert "no run is recorded there yet" in capsys.readouterr().err
     assert not (folder / "nothing").exists()
-
-
-def test_the_benchmark_of_recording_reports_both_cases() -> None:
-    from benchmarks import tracking as bench
-
-    result = bench.run(rounds=3, steps=5, step_ms=0.5)
-    assert [case["log_every"] for case in result["cases"]] == [1, 20]
-    for case in result["cases"]:
-        assert case["step_ms_off"] > 0
-        assert case["ratio_quartiles"][0] <= case["ratio_median"] <= case["ratio_quartiles"][1]
-    assert result["call_us"]["p50"] <= result["call_us"]["p95"]
-    assert "every 20 steps" in bench.text(result)
-
-
-def test_sync_without_anything_waiting_says_so(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sync"]) == 0
-    assert capsys.readouterr().out.strip()

@@ -14,7 +14,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import read_run
 from dphybrid.run.train import run_job
-from dphybrid.tracking.loader import _with_left_out
+from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.util.digests import file_digest, value_digest
 from dphybrid.util.errors import UserError
 from tests.commands import run_with
@@ -38,11 +38,11 @@ def test_a_left_out_file_stays_inside_the_models_folder(tmp_path: Path, name: st
     entry = {"name": name, "path": str(source), "bytes": 4, "sha256": file_digest(source)}
     (root / "left_out.json").write_text(json.dumps([entry]))
     with pytest.raises(UserError, match="outside the model's folder"):
-        _with_left_out(root)
+        checkpoint_folder(root.as_uri())
     assert not Path("/tmp/escaped-by-dphybrid").exists()
     entry["name"] = "tables/rows.safetensors"
     (root / "left_out.json").write_text(json.dumps([entry]))
-    assert (_with_left_out(root) / "checkpoint" / "tables" / "rows.safetensors").read_text() == "rows"
+    assert (checkpoint_folder(root.as_uri()) / "tables" / "rows.safetensors").read_text() == "rows"
 
 
 def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
         "sha256": file_digest(tmp_path / "source"),
     }
     (root / "left_out.json").write_text(json.dumps([entry]))
-    _with_left_out(root)  # the copy has a folder of its own there
+    checkpoint_folder(root.as_uri())  # the copy has a folder of its own there
     assert list(outside.iterdir()) == []
 
 
@@ -69,7 +69,7 @@ def test_a_damaged_page_of_left_out_files_is_told(tmp_path: Path, text: str) -> 
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "left_out.json").write_text(text)
     with pytest.raises(UserError, match=r"left_out.json: is damaged"):
-        _with_left_out(tmp_path)
+        checkpoint_folder(tmp_path.as_uri())
 
 
 def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(

@@ -14,7 +14,6 @@ from mlflow.tracking import MlflowClient
 from dphybrid.run.train import Report
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.loader import checkpoint_folder
-from dphybrid.util.errors import UserError
 from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.stores import put_database
@@ -50,6 +49,9 @@ def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, Ml
         *("summary/checkpoint_stall_s", "summary/checkpoint_mib"),
     }
     assert len(client.get_metric_history(report.run_id, "valid/mse")) == 2
+    (given,) = run.inputs.dataset_inputs
+    assert report.digests["data"].startswith(given.dataset.digest)
+    assert json.loads(given.dataset.profile)["num_rows"] == 10_000
 
 
 def test_the_finer_metrics_are_a_table_unless_all_are_asked_for(
@@ -223,13 +225,6 @@ def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowC
         assert words in note
 
 
-def test_the_data_set_is_an_input_with_its_digest(finished: tuple[Report, MlflowClient]) -> None:
-    report, client = finished
-    (given,) = client.get_run(report.run_id).inputs.dataset_inputs
-    assert report.digests["data"].startswith(given.dataset.digest)
-    assert json.loads(given.dataset.profile)["num_rows"] == 10_000
-
-
 def test_checkpoints_are_models_that_load_back(
     finished: tuple[Report, MlflowClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,13 +281,6 @@ def test_processes_that_make_the_store_at_once_all_succeed(tmp_path: Path) -> No
     ]
     ids = {child.communicate(timeout=180)[0].strip() for child in children}
     assert len(ids - {""}) == 2
-
-
-def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"http://127.0.0.1:9: does not answer.*MLFLOW_TRACKING_URI"):
-        open_tracker("http://127.0.0.1:9", "x", tmp_path)
-    with pytest.raises(UserError, match="no longer writes file stores"):
-        open_tracker("./mlruns", "x", tmp_path)
 
 
 def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path: Path) -> None:

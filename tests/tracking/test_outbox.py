@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from dphybrid.tracking import outbox_file
 from dphybrid.tracking.outbox import Losses, Outbox, outboxes, waiting
+from dphybrid.tracking.outbox_file import connect
 from dphybrid.tracking.sender import Sender
 
 _WANTED = os.environ.get("DPHYBRID_DAMAGES", "300")
@@ -237,10 +239,16 @@ def test_a_full_disk_costs_lines_of_metrics_that_are_counted(
 ) -> None:
     outbox, store = Outbox(tmp_path, "r", new=True), Store()
     outbox.append_metrics({"a": 0.0}, 0)
-    database = outbox._file._opened()
-    database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    ((pages,),) = database.execute("PRAGMA page_count")
-    database.execute(f"PRAGMA max_page_count = {pages}")
+    outbox.release()
+
+    def on_a_full_disk(path: Path) -> sqlite3.Connection:
+        database = connect(path)
+        ((pages,),) = database.execute("PRAGMA page_count")
+        database.execute(f"PRAGMA max_page_count = {pages}")
+        return database
+
+    monkeypatch.setattr(outbox_file, "connect", on_a_full_disk)
+    outbox = Outbox(tmp_path, "r")
     with pytest.raises(OSError, match=r"No space left on device .*: '.*r\.db'") as error:
         outbox.append_metrics({"long": 1.0, **{f"name {i}": 1.0 for i in range(500)}}, 1)
     assert error.value.errno == errno.ENOSPC
@@ -271,14 +279,18 @@ def test_a_new_file_for_which_the_disk_has_no_room_leaves_nothing(
     assert not (tmp_path / ".r.db.partial-1-2").exists()
 
 
-def test_a_commit_that_must_outlive_a_loss_of_power_is_synced_and_others_are_not(tmp_path: Path) -> None:
+def test_a_commit_that_must_outlive_a_loss_of_power_is_synced_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[sqlite3.Connection] = []
+    monkeypatch.setattr(outbox_file, "connect", lambda path: opened.append(connect(path)) or opened[-1])
     outbox = Outbox(tmp_path, "r", new=True)
     levels = []
     for sync in (False, True, False):
         outbox.append({"op": "tags", "values": {}}, sync=sync)
-        levels += outbox._file._opened().execute("PRAGMA synchronous").fetchall()
+        levels += opened[-1].execute("PRAGMA synchronous").fetchall()
     assert levels == [(1,), (2,), (1,)]  # NORMAL, FULL
-    assert outbox._file._opened().execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+    assert opened[-1].execute("PRAGMA journal_mode").fetchall() == [("wal",)]
 
 
 def test_the_files_are_their_owners_alone(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes, percentile
+from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes
 from dphybrid.util.errors import UserError
 from tests.commands import run_with
 
@@ -90,19 +90,6 @@ def test_marks_of_a_long_run_are_read_now_and_then() -> None:
             device.ms += 1
     assert 1 <= device.waited <= 10
     assert clock.totals == pytest.approx({"forward": 10.0})
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [
-        ([3.0], 0.5, 3.0),
-        ([1.0, 2.0], 0.5, 1.0),
-        ([4.0, 1.0, 3.0, 2.0], 0.95, 4.0),
-        ([float(i) for i in range(1, 101)], 0.95, 95.0),
-    ],
-)
-def test_percentiles(values: list[float], share: float, expected: float) -> None:
-    assert percentile(values, share) == expected
 
 
 def test_steps_of_the_warm_up_and_short_batches_stay_apart() -> None:

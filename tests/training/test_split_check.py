@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 
 QUIET = ["recipe=toy", "train.epochs=1", "train.print_splits=new"]
+CHECKED = [*QUIET, "train.check_split=true"]
 
 MODELS = """
 import torch
@@ -36,13 +35,8 @@ def alone(context):
 """
 
 
-def train(*overrides: str) -> Report:
-    settings = load_settings().model_copy(update={"tracking_uri": "none"})
-    return run_job(load_config(None, [*QUIET, *overrides]), settings)
-
-
 def test_a_model_that_computes_across_the_batch_does_not_train(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unrecorded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "split_models.py").write_text(MODELS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -50,14 +44,14 @@ def test_a_model_that_computes_across_the_batch_does_not_train(
         with pytest.raises(
             UserError, match=r"(?s)first batch is not what it is when split.*region.1: its output differs"
         ):
-            train("model.factory=split_models:across", "train.check_split=true", f"devices={devices}")
-    train("model.factory=split_models:across", "devices=cpu*3")  # nobody asked
-    checked = train("model.factory=split_models:alone", "train.check_split=true", "devices=cpu*3")
-    plain = train("model.factory=split_models:alone", "devices=cpu*3")
+            run_with(*CHECKED, "model.factory=split_models:across", f"devices={devices}")
+    run_with(*QUIET, "model.factory=split_models:across", "devices=cpu*3")  # nobody asked
+    checked = run_with(*CHECKED, "model.factory=split_models:alone", "devices=cpu*3")
+    plain = run_with(*QUIET, "model.factory=split_models:alone", "devices=cpu*3")
     assert checked.metrics == plain.metrics, "the check changes no number"
     assert checked.splits == plain.splits
 
 
-def test_replicas_are_not_compiled(data_dir: Path) -> None:
+def test_replicas_are_not_compiled(unrecorded: None) -> None:
     with pytest.raises(UserError, match=r"compile: network runs on 2 devices"):
-        train("train.compile=true", "devices=cpu*2")
+        run_with(*QUIET, "train.compile=true", "devices=cpu*2")
