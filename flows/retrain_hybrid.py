@@ -26,6 +26,7 @@ from dphybrid.orchestration.queueing import ended, too_late
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
+from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.run.folder import find_tagged_run, read_run
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import masked
@@ -56,7 +57,7 @@ def retrain_hybrid(
     min_new_rows: int = 1,
     drift_above: float = 0.0,
     min_gain: float = 0.0,
-    config: AnyExperiment = build_config({"recipe": "ctr"}),  # noqa: B008 - frozen, and the form shows it
+    config: AnyExperiment = build_config({"recipe": OF_TABLES}),  # noqa: B008 - frozen, and the form shows it
     event: str = "",
     skip_if_late_min: float = 0,
 ) -> State:

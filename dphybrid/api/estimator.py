@@ -14,6 +14,7 @@ from sklearn.utils.validation import check_array, check_is_fitted, column_or_1d,
 from dphybrid.api.run import TrainedRun
 from dphybrid.api.training import nested, train
 from dphybrid.data.table.frames import as_frame
+from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
 
@@ -35,7 +36,7 @@ class _HybridEstimator(BaseEstimator):
     def __init__(
         self,
         *,
-        recipe: str = "ctr",
+        recipe: str = OF_TABLES,
         devices: str = "auto",
         tracking: str | None = "none",
         valid_fraction: float = 0.2,

@@ -12,7 +12,7 @@ from dphybrid.api.run import TrainedRun
 from dphybrid.config import ExperimentConfig, flatten, merge
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, build_config, field_types, given_values, read_config_file
-from dphybrid.recipes.registry import find_recipe, infer_recipe, tabular_names
+from dphybrid.recipes.registry import OF_TABLES, find_recipe, infer_recipe, tabular_names
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, naming
 
@@ -68,7 +68,7 @@ def train(
     if framed and len(framed) < len(tables):
         raise UserError("data, valid: one is a path and the other a frame; give two paths, or two frames")
     if framed and config is None:
-        recipe = recipe or "ctr"  # a frame is a table
+        recipe = recipe or OF_TABLES
     given = {
         "recipe": recipe,
         "devices": devices,
@@ -106,7 +106,7 @@ def _with_frames(
     if not (named or find_recipe(config.recipe).tabular):
         raise UserError(
             f"data: is a {type(next(iter(framed.values()))).__name__}, and recipe {config.recipe} reads no "
-            f"tables; {', '.join(tabular_names())} does; give this one a path, or name recipe='ctr'"
+            f"tables; {', '.join(tabular_names())} does; give this one a path, or name recipe={OF_TABLES!r}"
         )
     from dphybrid.data.table.frames import as_frame, check_frame, save_frame
 

@@ -177,13 +177,10 @@ def _study(what: Search, folder: Path, sweep: str, seed: int, task: Task) -> opt
         name = trial.user_attrs.get(_CELL)
         if trial.state == optuna.trial.TrialState.RUNNING:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-        if name and name not in again and not _done_later(study, name, trial.number):
+        later = (t.user_attrs.get(_CELL) for t in study.trials if t.number > trial.number)
+        if name and name not in again and name not in later:
             study.enqueue_trial(trial.params, user_attrs={_CELL: name})
     return study
-
-
-def _done_later(study: optuna.Study, name: str, number: int) -> bool:
-    return any(t.user_attrs.get(_CELL) == name and t.number > number for t in study.trials)
 
 
 def _ended(study: optuna.Study) -> int:

@@ -192,7 +192,7 @@ def queue_dead_runs(told: set[str]) -> list[str]:
 
 def _queue(client: SyncPrefectClient, file: Path, flow_run_id: UUID) -> str | None:
     """Return what was done, "" when there is nothing to do, or None to look again later."""
-    worker = _worker_of(file)
+    worker = _start_of(file).partition(" ")[0]
     try:
         run = client.read_flow_run(flow_run_id)
     except ObjectNotFound:
@@ -203,7 +203,7 @@ def _queue(client: SyncPrefectClient, file: Path, flow_run_id: UUID) -> str | No
     if run.state is None or run.state.type == StateType.SCHEDULED or _is_locked(file):
         return None  # it is about to start, perhaps here
     if run.state.type == StateType.PENDING:
-        if worker is None or psutil.pid_exists(worker):
+        if not worker.isdecimal() or psutil.pid_exists(int(worker)):
             return None
         return _again(client, run, "its worker died before it had begun")
     if datetime.now(UTC) - run.state.timestamp < timedelta(seconds=_SETTLE_S):
@@ -272,11 +272,6 @@ def _start_of(file: Path) -> str:
         return read_text(handle)
     finally:
         os.close(handle)
-
-
-def _worker_of(file: Path) -> int | None:
-    worker = _start_of(file).partition(" ")[0]
-    return int(worker) if worker.isascii() and worker.isdigit() else None
 
 
 def _is_locked(file: Path) -> bool:

@@ -84,12 +84,7 @@ def _section(model: type[BaseModel], elsewhere: Collection[str], prefix: str = "
             taken[f"^{name}$"] = group
         else:
             shown[name] = group | {"title": name, "description": text, "position": len(shown)}
-    return {
-        "type": "object",
-        "properties": shown,
-        "patternProperties": taken,
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": shown, "patternProperties": taken, "additionalProperties": False}
 
 
 def _leaf(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from dphybrid.orchestration.shown import show_run, shown_progress
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import check_run_name, find_tagged_run, read_run
+from dphybrid.run.folder import find_tagged_run, read_run
 from dphybrid.run.report import attached
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from dphybrid.util.text import masked
@@ -68,9 +68,9 @@ def step(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 @step("prepare")
-def prepare(config: ExperimentConfig, here: int = 0) -> str:
+def prepare(config: ExperimentConfig, here: int = 0, run_name: str | None = None) -> str:
     """Make the prepared data; return its folder."""
-    return str(job.prepare_data(config, load_settings(), here=here).data.path)
+    return str(job.prepare_data(config, load_settings(), here=here, run_name=run_name).data.path)
 
 
 @step("build")
@@ -167,13 +167,12 @@ def trained(
 
     Raises Interrupted when it has to stop before the end.
     """
-    check_run_name(run_name)
     settings, flow_run_id = load_settings(), runtime.flow_run.id
     config = over_machines(config, nodes, settings)
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     with watched_flow_run(flow_run_id, stop), ExitStack() as held:
         others = other_workers(nodes, machines, settings, stop) if nodes > 1 else []
-        prepared = prepared or prepare(config, config.cluster.on_each(nodes))
+        prepared = prepared or prepare(config, config.cluster.on_each(nodes), run_name)
         stop.obey("before it was built")
         replicas = job.resumed_replicas(Experiment.open(config, settings, prepared), resume)
         with shown_waiting(flow_run_id) as tell:

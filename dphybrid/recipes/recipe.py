@@ -88,6 +88,10 @@ class Recipe:
 
         return GivenSource(self, data, seed)
 
+    def look_ahead(self, data: Any, seed: int) -> None:
+        """Open the source now, for the `prepare` that follows. Raises UserError as `source` does."""
+        self._ahead = (data, seed), self.source(data, seed)
+
     def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
         """Return a split of the prepared data ("train", "valid", "test") as samples by number."""
         return prepared.rows(part)
@@ -131,6 +135,10 @@ class Recipe:
         not.
         """
         raise UserError(f"recipe {self.name}: define build(context)")
+
+    def fixed(self, model: "nn.Module") -> None:
+        """Compute once what depends on the weights alone: the model predicts from now on, to the same bits,
+        and is not trained any more."""
 
     def optimizers(self, model: "nn.Module", config: Any) -> "Mapping[str, Optimizer]":
         """Return the optimizers of the model's dense parameters by name, each parameter in one of them; rows
@@ -211,7 +219,10 @@ class Recipe:
         input."""
         from dphybrid.data.prepare import prepare_source
 
-        return prepare_source(self.name, self.source(data, seed), folder, seed, on_progress, self.dataset)
+        asked, source = vars(self).pop("_ahead", ((), None))  # not kept: it holds the first rows
+        if asked != (data, seed):
+            source = self.source(data, seed)
+        return prepare_source(self.name, source, folder, seed, on_progress, self.dataset)
 
     def find(self, data: DataConfig, folder: Path, seed: int) -> "Prepared | None":
         """Return the prepared data under `folder` where `prepare` has made it, else None. Raises UserError

@@ -26,6 +26,7 @@ BUILT_IN = {
     "toy": "dphybrid.recipes.tutorial.recipe:Toy",
 }
 DEFAULT = "text"
+OF_TABLES = "ctr"  # of a table in memory, where none is given
 GROUP = "dphybrid.recipes"
 """Entry-point group by which an installed package announces recipes: NAME = "package.module:CLASS"."""
 

@@ -22,7 +22,7 @@ from dphybrid.gpus.leasing import expected_devices
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.experiment import Experiment, choose_engine
-from dphybrid.run.folder import Run, RunPage, find_run, new_run_folder
+from dphybrid.run.folder import Run, RunPage, check_run_name, find_run, new_run_folder
 from dphybrid.run.report import open_run_tracker
 from dphybrid.tracking import Tracker, waiting
 from dphybrid.tracking.files import FILES
@@ -36,13 +36,19 @@ from dphybrid.util.text import printable
 
 
 def prepare_data(
-    config: ExperimentConfig, settings: Settings, callbacks: Sequence[Callback] = (), here: int = 0
+    config: ExperimentConfig,
+    settings: Settings,
+    callbacks: Sequence[Callback] = (),
+    here: int = 0,
+    run_name: str | None = None,
 ) -> Experiment:
     """Make the prepared data, or find it made; return the experiment on it. Raises UserError for what cannot
     be trained, before work starts.
 
     callbacks: beside those of the config. here: of a cluster's processes, those of this machine; 0: all.
+    run_name: of the run that is to come.
     """
+    check_run_name(run_name)
     recipe, engine = find_recipe(config.recipe), choose_engine(config)
     devices = expected_devices(config, settings)
     engine.check(recipe.one_process or recipe.has_own_step, settings, devices, callbacks, here)
@@ -154,17 +160,15 @@ def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
     blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"
     table = "no table"
     if num_rows := sizes["size.table_rows"]:
-        table = f"{num_rows:,} table rows ({_shown_bytes(sizes['size.table_bytes'])}) in host memory"
+        kib = sizes["size.table_bytes"] / 2**10
+        size = f"{kib / 2**10:,.1f} MiB" if kib >= 2**10 else f"{kib:.0f} KiB"
+        table = f"{num_rows:,} table rows ({size}) in host memory"
     print(
         f"Model: {sizes['size.block_parameters']:,} parameters in dense blocks, {table}; data-parallel: "
         f"{blocks}; devices: {devices.text}",
         flush=True,
     )
     return {**({"label.task": label} if label else {}), **sizes}
-
-
-def _shown_bytes(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
 
 
 def _sizes_of(model: nn.Module) -> dict[str, int]:

@@ -187,9 +187,8 @@ def check_run_name(name: str | None, where: str = "run name") -> None:
 
 
 def new_run_folder(experiment: "Experiment", devices: "Devices", name: str | None) -> Path:
-    """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError for an
-    unusable name."""
-    check_run_name(name)
+    """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError
+    for a name that is taken too often."""
     # No `*` in names of folders: shells expand it.
     settings, where = experiment.settings, devices.text.translate(str.maketrans("*,", "x+", ":"))
     base = name or f"{experiment.recipe.name}-{where}-{time.strftime('%m%d-%H%M%S')}"

@@ -21,7 +21,7 @@ from dphybrid.gpus.leasing import expected_devices
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.evaluate import evaluate_run
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import Run, RunPage, check_run_name, find_tagged_run, read_run
+from dphybrid.run.folder import Run, RunPage, find_tagged_run, read_run
 from dphybrid.run.pages import Report
 from dphybrid.run.report import report_run
 from dphybrid.run.train import closing_run, train_here
@@ -85,7 +85,6 @@ def join_job(
     `--rdzv-id`. Raises UserError, on all, before work starts, when config, machines or data do not fit
     together.
     """
-    check_run_name(run_name)
     size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     job, devices = os.environ["TORCHELASTIC_RUN_ID"], expected_devices(config, settings)
     if size != config.cluster.ranks:
@@ -98,7 +97,7 @@ def join_job(
     if not settings.cluster_address:  # torchrun's store listens at all of them
         refuse_public(own_addresses())
     stop, own_tags = StopRequest(), {**(tags or {}), _JOB: job, NODES: str(size // local_size)}
-    experiment = prepare_data(config, settings, here=local_size)
+    experiment = prepare_data(config, settings, here=local_size, run_name=run_name)
     with (
         joined(settings.cluster_timeout_s, _rank_device(devices)) as ranks,
         stop_signals(stop),

@@ -16,7 +16,7 @@ from dphybrid.gpus.politeness import giving_way
 from dphybrid.run.build import build_run, prepare_data, resumed_replicas
 from dphybrid.run.evaluate import evaluate_run
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import Run, check_run_name, running
+from dphybrid.run.folder import Run, running
 from dphybrid.run.pages import Report, ResultPage
 from dphybrid.run.report import attached, report_run
 from dphybrid.run.trainer import train_here
@@ -39,10 +39,9 @@ def run_job(
     stop: by which others can ask the run to stop; signals do in any case. callbacks: called after each epoch,
     before those that train.callbacks names. Raises UserError before work starts, Interrupted on request.
     """
-    check_run_name(run_name)
     stop = stop or StopRequest()
     with stop_signals(stop, at_once=True), ExitStack() as held:
-        experiment = prepare_data(config, settings, callbacks)
+        experiment = prepare_data(config, settings, callbacks, run_name=run_name)
         stop.obey("before it was built")
         replicas = resumed_replicas(experiment, resume)
         name = run_name or resume or experiment.recipe.name

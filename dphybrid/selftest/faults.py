@@ -126,14 +126,11 @@ class Faults:
         if not name.startswith(self.root):
             return
         self.hit()
-        if event == "os.rename" and self._is_unsynced(Path(source)):
+        files = [Path(source), *Path(source).rglob("*")] if event == "os.rename" else []
+        if any(file.is_file() and file.stat().st_ino in self._unsynced for file in files):
             self._early.append(name)
         if undo := self._undoing(event, source, name):
             self._undo.append((name, os.stat(os.path.dirname(name)).st_ino, undo))
-
-    def _is_unsynced(self, path: Path) -> bool:
-        files = path.rglob("*") if path.is_dir() else [path]
-        return any(file.is_file() and file.stat().st_ino in self._unsynced for file in files)
 
     def _undoing(self, event: str, source: str, name: str) -> Callable[[], object] | None:
         """Return what takes a change back, None for one that is going to fail."""

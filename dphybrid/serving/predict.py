@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import polars as pl
 import torch
 from polars.selectors import by_name
+from torch import nn
 
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
@@ -27,7 +29,6 @@ from dphybrid.data.table.frames import Written, as_frame, table_target, write_fr
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Rejected, Rows, find_files, read_chunks, read_files
 from dphybrid.recipes.configs import build_config, stored_config
-from dphybrid.recipes.ctr.numbers import fix_numbers
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
@@ -93,8 +94,7 @@ class Predictor:
                 f"of a recipe that reads tables ({', '.join(tabular_names())})"
             )
         # checks the encoder, too
-        self.model = model_from_checkpoint(self.folder, devices, mapped=True, settings=settings)
-        fix_numbers(self.model)
+        self.model = _model(self.folder, config.recipe, devices, settings)
         self.encoder = Encoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
         self.task = label_task(state.info)
@@ -283,6 +283,12 @@ class Predictor:
         return np.concatenate(scores), wrong
 
 
+def _model(folder: Path, recipe: str, devices: str, settings: Settings) -> nn.Module:
+    model = model_from_checkpoint(folder, devices, mapped=True, settings=settings)
+    find_recipe(recipe).fixed(model)
+    return model
+
+
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     batch |= {name: ids.long() for name, ids in batch.items() if ids.dtype == torch.int32}
@@ -303,12 +309,8 @@ def open_predictor(
     those in force. Raises UserError when it has none."""
     settings = settings or load_settings()
     config = stored_config(read_state(folder).config, folder / "state.json", settings)
-    own = find_recipe(config.recipe).predictor(
-        folder,
-        config,
-        lambda: model_from_checkpoint(folder, devices, mapped=True, settings=settings),
-        batch_size,
-    )
+    build = partial(_model, folder, config.recipe, devices, settings)
+    own = find_recipe(config.recipe).predictor(folder, config, build, batch_size)
     return Predictor(folder, devices, batch_size, settings) if own is None else own
 
 

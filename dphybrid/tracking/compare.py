@@ -67,13 +67,15 @@ def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> P
     for name, picture in _pictures(runs, param).items():
         (folder / name).write_bytes(picture)
     page, (replicas, splits) = folder / "index.html", split_table(runs)
+    data = json.dumps(_finite(page_data(runs, param)), allow_nan=False)
     text = rendered(
         "page.html",
         title=f"{len(runs)} runs by {param}",
         made=datetime.now().strftime("%Y-%m-%d %H:%M"),
         replicas=replicas,
         splits=splits,
-        data=_in_a_script(page_data(runs, param)),
+        # JSON that does not end the page's script
+        data=data.replace("<", "\\u003c").replace("\u2028", "\\u2028"),
         script=Path(__file__).with_name("page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
     )
@@ -172,12 +174,6 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     """Return points at even distances, the last one among them."""
     stride = -(-len(points) // _MAX_POINTS) or 1
     return [point for place, point in enumerate(points) if (len(points) - 1 - place) % stride == 0]
-
-
-def _in_a_script(value: object) -> str:
-    """Return JSON that may stand in a page's script: nothing in it ends the script, and numbers that JSON
-    lacks are null."""
-    return json.dumps(_finite(value), allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
 
 def _finite(value: object) -> object:

@@ -61,3 +61,10 @@ def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:
         run_with(*TOY, "train.epochs=2", resume="mine")
     assert (data_dir / "runs/mine/run.json").read_bytes() == before
     assert run_with(*TOY, "train.epochs=2", resume="mine").run_name == "mine"
+
+
+def test_a_wrong_name_is_told_before_data_is_prepared(data_dir: Path) -> None:
+    for name in ("../x", "a/b", " ", ".x"):
+        with pytest.raises(UserError, match="use a plain name without slashes"):
+            run_with(*TOY, run_name=name)
+    assert not (data_dir / "prepared").exists()

@@ -30,8 +30,8 @@ def open_base(path: Path) -> Base:
     """Open the prepared data to extend. Raises UserError when it is gone, or no table."""
     if not (path / "encoder").is_dir():
         raise UserError(
-            f"data.base={path}: is not a prepared table (it has no encoder); name the prepared folder of a "
-            "ctr run"
+            f"data.base={path}: is not a prepared table (it has no encoder); name the prepared folder "
+            "of a run that read one"
         )
     return Base(verify_prepared(path), Encoder.load(path / "encoder"))
 

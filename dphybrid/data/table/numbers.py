@@ -52,10 +52,6 @@ class Notation(NamedTuple):
     decimal: str = "."
     thousands: str = ""
 
-    def plain(self, cells: pl.Series) -> pl.Series:
-        """Return texts as programs write numbers; None for other texts where the notation is another."""
-        return plain_numbers(cells, self.decimal, self.thousands)
-
     def read(self, cells: pl.Series) -> pl.Series:
         """Return finite numbers as Float64, None for everything else."""
         return read_numbers(cells, self.decimal, self.thousands)
@@ -115,7 +111,7 @@ def why_no_number(sample: Sample) -> str | None:
         return f"{odd[0]!r} is not a number; data.missing can name it" if few else _other_kind(odd)
     if has_leading_zeros(cells):
         return "leading zeros"
-    plain = notation.plain(cells)
+    plain = plain_numbers(cells, *notation)
     whole = plain.cast(pl.Int64, strict=False)
     if whole.null_count():
         large = plain.dtype == pl.String and plain.str.contains(r"^-?\d{17,}$").any()

@@ -199,7 +199,7 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
     that do not fit: before torch is imported, which takes seconds."""
     if data.path is None:
         raise UserError(
-            "data.path is not set; recipe ctr needs a CSV, TSV or Parquet file: --data.path clicks.csv "
+            "data.path is not set; give a CSV, TSV or Parquet file: --data.path clicks.csv "
             "--data.label clicked"
         )
     files = find_files(data.path, "data.path")

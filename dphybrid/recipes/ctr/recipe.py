@@ -95,6 +95,11 @@ class Ctr(Recipe):
 
         return build_ctr(context)
 
+    def fixed(self, model: "nn.Module") -> None:
+        from dphybrid.recipes.ctr.numbers import fix_numbers
+
+        fix_numbers(model)
+
     def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.label_tasks import label_task
 
