@@ -12,6 +12,13 @@ from dphybrid.recipes import find_recipe
 TableDataConfig = cast(Any, table_config())  # its fields follow from the kinds of columns
 
 
+def clicks(folder: Path, num_rows: int = 400) -> list[str]:
+    """Write a table of clicks, which follow from the site; return the values that name it."""
+    rows = [f"{i * 7 % 31 < 11:d},s{i * 7 % 31},{i % 50}" for i in range(num_rows)]
+    (folder / "clicks.csv").write_text("\n".join(["clicked,site,age", *rows]))
+    return ["recipe=ctr", f"data.path={folder / 'clicks.csv'}", "data.label=clicked"]
+
+
 def prepare(
     recipe: str, data: DataConfig | None, folder: Path, seed: int, on_progress: Progress | None = None
 ) -> Prepared:

@@ -52,28 +52,6 @@ def test_help_lists_the_recipes_with_their_sentences() -> None:
         assert f"{recipe} {find_recipe(recipe).summary}" in shown
 
 
-@pytest.mark.parametrize(
-    ("argv", "code"),
-    [
-        (["--help"], 0),
-        (["train", "--epochs", "3"], 2),
-        (["train", "--data.path", "nowhere.txt"], 2),
-        (["predict", "run", "--data.path", "nowhere.csv", "--out", "y.csv"], 2),
-        (["prepare", "--recipe", "ctr", "--data.path", "nowhere.csv", "--data.label", "x"], 2),
-    ],
-)
-def test_help_and_what_is_missing_import_nothing_heavy(argv: list[str], code: int, tmp_path: Path) -> None:
-    """They answer soon: they need neither torch nor servers; only ctr's kinds of columns need polars."""
-    program = (
-        f"import sys\nfrom dphybrid.cli.main import main\n"
-        f"try: code = main({argv})\nexcept SystemExit as end: code = end.code\n"
-        f"heavy = ('torch', 'mlflow', 'prefect', 'rich', {'' if 'csv' in str(argv) else repr('polars')})\n"
-        "print('heavy:', [m for m in heavy if m in sys.modules], code)"
-    )
-    done = python("-c", program, cwd=tmp_path)
-    assert done.stdout.endswith(f"heavy: [] {code}\n")
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_flags_recipes_and_runs(tmp_path: Path) -> None:
     (tmp_path / "data" / "runs" / "first-run").mkdir(parents=True)
@@ -121,6 +99,38 @@ def test_plan_knows_the_rows_of_prepared_data(data_dir: Path, capsys: pytest.Cap
     assert "100 rows to train" in capsys.readouterr().out
 
 
-def test_ui_names_what_is_missing(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ui", "--no-browser"]) == 2
-    assert "no run is recorded there yet; train one first" in capsys.readouterr().err
+LABEL = "--data.label y"
+WRONG = {
+    "--help": "",
+    "train --epochs 3": "--epochs: there is no such flag",
+    "train --data.path nowhere.txt": "data.path=nowhere.txt: there is no such file",
+    "train --recipe ctr": "data.path",
+    "train --data.path ok.csv": "data.label is not set",
+    "predict run --data.path nowhere.csv --out y.csv": "data.path=nowhere.csv: there is no such file",
+    f"prepare --recipe ctr --data.path nowhere.csv {LABEL}": "data.path",
+    f"train --data.path empty.csv {LABEL}": "data.path",
+    f"train --data.path . {LABEL}": "data.path",
+    f"train --data.path ok.csv {LABEL} --resume nobody": "--resume nobody: no such run",
+}
+"""Command -> how its error begins; only ctr's kinds of columns, in those from the fourth on, need polars."""
+
+
+def test_help_and_what_is_wrong_import_nothing_heavy(tmp_path: Path, data_dir: Path) -> None:
+    """They answer soon: they need neither torch nor servers."""
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "ok.csv").write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(60)))
+    program = (
+        "import sys\nfrom dphybrid.cli.main import main\n"
+        f"for command in {list(WRONG)}:\n"
+        "  try: code = main(command.split())\n  except SystemExit as end: code = end.code\n"
+        "  heavy = [m for m in ('torch', 'mlflow', 'prefect', 'rich', 'polars') if m in sys.modules]\n"
+        "  print('ended', code, *heavy, file=sys.stderr, flush=True)\n"
+    )
+    told = python("-c", program, cwd=tmp_path).stderr
+    pages = re.split(r"^(ended .*)\n", told, flags=re.MULTILINE)
+    for number, (words, page, ended) in enumerate(zip(WRONG.values(), pages[::2], pages[1::2], strict=False)):
+        assert (f"error: {words}" in page) == bool(words), page
+        code, *heavy = ended.split()[1:]
+        assert code == ("2" if words else "0")
+        assert heavy == [] or (number >= 3 and heavy == ["polars"]), (words, heavy)
+    assert len(pages) == 2 * len(WRONG) + 1

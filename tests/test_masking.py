@@ -40,14 +40,14 @@ def test_user_and_password_are_not_shown(text: str, shown: str | None) -> None:
 def test_an_error_of_prefects_client_shows_no_password(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         address = httpx.Request("POST", "http://bob:s3cret@h:4200/api/artifacts")
         httpx.Response(401, request=address).raise_for_status()
 
     run = SimpleNamespace(experiment=lambda: None)
     monkeypatch.setattr(steps, "read_run", lambda *_: run)
-    monkeypatch.setattr(steps.job, "report_run", lambda *_: SimpleNamespace(text=""))
-    monkeypatch.setattr(steps, "_publish", refused)
+    monkeypatch.setattr(steps.job, "report_run", lambda *_: SimpleNamespace(text="", metrics={}))
+    monkeypatch.setattr(steps, "create_table_artifact", refused)
     inspect.unwrap(steps.report)("folder")
     said = capsys.readouterr().out
     assert "could not be written (Client error '401 Unauthorized' for url 'http://***@h:4200" in said

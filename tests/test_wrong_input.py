@@ -1,17 +1,14 @@
 """Wrong input ends with one message and exit code 2 before work starts: never in a traceback, never late."""
 
+import json
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.data.table.schema import read_schema
-from dphybrid.orchestration.validate import check_prefect_yaml
 from dphybrid.recipes.configs import stored_config
 from dphybrid.util.errors import UserError
 
@@ -43,44 +40,6 @@ def test_other_paths(
         monkeypatch.setenv("DPHYBRID_DATA_DIR", path)
         with pytest.raises(UserError, match="DPHYBRID_DATA_DIR = "):
             load_settings()
-
-
-@pytest.mark.parametrize("content", ["[" * 50_000, None])
-def test_schema_files(content: str | None, tmp_path: Path) -> None:
-    file = Path("/dev/zero")
-    if content is not None:
-        file = tmp_path / "schema.toml"
-        file.write_text(f"a = {content}")
-    with pytest.raises(UserError, match=r"^data.schema_file=.*cannot be read"):
-        read_schema(file)
-
-
-@pytest.mark.parametrize("number", ["1e23", "9" * 23, "0"])
-def test_numbers_that_no_column_has(number: str, tmp_path: Path) -> None:
-    file = tmp_path / "schema.toml"
-    file.write_text(f'label = "y"\n[columns.a]\nrole = "categorical"\ntop = {number}\n')
-    with pytest.raises(UserError, match=r"schema\.toml.*top[^\n]*$"):
-        read_schema(file)
-
-
-FLOW = "entrypoint: dphybrid.flows.train_hybrid:train_hybrid"
-
-
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        ("entrypoint: ''", "entrypoint : "),
-        ("entrypoint: .train:f", "entrypoint .train:f: "),
-        (f"{FLOW}, schedules: [{{parameters: [1]}}]", "parameters"),
-        (f"{FLOW}, schedules: [{{cron: 5, timezone: 7}}]", "cron 5 with timezone 7"),
-        (f"{FLOW}, schedules: [{{cron: '* * *', timezone: UTC}}]", "with timezone 'UTC'"),
-    ],
-)
-def test_deployments(page: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "prefect.yaml"
-    file.write_text(f"deployments: [{{name: a, {page}}}]")
-    with pytest.raises(UserError, match=message):
-        check_prefect_yaml(file)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +94,9 @@ FILES = {
     "bad.toml": "a = ",
 }
 OK = "--data.path ok.csv --data.label y"
+SEARCH = "sweep --recipe toy --trials 2 --grid"
+KEY = "--data.split key --data.split-column a"
+MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
 
 
 @pytest.mark.parametrize(
@@ -154,6 +116,10 @@ OK = "--data.path ok.csv --data.label y"
         (f"prepare {OK} --data.thousands . --data.decimal .", "give two signs"),
         (f"prepare {OK} --data.split time", "split=time needs a column: set data.split_column"),
         (f"prepare {OK} --data.split-column a", "split=random takes no split_column=a"),
+        (
+            f"prepare {OK} --data.split key --data.split-column a --data.valid-path ok.csv",
+            "with split=key: the files are the split",
+        ),
         (f"prepare {OK} --data.ignore y", "already named as label"),
         (f"prepare {OK} --data.weight w", "data.weight='w': ok.csv has no such column"),
         (f"train {OK} --devices cuda:7", "cuda:7 is not here .*; use cpu, or cpu[*]1 for the same split"),
@@ -184,6 +150,11 @@ OK = "--data.path ok.csv --data.label y"
         ("train --recipe toy --model.factory no.such:thing", "model.factory.*no.such:thing"),
         ("train --recipe toy --resume", "--resume.*no such run of recipe toy"),
         ("train --recipe toy --resume=", "--resume ''.*names no run"),
+        ("prepare --recipe retrieval --data.cutoffs 10,10", "that differ"),
+        ("prepare --recipe retrieval --data.cutoffs 0", "greater than or equal to 1"),
+        ("prepare --recipe retrieval --data.user-features item", "named twice"),
+        ("train --recipe ctr --model.kind lstm", "model.kind = 'lstm'.*deepfm.*dlrm"),
+        ("train --recipe kge --model.kind gru", "model.kind = 'gru'.*rotate"),
         ("prepare --recipe ctr --schema .", "--schema .: .*folder that exists"),
         ("train --train.batch-size -1", "train.batch_size = '-1'.*greater than or equal to 0"),
         ("train --config bad.toml", "--config bad.toml: cannot be read"),
@@ -191,12 +162,25 @@ OK = "--data.path ok.csv --data.label y"
         ("predict nobody --data.path ok.csv", "nobody: no run, checkpoint folder or models:/ address"),
         ("export nobody --out new", "nobody: no run, checkpoint folder or models:/ address"),
         ("compare", "name runs to compare"),
+        ("ui --no-browser", "no run is recorded there yet; train one first"),
+        ("check recipe", "name one"),
+        ("check recipe a b", "name one"),
+        ("check recipe toi", "did you mean 'toy'"),
+        ("check a:b c:d", "at a time"),
+        (f'{SEARCH} {{"train.lr":{{"low":1,"high":0.1}}}}', "low <= high"),
+        (f'{SEARCH} {{"train.lr":{{"low":0.1}}}}', "give low and high"),
+        (f'{SEARCH} {{"train.lr":{{"low":-1,"high":0.1}}}}', "train.lr"),
+        (f'{SEARCH} {{"train.lr":"0.1"}}', "give a list of values"),
+        (f'{SEARCH} {{"train.lr":{{"low":0.1,"high":1,"log":true,"step":0.1}}}}', "step"),
         ("plan --rows 9 --batch-size -3", "both must be at least 1"),
         ("sweep --recipe toy --grid {}", "grid: give at least one field"),
         ("sweep --recipe toy --grid train.lr=1", "not valid JSON"),
         ('sweep --recipe toy --grid {"train.lr":0.1}', "give a list of values$"),
         ('sweep --recipe toy --grid {"train.lr":{"low":1,"high":2}}', "a range needs --trials"),
         ('sweep --recipe toy --grid {"train.lr":["x"]}', "cell 1 .*valid number"),
+        ('sweep --recipe toy --grid {"train.batchsize":[1]}', "cell 1 .*did you mean 'train.batch_size'"),
+        ('sweep --recipe toy --grid {"train.epochs":[1,-1]}', "cell 2 .train.epochs=-1.*train.epochs"),
+        (f"sweep --recipe toy --grid {MANY}", "380 combinations"),
         ('sweep --recipe toy --grid {"train.lr":[1]} --sweep a/b', "--sweep 'a/b': use a plain name"),
         ('sweep --recipe toy --grid {"train.lr":[1]} --at-once -1', "at_once=-1: give the number of runs"),
     ],
@@ -218,28 +202,6 @@ def test_a_new_users_mistakes(
         assert not list(data_dir.glob("prepared/ctr-*")), "prepared data is left"
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("--data.path empty.csv --data.label y", "data.path"),
-        ("--data.path . --data.label y", "data.path"),
-        ("--recipe ctr", "data.path"),
-        ("--data.path ok.csv", "data.label is not set"),
-        (f"{OK} --resume nobody", "--resume nobody: no such run"),
-    ],
-)
-def test_wrong_data_and_runs_are_told_before_torch_is_imported(
-    given: str, words: str, tmp_path: Path, data_dir: Path
-) -> None:
-    (tmp_path / "empty.csv").touch()
-    (tmp_path / "ok.csv").write_text(FILES["ok.csv"])
-    program = "import sys; from dphybrid.cli.main import main; code = main(sys.argv[1:]); "
-    program += "assert 'torch' not in sys.modules; sys.exit(code)"
-    command = [sys.executable, "-c", program, "train", *given.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr.count(f"error: {words}")) == (2, 1), done.stderr
-
-
 def test_a_checkpoint_with_another_models_values_says_to_train_again(tmp_path: Path) -> None:
     page = tmp_path / "state.json"
     with pytest.raises(UserError, match=r"state\.json: model\.old: .*have changed since, train again"):
@@ -253,24 +215,6 @@ def test_kge_notes_a_table_whose_second_column_has_too_many_values(
         (tmp_path / name).write_text("".join(f"{n},{n % relations},{n % 3}\n" for n in range(300)))
         assert main(["prepare", "--recipe", "kge", "--data.path", str(tmp_path / name)]) == 0
         assert ("Note: the second column has 100 values" in capsys.readouterr().out) == (name == "table.csv")
-
-
-@pytest.mark.parametrize(
-    ("range_", "words"),
-    [
-        ('{"low":1,"high":0.1}', "low <= high"),
-        ('{"low":0.1}', "give low and high"),
-        ('{"low":-1,"high":0.1}', "train.lr"),
-        ('"0.1"', "give a list of values"),
-        ('{"low":0.1,"high":1,"log":true,"step":0.1}', "step"),
-    ],
-)
-def test_ranges_of_a_search(
-    range_: str, words: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("optuna")
-    grid = f'{{"train.lr":{range_}}}'
-    assert words in told(capsys, "sweep", "--recipe", "toy", "--trials", "2", "--grid", grid)
 
 
 @pytest.mark.parametrize(

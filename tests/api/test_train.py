@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import polars as pl
 import pytest
 import torch
@@ -189,6 +190,7 @@ def test_mistakes_are_told_before_anything_is_written(
         ({"a": 3}, "data: column 'a' is 3; give it a list or an array"),
         ({"a": np.zeros((3, 2))}, "data: column 'a' is an array of shape (3, 2)"),
         ({}, "data: has no columns"),
+        (pandas.DataFrame([[1, 2]], columns=["a", "a"]), "data: has two columns named 'a'; rename one"),
         ({"a": [1, 2], "b": [1, 2, 3]}, "data: cannot be read as a table"),
         ({"a": [1], "clicked": [1]}, "data: has 1 rows; at least 2 are needed"),
         ({"a": [{"b": 1}] * 3, "clicked": [0, 1, 0]}, "data: column 'a' holds Struct({'b': Int64})"),
@@ -201,14 +203,7 @@ def test_what_is_no_table_is_refused(data: Any, message: str, data_dir: Path) ->
     assert not list(data_dir.glob("frames/*"))
 
 
-def test_two_columns_of_one_name_are_refused() -> None:
-    pandas = pytest.importorskip("pandas")
-    with pytest.raises(UserError, match="data: has two columns named 'a'; rename one"):
-        as_frame(pandas.DataFrame([[1, 2]], columns=["a", "a"]), "data")
-
-
 def test_pandas_columns_of_mixed_values_and_names_that_are_numbers() -> None:
-    pandas = pytest.importorskip("pandas")
     frame = as_frame(
         pandas.DataFrame({0: ["a", 1, None], "when": pandas.to_datetime(["2026-01-02"] * 3)}), "data"
     )
@@ -218,7 +213,6 @@ def test_pandas_columns_of_mixed_values_and_names_that_are_numbers() -> None:
 
 
 def test_few_rows_of_pandas_are_the_first_of_many() -> None:
-    pandas = pytest.importorskip("pandas")
     columns: dict[str, object] = {
         "text": ["a", None, " b "],
         "number": [1.5, float("nan"), -0.0],
@@ -234,11 +228,6 @@ def test_few_rows_of_pandas_are_the_first_of_many() -> None:
         many = as_frame(pandas.concat([few] * 40, ignore_index=True), "rows").lazy().collect()
         assert as_frame(few, "rows").equals(many.head(3)), name
         assert as_frame(few, "rows").schema == many.schema, name
-
-
-def test_ignored_columns_are_not_kept(tmp_path: Path) -> None:
-    odd = visits(10).with_columns(odd=pl.struct("shop"))
-    assert "odd" not in pl.read_parquet(save_frame(odd, tmp_path, "data", ["odd"])).columns
 
 
 def test_values_come_by_name_section_or_in_full(tmp_path: Path) -> None:

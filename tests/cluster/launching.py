@@ -4,7 +4,6 @@ import importlib.util
 import io
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -57,12 +56,6 @@ def write_clicks(path: Path, rows: int = 630) -> Path:
         lines.append(f"{price:.4f},s{site},a{ad},{'|'.join(bag)},{int(random.random() < chance)}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def settings_in(folder: Path) -> Settings:

@@ -23,13 +23,13 @@ from tests.cluster.launching import (
     LIMIT_S,
     SMALL,
     Machine,
-    free_port,
     joined_machines,
     needs_torchrec,
     settings_in,
     write_clicks,
 )
 from tests.conftest import REPOSITORY
+from tests.postgres import free_port
 from tests.waiting import patience
 
 pytestmark = [needs_torchrec, pytest.mark.slow]

@@ -26,8 +26,8 @@ from tests.conftest import REPOSITORY
 from tests.preparing import prepare
 
 
-def config(*values: str, recipe: str = "ctr") -> ExperimentConfig:
-    own = [f"recipe={recipe}", "devices=cpu", "cluster.ranks=2", "table.optimizer=adagrad"]
+def config(*values: str) -> ExperimentConfig:
+    own = ["recipe=ctr", "devices=cpu", "cluster.ranks=2", "table.optimizer=adagrad"]
     return load_config(None, [*own, *values])
 
 
@@ -46,29 +46,23 @@ def config(*values: str, recipe: str = "ctr") -> ExperimentConfig:
         (["train.check_split=true"], "train.check_split"),
         (["train.warm_start=x", "data.base=y"], "data.base"),
         (["train.batch_size=1"], "use at least 2"),
+        (["devices=cpu*2"], "virtual"),
+        *(([f"recipe={recipe}"], f"recipe {recipe} was not tried") for recipe in ("kge", "text", "digits")),
     ],
 )
-def test_what_has_no_counterpart_is_refused_with_the_remedy(
+def test_what_has_no_counterpart_is_refused_before_data_is_prepared(
     values: list[str], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"^cluster\.ranks=2: ") as caught:
-        refuse_ranks(config(*values), False, settings_in(tmp_path), "cpu")
+        prepare_data(config(*values), settings_in(tmp_path / "data"))
     assert words in str(caught.value)
     assert "cluster.ranks=0" in str(caught.value)
+    assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("recipe", ["kge", "retrieval", "text", "digits"])
-def test_recipes_that_were_not_tried_are_refused(recipe: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"recipe {recipe} was not tried"):
-        prepare_data(config(recipe=recipe), settings_in(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("devices", "words"), [("cpu*2", "virtual"), ("cuda:0", "are 1, and each rank has one")]
-)
-def test_a_rank_has_one_device_of_its_own(devices: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=words):
-        refuse_ranks(config(), False, settings_in(tmp_path), devices)
+def test_a_rank_has_one_device_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="are 1, and each rank has one"):
+        refuse_ranks(config(), False, settings_in(tmp_path), "cuda:0")
 
 
 def test_tables_in_files_are_refused_before_data_is_prepared(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from dphybrid.training.tensor_file import write_tensors
-from tests.cluster.launching import free_port
 from tests.conftest import REPOSITORY
+from tests.postgres import free_port
 
 RANK = """
 import sys

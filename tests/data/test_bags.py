@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 import torch
 
-from dphybrid.data import Prepared
+from dphybrid.data import Prepared, open_prepared
 from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.extend import old_ids
@@ -261,23 +261,34 @@ def test_a_pooled_row_is_the_mean_of_the_items_rows(quiet: Path) -> None:
     assert ids_U.tolist() == [0, 4, 6, 7, 8, 11, 15, 16]  # no row of padding
 
 
-def test_a_grown_bag_answers_as_before(quiet: Path) -> None:
-    first = write(quiet / "a.csv", clicks(2000, 0, range(20)))
+def test_a_grown_model_answers_as_before(quiet: Path) -> None:
+    """New items of a bag, and new values of a category; held-out rows stay so."""
+
+    def with_shops(rows: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
+        shops = [n % 10 if n < 2900 else 10 + n % 2 for n in range(len(rows))]
+        numbered = enumerate(zip(shops, rows, strict=True))
+        return [
+            (tags, title, f"s{shop}", f"{n * 7919 % 3001 / 8}", y) for n, (shop, (tags, title, y)) in numbered
+        ]
+
+    header = "tags,title,shop,price,y"
+    first = write(quiet / "a.csv", with_shops(clicks(2000, 0, range(20))), header)
     both = [f"data.path={first}", "data.bags=tags", "data.text=title"]
     report = trained("cpu", both)
     base = Path(read_state(Path(report.best_checkpoint)).prepared)
     rows = clicks(2000, 0, range(20)) + clicks(1000, 1, range(10, 30))
     rows[2001] = ("|".join(["t21"] * 9), "new", 1)  # longer than all before
-    grown = prepare(
-        "ctr",
-        TableDataConfig(path=str(write(quiet / "b.csv", rows)), label="y", base=str(base)),
-        quiet / "data" / "prepared",
-        1,
-    )
+    more = write(quiet / "b.csv", with_shops(rows), header)
+    data = TableDataConfig(path=str(more), label="y", base=str(base))
+    grown = prepare("ctr", data, quiet / "data" / "prepared", 1)
     assert len(grown.arrays["new_rows"]) > 700
+    before = open_prepared(base).arrays  # files are read in order, so its rows keep their numbers
+    assert not set(before["train_rows"].tolist()) & set(grown.arrays["valid_rows"].tolist())
+    assert set(before["valid_rows"].tolist()) < set(grown.arrays["valid_rows"].tolist())
     earlier, now = (Encoder.load(path / "encoder") for path in (base, grown.path))
     assert isinstance(now.bags[0], Bag)
     assert set(now.bags[0].learned) > set(earlier.bags[0].learned)
+    assert {*now.categories[0].learned} - {*earlier.categories[0].learned} == {"s10", "s11"}
     assert grown.arrays["bags_BFL"][:, 0].max() == now.bags[0].num_ids - 1 > earlier.bags[0].num_ids
     config = load_config(
         None, ["recipe=ctr", "model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"]
@@ -285,20 +296,21 @@ def test_a_grown_bag_answers_as_before(quiet: Path) -> None:
     model = build_model("ctr", ModelContext(resolve_devices("cpu"), grown.info, config.model, 1)).eval()
     warm_start(Path(report.best_checkpoint), model, grown)
     champion = model_from_checkpoint(report.best_checkpoint).eval()
-    bags_BFL = np.array(grown.arrays["bags_BFL"])
+    ids_BF, bags_BFL = (np.array(grown.arrays[name]) for name in ("ids_BF", "bags_BFL"))
     ids = old_ids(earlier, now)
+    old_BF = np.stack([ids[f][ids_BF[:, f]] for f in range(ids_BF.shape[1])], axis=1)
+    bags = enumerate(ids[ids_BF.shape[1] :])
     old_BFL = np.stack(
-        [np.where(bags_BFL[:, f] < 0, PADDING_ID, ids[f][bags_BFL[:, f]]) for f in range(2)], axis=1
+        [np.where(bags_BFL[:, f] < 0, PADDING_ID, own[bags_BFL[:, f]]) for f, own in bags], axis=1
     )
-    batch = {
-        "ids_BF": torch.zeros(3000, 0, dtype=torch.int64),
-        "dense_BN": torch.zeros(3000, 0),
-        "labels_B": torch.zeros(3000),
-    }
-    with torch.no_grad():
-        one = champion({**batch, "bags_BFL": torch.from_numpy(old_BFL).long()})
-        other = model({**batch, "bags_BFL": torch.from_numpy(bags_BFL).long()})
-    torch.testing.assert_close(one["logits"], other["logits"])
+
+    def logits(of: torch.nn.Module, ids_BF: np.ndarray, bags_BFL: np.ndarray) -> torch.Tensor:
+        batch = {name: torch.from_numpy(np.array(grown.arrays[name])) for name in ("dense_BN", "labels_B")}
+        batch |= {"ids_BF": torch.from_numpy(ids_BF).long(), "bags_BFL": torch.from_numpy(bags_BFL).long()}
+        with torch.no_grad():
+            return of(batch)["logits"]
+
+    torch.testing.assert_close(logits(champion, old_BF, old_BFL), logits(model, ids_BF, bags_BFL))
     assert largest_drift(str(grown.path))[0] == "tags"
     schema = (base / "schema.toml").read_text()
     for written, told in (
@@ -340,9 +352,7 @@ def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> 
 
 
 def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
-    rows = [(f"a b{i % 3}", "x", i % 2) for i in range(40)]
     file, schema = tmp_path / "x.parquet", tmp_path / "schema.toml"
-    as_lists(rows).write_parquet(file)
     schema.write_text('[columns.tags]\nrole = "bag"\nseparator = ","\n')
     data = {"path": str(file), "label": "y"}
     pl.DataFrame({"tags": [["a|b", "c"]] * 40, "y": [0, 1] * 20}).write_parquet(file)

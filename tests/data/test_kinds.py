@@ -1,5 +1,6 @@
 """A kind of column from outside of the package: a class and an entry of a list."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,38 +8,21 @@ from typing import Any
 import polars as pl
 import pytest
 
-from dphybrid.data.table.column import Claim, Sample
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.kinds import KINDS, Numeric
+from dphybrid.data.table.kinds import KINDS
 from dphybrid.recipes.ctr.recipe import Ctr
 from dphybrid.util.errors import UserError
-
-
-class Duration(Numeric):
-    """Minutes, written like 1h30m."""
-
-    role = "duration"
-    flag = "durations"
-    flag_help = "Columns to read as durations such as 1h30m, separated by commas."
-    noun = "duration"
-
-    @classmethod
-    def claims(cls, sample: Sample) -> Claim | None:
-        is_one = len(sample.cells) and sample.cells.str.contains(r"^\d+h\d+m$").all()
-        return Claim("durations", {}) if is_one else None
-
-    def read(self, cells: pl.Series) -> pl.Series:
-        hours, minutes = (cells.str.extract(r"^(\d+)h(\d+)m$", k).cast(pl.Float64) for k in (1, 2))
-        return hours * 60 + minutes
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture
 def recipe() -> Iterator[Ctr]:
-    KINDS.insert(0, Duration)
-    try:
-        yield Ctr()
-    finally:
-        KINDS.remove(Duration)
+    """The recipe with the page's kind of column: minutes, written like 1h30m."""
+    page, before = (REPOSITORY / "docs/where.md").read_text(encoding="utf-8"), list(KINDS)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    exec(code, {"__name__": "page"})
+    yield Ctr()
+    KINDS[:] = before
 
 
 def test_a_kind_is_a_class_and_an_entry(recipe: Ctr, tmp_path: Path) -> None:
@@ -49,7 +33,7 @@ def test_a_kind_is_a_class_and_an_entry(recipe: Ctr, tmp_path: Path) -> None:
     assert "took    duration" in prepared.describe()
     encoder = Encoder.load(prepared.path / "encoder")
     (column,) = encoder.numbers
-    assert isinstance(column, Duration)
+    assert column.role == "duration"
     assert column.learned.edges
     arrays, wrong = encoder.encode({"took": pl.Series(texts)})
     assert wrong == 0

@@ -79,6 +79,7 @@ def test_labels_that_turn_out_to_be_numbers_later(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("values", "more", "words"),
     [
+        (["", "NA", "?"], {}, ["data.label='y'", "none of the 60 rows", "has a value"]),
         (["a"], {}, ["data.label=y", "two different values", "column 'y' has 1: 'a'", "name another column"]),
         ([7], {"task": "regression"}, ["two different values", "column 'y' has 1: '7'"]),
         ([1, 2, 3], {"task": "binary"}, ["column 'y' has 3: '1', '2', '3'", "another data.task"]),

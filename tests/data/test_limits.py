@@ -9,7 +9,6 @@ import polars as pl
 import pytest
 
 from dphybrid.data.table import delimited
-from dphybrid.data.table.source import TableSource, open_source
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
 
@@ -74,21 +73,11 @@ def test_a_line_as_long_as_allowed_is_read(tmp_path: Path) -> None:
     file.write_text("t,y\n" + "".join(f"{'x' * (2**20 - 10)}{i},{i % 2}\n" for i in range(5)))
     config = TableDataConfig(path=str(file), label="y", max_line_mib=1)
     assert prepare("ctr", config, tmp_path / "prepared", 0).manifest.split["train_rows"] == 3
+    higher = TableDataConfig(path=str(file), label="y", max_line_mib=3, max_columns=5, max_expansion=7)
+    assert prepare("ctr", higher, tmp_path / "prepared", 0).reused
     file.write_text(file.read_text() + "x" * (2**20 + 1) + ",1\n")
     with pytest.raises(UserError, match="line 7 is longer than data.max_line_mib=1"):
         prepare("ctr", config, tmp_path / "prepared", 0)
-
-
-def test_limits_do_not_change_the_digest(tmp_path: Path) -> None:
-    file = tmp_path / "x.csv"
-    file.write_text("a,y\n1,0\n2,1\n")
-
-    def options(**values: int) -> dict[str, object]:
-        source = open_source(TableDataConfig(path=str(file), label="y", **values), 0)  # type: ignore[arg-type]
-        assert isinstance(source, TableSource)
-        return source.options
-
-    assert options() == options(max_columns=5, max_line_mib=3, max_expansion=7)
 
 
 def test_more_columns_than_file_handles(tmp_path: Path) -> None:

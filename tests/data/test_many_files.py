@@ -191,19 +191,6 @@ def test_a_file_in_both_parts_is_refused(tmp_path: Path) -> None:
         ctr(tmp_path, str(tmp_path / "clicks"), valid_path=str(tmp_path / "clicks/b*"))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"split": "time"},
-        {"split_column": "day"},
-        {"split": "key", "split_column": "user_id", "valid_path": "x.csv"},
-    ],
-)
-def test_splits_that_contradict_are_refused(values: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="split"):
-        TableDataConfig(**values)  # type: ignore[arg-type]
-
-
 def test_a_key_that_would_hold_out_everything_is_told(tmp_path: Path) -> None:
     body = [f"{i * i},one,{i % 2}" for i in range(40)]
     with pytest.raises(UserError, match=r"data\.split=key: all rows are in the validation split"):
@@ -234,12 +221,17 @@ def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: 
         ("[columns.n]\nrole = 'number'", ["columns.n.role = 'number'", "numeric"]),
         ("[columns.n]\ntops = 3", ["columns.n.tops = 3"]),
         ("[columns.nn]\ntop = 3", ["'nn'", "did you mean 'n'"]),
+        ("a = " + "[" * 50_000, ["data.schema_file=", "cannot be read"]),
+        (None, ["data.schema_file=/dev/zero", "cannot be read"]),
+        *((f"[columns.word]\ntop = {number}", ["schema.toml: top = "]) for number in ("1e23", "9" * 23, "0")),
     ],
 )
-def test_wrong_schema_files_are_told(tmp_path: Path, text: str, words: list[str]) -> None:
-    (tmp_path / "schema.toml").write_text(text)
+def test_wrong_schema_files_are_told(tmp_path: Path, text: str | None, words: list[str]) -> None:
+    schema = Path("/dev/zero") if text is None else tmp_path / "schema.toml"
+    if text is not None:
+        schema.write_text(text)
     with pytest.raises(UserError) as caught:
-        ctr(tmp_path, str(write(tmp_path, "x.csv", lines())), schema_file=str(tmp_path / "schema.toml"))
+        ctr(tmp_path, str(write(tmp_path, "x.csv", lines())), schema_file=str(schema))
     for word in words:
         assert word in str(caught.value)
 

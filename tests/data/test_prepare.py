@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dphybrid.data import Prepared, batches, open_prepared
-from dphybrid.data import store as store_module
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.recipes.text.data import tokenize
@@ -76,30 +75,10 @@ def test_click_columns_are_encoded_from_the_training_part(tmp_path: Path) -> Non
         assert arrays["ids_BF"][:, column].max() < size
 
 
-def test_rare_categories_and_missing_numbers(tmp_path: Path) -> None:
-    text = CLICKS + "\n,rare,x,no"
-    prepared = ctr(tmp_path, text, valid_fraction=0.01, min_count=3, buckets=4)
-    last = prepared.arrays["ids_BF"][-1]
-    assert last[0] == 0  # no number
-    assert last[1] == 1  # unknown city
-    assert prepared.info["num_dense"] == 2  # value and missing indicator
-    assert prepared.arrays["dense_BN"][-1].tolist() == [0.0, 1.0]
-
-
-def test_roles_can_be_overridden_and_padded_codes_are_categories(tmp_path: Path) -> None:
-    text = "code,zip,n,clicked\n" + "\n".join(f"{i % 7},{i % 9:03d},{i},{i % 2}" for i in range(100))
-    roles = {
-        c["name"]: c["role"]
-        for c in ctr(tmp_path, text, categorical=("code",), ignore=("n",)).manifest.facts["columns"]
-    }
-    assert roles == {"code": "categorical", "zip": "categorical", "n": "ignore"}
-
-
 @pytest.mark.parametrize(
     ("text", "values", "words"),
     [
         (CLICKS, {"label": "clickd"}, ["data.label='clickd'", "did you mean 'clicked'", "age, city, job"]),
-        (CLICKS, {"label": None}, ["data.label is not set", "age, city"]),
         (CLICKS, {"numeric": ("city",)}, ["data.numeric", "'city'", "'a'", "line 2", "data.categorical"]),
         (CLICKS, {"numeric": ("aeg",)}, ["data.numeric='aeg'", "did you mean 'age'"]),
         (CLICKS, {"numeric": ("age",), "ignore": ("age",)}, ["'age'", "already named as ignore"]),
@@ -148,23 +127,6 @@ def test_unusable_paths_are_told(tmp_path: Path, recipe: str, make: object, word
         prepare(recipe, find_recipe(recipe).data(path=str(path), **label), tmp_path / "prepared", 0)
     for word in [str(path), *words]:
         assert word in str(caught.value)
-    assert leftovers(tmp_path) == []
-
-
-def test_a_damaged_parquet_file_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "x.parquet"
-    file.write_bytes(b"PAR1 this is none")
-    with pytest.raises(UserError, match="cannot be read as Parquet"):
-        prepare("ctr", TableDataConfig(path=str(file), label="y"), tmp_path / "prepared", 0)
-
-
-def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(store_module, "sync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare("toy", None, tmp_path / "prepared", 0)
     assert leftovers(tmp_path) == []
 
 

@@ -96,9 +96,17 @@ def test_a_damaged_folder_is_told_and_not_used(tmp_path: Path) -> None:
     path = build_once(tmp_path, "x", "0" * 64, small).path
     array = path / "x_B.npy"
     whole = array.read_bytes()
-    for damage in (lambda: array.write_bytes(whole[:-1]), lambda: array.unlink()):
-        damage()
-        with pytest.raises(UserError, match=r"x_B\.npy: has .* delete the folder"):
+    np.save(array, np.arange(3).astype(np.float64))
+    header = r"is damaged \(its header .*int64"
+    for content, words in (
+        (array.read_bytes(), header),
+        (whole[:6] + b"\x41" + whole[7:], header),
+        (whole.replace(b"False", b"True "), header),
+        (whole[:-1], "has "),
+        (None, "has "),
+    ):
+        array.unlink() if content is None else array.write_bytes(content)
+        with pytest.raises(UserError, match=rf"x_B\.npy: {words}.* delete the folder"):
             build_once(tmp_path, "x", "0" * 64, small)
     for text in ("", "[]", "{}", '{"arrays": {"x_B": {}}}'):
         (path / "manifest.json").write_text(text)
@@ -134,32 +142,10 @@ def test_any_damage_is_found(tmp_path: Path) -> None:
     verify_prepared(path)
 
 
-def test_an_array_with_another_header_is_told_at_once(tmp_path: Path) -> None:
-    path = build_once(tmp_path, "x", "0" * 64, small).path
-    whole = (path / "x_B.npy").read_bytes()
-    np.save(path / "x_B.npy", np.arange(3).astype(np.float64))
-    for content in (
-        (path / "x_B.npy").read_bytes(),
-        whole[:6] + b"\x41" + whole[7:],
-        whole.replace(b"False", b"True "),
-    ):
-        (path / "x_B.npy").write_bytes(content)
-        with pytest.raises(UserError, match=r"x_B\.npy: is damaged \(its header .*int64.* delete the folder"):
-            open_prepared(path)
-
-
-def test_a_full_disk_and_a_file_in_the_way_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be written there.*DPHYBRID_DATA_DIR"):
         prepare("toy", None, tmp_path / "file", 0)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(np.lib.format, "write_array_header_1_0", full)
-    with pytest.raises(UserError, match="No space left.*make room"):
-        prepare("toy", None, tmp_path / "prepared", 0)
-    assert names(tmp_path / "prepared") == []
 
 
 @pytest.mark.parametrize("limit", [2_000, 30_000])  # a column of numbers takes 24,000 bytes, the ids 48,000

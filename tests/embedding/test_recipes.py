@@ -11,6 +11,7 @@ from dphybrid.embedding.native import fill_normal
 from dphybrid.serving.load import load_model
 from dphybrid.util.errors import UserError
 from tests.commands import run_with
+from tests.preparing import clicks
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 
@@ -20,47 +21,36 @@ def fill(*args: Any) -> torch.Tensor:
     return args[0]
 
 
+@pytest.fixture
+def small_clicks(tmp_path: Path) -> list[str]:
+    return [*clicks(tmp_path), "model.dim=4", "model.hidden=8", "train.epochs=1", "train.batch_size=24"]
+
+
 @pytest.fixture(autouse=True)
 def worker_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual devices get no worker but when it is asked for."""
     monkeypatch.setattr("dphybrid.training.engine.Engine.prefetches_on_cpu", True)
 
 
-@pytest.fixture
-def clicks(tmp_path: Path) -> list[str]:
-    lines = ["label,user,item,price"]
-    lines += [f"{i * 7 % 5 % 2},u{i * i % 23},i{i % 11},{i % 13 / 10}" for i in range(400)]
-    file = tmp_path / "clicks.csv"
-    file.write_text("\n".join(lines))
-    return [
-        "recipe=ctr",
-        f"data.path={file}",
-        "data.label=label",
-        "model.dim=4",
-        "model.hidden=8",
-        "train.epochs=1",
-        "train.batch_size=24",
-    ]
-
-
 def test_clicks_train_to_the_same_bits(
-    clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    small_clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    off, exact = (run_with(*clicks, "devices=cpu*3", f"train.pipeline={mode}") for mode in ("off", "exact"))
+    three = [*small_clicks, "devices=cpu*3"]
+    off, exact = (run_with(*three, f"train.pipeline={mode}") for mode in ("off", "exact"))
     assert (exact.digests, exact.metrics) == (off.digests, off.metrics)
     monkeypatch.setenv("DPHYBRID_TABLE_STORAGE", "mmap")
-    assert run_with(*clicks, "devices=cpu*3").digests == off.digests
+    assert run_with(*three).digests == off.digests
     assert not list((data_dir / "tables").iterdir())
 
 
 def test_what_the_engine_did_is_on_record(
-    clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    small_clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("DPHYBRID_TRACKING_URI")
     monkeypatch.setenv("DPHYBRID_TRACKING_DETAIL", "full")
-    report = run_with(*clicks, "devices=cpu*2", "train.log_every=4")
+    report = run_with(*small_clicks, "devices=cpu*2", "train.log_every=4")
     assert report.run_id is not None
     client = MlflowClient(report.tracking_uri)
     last = {
@@ -76,26 +66,26 @@ def test_what_the_engine_did_is_on_record(
         assert last[f"embedding/{stage}_ms"] >= 0
 
 
-def test_rows_of_half_the_size_learn_too(clicks: list[str], data_dir: Path) -> None:
-    half = run_with(*clicks, "table.dtype=bfloat16", "train.epochs=2")
-    whole = run_with(*clicks, "train.epochs=2")
+def test_rows_of_half_the_size_learn_too(small_clicks: list[str], data_dir: Path) -> None:
+    half = run_with(*small_clicks, "table.dtype=bfloat16", "train.epochs=2")
+    whole = run_with(*small_clicks, "train.epochs=2")
     assert half.metrics["log_loss"] == pytest.approx(whole.metrics["log_loss"], rel=0.05)
     assert half.metrics != whole.metrics
     with pytest.raises(UserError, match="use model.dtype=float32, not float64"):
-        run_with(*clicks, "table.dtype=bfloat16", "model.dtype=float64")
+        run_with(*small_clicks, "table.dtype=bfloat16", "model.dtype=float64")
 
 
 def test_start_values_are_drawn_where_they_are_used_only(
-    clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    small_clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[int] = []
     monkeypatch.setattr(
         "dphybrid.embedding.native.fill_normal", lambda weight, *rest: filled.append(len(fill(weight, *rest)))
     )
-    report = run_with(*clicks, "devices=cpu")
+    report = run_with(*small_clicks, "devices=cpu")
     # for training; neither for a look at the sizes nor for the evaluation of a checkpoint
     assert len(filled) == 1
-    run_with(*clicks, "devices=cpu", f"train.warm_start={report.best_checkpoint}")
+    run_with(*small_clicks, "devices=cpu", f"train.warm_start={report.best_checkpoint}")
     assert len(filled) == 1
     whole = load_model(report.run_name)
     assert len(filled) == 1
@@ -112,14 +102,18 @@ def small_runs(tmp_path: Path) -> dict[str, list[str]]:
     lines = [" ".join(f"w{(i * j + j) % 17}" for j in range(40)) for i in range(1, 40)]
     (tmp_path / "small.txt").write_text("\n".join(lines))
     text = [f"data.path={tmp_path / 'small.txt'}", "data.window=16", "model.dim=8", "model.hidden=8"]
+    rows = [f"u{i * i % 30},i{i * 7 % 25},g{i * 7 % 4}" for i in range(300)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["user,item,genre", *rows]))
+    pairs = [f"data.path={tmp_path / 'pairs.csv'}", "data.negatives=20", "data.item_features=genre"]
     return {
+        "retrieval": ["recipe=retrieval", *pairs, "train.epochs=2", "train.batch_size=50"],
         "text": ["recipe=text", *text, "model.dropout=0.2", "table.optimizer=lazy-adam", "train.epochs=2"],
         "kge": ["recipe=kge", *kge, "train.epochs=2"],
         "hybrid": ["recipe=hybrid", "train.batch_size=700", "train.epochs=1"],
     }
 
 
-@pytest.mark.parametrize("recipe", ["kge", "hybrid", "text"])
+@pytest.mark.parametrize("recipe", ["kge", "hybrid", "text", "retrieval"])
 def test_rows_of_all_lookups_are_prepared_and_train_to_the_same_bits(
     recipe: str, small_runs: dict[str, list[str]], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

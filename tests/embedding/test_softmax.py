@@ -7,8 +7,6 @@ from torch.nn import functional as F
 
 from dphybrid.embedding import softmax
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
-from dphybrid.parallel import DataParallel, resolve_devices
-from dphybrid.recipes.text.model import FullSoftmax
 
 
 @pytest.fixture(params=[1000, 4], ids=["one chunk", "chunks of 4 rows"])
@@ -98,22 +96,6 @@ def test_no_scores_are_held_for_the_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         linear_cross_entropy(rows_XH, weights_VH, torch.zeros(60, dtype=torch.long))
     assert 0 < max(held) < 60 * 50 / 10
-
-
-@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
-def test_the_text_recipe_s_output_is_torch_s_on_any_split(devices: str) -> None:
-    torch.manual_seed(0)
-    layer = FullSoftmax(hidden=6, num_words=11).double()
-    hidden_BTH = torch.randn(5, 4, 6, dtype=torch.float64)
-    targets_BT = torch.randint(0, 11, (5, 4))
-    targets_BT[3, 2:] = IGNORED
-    expected_X = F.cross_entropy(
-        layer.layer(hidden_BTH).flatten(0, 1), targets_BT.flatten(), reduction="none"
-    )
-    expected = torch.autograd.grad(expected_X.sum() / 18, list(layer.parameters()))
-    loss_BT = DataParallel(layer, resolve_devices(devices))(hidden_BTH, targets_BT)
-    torch.testing.assert_close(loss_BT, expected_X.view(5, 4))
-    torch.testing.assert_close(torch.autograd.grad(loss_BT.sum() / 18, list(layer.parameters())), expected)
 
 
 def test_torch_compile_follows_it_in_one_graph() -> None:

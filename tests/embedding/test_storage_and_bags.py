@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.embedding import run, text
 from benchmarks.pipelines import pipeline_costs
-from benchmarks.racing import plain, zipf_ids
+from benchmarks.racing import plain
 from dphybrid.embedding import (
     HostEmbedding,
     HostEmbeddingCollection,
@@ -237,13 +237,6 @@ def test_the_overlap_is_of_parts_that_were_measured_alone() -> None:
     assert found["prepared_ratio"] == 1
     without = pipeline_costs(500, 4, 16, 3, steps=4, devices="cpu*2", repeats=1, hidden=8)
     assert not [name for name in without if "alone" in name or "part" in name]
-
-
-def test_zipf_ids_lie_all_over_the_table() -> None:
-    for num_rows in (1_000_000, 100_000, 1_000_003):
-        ids = zipf_ids(num_rows, (20_000,))
-        per_tenth = torch.bincount(ids.unique() * 10 // num_rows, minlength=10)
-        assert per_tenth.min() > 0.8 * per_tenth.float().mean()
 
 
 @pytest.mark.skipif(not find_spec("fbgemm_gpu"), reason="fbgemm-gpu-cpu is not installed")

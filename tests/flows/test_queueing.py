@@ -161,31 +161,27 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
             check_prefect_yaml(tmp_path / "prefect.yaml")
 
 
+FLOW = "entrypoint: dphybrid.flows.train_hybrid:train_hybrid"
+NO_PAGES = ["[1, 2]", "7", "text", "&a {deployments: *a}", "deployments: &a [*a]", "deployments: {}"]
+NO_PAGES += ["deployments: [7]", "\x00", "a: [", "[" * 3000]
+DEPLOYMENTS = {
+    "entrypoint: ''": "entrypoint : ",
+    "entrypoint: .train:f": "entrypoint .train:f: ",
+    f"{FLOW}, parameters: &p {{config: *p}}": "deployment a",
+    f"{FLOW}, schedules: [{{parameters: [1]}}]": "parameters",
+    f"{FLOW}, schedules: [{{cron: 5, timezone: 7}}]": "cron 5 with timezone 7",
+    f"{FLOW}, schedules: [{{cron: '* * *', timezone: UTC}}]": "with timezone 'UTC'",
+}
+
+
 @pytest.mark.parametrize(
-    "page",
+    ("page", "words"),
     [
-        "[1, 2]",
-        "7",
-        "text",
-        "&a {deployments: *a}",
-        "deployments: &a [*a]",
-        "deployments: {}",
-        "deployments: [7]",
-        "\x00",
-        "a: [",
-        "[" * 3000,
+        *((page, r"prefect\.yaml: ") for page in NO_PAGES),
+        *((f"deployments: [{{name: a, {page}}}]", words) for page, words in DEPLOYMENTS.items()),
     ],
 )
-def test_a_file_that_is_no_prefect_yaml_is_told(page: str, tmp_path: Path) -> None:
+def test_a_file_of_odd_deployments_is_told(page: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").write_text(page)
-    with pytest.raises(UserError, match=r"prefect\.yaml: "):
-        check_prefect_yaml(tmp_path / "prefect.yaml")
-
-
-def test_parameters_that_hold_themselves_are_told(tmp_path: Path) -> None:
-    flow = "dphybrid.flows.train_hybrid:train_hybrid"
-    (tmp_path / "prefect.yaml").write_text(
-        f"deployments: [{{name: a, entrypoint: '{flow}', parameters: &p {{config: *p}}}}]"
-    )
-    with pytest.raises(UserError, match="deployment a"):
+    with pytest.raises(UserError, match=words):
         check_prefect_yaml(tmp_path / "prefect.yaml")

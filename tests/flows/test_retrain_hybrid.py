@@ -10,14 +10,11 @@ from dphybrid.cli.main import main as dphybrid
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.data import open_prepared
-from dphybrid.data.table.extend import open_base
 from dphybrid.lifecycle.comparing import bootstrap_gains
 from dphybrid.lifecycle.retrain import largest_drift, open_registry
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import read_run
-from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.metrics import BINARY
-from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_json
 from flows.retrain_hybrid import retrain_hybrid
@@ -121,50 +118,6 @@ def test_three_days_of_data(
     assert left.startswith(f"{second.decision}; rolled back to version 1, 20")
     with pytest.raises(UserError, match=r"no version was the champion before version 1.*--to .1, 2, 3.$"):
         registry.roll_back("clicks")
-
-
-@pytest.mark.slow
-def test_a_grown_model_answers_as_the_champion_did(
-    tmp_path: Path, data_dir: Path, embedded_store: None, prefect_server: None
-) -> None:
-    days = tmp_path / "days"
-    days.mkdir()
-    experiment = config(days)
-    write_day(days, 1, range(40))
-    retrain_hybrid(config=experiment, return_state=True)
-    write_day(days, 2, range(20, 60))
-    retrain_hybrid(config=experiment, return_state=True)
-    run = read_run(sorted((data_dir / "runs").iterdir())[-1], load_settings())
-    checkpoint = Path(run.config.train.warm_start or "")
-    champion = model_from_checkpoint(checkpoint)
-    data = open_prepared(Path(run.page.prepared))
-    now, before = open_base(data.path), open_base(Path(data.manifest.base))
-    assert sum(data.info["num_ids"]) == sum(before.prepared.info["num_ids"]) + 20
-    # The same rows, encoded by each one's own encoder from the texts.
-    from dphybrid.parallel import resolve_devices
-    from dphybrid.recipes import ModelContext, build_model
-
-    grown = build_model("ctr", ModelContext(resolve_devices("cpu"), data.info, run.config.model, 1))
-    warm_start(checkpoint, grown, data)
-    rows = data.arrays["valid_rows"]
-    site = next(i for i, c in enumerate(now.encoder.id_columns) if c["name"] == "site")
-    texts = now.encoder.categories[0].learned
-    ids_BF = np.array(data.arrays["ids_BF"][rows])
-    new_B = ids_BF[:, site] >= before.encoder.categories[0].num_ids
-    assert new_B.any()
-    assert not new_B.all()
-    old_BF = ids_BF.copy()
-    old_BF[:, site] = [
-        before.encoder.categories[0].ids(texts[[int(i) - 2]])[0][0] if i >= 2 else i for i in ids_BF[:, site]
-    ]
-    batch = {name: torch.from_numpy(np.array(data.arrays[name][rows])) for name in ("dense_BN", "labels_B")}
-    with torch.no_grad():
-        one = champion.eval()({**batch, "ids_BF": torch.from_numpy(old_BF)})
-        other = grown.eval()({**batch, "ids_BF": torch.from_numpy(ids_BF)})
-    assert torch.equal(one["logits"], other["logits"])
-    # Files are read in the order of their names, so the rows of day 1 keep their numbers.
-    assert not set(before.prepared.arrays["train_rows"].tolist()) & set(rows.tolist())
-    assert set(before.prepared.arrays["valid_rows"].tolist()) < set(rows.tolist())
 
 
 def test_the_bootstrap_knows_a_gain_from_noise() -> None:

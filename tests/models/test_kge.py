@@ -13,11 +13,10 @@ from torch.nn.functional import cross_entropy
 
 from dphybrid.data import Prepared, batches
 from dphybrid.embedding import make_row_optimizer
-from dphybrid.parallel import find_data_parallel, resolve_devices
-from dphybrid.parallel.check import check_module
+from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.kge import KgeDataConfig, KgeModelConfig
-from dphybrid.recipes.kge.model import QUERIES, TripleModel
+from dphybrid.recipes.kge.model import TripleModel
 from dphybrid.util.errors import UserError
 from tests.commands import run_with
 from tests.preparing import prepare
@@ -224,20 +223,6 @@ def test_it_learns_relations_with_a_pattern(unrecorded: None, tmp_path: Path) ->
     report = run_with(*values, "model.dim=32", "model.penalty=0.01", "devices=cpu*2")
     assert report.metrics["mrr"] > 0.9
     assert report.metrics["hits_at_1"] <= report.metrics["hits_at_3"] <= report.metrics["hits_at_10"] <= 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_its_region_is_clean(kind: str, tmp_path: Path) -> None:
-    for block in find_data_parallel(model_for(graph(tmp_path), kind)).values():
-        assert check_module(block.module) == []
-
-
-def test_a_relation_s_query_keeps_the_entity_s_moduli_under_rotation() -> None:
-    entity, relation = torch.randn(5, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
-    turned = QUERIES["rotate"](entity, relation)
-    torch.testing.assert_close(
-        turned[:, :4] ** 2 + turned[:, 4:] ** 2, entity[:, :4] ** 2 + entity[:, 4:] ** 2
-    )
 
 
 def test_wrong_options_are_told(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,24 +17,20 @@ from torch.nn import functional as F
 import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.cli.main import main
-from dphybrid.config.settings import load_settings
 from dphybrid.data import Prepared, batches
-from dphybrid.embedding import RowPipeline, find_tables, make_row_optimizer, sampled_softmax
-from dphybrid.parallel import find_data_parallel, resolve_devices
-from dphybrid.parallel.check import check_module
+from dphybrid.embedding import find_tables, make_row_optimizer, sampled_softmax
+from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
-from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.model import RetrievalModel, recall_and_ndcg
 from dphybrid.run.pages import ResultPage
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.train import Report
 from dphybrid.training.memory import micro_batches
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted
 from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.preparing import prepare
-from tests.training.stopping import stopping_after
+from tests.training.stopping import stopped_and_resumed
 
 
 def write_rows(file: Path, num_rows: int = 400, num_users: int = 30, num_items: int = 25) -> None:
@@ -224,13 +219,6 @@ def test_recall_and_ndcg_are_their_definitions() -> None:
     )
 
 
-def test_its_regions_are_clean(tmp_path: Path) -> None:
-    blocks = find_data_parallel(model_for(small(tmp_path)))
-    assert sorted(blocks) == ["items.tower", "users.tower"]
-    for block in blocks.values():
-        assert check_module(block.module) == []
-
-
 def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) -> None:
     rows = [
         "who,what,when,home,note",
@@ -283,17 +271,6 @@ def test_what_cannot_be_used_is_told(values: dict[str, object], words: list[str]
         assert word in str(told.value), word
 
 
-def test_wrong_options_are_told() -> None:
-    for override, words in (
-        ("data.cutoffs=10,10", "that differ"),
-        ("data.cutoffs=0", "greater than or equal to 1"),
-        ("data.user_features=item", "named twice"),
-    ):
-        with pytest.raises(UserError, match=words):
-            load_config(None, ["recipe=retrieval", override])
-    assert load_config(None, ["recipe=retrieval", "data.cutoffs=5, 20"]).data.cutoffs == (5, 20)  # type: ignore[attr-defined]
-
-
 OPTIONS = ["recipe=retrieval", "data.negatives=64", "devices=cpu", "train.epochs=2"]
 OPTIONS += ["train.batch_size=500", "train.schedule=constant"]
 
@@ -319,17 +296,15 @@ def test_eight_devices_and_a_broken_run_come_to_the_same(
     trained: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped in its second epoch and resumed: the same bits. Eight devices: equal but for rounding."""
-    runs, config = trained[1] / "runs", load_config(None, OPTIONS)
-    with stopping_after(50) as stop, pytest.raises(Interrupted):
-        run_job(config, load_settings(), run_name="broken", stop=stop)
-    assert run_job(config, load_settings(), resume="broken").metrics == trained[0].metrics
+    assert stopped_and_resumed(*OPTIONS, at=50).metrics == trained[0].metrics
     whole, broken = (dphybrid.load_model(name).state_dict() for name in ("sample", "broken"))
     assert whole.keys() == broken.keys()
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
-    eight = load_config(None, [*OPTIONS, "train.epochs=1", "devices=cpu*8", "train.check_split=true"])
-    report = run_job(eight, load_settings(), run_name="eight")
+    eight = [*OPTIONS, "train.epochs=1", "devices=cpu*8", "train.check_split=true"]
+    report = run_with(*eight, run_name="eight")
     assert {row.block for row in report.splits} == {"users.tower", "items.tower"}
-    first, other = (ResultPage.read(runs / name / "result.json").history[0] for name in ("sample", "eight"))
+    runs = [trained[1] / "runs" / name for name in ("sample", "eight")]
+    first, other = (ResultPage.read(run / "result.json").history[0] for run in runs)
     for name in ("train loss", "validation loss"):
         assert other[name] == pytest.approx(first[name], rel=1e-4)
 
@@ -367,20 +342,6 @@ def test_recommendations_are_the_best_items_that_a_user_has_not_met(
     assert found.recommend([]).is_empty()
     with pytest.raises(UserError, match="k=0"):
         found.recommend(user, k=0)
-
-
-def test_rows_fetched_ahead_give_the_same_bits(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_rows(data_dir.parent / "rows.csv", num_rows=300)
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-    monkeypatch.setattr("dphybrid.training.loop.RowPipeline", partial(RowPipeline, on_cpu=True))
-    options = ["recipe=retrieval", "devices=cpu*2", "data.path=rows.csv", "data.negatives=20"]
-    options += ["data.item_features=genre", "train.epochs=2", "train.batch_size=50"]
-    found = []
-    for mode in ("off", "exact"):
-        run_with(*options, f"train.pipeline={mode}", run_name=mode)
-        found.append(dphybrid.load_model(mode).state_dict())
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> None:

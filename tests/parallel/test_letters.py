@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.parallel import DataParallel, LossInside, Whole, compare_split, device_count
+from dphybrid.parallel import DataParallel, Whole, compare_split, device_count
 from dphybrid.parallel.check import check_module
 from dphybrid.util.errors import UserError
 from tests.parallel.zoo import Does
@@ -293,13 +293,6 @@ def test_an_error_in_a_replica_says_what_was_split_and_what_may_be_meant(
         assert "batch dim" in told or "return the batch on dim" in told
     else:
         torch.testing.assert_close(out, module(*given))
-
-
-def test_a_loss_of_one_number_names_the_way_out() -> None:
-    with pytest.raises(UserError, match='0-dim tensor.*reduction="none".*LossInside'):
-        DataParallel(Does(lambda x: x.mean()), "cpu*2")(X)
-    region = DataParallel(LossInside(nn.Linear(3, 3), nn.MSELoss(reduction="none")), "cpu*3")
-    assert region(X, X).mean().dim() == 0
 
 
 # Devices

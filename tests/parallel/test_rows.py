@@ -75,16 +75,6 @@ def test_all_rows_but_those_of_the_first_batch_come_prepared(declares: bool) -> 
     assert counted["prepared"] == 2 * sum(each) - each[0]
 
 
-def test_the_bits_are_those_without_and_those_of_a_plain_lookup_are_close() -> None:
-    models = {mode: Looks("cpu*3") for mode in ("exact", "off")}
-    for mode, model in models.items():
-        train(model, announced, mode=mode, on_cpu=True, epochs=3)
-    assert torch.equal(models["exact"].table.weight, models["off"].table.weight)
-    plain = Looks("cpu")
-    train(plain, announced, epochs=3)
-    torch.testing.assert_close(models["off"].table.weight, plain.table.weight)
-
-
 def test_every_row_of_the_own_loop_comes_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[RowPipeline] = []
 

@@ -9,11 +9,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from dphybrid.data import Prepared
-from dphybrid.lifecycle.comparing import bootstrap_gains
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.pages import MetricsPage
-from dphybrid.training.label_tasks import label_task
 from tests.commands import run_with
 
 ROWS = 600
@@ -100,15 +98,3 @@ def test_a_run_says_what_it_adds(
     assert report.beside.startswith("majority class auc 0.5000 (this run is 0.")
     assert f"Baselines:   {report.beside}" in report.text
     assert MetricsPage.read(data_dir / "runs" / report.run_name / "metrics.json").beside == report.beside
-
-
-def test_a_model_of_noise_does_not_beat_the_floor_by_its_interval(tmp_path: Path) -> None:
-    data = prepared(table().drop("score"), tmp_path, "clicked")
-    task, floor = label_task(data.info), find_recipe("ctr").floor(data)
-    assert floor is not None
-    noise_B = np.random.default_rng(0).normal(size=len(floor["logits"])).astype("float32")
-    of_noise = floor | {"logits": floor["logits"] + floor["logits"].new_tensor(noise_B)}
-    gains = bootstrap_gains(floor, of_noise, task, 0, 300)
-    assert np.quantile(gains, 0.025) <= 0
-    knowing = floor | {"logits": floor["labels_B"] + 0.3 * floor["logits"].new_tensor(noise_B)}
-    assert np.quantile(bootstrap_gains(floor, knowing, task, 0, 300), 0.025) > 0

@@ -217,13 +217,3 @@ def test_what_is_not_there_is_not_held_against_it(data_dir: Path) -> None:
     found = found_in("Mute")
     assert found["predict"].holds is None
     assert "define predict(model, rows, vocabularies)" in found["predict"].words
-
-
-@pytest.mark.parametrize("argv", [["recipe"], ["recipe", "a", "b"], ["recipe", "toi"], ["a:b", "c:d"]])
-def test_one_recipe_or_function_is_checked_at_a_time(
-    argv: list[str], data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", *argv]) == 2
-    assert (
-        "name one" in (told := capsys.readouterr().err) or "did you mean 'toy'" in told or "at a time" in told
-    )

@@ -4,6 +4,7 @@ compared and loaded."""
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,74 +17,9 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import announced
 from dphybrid.util.errors import UserError
 from tests.commands import command
+from tests.conftest import REPOSITORY
 
-PACKAGE = '''
-import numpy as np
-import torch
-from pydantic import Field
-
-from dphybrid.parallel import DataParallel
-from dphybrid.recipes import DataConfig, ModelConfig, Recipe, Task
-
-
-class RatingsData(DataConfig):
-    """Made-up ratings."""
-
-    users: int = Field(default=40, ge=1)
-    """Number of users."""
-
-
-class RatingsModel(ModelConfig):
-    """How large."""
-
-    dim: int = Field(default=8, ge=1)
-    """Width of a row."""
-
-
-class Ratings(Recipe):
-    name = "ratings"
-    summary = "Ratings of films by users."
-    data = RatingsData
-    model = RatingsModel
-    train = {"epochs": 2, "batch_size": 50, "lr": 0.01}
-    table = {"optimizer": "adagrad", "lr": 0.2}
-
-    def rows(self, data, seed):
-        random = np.random.default_rng(seed)
-        taste = random.normal(size=data.users)
-        split = []
-        for count in (600, 200):
-            users = random.integers(0, data.users, count)
-            labels = taste[users] + 0.1 * random.normal(size=count)
-            split.append({"users_B": users, "labels_B": labels.astype(np.float32)})
-        return tuple(split)
-
-    def build(self, context):
-        return Net(context)
-
-    def task(self, info):
-        return Task("mae", False, mean_error, reads=("error_B",))
-
-
-def mean_error(outputs):
-    return {"mae": float(outputs["error_B"].mean()), "worst": float(outputs["error_B"].max())}
-
-
-class Net(torch.nn.Module):
-    def __init__(self, context):
-        super().__init__()
-        self.table = context.table(context.info["num_ids"]["users_B"], context.options.dim, name="users")
-        self.region = DataParallel(torch.nn.Linear(context.options.dim, 1), context.devices)
-
-    def table_ids(self, batch):
-        return {"table": batch["users_B"]}
-
-    def forward(self, batch):
-        rating_B = self.region(self.table(batch["users_B"])).squeeze(1)
-        error_B = rating_B - batch["labels_B"].to(rating_B)
-        weight_B = torch.ones_like(error_B)
-        return {"loss": error_B.square(), "weight": weight_B, "error_B": error_B.detach().abs()}
-'''
+PACKAGE = (REPOSITORY / "examples/own_recipe.py").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -108,54 +44,43 @@ def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(
     package: Path, data_dir: Path, tmp_path: Path
 ) -> None:
     help_text = command("train", "--help", "--recipe", "ratings")
-    assert "--data.users" in help_text
-    assert "--model.dim" in help_text
+    assert "--data.num-ratings" in help_text
     assert "--data.schema-file" not in help_text
-    assert "600 samples to train, 200 to validate" in command(
-        "prepare", "--recipe", "film_club.recipe:Ratings"
+    few = ["--data.num-ratings", "1000"]
+    assert "900 samples to train, 100 to validate" in command(
+        "prepare", "--recipe", "film_club.recipe:Ratings", *few
     )
-    values = ["--recipe", "ratings", "--devices", "cpu*2", "--run-name", "first"]
-    command("train", *values, "--report", str(tmp_path / "first.json"))
-    command(
-        "train", *values, "--resume", "first", "--train.epochs", "6", "--report", str(tmp_path / "more.json")
-    )
-    command(
-        "train",
-        *values[:4],
-        "--run-name",
-        "second",
-        "--train.epochs",
-        "6",
-        "--report",
-        str(tmp_path / "second.json"),
-    )
-    first, more, second = (
-        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "more", "second")
-    )
+
+    def trained(name: str, epochs: int, *more: str) -> Any:
+        report = tmp_path / "report.json"
+        values = ["--recipe", "ratings", "--devices", "cpu*2", *few, "--train.epochs", str(epochs)]
+        command("train", *values, *more, name, "--report", str(report))
+        return json.loads(report.read_text())
+
+    first = trained("first", 1, "--run-name")
+    more, second = trained("first", 6, "--resume"), trained("second", 6, "--run-name")
     assert more["run_id"] == first["run_id"]
-    assert set(more["metrics"]) == {"mae", "worst"}
-    assert more["metrics"]["mae"] < first["metrics"]["mae"]
-    assert second["metrics"]["mae"] < first["metrics"]["mae"]
+    assert set(more["metrics"]) == {"right"}
+    assert min(more["metrics"]["right"], second["metrics"]["right"]) > first["metrics"]["right"]
 
     from mlflow.tracking import MlflowClient
 
     run = MlflowClient(more["tracking_uri"]).get_run(more["run_id"])
-    assert run.data.metrics["final/mae"] == pytest.approx(more["metrics"]["mae"])
+    assert run.data.metrics["final/right"] == pytest.approx(more["metrics"]["right"])
     assert run.data.params["recipe"] == "ratings"
-    assert run.data.params["data.users"] == "40"
+    assert run.data.params["data.num_ratings"] == "1000"
     assert "model.kind" not in run.data.params
     page = command("compare", "first", "second", "--out", str(tmp_path / "page"))
     assert "2 runs" in page
 
     model = dphybrid.load_model("second")
-    config = load_config(None, ["recipe=ratings"])
+    config = load_config(None, ["recipe=ratings", "data.num_ratings=1000"])
     data = find_recipe("ratings").prepare(config.data, data_dir / "prepared", 0)
     assert data.reused
     (batch,) = batches(data.dataset("valid"), 200, seed=0, epoch=0, shuffle=False)
     with torch.no_grad():
-        assert float(model.eval()(batch)["error_B"].mean()) == pytest.approx(
-            second["metrics"]["mae"], rel=1e-5
-        )
+        right_B = model.eval()(batch)["said"].sign() == batch["stars"].sign()
+    assert float(right_B.double().mean()) == pytest.approx(second["metrics"]["right"])
 
 
 def test_mistakes_of_a_recipe_are_told(
@@ -164,15 +89,15 @@ def test_mistakes_of_a_recipe_are_told(
     for path, words in (
         ("film_club.recipe:Nothing", ["no recipe 'Nothing'", "Ratings"]),
         ("film_club.nowhere:Ratings", ["no module named 'film_club.nowhere'"]),
-        ("film_club.recipe:mean_error", ["no recipe 'mean_error'"]),
+        ("film_club.recipe:share_right", ["no recipe 'share_right'"]),
         ("rating", ["did you mean", "package.module:NAME"]),
     ):
         with pytest.raises(UserError) as told:
             load_config(None, [f"recipe={path}"])
         for word in words:
             assert word in str(told.value)
-    with pytest.raises(UserError, match=r"data\.users = '0'.*greater than or equal to 1"):
-        load_config(None, ["recipe=film_club.recipe:Ratings", "data.users=0"])
+    with pytest.raises(UserError, match=r"data\.num_ratings = '0'.*than or equal to 100"):
+        load_config(None, ["recipe=film_club.recipe:Ratings", "data.num_ratings=0"])
 
 
 def test_an_interruption_while_a_recipe_is_imported_is_told(

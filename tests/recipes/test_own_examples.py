@@ -8,39 +8,28 @@ import pytest
 import torch
 
 import dphybrid
-from dphybrid.config.settings import load_settings
 from dphybrid.embedding import find_tables
 from dphybrid.recipes import find_recipe
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, StopRequest
-from tests.training.stopping import stopping_after
+from tests.commands import run_with
+from tests.training.stopping import stopped_and_resumed
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 
 SASREC, WORD2VEC = "examples.own_sasrec:SasRec", "examples.own_word2vec:Word2Vec"
 
 
-def trained(recipe: str, *values: str, name: str = "whole", stop: StopRequest | None = None) -> Report:
-    config = load_config(None, [f"recipe={recipe}", "devices=cpu*2", *values])
-    resume = name if name == "stopped" and stop is None else None
-    return run_job(config, load_settings(), run_name=name, resume=resume, stop=stop)
-
-
-def stopped_and_resumed(recipe: str, *values: str, at: int) -> Report:
-    with stopping_after(at) as stop, pytest.raises(Interrupted, match=f"step-{at:06d}"):
-        trained(recipe, *values, name="stopped", stop=stop)
-    return trained(recipe, *values, name="stopped")
+def values_of(recipe: str, *values: str) -> list[str]:
+    return [f"recipe={recipe}", "devices=cpu*2", *values]
 
 
 @pytest.mark.slow
 def test_sasrec(data_dir: Path) -> None:
-    whole = trained(SASREC, "train.epochs=3")
+    values = values_of(SASREC, "train.epochs=3")
+    whole = run_with(*values)
     assert whole.metrics["ndcg_at_10"] > 0.3  # of 60 items; at random, 0.08
-    resumed = stopped_and_resumed(SASREC, "train.epochs=3", at=20)
-    assert resumed.digests == whole.digests
-    predictor = dphybrid.load("stopped")
+    assert stopped_and_resumed(*values, at=20).digests == whole.digests
+    predictor = dphybrid.load("broken")
     assert (
         predictor.predict(find_recipe(SASREC).example)["next"]
         .is_in(predictor.vocabularies["item"].values)
@@ -56,24 +45,24 @@ def test_sasrec(data_dir: Path) -> None:
 def test_sasrec_reads_a_file(data_dir: Path) -> None:
     rows = [(user, f"item {(user + n) % 5}") for user in range(30) for n in range(4)]
     pl.DataFrame(rows, schema=["user", "item"], orient="row").write_csv("taken.csv")
-    report = trained(SASREC, "data.path=taken.csv", "train.epochs=1")
+    report = run_with(*values_of(SASREC, "data.path=taken.csv", "train.epochs=1"), run_name="whole")
     assert 0 <= report.metrics["recall_at_10"] <= 1
     assert dphybrid.load_model("whole").items.num_rows == 2 + 5
     with pytest.raises(UserError, match=r"data.path=none.csv: there is no such file"):
-        trained(SASREC, "data.path=none.csv")
+        run_with(*values_of(SASREC, "data.path=none.csv"))
 
 
 @pytest.mark.parametrize("tied", ["false", "true"])
 def test_word2vec(tied: str, data_dir: Path) -> None:
-    values = ["data.sentences=300", "train.epochs=3", f"model.tied={tied}"]
-    whole = trained(WORD2VEC, *values)
-    assert trained(WORD2VEC, *values, "train.pipeline=off", name="off").digests == whole.digests
-    assert stopped_and_resumed(WORD2VEC, *values, at=30).digests == whole.digests
-    model = dphybrid.load_model("stopped")
+    values = values_of(WORD2VEC, "data.sentences=300", "train.epochs=3", f"model.tied={tied}")
+    whole = run_with(*values)
+    assert run_with(*values, "train.pipeline=off").digests == whole.digests
+    assert stopped_and_resumed(*values, at=30).digests == whole.digests
+    model = dphybrid.load_model("broken")
     assert list(find_tables(model)) == (["words"] if tied == "true" else ["words", "near"])
     rows = torch.arange(2, model.words.num_rows)
     assert torch.equal(model.words(rows), model.near(rows)) is (tied == "true")
-    found = dphybrid.load("stopped").predict({"word": ["ship", "oven", "moon"]})["nearest"].to_list()
+    found = dphybrid.load("broken").predict({"word": ["ship", "oven", "moon"]})["nearest"].to_list()
     topics = ["sea wave ship sail tide", "bread flour oven salt dough", "star orbit moon comet sun"]
     for nearest, topic in zip(found, topics, strict=True):
         assert len(set(nearest.split()) & set(topic.split())) >= 2

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from dphybrid.run.train import Report
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, StopRequest
 from examples import own_gan
 from tests.commands import run_with
-from tests.training.stopping import stopping_after
+from tests.training.stopping import stopped_and_resumed
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 
@@ -36,33 +34,23 @@ class Misnames(own_gan.Gan):
         return step.update(batch, step.model.critic_losses, of="judge")
 
 
-def trained(
-    recipe: str,
-    *overrides: str,
-    resume: str | None = None,
-    stop: StopRequest | None = None,
-    name: str = "one",
-) -> Report:
-    values = [f"recipe={recipe}", "devices=cpu*2", "train.epochs=2", "train.schedule=cosine", *overrides]
-    return run_with(*values, run_name=name, resume=resume, stop=stop)
+def values_of(recipe: str, *overrides: str) -> list[str]:
+    return [f"recipe={recipe}", "devices=cpu*2", "train.epochs=2", "train.schedule=cosine", *overrides]
 
 
-def test_a_gan_stopped_and_resumed_equals_an_undisturbed_one(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = trained("examples.own_gan:Gan", "train.average=0.9", name="whole")
-    with stopping_after(7) as stop, pytest.raises(Interrupted, match="step-000007"):  # within an epoch
-        trained("examples.own_gan:Gan", "train.average=0.9", stop=stop)
-    kept = read_state(data_dir / "runs/one/checkpoints/step-000007").optimizer
+def test_a_gan_stopped_and_resumed_equals_an_undisturbed_one(data_dir: Path) -> None:
+    values = values_of("examples.own_gan:Gan", "train.average=0.9")
+    whole = run_with(*values, run_name="whole")
+    resumed = stopped_and_resumed(*values, at=7)  # within an epoch
+    kept = read_state(Path(resumed.latest_checkpoint)).optimizer
     assert [len(one["groups"]) for one in kept["optimizers"]] == [1, 1]
-    resumed = trained("examples.own_gan:Gan", "train.average=0.9", resume="one", name="one")
     assert resumed.digests == whole.digests
     assert resumed.metrics == whole.metrics
 
 
 def test_each_phase_is_computed_in_parts_once_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ("train.batch_size=1000", "train.epochs=1")
-    whole = trained("examples.own_gan:Gan", *few, name="whole")
+    few = values_of("examples.own_gan:Gan", "train.batch_size=1000", "train.epochs=1")
+    whole = run_with(*few)
     losses, sizes = own_gan.Net.critic_losses, []
 
     def small_device(net: own_gan.Net, batch: own_gan.Batch) -> own_gan.Batch:
@@ -72,7 +60,7 @@ def test_each_phase_is_computed_in_parts_once_one_does_not_fit(monkeypatch: pyte
         return losses(net, batch)
 
     monkeypatch.setattr(own_gan.Net, "critic_losses", small_device)
-    parts = trained("examples.own_gan:Gan", *few, name="parts")
+    parts = run_with(*few)
     assert set(sizes[:4]) == {250}
     assert parts.metrics["distance"] == pytest.approx(whole.metrics["distance"], rel=1e-4)
 
@@ -81,14 +69,14 @@ def test_a_parameter_without_an_optimizer_is_named_before_training() -> None:
     with pytest.raises(
         UserError, match="parameter generator.module.0.weight to 0 optimizers; give it to one"
     ):
-        trained(f"{__name__}:LeavesOut")
+        run_with(*values_of(f"{__name__}:LeavesOut"))
 
 
 def test_an_optimizer_that_is_not_there_is_named() -> None:
     with pytest.raises(UserError, match="no optimizer 'judge'; .* have critic, generator, rows"):
-        trained(f"{__name__}:Misnames")
+        run_with(*values_of(f"{__name__}:Misnames"))
 
 
 def test_several_processes_are_refused() -> None:
     with pytest.raises(UserError, match="several ranks"):
-        trained("examples.own_gan:Gan", "cluster.ranks=2")
+        run_with(*values_of("examples.own_gan:Gan", "cluster.ranks=2"))

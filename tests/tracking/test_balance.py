@@ -88,7 +88,7 @@ def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(machine:
     uuids = [gpu(number)["uuid"] for number in range(3)]
     tracker, averages = Collecting(), Averages()
     with system_metrics(tracker, time.time() - 100, uuids, averages, every_s=0.02):
-        wait_until(lambda: len(tracker.seen) >= 2, "it samples", every_s=0.02)
+        wait_until(lambda: len(tracker.seen) >= 2, "it samples", 10, every_s=0.02)
     step, values = tracker.seen[-1]
     assert step >= 100
     assert values["system/gpu0_power_w"] == 250

@@ -1,10 +1,7 @@
 """What was not recorded is told where people look, and what was refused is offered again."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,24 +13,19 @@ from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
-from dphybrid.tracking import CheckpointCard, Tracker, open_tracker
+from dphybrid.tracking import CheckpointCard, open_tracker
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.outbox import Outbox
 from dphybrid.util.locks import lock
+from tests.commands import python
 from tests.stores import put_database
-
-ROUNDS = os.environ.get("DPHYBRID_ROUNDS", "1")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_runs_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
-    for number in range(int(ROUNDS)):
-        put_database("mlflow", tmp_path / str(number) / "mlflow.db")
-    command = [sys.executable, "-m", "tests.tracking.together", str(tmp_path), ROUNDS]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {}, done.stderr
+    put_database("mlflow", tmp_path / "mlflow.db")
+    done = python("-m", "tests.tracking.together", tmp_path)
+    assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
 
 
 def card(folder: Path, step: int = 1) -> CheckpointCard:
@@ -140,10 +132,6 @@ def test_a_run_killed_before_its_report_has_its_whole_summary(
     assert {"p50", "p95", "mean"} <= report.step_ms.keys()
     assert metrics["summary/step_ms_p50"] == report.step_ms["p50"]
     assert metrics["summary/samples_per_s_median"] > 0
-
-
-def test_nothing_counts_as_registered_where_nothing_is_recorded() -> None:
-    assert Tracker().register("clicks", "uid", "challenger") == "nothing is recorded"
 
 
 def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(

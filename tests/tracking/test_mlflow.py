@@ -251,13 +251,13 @@ def test_checkpoints_are_models_that_load_back(
         assert torch.equal(value, two.state_dict()[key])
 
 
-def test_metrics_of_many_threads_all_arrive(tmp_path: Path) -> None:
+def test_metrics_of_many_threads_and_names_all_arrive(tmp_path: Path) -> None:
     tracker = open_tracker(None, "threads", tmp_path)
     run_id = tracker.start("run", {}, {}, "")
 
     def log(number: int) -> None:
-        for step in range(100):
-            tracker.log_metrics({f"thread/{number}": float(step)}, step)
+        for step in range(300):
+            tracker.log_metrics({f"thread {number}/name {i}": float(step) for i in range(5)}, step)
 
     threads = [threading.Thread(target=log, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -267,8 +267,9 @@ def test_metrics_of_many_threads_all_arrive(tmp_path: Path) -> None:
     tracker.finish("FINISHED")
     client = MlflowClient(tracker.tracking_uri)
     for number in range(4):
-        history = client.get_metric_history(run_id, f"thread/{number}")
-        assert sorted(point.step for point in history) == list(range(100))
+        for i in range(5):
+            history = client.get_metric_history(run_id, f"thread {number}/name {i}")
+            assert sorted(point.step for point in history) == list(range(300))
 
 
 def test_processes_that_make_the_store_at_once_all_succeed(tmp_path: Path) -> None:
@@ -292,5 +293,6 @@ def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path:
     assert verbs <= set(dir(Tracker))
     assert tracker.start("run", {}, {}, "") == ""
     tracker.log_metrics({"a": 1.0}, 0)
+    assert tracker.register("clicks", "uid", "challenger") == "nothing is recorded"
     tracker.finish("FINISHED")
     assert list(tmp_path.iterdir()) == []

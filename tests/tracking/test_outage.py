@@ -165,18 +165,6 @@ def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(
     assert history(client, run.info.run_id, "train/loss") == list(range(10, 480, 10))
 
 
-def test_a_long_history_and_many_names_arrive(tmp_path: Path) -> None:
-    tracker = open_tracker(None, "long", tmp_path)
-    run_id = tracker.start("run", {}, {}, "")
-    for step in range(1200):
-        tracker.log_metrics({f"group{i % 5}/name {i}": float(step) for i in range(20)}, step)
-    assert tracker.flush(300)
-    tracker.finish("FINISHED")
-    client = MlflowClient(tracker.tracking_uri)
-    assert len(client.get_run(run_id).data.metrics) == 20
-    assert history(client, run_id, "group0/name 0") == list(range(1200))
-
-
 def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     server: MlflowServer, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

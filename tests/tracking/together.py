@@ -1,5 +1,5 @@
-"""Eight runs at once on one SQLite store: `python -m tests.tracking.together FOLDER ROUNDS` prints what is
-missing or double, as JSON."""
+"""Eight runs at once on one SQLite store: `python -m tests.tracking.together FOLDER` prints as JSON what is
+missing or double."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from dphybrid.tracking.opening import embedded_uri
 RUNS, STEPS = 8, 40
 
 
-def run(store: Path, number: int, seed: int) -> None:
-    chance = random.Random(seed)
+def run(store: Path, number: int) -> None:
+    chance = random.Random(number)
     tracker = open_tracker(None, "together", store)
     tracker.start(f"run-{number}", {f"param.{i}": str(i) for i in range(20)}, {"number": str(number)}, "note")
     tracker.log_dataset("data", "digest-of-all", "here", 100, ["a", "b"], "training")
@@ -39,7 +39,7 @@ def run(store: Path, number: int, seed: int) -> None:
     tracker.finish("FINISHED")
 
 
-def one_round(store: Path, seed: int) -> list[str]:
+def one_round(store: Path) -> list[str]:
     """Run eight processes, which share nothing but the store; return what is wrong."""
     children = []
     for number in range(RUNS):
@@ -48,7 +48,7 @@ def one_round(store: Path, seed: int) -> list[str]:
             continue
         code = 1
         try:
-            run(store, number, seed * RUNS + number)
+            run(store, number)
             code = 0
         except BaseException:  # noqa: BLE001 - a forked process must end here
             traceback.print_exc()
@@ -94,21 +94,5 @@ def look(store: Path) -> list[str]:
     return wrong
 
 
-def main(folder: Path, rounds: int) -> None:
-    wrong = {}
-    for number in range(rounds):
-        store = folder / str(number)
-        ended = one_round(store, number)
-        if child := os.fork():  # so that no connection is inherited by the next round's processes
-            os.waitpid(child, 0)
-        else:
-            (store / "wrong").write_text(json.dumps(ended + look(store)))
-            os._exit(0)
-        if found := json.loads((store / "wrong").read_text()):
-            wrong[number] = found
-        print(f"round {number}: {found or 'good'}", file=sys.stderr, flush=True)
-    print(json.dumps(wrong))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    print(json.dumps([*one_round(Path(sys.argv[1])), *look(Path(sys.argv[1]))]))

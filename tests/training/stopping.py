@@ -5,8 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from dphybrid.run.train import Report
 from dphybrid.training.split_log import SplitLog
-from dphybrid.util.stop import StopRequest
+from dphybrid.util.stop import Interrupted, StopRequest
+from tests.commands import run_with
 
 
 @contextmanager
@@ -22,3 +24,12 @@ def stopping_after(step: int) -> Iterator[StopRequest]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SplitLog, "after_step", asking)
         yield stop
+
+
+def stopped_and_resumed(*values: str, at: int) -> Report:
+    """Train the run `broken` until a step, and then on from its checkpoint."""
+    with stopping_after(at) as stop, pytest.raises(Interrupted, match=f"step-{at:06d}"):
+        run_with(*values, run_name="broken", stop=stop)
+    report = run_with(*values, resume="broken")
+    assert report.run_name == "broken"
+    return report

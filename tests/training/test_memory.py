@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from dphybrid.config.settings import load_settings
 from dphybrid.recipes import ModelContext
-from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.ctr.model import build_ctr
-from dphybrid.run.train import run_job
 from dphybrid.training.memory import micro_batches
 from dphybrid.training.tensor_file import read_tensors
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
+from tests.preparing import clicks
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 fails_above = [10**9]
@@ -35,27 +34,10 @@ def build(context: ModelContext) -> nn.Module:
 
 
 def train(data_dir: Path, name: str, limit: int) -> dict[str, torch.Tensor]:
-    rows = data_dir.parent / "clicks.csv"
-    rows.write_text(
-        "clicked,site,age\n" + "".join(f"{i % 3 == 0:d},s{i * 7 % 31},{i % 50}\n" for i in range(400))
-    )
-    config = build_config(
-        {
-            "recipe": "ctr",
-            "devices": "cpu*2",
-            "data": {"path": str(rows), "label": "clicked"},
-            "model": {
-                "factory": "tests.training.test_memory:build",
-                "dim": 4,
-                "hidden": 8,
-                "dropout": 0.0,
-                "dtype": "float64",
-            },
-            "train": {"epochs": 2, "batch_size": 64, "clip_norm": 0.5},
-        }
-    )
     fails_above[0], calls[0] = limit, 0
-    report = run_job(config, load_settings(), run_name=name)
+    values = ["model.factory=tests.training.test_memory:build", "model.dtype=float64", "devices=cpu*2"]
+    values += ["model.dim=4", "model.hidden=8", "model.dropout=0", "train.epochs=2", "train.batch_size=64"]
+    report = run_with(*clicks(data_dir.parent), *values, "train.clip_norm=0.5", run_name=name)
     checkpoint = Path(report.latest_checkpoint)
     table = read_tensors(checkpoint / "tables" / "table.safetensors")
     return read_tensors(checkpoint / "blocks.safetensors") | {"table": table["weight"]}

@@ -12,21 +12,20 @@ from torch import Tensor, nn
 
 import dphybrid.training.loop as loop
 from dphybrid.config import TrainConfig
-from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, RowPipeline
 from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.embedding.replicas import Channel
 from dphybrid.gpus.leasing import _show_to_torch
 from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import Recurrent
-from dphybrid.run.train import run_job
 from dphybrid.training.checkpoint import Generators
 from dphybrid.training.loop import precisely
 from dphybrid.training.optimizers import make_dense_optimizer, make_states
 from dphybrid.training.step import lower_precision, summed
 from dphybrid.util.errors import UserError
+from tests.commands import run_with
 from tests.parallel.zoo import MODES, Running
+from tests.preparing import clicks
 from tests.training import test_memory
 
 
@@ -127,20 +126,6 @@ def test_a_run_makes_its_first_gpu_the_current_one_and_one_on_the_cpu_asks_cuda_
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     generators.load_state_dict(generators.state_dict())
     assert [name for name, _ in cuda_calls] == ["get_rng_state_all", "device_count", "set_rng_state"]
-
-
-def test_pinned_memory_for_batches_ahead_is_there_before_the_first_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(Channel, "reserve", lambda channel, size, count: said.append(f"reserve {count}"))
-    table = HostEmbedding(20, 4)
-    table.place_on(resolve_devices("cpu*2").replicas, lambda rows: [rows // 2] * 2)
-    with RowPipeline({"t": table}, lookahead=2, on_cpu=True) as pipeline:
-        for ids in pipeline.prefetch([torch.arange(4)] * 3, lambda ids: {"t": ids}):
-            said.append("forward")
-            table.replica_rows(ids)
-    assert said == ["reserve 3"] * 2 + ["forward"] * 3
 
 
 class Full:
@@ -305,26 +290,11 @@ def test_gpus_round_products_only_where_it_was_asked_for(precision: Any) -> None
         assert flags() == before
 
 
-def train(data_dir: Path, name: str, devices: str, **options: object) -> dict[str, float]:
-    rows = data_dir.parent / "clicks.csv"
-    rows.write_text(
-        "clicked,site,age\n" + "".join(f"{i * 7 % 31 < 11:d},s{i * 7 % 31},{i % 50}\n" for i in range(600))
-    )
-    config = build_config(
-        {
-            "recipe": "ctr",
-            "devices": devices,
-            "data": {"path": str(rows), "label": "clicked"},
-            "model": {"kind": "dlrm", "dim": 4, "hidden": 16, "dropout": 0.0},
-            "train": {"epochs": 2, "batch_size": 64, **options},
-        }
-    )
-    return run_job(config, load_settings(), run_name=name).metrics
-
-
 def test_a_run_in_bfloat16_learns_the_same(data_dir: Path, unrecorded: None) -> None:
-    plain = train(data_dir, "plain", "cpu*2")
-    rounded = train(data_dir, "rounded", "cpu*2", precision="bfloat16", deterministic=True)
+    values = [*clicks(data_dir.parent, 600), "devices=cpu*2", "train.epochs=2", "train.batch_size=64"]
+    values += ["model.kind=dlrm", "model.dim=4", "model.hidden=16", "model.dropout=0"]
+    plain = run_with(*values).metrics
+    rounded = run_with(*values, "train.precision=bfloat16", "train.deterministic=true").metrics
     assert rounded != plain
     assert rounded == pytest.approx(plain, abs=0.02)
 

@@ -5,23 +5,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
 from dphybrid.training.optimizers import learning_rate_factor
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, StopRequest
+from tests.commands import run_with
 from tests.conftest import SHARED
-from tests.training.stopping import stopping_after
-from tests.waiting import patience
+from tests.training.stopping import stopped_and_resumed
+from tests.waiting import patience, wait_until
+
+pytestmark = pytest.mark.usefixtures("unrecorded")
 
 SMALL_TEXT = [
     "model.dim=8",
@@ -43,17 +42,6 @@ def small_text(tmp_path: Path) -> str:
     return f"data.path={file}"
 
 
-def train(
-    *overrides: str,
-    resume: str | None = None,
-    name: str | None = None,
-    stop: StopRequest | None = None,
-    tracking: str | None = "none",
-) -> Report:
-    settings = load_settings().model_copy(update={"tracking_uri": tracking})
-    return run_job(load_config(None, list(overrides)), settings, run_name=name, resume=resume, stop=stop)
-
-
 def tensors(report: Report) -> dict[str, torch.Tensor]:
     model = model_from_checkpoint(report.latest_checkpoint)
     return dict(model.state_dict())
@@ -66,9 +54,9 @@ def test_it_trains_to_the_same_losses_on_any_number_of_devices(
     options = [small_text, *SMALL_TEXT, f"model.kind={kind}"]
     if kind == "hybrid":
         options = ["recipe=hybrid", "model.dtype=float64", "train.epochs=1", "train.batch_size=143"]
-    one = train(*options, "devices=cpu")
+    one = run_with(*options, "devices=cpu")
     for devices in ("cpu*3", "cpu*8"):
-        split = train(*options, f"devices={devices}")
+        split = run_with(*options, f"devices={devices}")
         assert split.metrics == pytest.approx(one.metrics, rel=1e-9, abs=1e-10)
         for key, value in tensors(one).items():
             torch.testing.assert_close(tensors(split)[key], value, rtol=1e-8, atol=1e-9)
@@ -78,7 +66,7 @@ def test_it_trains_to_the_same_losses_on_any_number_of_devices(
 def test_recipes_learn_what_was_planted(recipe: str, data_dir: Path) -> None:
     epochs = {"toy": 30, "convnet": 2, "hybrid": 3}.get(recipe, 10)
     quiet = ["train.print_splits=new"]
-    report = train(f"recipe={recipe}", "devices=cpu*2", f"train.epochs={epochs}", *quiet)
+    report = run_with(f"recipe={recipe}", "devices=cpu*2", f"train.epochs={epochs}", *quiet)
     if recipe == "convnet":
         assert report.metrics["accuracy"] > 0.5
     else:
@@ -99,7 +87,7 @@ def test_toy_prints_and_records_the_reference_lines(
     for rows in reference["by_devices"][str(devices)]:
         expected += [words["replica"].format(rows=count) for count in rows]
         expected.append(words["outside"].format(batch=sum(rows)))
-    report = train("recipe=toy", f"devices=cpu*{devices}")
+    report = run_with("recipe=toy", f"devices=cpu*{devices}")
     starts = ("Let's use", "\tIn Model", "Outside")
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(starts)] == expected
     assert report.split_lines == expected
@@ -118,13 +106,9 @@ def test_stopped_and_resumed_equals_undisturbed(
         f"train.average={average}",
         "table.lr=0.01",
     ]
-    whole = train(*options, name="whole")
+    whole = run_with(*options, run_name="whole")
 
-    with stopping_after(7) as stop, pytest.raises(Interrupted, match="step-000007"):
-        train(*options, name="broken", stop=stop)
-    assert read_state(data_dir / "runs/broken/checkpoints/step-000007").progress.step == 7
-    resumed = train(*options, resume="broken")
-    assert resumed.run_name == "broken"
+    resumed = stopped_and_resumed(*options, at=7)
     changed = {name for name in whole.digests if whole.digests[name] != resumed.digests[name]}
     assert changed == set()
     assert resumed.metrics == whole.metrics
@@ -132,24 +116,24 @@ def test_stopped_and_resumed_equals_undisturbed(
 
 def test_a_finished_run_goes_on_for_more_epochs(data_dir: Path, small_text: str) -> None:
     options = [small_text, *SMALL_TEXT, "train.schedule=constant"]
-    whole = train(*options, "train.epochs=3", name="whole")
-    train(*options, "train.epochs=1", name="grown")
-    grown = train(*options, "train.epochs=3", resume="latest")
+    whole = run_with(*options, "train.epochs=3", run_name="whole")
+    run_with(*options, "train.epochs=1", run_name="grown")
+    grown = run_with(*options, "train.epochs=3", resume="latest")
     assert grown.run_name == "grown"
     assert grown.digests == whole.digests
 
 
 def test_resuming_with_another_model_is_refused(data_dir: Path, small_text: str) -> None:
-    train(small_text, *SMALL_TEXT)
+    run_with(small_text, *SMALL_TEXT)
     with pytest.raises(UserError, match=r"model.hidden: 8 -> 9"):
-        train(small_text, *SMALL_TEXT, "model.hidden=9", resume="latest")
+        run_with(small_text, *SMALL_TEXT, "model.hidden=9", resume="latest")
     with pytest.raises(UserError, match=r"table.dtype: model -> bfloat16"):  # the rows would be rounded
-        train(small_text, *SMALL_TEXT, "table.dtype=bfloat16", resume="latest")
+        run_with(small_text, *SMALL_TEXT, "table.dtype=bfloat16", resume="latest")
 
 
 def test_a_checkpoint_of_another_shape_or_a_damaged_one_is_named(data_dir: Path, small_text: str) -> None:
-    report = train(small_text, *SMALL_TEXT, "train.epochs=1")
-    other = train(small_text, *SMALL_TEXT, "train.epochs=1", "model.hidden=9", "model.layers=1")
+    report = run_with(small_text, *SMALL_TEXT, "train.epochs=1")
+    other = run_with(small_text, *SMALL_TEXT, "train.epochs=1", "model.hidden=9", "model.layers=1")
     model = model_from_checkpoint(other.latest_checkpoint)
     with pytest.raises(
         UserError, match=r"region.network.network.weight_ih_l0 is .* in the file and .* in the model"
@@ -174,7 +158,7 @@ def test_your_own_model_trains(data_dir: Path, tmp_path: Path, monkeypatch: pyte
         "def wrong(context): return 3\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    report = train("recipe=toy", "model.factory=mine:build", "devices=cpu*4")
+    report = run_with("recipe=toy", "model.factory=mine:build", "devices=cpu*4")
     assert report.splits[0].device == "cpu[0]"
     for factory, words in (
         ("mine:wrong", "returned a int"),
@@ -182,7 +166,7 @@ def test_your_own_model_trains(data_dir: Path, tmp_path: Path, monkeypatch: pyte
         ("mine", "package.module:function"),
     ):
         with pytest.raises(UserError, match=words):
-            train("recipe=toy", f"model.factory={factory}")
+            run_with("recipe=toy", f"model.factory={factory}")
 
 
 def test_schedules_end_at_a_hundredth() -> None:
@@ -195,30 +179,22 @@ def test_schedules_end_at_a_hundredth() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_command_checkpoints_and_goes_on(
-    number: int, code: int, data_dir: Path, embedded_store: None, small_text: str
+    number: int,
+    code: int,
+    data_dir: Path,
+    embedded_store: None,
+    small_text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flags = [
-        f"--{text.replace('=', ' ', 1).replace('_', '-', 1)}"
-        for text in [*SMALL_TEXT, "train.epochs=4000", "train.patience=0"]
-    ]
-    data_flag = ["--data.path", small_text.partition("=")[2]]
-    argv = [
-        sys.executable,
-        "-m",
-        "dphybrid",
-        "train",
-        *data_flag,
-        *[word for flag in flags for word in flag.split()],
-        "--run-name",
-        "long",
-    ]
+    monkeypatch.delenv("DPHYBRID_TRACKING_URI")
+    values = [*SMALL_TEXT, small_text, "train.epochs=4000", "train.patience=0"]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (text.split("=", 1) for text in values)]
+    argv = [sys.executable, "-m", "dphybrid", "train", *flags, "--run-name", "long"]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
     folder = data_dir / "runs" / "long" / "checkpoints"
-    deadline = time.monotonic() + patience(120)
-    while not (folder.is_dir() and complete_checkpoints(folder)) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: folder.is_dir() and complete_checkpoints(folder), "a checkpoint is there")
     child.send_signal(number)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=patience(60))
     assert child.returncode == code, errors
     assert "Traceback" not in errors
     assert "--resume" in errors
@@ -231,6 +207,6 @@ def test_an_interrupted_command_checkpoints_and_goes_on(
     step = read_state(complete_checkpoints(folder)[-1]).progress.step
     epochs = step // 5 + 2
     more = ["train.patience=0", f"train.epochs={epochs}"]
-    report = train(small_text, *SMALL_TEXT, *more, resume="long", tracking=None)
+    report = run_with(small_text, *SMALL_TEXT, *more, resume="long")
     assert read_state(Path(report.latest_checkpoint)).progress.step > step
     assert client.get_run(page["run_id"]).info.status == "FINISHED"

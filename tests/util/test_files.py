@@ -13,25 +13,16 @@ import pytest
 from dphybrid.util.digests import value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import (
-    clear_leftovers,
     disk_errors_told,
     given_path,
     making,
     read_json,
-    read_small_text,
     remove_folder,
     write_json,
-    write_text,
 )
 from dphybrid.util.locks import FileLock, is_held, locked
 from dphybrid.util.pages import Page
 from tests.reliability.damages import damage
-
-
-@pytest.mark.parametrize("text", ["x" * 300, "a\0b", "~nosuchuser/x", "\udcff/\ud800"])
-def test_a_path_that_cannot_be_looked_up_is_told(text: str) -> None:
-    with pytest.raises(UserError, match=r"^data.path='.*cannot be looked up \(.*give another path"):
-        given_path(text, "data.path")
 
 
 def test_a_path_may_lead_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,11 +30,6 @@ def test_a_path_may_lead_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert given_path("~/none", "data.path") == tmp_path / "none"
     (tmp_path / "file").touch()
     assert given_path("~/file/below", "data.path") == tmp_path / "file" / "below"
-
-
-def test_a_small_text_has_an_end() -> None:
-    with pytest.raises(OSError, match="is larger than 16 MiB: '/dev/zero'"):
-        read_small_text(Path("/dev/zero"))
 
 
 def names(folder: Path) -> list[str]:
@@ -69,26 +55,6 @@ def test_a_write_that_fails_leaves_the_old_file_alone(
     assert names(tmp_path) == ["page.json"]
 
 
-def test_every_write_is_synced_before_its_name_and_the_folder_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    fsync, replace = os.fsync, Path.replace
-
-    def noted_sync(handle: int) -> None:
-        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).name.partition('.partial')[0]}")
-        fsync(handle)
-
-    def noted_replace(path: Path, target: Path) -> Path:
-        done.append(f"rename {target.name}")
-        return replace(path, target)
-
-    monkeypatch.setattr(os, "fsync", noted_sync)
-    monkeypatch.setattr(Path, "replace", noted_replace)
-    write_text(tmp_path / "page", "x")
-    assert done == ["sync .page", "rename page", f"sync {tmp_path.name}"]
-
-
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     final = tmp_path / "final"
 
@@ -107,24 +73,6 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         assert (final / "x").read_text() == text
     remove_folder(final)
     assert names(tmp_path) == []
-
-
-def test_leftovers_go_and_a_folder_that_was_to_be_replaced_comes_back(tmp_path: Path) -> None:
-    for name in (
-        ".a.partial-1-2f",
-        ".b.removed-1-2f",
-        ".c.replaced-1-2f",
-        ".d.replaced-1-2f",
-        "d",
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x").write_text(name)
-    clear_leftovers(tmp_path, "a")
-    assert ".a.partial-1-2f" not in names(tmp_path)
-    clear_leftovers(tmp_path)
-    assert names(tmp_path) == ["c", "d"]
-    assert (tmp_path / "c" / "x").read_text() == ".c.replaced-1-2f"
-    assert (tmp_path / "d" / "x").read_text() == "d"
 
 
 def test_a_lock_ends_with_its_process_and_leaves_the_holders_page(tmp_path: Path) -> None:
