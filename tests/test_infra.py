@@ -37,16 +37,20 @@ def make_env(folder: Path) -> dict[str, str]:
     return values
 
 
-def run(service: str, folder: Path, **more: str) -> "subprocess.CompletedProcess[str]":
+def run(service: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """Call infra/run with stand-ins for the servers' commands, which print what they were given."""
     for name in ("prefect", "mlflow"):
         (folder / name).write_text('#!/bin/sh\necho "$@"; env\n')
         (folder / name).chmod(0o700)
+    return script("run", service, DPHYBRID_ETC=str(folder), DPHYBRID_BIN=str(folder))
+
+
+def script(name: str, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
+    """Call a script of infra/ without the caller's own settings."""
     own = ("PREFECT_", "MLFLOW_", "DPHYBRID_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    environment |= {"DPHYBRID_ETC": str(folder), "DPHYBRID_BIN": str(folder)} | more
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)} | more
     return subprocess.run(
-        [INFRA / "run", service], capture_output=True, text=True, check=False, env=environment
+        [INFRA / name, *arguments], capture_output=True, text=True, check=False, env=environment
     )
 
 
@@ -121,8 +125,8 @@ def test_a_service_gets_its_own_secrets_and_listens_where_it_is_told(tmp_path: P
     assert "would serve everybody" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["make-databases", "backup", "make-env"])
-def test_scripts_of_root_run_nothing_of_the_services_files(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["make-databases", "backup", "make-env"])
+def test_scripts_of_root_run_nothing_of_the_services_files(name: str, tmp_path: Path) -> None:
     """The files belong to the services' user, who would be root by what root sources."""
     folder, ran = tmp_path / "etc", tmp_path / "ran"
     make_env(folder)
@@ -130,15 +134,10 @@ def test_scripts_of_root_run_nothing_of_the_services_files(script: str, tmp_path
     with (folder / "server.env").open("a") as file:
         file.write(f"touch {ran}\nDPHYBRID_STATE=$(touch {ran})\nDPHYBRID_DB=`touch {ran}`\n")
     (folder / "database-password").write_text(f"'; select pg_sleep(1); $(touch {ran})")
-    own = ("PREFECT_", "MLFLOW_", "DPHYBRID_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    environment |= {"DPHYBRID_ETC": str(folder), "DPHYBRID_PSQL": "false"}
-    arguments = {"make-env": ["gpu-server", str(folder)], "backup": [str(tmp_path)]}.get(script, [])
-    done = subprocess.run(
-        [INFRA / script, *arguments], capture_output=True, text=True, check=False, env=environment
-    )
+    arguments = {"make-env": ["gpu-server", str(folder)], "backup": [str(tmp_path)]}.get(name, [])
+    done = script(name, *arguments, DPHYBRID_ETC=str(folder), DPHYBRID_PSQL="false")
     assert not ran.exists()
-    if script == "make-databases":
+    if name == "make-databases":
         assert done.returncode == 2
         assert "letters, digits" in done.stderr
 

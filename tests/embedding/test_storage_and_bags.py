@@ -1,7 +1,6 @@
 """Storage in memory and in files, pooled lookups, collections of tables, and what the package imports."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -237,30 +236,6 @@ def test_the_overlap_is_of_parts_that_were_measured_alone() -> None:
     assert found["prepared_ratio"] == 1
     without = pipeline_costs(500, 4, 16, 3, steps=4, devices="cpu*2", repeats=1, hidden=8)
     assert not [name for name in without if "alone" in name or "part" in name]
-
-
-@pytest.mark.skipif(not find_spec("fbgemm_gpu"), reason="fbgemm-gpu-cpu is not installed")
-def test_row_adagrad_equals_fbgemm() -> None:
-    from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
-    from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
-
-    place = (500, 16, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)
-    kind = training.OptimType.EXACT_ROWWISE_ADAGRAD
-    theirs = training.SplitTableBatchedEmbeddingBagsCodegen(
-        [place], optimizer=kind, learning_rate=0.05, eps=1e-8
-    )
-    ours = HostEmbedding(500, 16)
-    theirs.split_embedding_weights()[0].copy_(ours.weight)
-    optimizer = RowAdagrad({"t": ours}, lr=0.05, eps=1e-8)
-    for step in range(100):
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, 500, (200,), generator=generator)
-        grads = torch.randn(200, 16, generator=generator)
-        theirs(ids, torch.arange(201)).backward(grads)
-        optimizer.zero_grad()
-        ours(ids).backward(grads)
-        optimizer.step()
-    torch.testing.assert_close(ours.weight, theirs.split_embedding_weights()[0], rtol=1e-6, atol=1e-6)
 
 
 def test_narrow_ids_of_a_collection_reach_its_later_tables() -> None:

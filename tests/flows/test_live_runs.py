@@ -1,6 +1,9 @@
-"""Whose run it is, and what a worker makes of files that are none of its runs'."""
+"""Whose run it is, and what a worker makes of files that are none of its runs', and of other people's
+deployments."""
 
+import asyncio
 import os
+import sys
 import time
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
@@ -13,6 +16,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, StateType
 
 from dphybrid.orchestration import alive
+from dphybrid.orchestration.plugin import refuse_wrong_parameters
 from dphybrid.orchestration.queueing import BEGUN, HOME, STARTED_BY, lives_elsewhere
 from dphybrid.orchestration.worker import GuardedConfiguration, check_job
 from dphybrid.util.errors import UserError
@@ -188,3 +192,30 @@ def test_a_worker_runs_flows_of_named_packages_alone(
         return
     with pytest.raises(UserError, match=f"deployment's entrypoint .*{words}"):
         check_job(job, deployment)  # type: ignore[arg-type]
+
+
+class OneDeployment:
+    """Answers with one deployment, whose parameters somebody else wrote."""
+
+    def __init__(self, **parameters: Any) -> None:
+        self.deployment = SimpleNamespace(
+            name="train", tags=["dphybrid"], entrypoint="", parameters=parameters
+        )
+
+    async def read_deployment(self, _: str) -> Any:
+        return self.deployment
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"overrides": ["recipe=evilmod:Nothing"]}, {"config": {"recipe": "evilmod:Nothing"}}]
+)
+def test_a_deployment_s_parameters_import_no_foreign_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path, parameters: dict[str, Any]
+) -> None:
+    (tmp_path / "evilmod.py").write_text("raise SystemExit('evil ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="would run code of package 'evilmod'"):
+        asyncio.run(refuse_wrong_parameters(OneDeployment(**parameters), "id", {}))
+    assert "evilmod" not in sys.modules
+    assert ONLY not in os.environ
+    asyncio.run(refuse_wrong_parameters(OneDeployment(config={"recipe": "toy"}), "id", {}))
