@@ -119,12 +119,10 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
 
             # Cancelled: the process ends within 30 s, with a checkpoint; MLflow says KILLED.
             process = psutil.Process(by_folder[folders[3]])
-            begun = time.monotonic()
             team.post(
                 f"/flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}}
             )
             process.wait(patience(30))
-            assert time.monotonic() - begun < patience(30)
             team.wait_for(cancelled, "Cancelled", timeout_s=30)
             assert mlflow_run(team, folders[3]).info.status == "KILLED"
             lines = team.lines_of(cancelled)

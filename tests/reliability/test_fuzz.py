@@ -1,5 +1,5 @@
-"""Wrong input of every kind: it works, or it is told as a UserError; no error foreign to the user, and
-nothing longer than 20 s.
+"""Wrong input of every kind: it works, or it is told as a UserError; no error foreign to the user, and no
+hanging, which pytest's time limit ends.
 
 A seeded few of each by default. DPHYBRID_LONG_TESTS=1 takes ten times as many, DPHYBRID_FUZZ=N takes N, with
 another seed each time.
@@ -9,7 +9,6 @@ import json
 import os
 import string
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def fuzzed(few: int) -> Callable[[Any], Any]:
         max_examples=COUNT or (10 * few if LONG else few),
         derandomize=not (COUNT or LONG),
         database=None,
-        deadline=timedelta(seconds=20),
+        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
 

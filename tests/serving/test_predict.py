@@ -72,7 +72,7 @@ def test_the_command_gives_the_evaluations_numbers(
     trained: tuple[Report, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report, folder = trained
-    for name in (report.run_name, report.run_id, report.best_checkpoint):
+    for name in (report.run_name, report.run_id, report.best_checkpoint, "models:/clicks@champion"):
         out = tmp_path / "predictions.parquet"
         assert main(["predict", name, "--data.path", str(folder / "held.csv"), "--out", str(out)]) == 0
         assert "500 predictions of clicked=yes" in capsys.readouterr().out
@@ -115,14 +115,6 @@ def predict(predictor: Predictor, path: Path, folder: Path) -> np.ndarray:
     return pl.read_csv(folder / "out.csv", schema_overrides={"probability": pl.Float32})[
         "probability"
     ].to_numpy()
-
-
-def test_the_champion_is_loaded_by_name(trained: tuple[Report, Path], predictor: Predictor) -> None:
-    _, folder = trained
-    champion = dphybrid.load("models:/clicks@champion", batch_size=100)
-    frame = pl.read_csv(folder / "held.csv")
-    assert champion.classes == ("no", "yes")
-    np.testing.assert_allclose(champion.predict(frame), predictor.predict(frame), rtol=1e-6)
 
 
 def test_values_never_met_are_unknown_ones_and_odd_numbers_are_missing(predictor: Predictor) -> None:
@@ -219,15 +211,6 @@ def test_files_of_another_form_are_said_to_be_so(trained: tuple[Report, Path], t
         predictor.predict_file(folder / "held.csv", out, delimitr=";")
     (tmp_path / "semicolons.csv").write_text((folder / "held.csv").read_text().replace(",", ";"))
     assert predictor.predict_file(tmp_path / "semicolons.csv", out, delimiter=";").num_rows == 500
-
-
-def test_a_mapped_table_gives_the_same_bits_and_leaves_the_file_alone(trained: tuple[Report, Path]) -> None:
-    folder = Path(trained[0].best_checkpoint)
-    mapped, whole = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
-    before = (folder / "tables" / "table.safetensors").read_bytes()
-    assert torch.equal(mapped.table.flat.weight, whole.table.flat.weight)
-    mapped.table.flat.settled().zero_()
-    assert (folder / "tables" / "table.safetensors").read_bytes() == before
 
 
 def test_a_checkpoint_without_sums_of_blocks_is_read_whole(
