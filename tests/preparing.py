@@ -1,5 +1,6 @@
 """Preparing data by a recipe's name, as tests of single parts need it."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +11,16 @@ from dphybrid.data.table.kinds import table_config
 from dphybrid.recipes import find_recipe
 
 TableDataConfig = cast(Any, table_config())  # its fields follow from the kinds of columns
+
+
+def table_of(folder: Path, content: str | Mapping[str, Sequence[object]], **values: object) -> Prepared:
+    """Prepare a table, a text or columns, whose label is y."""
+    if not isinstance(content, str):
+        rows = [tuple(content), *zip(*content.values(), strict=True)]
+        content = "".join("\t".join(map(str, row)) + "\n" for row in rows)
+    (folder / "x.csv").write_text(content)
+    config = TableDataConfig.model_validate({"path": str(folder / "x.csv"), "label": "y"} | values)
+    return prepare("ctr", config, folder / "prepared", 0)
 
 
 def clicks(folder: Path, num_rows: int = 400) -> list[str]:

@@ -11,21 +11,13 @@ from dphybrid.data.table import schema
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.labels import Label
 from dphybrid.util.errors import UserError
-from tests.preparing import TableDataConfig, prepare
-
-
-def table(folder: Path, columns: dict[str, list[Any]], **values: Any) -> Prepared:
-    """Prepare a table whose label is y."""
-    lines = ["\t".join(columns), *("\t".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
-    (folder / "x.csv").write_text("\n".join(lines) + "\n")
-    config = TableDataConfig(path=str(folder / "x.csv"), label="y", **values)
-    return prepare("ctr", config, folder / "prepared", 0)
+from tests.preparing import table_of
 
 
 def labelled(folder: Path, values: list[Any], num_rows: int = 60, **more: Any) -> Prepared:
     """Prepare a table whose label takes these values in turn."""
     word = ["ab"[i % 2] for i in range(num_rows)]
-    return table(folder, {"w": word, "y": [values[i % len(values)] for i in range(num_rows)]}, **more)
+    return table_of(folder, {"w": word, "y": [values[i % len(values)] for i in range(num_rows)]}, **more)
 
 
 SIZES = [20.5 + i for i in range(60)]
@@ -105,7 +97,7 @@ def test_labels_that_contradict_are_refused(
 def test_weights_are_no_feature_and_zero_leaves_a_row_out(tmp_path: Path) -> None:
     weights = [i % 3 / 2 for i in range(60)]
     columns = {"w": ["ab"[i % 2] for i in range(60)], "n": weights, "y": [i * 1.5 for i in range(60)]}
-    prepared = table(tmp_path, columns, weight="n")
+    prepared = table_of(tmp_path, columns, weight="n")
     assert prepared.arrays["weights_B"].tolist() == [w for w in weights if w]
     assert prepared.info["inputs"] == ["w"]
     assert "20 rows with a weight of 0 are left out" in prepared.describe()
@@ -117,10 +109,10 @@ def test_weights_are_no_feature_and_zero_leaves_a_row_out(tmp_path: Path) -> Non
         with pytest.raises(
             UserError, match=r"data\.weight='n': .*x\.csv, line 42: holds .*weights are"
         ) as told:
-            table(tmp_path, columns, weight="n")
+            table_of(tmp_path, columns, weight="n")
         assert shown in str(told.value)
     with pytest.raises(UserError, match=r"none of the 60 rows .* has a weight above 0"):
-        table(tmp_path, columns | {"n": [0] * 60}, weight="n")
+        table_of(tmp_path, columns | {"n": [0] * 60}, weight="n")
 
 
 def test_labels_grow_with_the_offset_and_the_classes_of_before(tmp_path: Path) -> None:
@@ -149,11 +141,11 @@ def test_dates_of_one_order_are_times_and_the_rest_is_told(tmp_path: Path) -> No
     def roles(prepared: Prepared) -> dict[str, str]:
         return {c["name"]: c["role"] for c in prepared.manifest.facts["columns"] if c["name"] in columns}
 
-    new = table(tmp_path, columns)
+    new = table_of(tmp_path, columns)
     assert roles(new) == dict.fromkeys(("iso", "stamp", "zone", "month", "dots"), "time") | {
         "either": "categorical",
         "word": "categorical",
     }
     assert "--data.dayfirst true where the day comes first" in new.describe()
     assert "--data.categorical reads each as a category" in new.describe()
-    assert roles(table(tmp_path, columns, categorical=("iso",)))["iso"] == "categorical"
+    assert roles(table_of(tmp_path, columns, categorical=("iso",)))["iso"] == "categorical"

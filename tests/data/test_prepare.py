@@ -2,18 +2,19 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dphybrid.data import Prepared, batches, open_prepared
+from dphybrid.data import batches, open_prepared
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.recipes.text.data import tokenize
 from dphybrid.util.errors import UserError
 from tests.conftest import SHARED
-from tests.preparing import TableDataConfig, prepare
+from tests.preparing import TableDataConfig, prepare, table_of
 
 CLICKS = "age,city,job,clicked\n" + "\n".join(
     f"{20 + i % 40},{'abc'[i % 3]},{'x' if i % 2 else '?'},{'yes' if i % 5 == 0 else 'no'}"
@@ -21,11 +22,7 @@ CLICKS = "age,city,job,clicked\n" + "\n".join(
 )
 
 
-def ctr(folder: Path, text: str, **values: object) -> Prepared:
-    file = folder / "clicks.csv"
-    file.write_text(text)
-    config = TableDataConfig(path=str(file), **{"label": "clicked", "valid_fraction": 0.2} | values)  # type: ignore[arg-type]
-    return prepare("ctr", config, folder / "prepared", 0)
+ctr = partial(table_of, label="clicked", valid_fraction=0.2)
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ numbers."""
 import json
 import re
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +14,15 @@ import pytest
 from pandas._libs.parsers import STR_NA_VALUES
 
 from dphybrid.config.tables import NO_VALUE
-from dphybrid.data import Prepared
 from dphybrid.data.table import delimited
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.kinds import KINDS, Time
 from dphybrid.data.table.numbers import notation_of
 from dphybrid.data.table.schema import read_schema
 from dphybrid.util.errors import UserError
-from tests.preparing import TableDataConfig, prepare
+from tests.preparing import TableDataConfig, prepare, table_of
 
-
-def table(folder: Path, text: str, **values: object) -> Prepared:
-    (folder / "x.csv").write_text(text)
-    config = TableDataConfig(**{"path": str(folder / "x.csv"), "label": "y", "min_count": 1} | values)  # type: ignore[arg-type]
-    return prepare("ctr", config, folder / "prepared", 0)
+table = partial(table_of, min_count=1)
 
 
 def test_rows_without_a_label_are_dropped_counted_and_told(

@@ -2,6 +2,7 @@
 
 from datetime import date, timedelta
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,9 @@ from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.kinds import KINDS, Category
 from dphybrid.data.table.numbers import Scales, bucket_edges, fit_scale
 from dphybrid.util.errors import UserError
-from tests.preparing import TableDataConfig, prepare
+from tests.preparing import TableDataConfig, prepare, table_of
 
-
-def table(folder: Path, columns: dict[str, list[object]], **values: object) -> Prepared:
-    rows = zip(*columns.values(), strict=True)
-    file = folder / "x.csv"
-    file.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in rows)]))
-    config = TableDataConfig(
-        path=str(file), **{"label": "y", "header": "yes", "valid_fraction": 0.25} | values
-    )  # type: ignore[arg-type]
-    return prepare("ctr", config, folder / "prepared", 0)
+table = partial(table_of, header="yes", valid_fraction=0.25)
 
 
 @pytest.mark.parametrize(
