@@ -246,7 +246,9 @@ def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> No
         40: "inf,a,u1,d,1",
         50: "nan,a,u1,d,0",
         60: "1,a,u1,d,",
+        90: "one,a,u1,d,1",
     }
+    body[70:80] = ['1,5" pipe,u1,d,1'] * 5 + ['1,"two\nlines",u1,d,1'] * 5  # which are read
     for number, text in odd.items():
         body[number] = text
     file = write(tmp_path, "x.csv", body)
@@ -257,13 +259,15 @@ def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> No
         12: "misplaced quote: ',' expected after '\"'",
         22: "a quote is opened and not closed",
         32: "data.numeric: column 'n' holds 'one', no number",
+        97: "data.numeric: column 'n' holds 'one', no number",
     }
+    assert {'5" pipe', "two\nlines"} < set(vocabulary(prepared, "word"))
     assert {row["file"] for row in rejected} == {str(file)}
     assert len(prepared.arrays["labels_B"]) == NUM_ROWS - len(odd) + 2  # nan and inf mean no value
     assert prepared.manifest.rejected == len(odd) - 3
     assert prepared.manifest.facts["unlabelled_rows"] == 1
-    assert "4 rows rejected" in prepared.describe()
-    with pytest.raises(UserError, match=r"4 of 239 rows cannot be read.*the first is line 5"):
+    assert "5 rows rejected" in prepared.describe()
+    with pytest.raises(UserError, match=r"5 of 239 rows cannot be read.*the first is line 5"):
         ctr(tmp_path, str(file), numeric=("n",))
 
 

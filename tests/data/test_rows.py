@@ -109,20 +109,6 @@ def test_any_text_is_prepared_or_refused_with_a_message(
     assert list(out.glob(".*")) == []
 
 
-def test_a_stray_quote_costs_its_own_row_only(tmp_path: Path) -> None:
-    body = [f"{i},x{i}" for i in range(40)]
-    body[3], body[7], body[9], body[12] = '3,"open', '7,"a"b', '9,5" pipe', '12,"two\nlines, one value"'
-    rows = read(tmp_path, "n,word\n" + "\n".join(body), max_rejected=0.1)
-    assert [(row["line"], row["reason"]) for row in rows.rejected] == [
-        (5, "a quote is opened and not closed"),
-        (9, "misplaced quote: ',' expected after '\"'"),
-    ]
-    words = dict(zip(rows.columns["n"], rows.columns["word"], strict=True))
-    assert (words["9"], words["12"], words["39"]) == ('5" pipe', "two\nlines, one value", "x39")
-    assert rows.lines.tolist()[-1] == 42  # the value over two lines counts
-    assert len(rows) == 38
-
-
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_line_ends_and_a_byte_order_mark(tmp_path: Path, end: str) -> None:
     rows = read(tmp_path, b"\xef\xbb\xbf" + end.join(["n,w", "1,a\x0cb", "", "2,c\u2028d"]).encode())
