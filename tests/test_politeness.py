@@ -122,6 +122,7 @@ class Driver:
 
     def __init__(self, uuids: list[str]) -> None:
         self.uuids, self.seen, self.started = uuids, None, False
+        self.workspace: str | None = None
 
     def look(self) -> int:
         if self.seen is None:
@@ -132,6 +133,7 @@ class Driver:
         return len(self.seen)
 
     def init(self) -> None:
+        self.workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
         self.look()
         self.started = True
 
@@ -148,6 +150,7 @@ class Driver:
 @pytest.fixture
 def driver(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver([gpu(number)["uuid"] for number in range(3)])
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(leasing, "REAL_NVML", "tests.fake_nvml")
     for name in ("init", "device_count", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, getattr(driver, name))
@@ -169,6 +172,8 @@ def test_a_lease_is_the_gpu_that_cuda_computes_on(before: str, text: str, driver
             "GPU-"
         )
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    if before != "started":  # by the lease, then; there is no second chance
+        assert driver.workspace == ":4096:2"
 
 
 def test_a_gpu_that_cuda_does_not_see_is_not_replaced_by_another(driver: Driver) -> None:

@@ -14,7 +14,6 @@ import dphybrid.training.loop as loop
 from dphybrid.config import TrainConfig
 from dphybrid.embedding import HostEmbedding, RowPipeline
 from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.gpus.leasing import _show_to_torch
 from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import Recurrent
@@ -105,11 +104,15 @@ def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 def test_the_workspace_setting_is_there_before_cuda_starts(
     cuda_calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _show_to_torch((SimpleNamespace(uuid="GPU-1", label="GPU 0", parent=None),))  # type: ignore[arg-type]
-    assert cuda_calls[0] == ("init", ":4096:2")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    start_on(resolve_devices("cuda:0*2"))
-    assert cuda_calls[-1] == ("set_device", ":16:8"), "what the user has set stays"
+    devices = resolve_devices("cuda:0*2")
+    for given, wanted in (("", ":4096:2"), (":16:8", ":16:8")):  # what the user has set stays
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+        if not given:
+            monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+        cuda_calls.clear()
+        start_on(devices)
+        assert cuda_calls[-1] == ("set_device", wanted)
+        assert {workspace for _, workspace in cuda_calls} == {wanted}
 
 
 def test_a_run_makes_its_first_gpu_the_current_one_and_one_on_the_cpu_asks_cuda_for_nothing(
