@@ -8,14 +8,14 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-compiling = runpy.run_path(str(Path(__file__).parent / "dphybrid" / "embedding" / "compile_rows.py"))
+compiling = runpy.run_path(str(Path(__file__).parent / "dphybrid" / "kernels" / "compile_rows.py"))
 
 
 class CompileRows(build_ext):
     """Compiles a library for each instruction set; in place for `pip install -e`."""
 
     def _folder(self) -> Path:
-        package = Path("dphybrid", "embedding")
+        package = Path("dphybrid", "kernels")
         return package if self.inplace else Path(self.build_lib) / package
 
     def run(self) -> None:
@@ -40,6 +40,6 @@ class AnyPython(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("dphybrid.embedding._rows", ["dphybrid/embedding/rows.c"])],
+    ext_modules=[Extension("dphybrid.kernels._rows", ["dphybrid/kernels/rows.c"])],
     cmdclass={"build_ext": CompileRows, "bdist_wheel": AnyPython},
 )

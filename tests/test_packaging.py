@@ -85,7 +85,7 @@ def test_a_machine_without_a_compiler_installs_it(tmp_path: Path) -> None:
     if done.returncode and "ziglang" in done.stderr and "No matching distribution" in done.stderr:
         pytest.skip("no package index with ziglang")
     assert done.returncode == 0, done.stderr[-3000:]
-    levels = {file.name.rpartition("-")[0] for file in (site / "dphybrid/embedding").glob("_rows-*.so")}
+    levels = {file.name.rpartition("-")[0] for file in (site / "dphybrid/kernels").glob("_rows-*.so")}
     assert levels >= {"_rows-x86-64-v2", "_rows-x86-64-v3", "_rows-x86-64-v4"} or len(levels) == 1
     number, file = trained(tmp_path, PYTHONPATH=str(site), PATH=str(empty))
     assert file.startswith(str(site))

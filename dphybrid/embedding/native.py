@@ -1,4 +1,4 @@
-"""rows.c as functions of tensors: the only place where a tensor becomes an address.
+"""The kernels of tables as functions of tensors.
 
 Each function checks device, type, layout, length and range of what it is given, and keeps it alive during the
 call. Ids are copied, so a buffer that changes later reaches no memory.
@@ -9,136 +9,23 @@ Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a
 import ctypes as c
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dphybrid.embedding.checked import check_read
-from dphybrid.embedding.compile_rows import compile_library, levels, library_name
+from dphybrid.kernels import library as kernels
+from dphybrid.kernels.library import STORED, address, is_plain, team
 from dphybrid.util.errors import UserError
 
-STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 MAX_DIM = 16384
 """Values of a row: a kernel sums a row's gradients on its stack."""
 
-_ALONE_BYTES = 2**18
-"""Below this many bytes of rows one thread is as fast as a team."""
-_BORN_IN = os.getpid()
-_OPENMP = ("libgomp", "libiomp", "libomp")
-
 _LARGEST_BETA = 0.99999
 """Above it the corrections would take 4 million steps to reach 1."""
-
-_I, _P, _F = c.c_int64, c.c_void_p, c.c_double
-
-
-def _struct(name: str, **fields: type) -> type[c.Structure]:
-    return type(name, (c.Structure,), {"_fields_": list(fields.items())})
-
-
-_Team = _struct("Team", parallel=_P, threads=_I)
-_Lookup = _struct(
-    "Lookup", team=_Team, ids=_P, count=_I, rows=_P, num_rows=_I, dim=_I, stored=_I, out=_P, flat=_P,
-    places=_P, num_places=_I, wrong=_I,
-)  # fmt: skip
-_Segment = _struct(
-    "Segment", ids=_P, count=_I, first_key=_I, num_rows=_I, rows=_P, row_bytes=_I, sources=_P, num_sources=_I
-)
-_Arrange = _struct(
-    "Arrange", segments=_P, num_segments=_I, count=_I, num_keys=_I, frozen=_P, num_frozen=_I, words=_P,
-    unsorted=_P, keys=_P, bounds=_P, places=_P, inverse=_P, num_unique=_I, wrong_segment=_I, wrong_place=_I,
-)  # fmt: skip
-_Sums = _struct(
-    "Sums", team=_Team, bounds=_P, count=_I, places=_P, num_places=_I, base=_P, step=_I, dim=_I, stored=_I,
-    target=_P, target_step=_I, squares=_P,
-)  # fmt: skip
-_Table = _struct(
-    "Table", first_key=_I, num_rows=_I, rows=_P, mean=_P, square=_P, steps=_P, updates=_I, noise=c.c_uint64,
-)  # fmt: skip
-_Update = _struct(
-    "Update", team=_Team, keys=_P, bounds=_P, count=_I, places=_P, num_places=_I, tables=_P, num_tables=_I,
-    rule=_I, stored=_I, dim=_I, lr=_F, decay=_F, eps=_F, beta1=_F, beta2=_F, fix1=_P, fix2=_P, last_fix=_I,
-)  # fmt: skip
-_Draw = _struct("Draw", team=_Team, values=_P, count=_I, first=_I, stored=_I, seed=c.c_uint64, std=_F)
-_Columns = _struct("Columns", ids=_P, starts=_P, num_rows=_P, count=_I, num_columns=_I, flat=_P)
-_STRUCTS = (_Lookup, _Segment, _Arrange, _Sums, _Table, _Update, _Draw, _Columns)
-
-
-def _level() -> str:
-    # asked of torch, not of the processor: ATEN_CPU_CAPABILITY then lowers both alike
-    known = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
-    return known.get(torch.backends.cpu.get_cpu_capability(), levels()[0])
-
-
-@cache
-def _library() -> c.CDLL:
-    """Return the library for this processor; compile it first in a checkout that was never installed."""
-    file = Path(os.environ.get("DPHYBRID_ROWS_LIBRARY") or Path(__file__).with_name(library_name(_level())))
-    if not file.exists():
-        try:
-            compile_library(_level(), file.parent)
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{file} is missing and cannot be compiled: {error}; install dphybrid") from error
-    library = c.CDLL(str(file))
-    library.size_of.argtypes, library.size_of.restype = [_I], _I
-    # the structs are declared in C and here: two that differ would write past their ends
-    if [library.size_of(n) for n in range(len(_STRUCTS))] != [c.sizeof(each) for each in _STRUCTS]:
-        raise ImportError(f"{file} was compiled from another rows.c")
-    for name in ("look_up", "flatten", "arrange", "sum_rows", "update_rows", "draw_normal"):
-        getattr(library, name).argtypes = [_P]
-    return library
-
-
-@cache
-def _parallel() -> int | None:
-    """Return the address of GOMP_parallel in torch's OpenMP: no second pool competes for cores."""
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return None
-    for file in sorted({line.split(maxsplit=5)[5] for line in maps if line.count("/")}):
-        if Path(file).name.startswith(_OPENMP) and hasattr(openmp := c.CDLL(file), "GOMP_parallel"):
-            return c.cast(openmp.GOMP_parallel, _P).value
-    return None
-
-
-def _team(count: int, row_bytes: int, threads: int | None = None) -> c.Structure:
-    """Return as many threads as pay; one in a forked child, which has lost the team's."""
-    if threads is None:
-        # a sum's order never depends on the team, so any number of threads gives the same bits
-        threads = torch.get_num_threads() if count * row_bytes >= _ALONE_BYTES else 1
-    if os.getpid() != _BORN_IN:
-        threads = 1
-    return _Team(_parallel() if threads > 1 else None, threads)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Has the tensor readable memory on the host: is it not fake, meta, sparse, functorch's or on a GPU?"""
-    # asked before any data_ptr(): that of a fake tensor is no address, and reading there ends the process
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
-
-
-def address(tensor: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the address of a contiguous tensor. Raises TypeError for another type, shape or kind of tensor;
-    what: names it."""
-    if not is_plain(tensor):
-        raise TypeError(f"{what}: a {type(tensor).__name__} on {tensor.device} has no memory on the host")
-    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous():
-        raise TypeError(
-            f"{what}: {tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}; expected "
-            f"contiguous {tuple(shape)} of {dtype}"
-        )
-    return tensor.data_ptr()
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -177,13 +64,13 @@ def look_up(
     if places_N is None and num_places < count:
         raise TypeError(f"look_up: {num_places} rows for {count} ids")
     flat_N = torch.empty(count, dtype=torch.int64, device="cpu")
-    call = _Lookup(
-        _team(count, dim * weight_VD.element_size(), threads), address(ids, "ids", torch.int64, ids.shape),
+    call = kernels.Lookup(
+        team(count, dim * weight_VD.element_size(), threads), address(ids, "ids", torch.int64, ids.shape),
         count, rows, num_rows, dim, STORED[weight_VD.dtype],
         address(out_XD, "looked-up rows", real, out_XD.shape), flat_N.data_ptr(),
         None if places_N is None else address(places_N, "places", torch.int64, (count,)), num_places,
     )  # fmt: skip
-    if not _library().look_up(c.addressof(call)):
+    if not kernels.call("look_up", call):
         if call.wrong < count:
             raise IndexError(call.wrong)
         raise TypeError("look_up: places do not fit the table")
@@ -195,12 +82,12 @@ def flatten(ids_BF: Tensor, starts_F: Tensor, num_rows_F: Tensor) -> Tensor:
     """Return ids (..., F), a table each, as rows of all tables in order. Raises IndexError for a wrong id."""
     ids_BF, (columns,) = ids_BF.contiguous(), starts_F.shape
     flat_BF = torch.empty_like(ids_BF)
-    call = _Columns(
+    call = kernels.Columns(
         address(ids_BF, "ids", torch.int64, (*ids_BF.shape[:-1], columns)),
         *(address(each_F, "columns", torch.int64, (columns,)) for each_F in (starts_F, num_rows_F)),
         ids_BF.numel(), columns, flat_BF.data_ptr(),
     )  # fmt: skip
-    if not _library().flatten(c.addressof(call)):
+    if not kernels.call("flatten", call):
         raise IndexError
     return flat_BF
 
@@ -233,8 +120,8 @@ def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
     start = int.from_bytes(hashlib.sha256(b"%d" % seed).digest()[:8], "little")
     rows, count = address(rows_VD.detach(), "rows", rows_VD.dtype, rows_VD.shape), rows_VD.numel()
     place, stored = first * rows_VD.shape[1], STORED[rows_VD.dtype]
-    call = _Draw(_team(count, rows_VD.element_size()), rows, count, place, stored, start, std)
-    if not _library().draw_normal(c.addressof(call)):
+    call = kernels.Draw(team(count, rows_VD.element_size()), rows, count, place, stored, start, std)
+    if not kernels.call("draw_normal", call):
         raise TypeError(f"fill_normal: first={first}")
 
 
@@ -297,7 +184,7 @@ def arrange(
 
     Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is not a row.
     """
-    lines, held, count = (_Segment * len(segments))(), [], 0
+    lines, held, count = (kernels.Segment * len(segments))(), [], 0
     for line, (segment, first_key) in zip(lines, segments, strict=True):
         ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
         own = ids_N.shape[0]
@@ -316,12 +203,12 @@ def arrange(
     bounds, places, words, unsorted = (keys + n * 8 * count for n in (1, 2, 3, 5))
     inverse_N = torch.empty(count, dtype=torch.int32, device="cpu") if inverse else None
     frozen_F = torch.tensor(frozen, dtype=torch.int64, device="cpu") if frozen else None
-    call = _Arrange(
+    call = kernels.Arrange(
         c.addressof(lines), len(segments), count, num_keys, None if frozen_F is None else frozen_F.data_ptr(),
         len(frozen), words, None if direct else unsorted, keys, bounds, places,
         None if inverse_N is None else inverse_N.data_ptr(),
     )  # fmt: skip
-    if not _library().arrange(c.addressof(call)):
+    if not kernels.call("arrange", call):
         if call.wrong_segment < 0:
             raise UserError(
                 f"{count:,} ids of {num_keys:,} rows at once: their numbers do not fit into 64 bits; use "
@@ -357,11 +244,11 @@ def _sum(
     count, dim = out_UD.shape
     if not count:
         return
-    call = _Sums(
-        _team(count, dim * out_UD.element_size()), bounds, count, places, num_places, base, step, dim,
+    call = kernels.Sums(
+        team(count, dim * out_UD.element_size()), bounds, count, places, num_places, base, step, dim,
         STORED[dtype], out_UD.data_ptr(), out_UD.stride(0), squares,
     )  # fmt: skip
-    if not _library().sum_rows(c.addressof(call)):
+    if not kernels.call("sum_rows", call):
         raise TypeError(f"rows of {dim} values; use 1 to {MAX_DIM}")
 
 
@@ -429,7 +316,7 @@ class Tables:
         members: Sequence[tuple[Tensor, Mapping[str, tuple[Tensor, tuple[int, ...], torch.dtype]]]],
     ) -> None:
         self.dtype, self.dim = members[0][0].dtype, members[0][0].shape[1]
-        self.lines = (_Table * len(members))()
+        self.lines = (kernels.Table * len(members))()
         first_key = 0
         for line, (weight, states) in zip(self.lines, members, strict=True):
             line.rows, rows, _ = _rows_address(weight)
@@ -446,11 +333,11 @@ def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:
         return
     fix1, fix2 = corrections(*rule.betas)
     last_fix = len(fix1) - 1
-    call = _Update(
-        _team(count, dim * tables.dtype.itemsize), arranged.keys_U.data_ptr(), arranged.bounds, count,
+    call = kernels.Update(
+        team(count, dim * tables.dtype.itemsize), arranged.keys_U.data_ptr(), arranged.bounds, count,
         arranged.places, arranged.count, c.addressof(tables.lines), len(tables.lines), rule.number,
         STORED[tables.dtype], dim, rule.lr, rule.decay, rule.eps, *rule.betas,
         address(fix1, "corrections", torch.float64, (last_fix + 1,)), fix2.data_ptr(), last_fix,
     )  # fmt: skip
-    if not _library().update_rows(c.addressof(call)):
+    if not kernels.call("update_rows", call):
         raise IndexError("update: a key is not a row of the tables")

@@ -4,6 +4,7 @@ from dphybrid.parallel.applying import current_replica, parallel_apply
 from dphybrid.parallel.comparison import SplitDifference, compare_split, refuse_split_differences
 from dphybrid.parallel.data_parallel import DataParallel, data_parallel
 from dphybrid.parallel.devices import Devices, before_cuda_starts, device_count, resolve_devices, start_on
+from dphybrid.parallel.dropout import Dropout
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Parts, Whole, parts
 from dphybrid.parallel.regions import LossInside, compile_regions, find_data_parallel
@@ -14,6 +15,7 @@ from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes, 
 __all__ = [
     "DataParallel",
     "Devices",
+    "Dropout",
     "LossInside",
     "Parts",
     "RowSource",

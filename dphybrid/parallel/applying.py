@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
@@ -15,6 +16,7 @@ from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.nests import tensors_of
 from dphybrid.parallel.replication import under_functorch
 from dphybrid.parallel.scattering import Places
+from dphybrid.parallel.splits import first_size
 from dphybrid.util.errors import UserError
 
 
@@ -44,11 +46,13 @@ def parallel_apply(
             "devices; give one of each a replica"
         )
 
+    seeds: list[int] = []  # of dropout, which all replicas share
+
     def call(index: int, stream: "torch.cuda.Stream | None" = None) -> object:
         place, given = places.replicas[index], inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
         try:
-            with as_replica(index, count), _on(place, stream):
+            with as_replica(index, count, shares, seeds), _on(place, stream):
                 if before is not None:
                     before(index)
                 return replicas[index](*arguments, **(kwargs[index] if kwargs is not None else {}))
@@ -56,6 +60,9 @@ def parallel_apply(
             error.add_note(f"in replica {index} of {count} on {places.labels[index]}")
             raise
 
+    shares = [
+        size[0] if size else 0 for size in map(first_size, zip(inputs, kwargs or [{}] * count, strict=True))
+    ]
     at_once = places.at_once if mode is None else mode == "threads"
     if not at_once or count == 1 or under_functorch():
         return [call(index) for index in range(count)]
@@ -137,18 +144,39 @@ def _thread_state(kind: str) -> Callable[[], ExitStack]:
 _local = threading.local()
 
 
+@dataclass
+class Replica:
+    """What computes in a thread: replica `index` of `count`. shares: rows of each replica's inputs, empty
+    where they are not known. seeds: drawn by the replicas' calls of dropout so far, one for the first call of
+    each, and so on; calls: of this one."""
+
+    index: int = 0
+    count: int = 1
+    shares: Sequence[int] = ()
+    seeds: list[int] = field(default_factory=list)
+    calls: int = 0
+
+
 @contextmanager
-def as_replica(index: int, count: int) -> Iterator[None]:
+def as_replica(
+    index: int, count: int, shares: Sequence[int] = (), seeds: list[int] | None = None
+) -> Iterator[None]:
     """While the block runs, this thread computes replica `index` of `count`."""
-    before = current_replica()
-    _local.place = (index, count)
+    before = running()
+    _local.replica = Replica(index, count, shares, [] if seeds is None else seeds)
     try:
         yield
     finally:
-        _local.place = before
+        _local.replica = before
+
+
+def running() -> Replica:
+    """Return what computes in this thread."""
+    return vars(_local).get("replica") or Replica()
 
 
 def current_replica() -> tuple[int, int]:
     """Return (index, number of replicas) of the replica that is computing in this thread; (0, 1) outside of
     any."""
-    return vars(_local).get("place", (0, 1))
+    replica = running()
+    return replica.index, replica.count

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dphybrid.parallel.dropout import Dropout
 from dphybrid.parallel.replication import OF_TORCH, unsuitable
 
 
@@ -65,9 +66,9 @@ def _kind(part: nn.Module) -> Iterator[_Words]:
         )
     if isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first:
         yield True, kind, "reads the batch on dim 1, and the split is on dim 0", "set batch_first=True"
-    if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+    if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 and not isinstance(part, Dropout):
         why = "masks differ from those of one device"
-        yield False, kind, why, "nothing, unless results must not depend on the number of devices"
+        yield False, kind, why, "on the CPU, dphybrid.parallel.Dropout draws the same; else nothing"
 
 
 def _attributes(part: nn.Module) -> Iterator[_Words]:

@@ -1,5 +1,5 @@
 """Optimizers of table rows as data: config, flags, the optimizers and the kernel take their choices from
-`RULES`. The arithmetic of each is in `dphybrid/embedding/rows_of.h` (`change`)."""
+`RULES`. The arithmetic of each is in `dphybrid/kernels/rows_of.h` (`change`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

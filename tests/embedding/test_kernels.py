@@ -31,7 +31,7 @@ KINDS = [name for name in RULES if name != "adamw"]  # which test_host_embedding
 
 def test_config_optimizers_and_kernels_follow_one_table_of_rules() -> None:
     choices = TableConfig.model_json_schema()["properties"]["optimizer"]["enum"]
-    source = Path(native.__file__).with_name("rows.c").read_text(encoding="utf-8")
+    source = (HERE / "rows.c").read_text(encoding="utf-8")
     names = re.findall(r"enum rule \{ (.*) \};", source)[0].lower().replace("_", "-").split(", ")
     assert list(RULES) == choices == names == list(ROW_OPTIMIZERS)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.embedding.compile_rows import HERE, compile_library, levels
+from dphybrid.kernels.compile_rows import HERE, compile_library, levels
 from tests.commands import python
 
 THREADS = Path(__file__).with_name("rows_in_threads.c")
@@ -63,12 +63,11 @@ print("complete", flush=True)
 """
 
 FAULT = """
-import ctypes
-from dphybrid.embedding import native
+from dphybrid.kernels import library
 
 values = torch.empty(64)
-call = native._Draw(native._Team(None, 1), values.data_ptr(), 65, 0, 0, 1, 1.0)
-native._library().draw_normal(ctypes.addressof(call))
+team = library.Team(None, 1)
+library.call("draw_normal", library.Draw(team, values.data_ptr(), 65, 0, 0, 1, 1.0))
 """
 
 

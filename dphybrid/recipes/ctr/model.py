@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from dphybrid.data.batches import Draw, Draws
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 from dphybrid.embedding import HostEmbeddingCollection
-from dphybrid.parallel import DataParallel
+from dphybrid.parallel import DataParallel, Dropout
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, bins_of
@@ -55,7 +55,7 @@ class Sizes:
         widths = [inputs] + [self.hidden] * self.layers
         steps: list[nn.Module] = []
         for narrow, wide in itertools.pairwise(widths):
-            steps += [nn.Linear(narrow, wide), nn.ReLU(), nn.Dropout(self.dropout)]
+            steps += [nn.Linear(narrow, wide), nn.ReLU(), Dropout(self.dropout)]
         return nn.Sequential(*steps, nn.Linear(widths[-1], self.outputs))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.parallel import DataParallel
+from dphybrid.parallel import DataParallel, Dropout
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.digits import DigitsModelConfig
 
@@ -30,8 +30,8 @@ class _ConvRegion(nn.Module):
         self.network = nn.Sequential(
             nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(),
             nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
-            nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(dropout),
-            nn.Linear(64 * (height // 2) * (width // 2), hidden), nn.ReLU(), nn.Dropout(dropout),
+            nn.MaxPool2d(2), nn.Flatten(), Dropout(dropout),
+            nn.Linear(64 * (height // 2) * (width // 2), hidden), nn.ReLU(), Dropout(dropout),
             nn.Linear(hidden, num_classes),
         )  # fmt: skip
 

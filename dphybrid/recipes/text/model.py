@@ -8,11 +8,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbedding
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
-from dphybrid.parallel import DataParallel
+from dphybrid.parallel import DataParallel, Dropout
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.text import TextModelConfig
 from dphybrid.util.errors import UserError
@@ -22,9 +21,9 @@ class Recurrent(nn.Module):
     """LSTM or GRU over rows_BTD, from a zero state: samples are independent, so any split gives the same
     result.
 
-    One module a layer, with dropout between them from torch's own generator: inside a layered nn.LSTM cuDNN
-    draws it from a state of its own, which no checkpoint holds. State dicts have the names, and the numbers
-    are those, of the layered one.
+    One module a layer, with dropout between them: inside a layered nn.LSTM cuDNN draws it from a state of its
+    own, which no checkpoint holds. State dicts have the names of the layered one, and without dropout the
+    numbers are its numbers.
     """
 
     def __init__(self, kind: str, dim: int, hidden: int, layers: int, dropout: float) -> None:
@@ -33,16 +32,15 @@ class Recurrent(nn.Module):
         self.network = nn.ModuleList(
             network(dim if n == 0 else hidden, hidden, batch_first=True) for n in range(layers)
         )
-        self.dropout = dropout
+        self.dropout = Dropout(dropout)
         self.register_state_dict_post_hook(_with_layered_names)
         self.register_load_state_dict_pre_hook(_with_own_names)
 
     def forward(self, rows_BTD: Tensor) -> Tensor:
         hidden_BTH = rows_BTD
         for number, layer in enumerate(cast(Iterable[nn.RNNBase], self.network)):
-            if number:  # drawn by time, as the layered network does
-                hidden_TBH = F.dropout(hidden_BTH.transpose(0, 1), self.dropout, self.training)
-                hidden_BTH = hidden_TBH.transpose(0, 1)
+            if number:
+                hidden_BTH = self.dropout(hidden_BTH)
             if vars(layer).get("_is_replica"):
                 # replicas hold views of one broadcast buffer; cuDNN wants them in one piece again
                 layer.flatten_parameters()
@@ -75,6 +73,7 @@ class _CausalTransformer(nn.Module):
         layer = nn.TransformerEncoderLayer(
             hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True
         )
+        layer.dropout, layer.dropout1, layer.dropout2 = (Dropout(dropout) for _ in range(3))
         self.network = nn.TransformerEncoder(
             layer, layers, norm=nn.LayerNorm(hidden), enable_nested_tensor=False
         )
@@ -143,7 +142,7 @@ class _LanguageRegion(nn.Module):
 
     def __init__(self, network: nn.Module, output: nn.Module, dropout: float) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.network = network
         self.output = output
 

@@ -1,6 +1,6 @@
-/* Rows of embedding tables in host memory: look up, sort, sum, update, draw.
+/* Rows of embedding tables in host memory: look up, sort, sum, update, draw; and dropout of blocks.
  *
- * native.py calls this through ctypes: no Python API, no GIL. It keeps all memory alive and states its size; here
+ * library.py calls this through ctypes: no Python API, no GIL. It keeps all memory alive and states its size; here
  * every id is compared with the number of rows before anything is written. Work is cut into blocks that own their
  * rows, sums have one order whatever the width of a vector, and -ffp-contract=off forbids fused products: bits
  * depend neither on the number of threads nor on the processor.
@@ -29,7 +29,7 @@ enum { BLOCK_BYTES = 1 << 16 };
 enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
 enum rule { SGD, ADAGRAD, LAZY_ADAGRAD, ADAM, LAZY_ADAM, ADAMW };
 
-/* ------------------------------------------------------------------ arguments, as native.py declares them */
+/* ------------------------------------------------------------------ arguments, as library.py declares them */
 
 typedef void task(void *);
 struct team {
@@ -112,6 +112,15 @@ struct draw {
     int64_t count, first, stored; /* first: the number of values[0] in the whole table */
     uint64_t seed;
     double std;
+};
+struct dropout { /* of rows x width values; first: the number of rows before, in the whole batch */
+    struct team team;
+    const void *values;
+    void *out;
+    int64_t rows, width, first, stored;
+    uint64_t seed;
+    uint32_t dropped; /* of 2^32 */
+    double scale;
 };
 
 /* ------------------------------------------------------------------ threads */
@@ -378,11 +387,13 @@ int update_rows(struct update *u)
 }
 
 #include "rows_drawn.h"
+#include "dropout.h"
 
 /* Sizes of the structs: whoever declares them elsewhere compares. */
 int64_t size_of(int64_t which)
 {
     static const int64_t sizes[] = {sizeof(struct lookup), sizeof(struct segment), sizeof(struct arrange), sizeof(struct sums),
-                                    sizeof(struct table), sizeof(struct update), sizeof(struct draw), sizeof(struct columns)};
+                                    sizeof(struct table), sizeof(struct update), sizeof(struct draw), sizeof(struct columns),
+                                    sizeof(struct dropout)};
     return which >= 0 && which < (int64_t)(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
 }

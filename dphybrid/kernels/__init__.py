@@ -1,0 +1,1 @@
+"""The C kernels of tables and of dropout, compiled at installation, and their library. Needs torch alone."""
