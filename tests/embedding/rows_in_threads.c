@@ -70,6 +70,10 @@ static void train(struct team team, int64_t stored, int64_t rule, int twice)
     struct update update = {team, keys, bounds, count, places, IDS, &table, 1, rule, stored, WIDTH, 0.1, 0.01, 1e-8, 0.9, 0.99, fix, fix, 1};
     if (!sum_rows(&sum) || !update_rows(&update))
         abort();
+    struct dropout drop = {team, grads, grads, IDS, WIDTH, 5, stored == BFLOAT16 ? FLOAT32 : stored, 1, 1u << 30, 4.0 / 3};
+    if (!drop_out(&drop))
+        abort();
+    add(grads, (size_t)(IDS * WIDTH * REAL_BYTES[stored]));
     add(squares, (size_t)count * sizeof *squares);
     add(rows, (size_t)(ROWS * WIDTH * STORED_BYTES[stored]));
     add(square, sizeof square);

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +18,10 @@ from dphybrid.embedding import (
     HostEmbedding,
     RowOptimizer,
     make_row_optimizer,
-    native,
 )
 from dphybrid.embedding.native import fill_normal
 from dphybrid.embedding.optim import ROW_OPTIMIZERS
+from dphybrid.kernels.compile_rows import HERE
 from dphybrid.util.row_rules import RULES
 from tests.conftest import REPOSITORY
 

@@ -22,6 +22,7 @@ DRIVER = """
 import torch
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, clip_grad_norm_, make_row_optimizer
 from dphybrid.embedding.lookup import sort_ids
+from dphybrid.parallel import Dropout
 from dphybrid.util.errors import UserError
 
 generator = torch.Generator().manual_seed(0)
@@ -45,6 +46,9 @@ for threads in (1, 2):
                     rows.zero_grad()
                     sort_ids(ids, 50)
                 assert not table.settled()[3].any()
+    for shape in ((), (0, 3), (1000, 1), (70, 33), (3, 4, 500)):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            Dropout(0.3)(torch.ones(shape, dtype=dtype, requires_grad=True)).sum().backward()
     columns = HostEmbeddingCollection({"few": 3, "many": 50}, 4)
     columns(torch.tensor([[2, 49], [0, 0]])).sum().backward()
     for wrong in ([50], [-1], [0, 2**62], [2**63 - 1], [-(2**63)]):
