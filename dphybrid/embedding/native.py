@@ -1,7 +1,8 @@
 """The kernels of tables as functions of tensors.
 
 Each function checks device, type, layout, length and range of what it is given, and keeps it alive during the
-call. Ids are copied, so a buffer that changes later reaches no memory.
+call. Ids are copied, so a buffer that changes later reaches no memory. Every kernel that reads rows which are
+mapped from a checkpoint's files has them checked.
 
 Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a table.
 """
@@ -9,16 +10,16 @@ Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a
 import ctypes as c
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from dphybrid.embedding.checked import check_read
-from dphybrid.kernels import library as kernels
-from dphybrid.kernels.library import STORED, address, is_plain, team
+from dphybrid import kernels
+from dphybrid.kernels import STORED, address, is_plain, team
 from dphybrid.util.errors import UserError
 
 MAX_DIM = 16384
@@ -26,6 +27,32 @@ MAX_DIM = 16384
 
 _LARGEST_BETA = 0.99999
 """Above it the corrections would take 4 million steps to reach 1."""
+
+_CHECKS: dict[int, Callable[[Tensor], None]] = {}
+"""Address of such rows -> what checks those of given ids (N,)."""
+
+_CHECKED_AT_ONCE = 2**16
+
+
+def check_when_read(rows_VD: Tensor, check: Callable[[Tensor], None], memory: object) -> None:
+    """Have `check(ids_N)` called for ids whose rows were read. memory: what holds the rows, as long as it
+    exists. check: raises UserError when the rows are damaged."""
+    _CHECKS[rows_VD.data_ptr()] = check
+    weakref.finalize(memory, _CHECKS.pop, rows_VD.data_ptr())
+
+
+def check_read(address: int, ids_N: Tensor) -> None:
+    """Check the rows of ids_N (on the CPU) that a kernel read of the table at this address. Raises UserError
+    when some are damaged."""
+    if address in _CHECKS:
+        _CHECKS[address](ids_N)
+
+
+def check_all(rows_VD: Tensor) -> None:
+    """Check all rows of a table, whose memory is about to be read. Raises UserError when some are damaged."""
+    if _CHECKS and (check := _CHECKS.get(rows_VD.data_ptr())):
+        for first in range(0, len(rows_VD), _CHECKED_AT_ONCE):
+            check(torch.arange(first, min(first + _CHECKED_AT_ONCE, len(rows_VD))))
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

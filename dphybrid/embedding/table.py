@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.embedding.checked import check_all
 from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op, sparse
 from dphybrid.embedding.lookup import Counters, all_in_range, no_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
@@ -176,7 +175,7 @@ class HostEmbedding(nn.Module):
         """The rows as a plain tensor, without autograd. Raises UserError when they lie in a checkpoint's file
         that is damaged."""
         if native.is_plain(self.weight):
-            check_all(self.weight)
+            native.check_all(self.weight)
         return self.weight.detach()
 
     def map_rows(self, rows_VD: Tensor) -> None:

@@ -1,6 +1,6 @@
 /* Rows of embedding tables in host memory: look up, sort, sum, update, draw; and dropout of blocks.
  *
- * library.py calls this through ctypes: no Python API, no GIL. It keeps all memory alive and states its size; here
+ * __init__.py calls this through ctypes: no Python API, no GIL. It keeps all memory alive and states its size; here
  * every id is compared with the number of rows before anything is written. Work is cut into blocks that own their
  * rows, sums have one order whatever the width of a vector, and -ffp-contract=off forbids fused products: bits
  * depend neither on the number of threads nor on the processor.
@@ -29,7 +29,7 @@ enum { BLOCK_BYTES = 1 << 16 };
 enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
 enum rule { SGD, ADAGRAD, LAZY_ADAGRAD, ADAM, LAZY_ADAM, ADAMW };
 
-/* ------------------------------------------------------------------ arguments, as library.py declares them */
+/* ------------------------------------------------------------------ arguments, as __init__.py declares them */
 
 typedef void task(void *);
 struct team {

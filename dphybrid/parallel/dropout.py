@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.kernels import library
-from dphybrid.kernels.library import STORED, address, is_plain, team
+from dphybrid import kernels
+from dphybrid.kernels import STORED, address, is_plain, team
 from dphybrid.parallel.applying import running
 
 _DRAWING = threading.Lock()
@@ -101,10 +101,10 @@ def _kernel(values: Tensor, p: float, seed: int, first: int) -> Tensor:
     if not values.numel():
         return out
     real, size = values.dtype, width * values.itemsize
-    arguments = library.Dropout(
+    arguments = kernels.Dropout(
         team(rows, size), address(values, "dropout", real, values.shape), out.data_ptr(), rows, width, first,
         STORED[real], seed, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p),
     )  # fmt: skip
-    if not library.call("drop_out", arguments):
+    if not kernels.call("drop_out", arguments):
         raise TypeError(f"dropout: {tuple(values.shape)} of {real}")
     return out

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dphybrid.embedding.checked import check_when_read
+from dphybrid.embedding.native import check_when_read
 from dphybrid.embedding.storage import GIB, available_memory_bytes
 from dphybrid.util.digests import BLOCK, BlockSums, block_sum
 from dphybrid.util.errors import UserError
@@ -216,7 +216,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
     """Return the tensor `name` (V, ...) of the file, mapped into memory. The first lookup that reads a block
-    of the file checks it, and raises UserError when it is damaged (`embedding.checked`).
+    of the file checks it, and raises UserError when it is damaged (`embedding.native`).
 
     Writing does not reach the file. sums: of `BlockSums`. Raises UserError when shape or type differ from
     those of `like`, and for a damaged header.

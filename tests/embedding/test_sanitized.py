@@ -67,11 +67,11 @@ print("complete", flush=True)
 """
 
 FAULT = """
-from dphybrid.kernels import library
+from dphybrid import kernels
 
 values = torch.empty(64)
-team = library.Team(None, 1)
-library.call("draw_normal", library.Draw(team, values.data_ptr(), 65, 0, 0, 1, 1.0))
+team = kernels.Team(None, 1)
+kernels.call("draw_normal", kernels.Draw(team, values.data_ptr(), 65, 0, 0, 1, 1.0))
 """
 
 

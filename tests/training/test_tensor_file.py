@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dphybrid.embedding import HostEmbedding
-from dphybrid.embedding.checked import check_when_read
+from dphybrid.embedding.native import check_when_read
 from dphybrid.embedding.storage import deferred_rows
 from dphybrid.training.tensor_file import mapped_tensor, patch_tensors, stored_tensor, write_tensors
 from dphybrid.util.digests import BLOCK, file_block_sums
