@@ -16,11 +16,15 @@ from torch.nn import functional as F
 from benchmarks.embedding import fbgemm_tables
 from dphybrid.embedding import HostEmbeddingCollection, row_optimizer, sampled_softmax
 from dphybrid.embedding.softmax import IGNORED
-from dphybrid.parallel import resolve_devices
+from dphybrid.parallel import Dropout, resolve_devices
 from dphybrid.run.experiment import Experiment
 
 Batch = dict[str, Tensor]
-LIBRARIES = {"FBGEMM's fused tables": "fbgemm_gpu", "TorchRec's fused tables": "torchrec"}
+LIBRARIES = {
+    "FBGEMM's fused tables": "fbgemm_gpu",
+    "FBGEMM's tables, our dropout": "fbgemm_gpu",
+    "TorchRec's fused tables": "torchrec",
+}
 """Ways that need a library: its module."""
 
 
@@ -63,10 +67,23 @@ def _embedding(table: HostEmbeddingCollection) -> nn.Module:
     return nn.Embedding.from_pretrained(table.flat.settled().clone(), freeze=False, sparse=True)
 
 
-def _clicks(rows_of: Callable[[Experiment, Any], tuple[Any, Sequence[Any]]], experiment: Experiment) -> Way:
+def _with_torchs_dropout(blocks: nn.Module) -> nn.Module:
+    """Replace our dropout by torch's, as a script with another library has it."""
+    for parent in list(blocks.modules()):
+        for name, part in parent.named_children():
+            if isinstance(part, Dropout):
+                setattr(parent, name, nn.Dropout(part.p))
+    return blocks
+
+
+def _clicks(
+    rows_of: Callable[[Experiment, Any], tuple[Any, Sequence[Any]]],
+    experiment: Experiment,
+    blocks: Callable[[nn.Module], nn.Module] = _with_torchs_dropout,
+) -> Way:
     """Return DLRM over other tables. rows_of: from the collection to what looks ids_BF up, and optimizers."""
     model = _built(experiment)
-    region = model.region.module
+    region = blocks(model.region.module)
     look_up, rows = rows_of(experiment, model.table)
 
     def losses(batch: Batch) -> Mapping[str, Tensor]:
@@ -181,6 +198,7 @@ CLICKS: dict[str, Make] = {
     "sparse nn.Embedding": partial(_clicks, _of_sparse),
     "an EmbeddingBag a column, as in DLRM": partial(_clicks, _of_bags),
     "FBGEMM's fused tables": partial(_clicks, _of_fbgemm),
+    "FBGEMM's tables, our dropout": partial(_clicks, _of_fbgemm, blocks=lambda blocks: blocks),
     "TorchRec's fused tables": partial(_clicks, _of_torchrec),
 }
 

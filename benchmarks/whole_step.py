@@ -1,8 +1,9 @@
 """Whole training steps: a recipe's own loop beside a loop of one's own, plain PyTorch and other libraries, on
 the same network, batches and optimizer of the blocks.
 
-Before each race all ways take some steps alone, with SGD on the rows and no clipping: their losses must be
-equal, those of the first two to the last bit. FBGEMM and TorchRec are measured where they are installed.
+Before each race all ways take some steps alone, with SGD on the rows, no clipping and no dropout: their
+losses must be equal, those of the first two to the last bit. Other libraries' ways have torch's dropout, unless
+their names say otherwise. FBGEMM and TorchRec are measured where they are installed.
 """
 
 import os
@@ -171,9 +172,10 @@ def measured(case: Case, settings: Settings, rounds: int) -> dict[str, Any]:
     ways = {OWN: own, **case.ways}
     missing = [name for name in ways if name in LIBRARIES and not find_spec(LIBRARIES[name])]
     there = {name: make for name, make in ways.items() if name not in missing}
-    alike = [*case.options, "table.optimizer=sgd", "train.clip_norm=0"]
-    _check(prepare_data(load_config(None, alike), settings), there)
     experiment = prepare_data(load_config(None, case.options), settings)
+    alike = [*case.options, "table.optimizer=sgd", "train.clip_norm=0"]
+    alike += ["model.dropout=0"] * hasattr(experiment.config.model, "dropout")
+    _check(prepare_data(load_config(None, alike), settings), there)
     loops = {name: _loop(experiment, make) for name, make in there.items()}
     in_an_epoch = num_batches(experiment.data.dataset("train"), experiment.config.train.batch_size)
     steps = min(case.steps, in_an_epoch)
