@@ -2,8 +2,8 @@
 the same network, batches and optimizer of the blocks.
 
 Before each race all ways take some steps alone, with SGD on the rows, no clipping and no dropout: their
-losses must be equal, those of the first two to the last bit. Other libraries' ways have torch's dropout, unless
-their names say otherwise. FBGEMM and TorchRec are measured where they are installed.
+losses must be equal, those of the first two to the last bit. Other libraries' ways have torch's dropout,
+unless their names say otherwise. FBGEMM and TorchRec are measured where they are installed.
 """
 
 import os
