@@ -26,7 +26,6 @@ from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
 from dphybrid.data.table.cells import clean
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
-from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Rejected, Rows, find_files, read_chunks, read_files
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
@@ -44,25 +43,6 @@ _PIECE_ROWS = 2**16
 """Rows of a lazy frame that are in memory at a time."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What predictions hold: the label's columns, columns of the input, and the class by a threshold."""
-
-    label: Label
-    keep: tuple[str, ...] = ()
-    threshold: float | None = None
-
-    @property
-    def columns(self) -> dict[str, type[pl.DataType]]:
-        """The written columns' types by name."""
-        return {
-            **PLACE,
-            **{name: _TYPES[kind] for name, kind in self.label.columns.items()},
-            **({} if self.threshold is None else {_CLASS: pl.String}),
-            **dict.fromkeys(self.keep, pl.String),
-        }
-
-
 @dataclass
 class Predicted(Written):
     """What became of a file's rows. wrong_numbers: values in numeric columns that are not numbers and counted
@@ -73,7 +53,8 @@ class Predicted(Written):
 
 class Predictor:
     """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's values, of
-    two the predicted one last; none of a number. task: what the label is learnt as."""
+    two the predicted one last; none of a number. task: what the label is learnt as. no_value: texts that mean
+    "no value", but for the empty one."""
 
     def __init__(
         self,
@@ -99,7 +80,7 @@ class Predictor:
         self.classes, self.batch_size = self.encoder.classes, batch_size
         self.task = label_task(state.info)
         assert isinstance(config.data, TableDataConfig)  # what an encoder comes with
-        self._recipe, self._data = config.recipe, config.data
+        self._recipe, self._data, self.no_value = config.recipe, config.data, config.data.no_value
 
     def __repr__(self) -> str:
         columns = self.encoder.names
@@ -146,11 +127,6 @@ class Predictor:
         columns = self.encoder.columns
         cells = self._cells(rows)
         return _tensors(self.encoder.arrays({c.name: c.read(cells[c.name]) for c in columns}, longest=2))
-
-    @property
-    def no_value(self) -> tuple[str, ...]:
-        """Texts that mean "no value", but for the empty one."""
-        return self._data.no_value
 
     def _cells(self, frame: pl.DataFrame) -> dict[str, pl.Series]:
         names = self.encoder.names
@@ -206,15 +182,27 @@ class Predictor:
             raise UserError(
                 f"--keep {taken[0]}: predictions have a column of that name; rename the table's one"
             )
-        asked = Asked(label, tuple(dict.fromkeys(keep)), threshold)
+        columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
+        columns |= ({} if threshold is None else {_CLASS: pl.String}) | dict.fromkeys(keep, pl.String)
         data = self._reading(path, values)
         done, rejected = Predicted(target), list[Rejected]()
 
         def frames() -> Iterator[pl.DataFrame]:
             for chunk in read_files(files, data, rejected, "predict rows", on_progress):
-                yield self._chunk(chunk, done, data, asked)
+                if absent := [name for name in keep if name not in chunk.names]:
+                    raise UserError(
+                        f"--keep {absent[0]}: {chunk.file} has no such column; columns: "
+                        f"{', '.join(chunk.names)}"
+                    )
+                predicted = self._predicted(chunk, done, data)
+                file = pl.repeat(str(chunk.file), len(chunk), eager=True)
+                found = {"file": file, "line": chunk.lines, **self.task.table(predicted)}
+                if threshold is not None:
+                    found[_CLASS] = np.where(predicted >= threshold, *reversed(self.classes))
+                found |= {name: chunk.texts(name).cast(pl.String) for name in keep}
+                yield pl.DataFrame(found, schema=columns)
 
-        write_frames(frames(), asked.columns, target, rejected)
+        write_frames(frames(), columns, target, rejected)
         done.num_rejected = len(rejected)
         return done
 
@@ -239,27 +227,11 @@ class Predictor:
         assert isinstance(read, TableDataConfig)
         return read
 
-    def _chunk(self, chunk: Rows, done: Predicted, data: TableDataConfig, asked: Asked) -> pl.DataFrame:
-        if absent := [name for name in asked.keep if name not in chunk.names]:
-            raise UserError(
-                f"--keep {absent[0]}: {chunk.file} has no such column; columns: {', '.join(chunk.names)}"
-            )
-        predicted = self._predicted(chunk, done, data)
-        found: dict[str, object] = {
-            "file": pl.repeat(str(chunk.file), len(chunk), eager=True),
-            "line": chunk.lines,
-            **self.task.table(predicted),
-        }
-        if asked.threshold is not None:
-            no, yes = self.classes
-            found[_CLASS] = np.where(predicted >= asked.threshold, yes, no)
-        found |= {name: chunk.columns[name].cast(pl.String) for name in asked.keep}
-        return pl.DataFrame(found, schema=asked.columns)
-
     def _predicted(self, chunk: Rows, done: Predicted, data: TableDataConfig) -> np.ndarray:
         self._check_columns(chunk.names, str(chunk.file))
-        columns = {column.name: chunk.cells(column) for column in self.encoder.columns}
-        predicted, wrong = self._scores(columns, self.encoder.written(data.reading))
+        encoder = self.encoder.written(data.reading)
+        cells = {column.name: chunk.cells(column) for column in encoder.columns}
+        predicted, wrong = self._scores(cells, encoder)
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong
         return predicted

@@ -247,3 +247,63 @@ def test_json_lines_are_read_as_the_same_table_and_documents_are_refused(tmp_pat
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(UserError, match=r"x\.json: a JSON document is not read; write one record a line"):
         prepare("ctr", TableDataConfig(path=str(tmp_path / "x.json"), label="y"), tmp_path / "prepared", 0)
+
+
+@pytest.mark.parametrize("decimal", [",", "auto"])
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "mixed.jsonl"])
+def test_typed_numbers_are_numbers_in_any_notation(tmp_path: Path, form: str, decimal: str) -> None:
+    """As features, as a weight and as the label, which is one from the first rows on, or by the last one."""
+    rows = 120
+    numbers = {"n": [i / 8 for i in range(rows)], "w": [1 + i % 3 / 4 for i in range(rows)]}
+    texts = {"c": [f"{i % 4}.5" for i in range(rows)]}
+    for name, label in (
+        ("many", [i * i / 16 for i in range(rows)]),
+        ("late", [*(float(i % 5) for i in range(rows - 1)), 0.25]),
+    ):
+        frame = pl.DataFrame({**numbers, **texts, "y": label})
+        file = tmp_path / f"{name}.{form}"
+        if form == "parquet":
+            frame.write_parquet(file)
+        else:
+            lines = [dict(row) for row in frame.to_dicts()]
+            for line in lines[::7] if form == "mixed.jsonl" else []:
+                line |= {key: str(line[key]).replace(".", ",") for key in ("n", "w", "y")}
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        frame.with_columns(
+            pl.col("n", "w", "y").cast(pl.String).str.replace(".", ",", literal=True)
+        ).write_csv(tmp_path / f"{name}.csv", separator=";")
+        found, wanted = (
+            prepare(
+                "ctr",
+                TableDataConfig(
+                    path=str(path), label="y", weight="w", decimal=d, thousands="", categorical="c"
+                ),
+                tmp_path / "prepared",
+                0,
+            )
+            for path, d in ((file, decimal), (tmp_path / f"{name}.csv", ","))
+        )
+        assert found.info["label"] == wanted.info["label"]
+        assert found.info["label"]["task"] == "regression"
+        for array in ("ids_BF", "dense_BN", "labels_B", "weights_B"):
+            np.testing.assert_array_equal(found.arrays[array], wanted.arrays[array])
+
+
+def test_typed_numbers_that_mean_no_value(tmp_path: Path) -> None:
+    """As their texts do: nan and what data.missing names; infinite ones count as none."""
+    n = [0.5, float("nan"), -999.0, float("inf"), None, 2.5] * 20
+    frame = pl.DataFrame({"n": n, "y": [0.5, 1.5, float("nan"), 2.5, 3.5, -999.0] * 20})
+    frame.write_parquet(tmp_path / "x.parquet")
+    frame.write_csv(tmp_path / "x.csv")
+    found, wanted = (
+        prepare(
+            "ctr",
+            TableDataConfig(path=str(tmp_path / name), label="y", missing="-999.0", buckets=2),
+            tmp_path / "prepared",
+            0,
+        )
+        for name in ("x.parquet", "x.csv")
+    )
+    assert found.manifest.facts["unlabelled_rows"] == wanted.manifest.facts["unlabelled_rows"] == 40
+    for array in ("ids_BF", "dense_BN", "labels_B"):
+        np.testing.assert_array_equal(found.arrays[array], wanted.arrays[array])

@@ -63,7 +63,7 @@ def read(folder: Path, text: str | bytes, **values: object) -> Rows:
     lines = np.concatenate([chunk.lines for chunk in chunks])
     return replace(
         chunks[0],
-        columns=dict(zip(whole.columns, whole.get_columns(), strict=True)),
+        given=dict(zip(whole.columns, whole.get_columns(), strict=True)),
         lines=lines,
         rejected=rejected,
     )

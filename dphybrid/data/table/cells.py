@@ -49,7 +49,7 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str], numbers: bool = 
     with `numbers` columns of numbers are Float64 or whole ones. Durations are read as seconds."""
     given, none = list(columns), {"", *missing}
     if numbers:
-        marks = [text for text in none if text[-1:].isdigit()]
+        marks = [text for text in none if text[-1:].isdigit() or text in ("inf", "-inf")]
         given = [_typed(cells, marks) if cells.dtype.is_numeric() else cells for cells in given]
     if all(len(cells) <= FEW for cells in given):
         return [_stripped(cells, none, numbers) for cells in given]
@@ -66,11 +66,13 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str], numbers: bool = 
 
 
 def _typed(cells: pl.Series, marks: list[str]) -> pl.Series:
-    """Return a column of numbers as its text would be read: float32 by its few digits, None for those whose
-    text is one of `marks`."""
+    """Return a column of numbers as its text would be read: float32 by its few digits, None for nan and for
+    those whose text is one of `marks`."""
     if marks:
         cells = cells.set(cells.cast(pl.String).is_in(marks).fill_null(False), None)
-    return cells.cast(pl.String).cast(pl.Float64) if cells.dtype == pl.Float32 else cells
+    cells = cells.cast(pl.String).cast(pl.Float64) if cells.dtype == pl.Float32 else cells
+    some_nan = cells.dtype.is_float() and (len(cells) > FEW or any(x != x for x in cells.to_list()))
+    return cells.fill_nan(None) if some_nan else cells
 
 
 def _is_kept(dtype: pl.DataType, numbers: bool) -> bool:

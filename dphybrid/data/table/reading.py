@@ -282,7 +282,7 @@ def _unused(plan: Plan, rows: Rows, values: Mapping[str, pl.Series]) -> Array:
 
 def _refuse(rows: Rows, wrong_B: Array, field: str, column: Column, why: str) -> None:
     for row in np.flatnonzero(wrong_B)[:1]:
-        held = rows.columns[column.name][int(row)]
+        held = rows.texts(column.name)[int(row)]
         raise UserError(
             f"{field}={column.name!r}: {rows.file}, {rows.place} {int(rows.lines[row])}: holds {held!r}, and "
             f"{why}"

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -24,7 +25,7 @@ BLOCK_ROWS = 2**16
 """Parquet rows read at a time."""
 _JSON_BYTES = 2**23
 """Text of JSON lines read at a time."""
-_JSON_NUMBERS = {int, float, type(None)}
+_NUMBERS = {int, float}
 
 
 class Rejected(TypedDict):
@@ -38,16 +39,15 @@ class Rejected(TypedDict):
 
 @dataclass(frozen=True)
 class Rows:
-    """Cells as stripped text (None: no value) or lists of texts, the line of each row from 1 on, and the
-    rejected rows.
+    """Cells, the line of each row from 1 on, and the rejected rows.
 
-    columns: by name; no frame, as polars reads names such as `*` as patterns. header: the first line
-    named the columns; Parquet files always do. place: what `lines` counts, "line" or "row". renamed: names
-    that the header repeats, with those that the columns got instead. typed: columns that are numbers in the
-    file itself, whose text has a point before the decimals whatever `data.decimal` says.
+    given: by name, stripped text (None: no value), lists of texts, or numbers; no frame, as polars reads
+    names such as `*` as patterns. header: the first line named the columns; Parquet files always do. place:
+    what `lines` counts, "line" or "row". renamed: names that the header repeats, with those that the columns
+    got instead. typed: which cells (B,) are numbers in the file itself, of columns that have some.
     """
 
-    columns: Mapping[str, pl.Series]
+    given: Mapping[str, pl.Series]
     lines: Array
     rejected: list[Rejected]
     header: bool
@@ -55,21 +55,35 @@ class Rows:
     file: Path
     bytes_read: int = 0
     renamed: tuple[tuple[str, str], ...] = ()
-    typed: frozenset[str] = frozenset()
+    typed: Mapping[str, pl.Series] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def cells(self, column: Column) -> pl.Series:
-        """The cells that a column reads: of numbers, typed ones as Float64."""
-        cells = self.columns[column.name]
-        is_typed = isinstance(column, Numeric) and column.name in self.typed
-        return cells.cast(pl.Float64, strict=False) if is_typed else cells
+        """The cells that a column reads, numbers that are typed as it reads them."""
+        if isinstance(column, Numeric) and self.given[column.name].dtype.is_numeric():
+            return self.given[column.name]
+        return self.texts(column.name, column.decimal if isinstance(column, Numeric) else ".")
+
+    def texts(self, name: str, decimal: str = ".", most: int | None = None) -> pl.Series:
+        """The first cells of a column as texts or lists. decimal: sign before the decimals of numbers that
+        are typed."""
+        cells, typed = self.given[name][:most], self.typed.get(name)
+        cells = cells.cast(pl.String) if cells.dtype.is_numeric() else cells
+        if typed is None or decimal == ".":
+            return cells
+        return cells.zip_with(~typed[:most], cells.str.replace(".", decimal, literal=True))
+
+    @cached_property
+    def columns(self) -> dict[str, pl.Series]:
+        """All cells as texts or lists."""
+        return {name: self.texts(name) for name in self.given}
 
     @property
     def names(self) -> list[str]:
         """The columns' names."""
-        return list(self.columns)
+        return list(self.given)
 
 
 Job = Callable[[], Rows]
@@ -234,7 +248,11 @@ def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
             check_columns(file, len(names), data.max_columns)
             given = {name: [record.get(name) for record in records] for name in names}
             columns = dict(zip(names, clean(map(_json_cells, given.values()), data.no_value), strict=True))
-            typed = frozenset(name for name, values in given.items() if {*map(type, values)} <= _JSON_NUMBERS)
+            typed = {
+                name: pl.Series([type(value) in _NUMBERS for value in values])
+                for name, values in given.items()
+                if columns[name].dtype == pl.String and not _NUMBERS.isdisjoint(map(type, values))
+            }
             lines_B = np.array(lines, np.int64)
             yield Rows(columns, lines_B, rejected, True, "line", file, size, typed=typed)
 
@@ -289,8 +307,11 @@ def _parquet_rows(frame: pl.DataFrame, file: Path, data: TableDataConfig, start:
     # Without their names, which a Series' own methods read as patterns, too.
     given = zip(frame.columns, (cells.alias("") for cells in frame.get_columns()), strict=True)
     cells = [nothing if name in ignored and _is_odd(c.dtype) else c for name, c in given]
-    columns = dict(zip(frame.columns, clean(cells, data.no_value), strict=True))
-    typed = frozenset(name for name, dtype in frame.schema.items() if dtype.is_numeric())
+    # Decimals keep their zeros where they are categories.
+    cells = [c.cast(pl.String) if c.dtype.is_decimal() else c for c in cells]
+    columns = dict(zip(frame.columns, clean(cells, data.no_value, numbers=True), strict=True))
+    is_typed = pl.repeat(True, len(frame), eager=True)
+    typed = {name: is_typed for name, dtype in frame.schema.items() if dtype.is_numeric()}
     return Rows(columns, np.arange(start, start + len(frame)), [], True, "row", file, typed=typed)
 
 

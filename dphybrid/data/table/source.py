@@ -227,7 +227,7 @@ def _answers(table: Table) -> tuple[Label, Array]:
     values_B = table.whole("label")
     if not column.coded:
         return label_of_numbers(column.name, values_B, data), values_B
-    label, number = label_of_texts(column.name, table.texts("label").to_list(), data)
+    label, number = label_of_texts(column.name, table.texts("label").to_list(), data, table.plan.first.typed)
     return label, np.concatenate([[np.nan], number])[values_B]
 
 

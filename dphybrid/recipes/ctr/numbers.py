@@ -44,7 +44,8 @@ class EmbeddedBins(nn.Module):
         self.bias_ND = nn.Parameter(torch.empty(num_dense, width).uniform_(-bound, bound))
 
     def forward(self, dense_BN: Tensor) -> Tensor:
-        return _pieces(dense_BN, self.table())
+        _, *fixed = self.buffers()
+        return _pieces(dense_BN, fixed or self.table())
 
     def table(self) -> list[Tensor]:
         """Return what depends on edges and weights alone: inner edges, and of each bin its left edge, width,
@@ -66,18 +67,6 @@ class EmbeddedBins(nn.Module):
         ]
 
 
-class FixedBins(nn.Module):
-    """`EmbeddedBins` for predictions: its table is computed once."""
-
-    def __init__(self, bins: EmbeddedBins) -> None:
-        super().__init__()
-        for place, tensor in enumerate(bins.table()):
-            self.register_buffer(f"table_{place}", tensor.detach().clone(), persistent=False)
-
-    def forward(self, dense_BN: Tensor) -> Tensor:
-        return _pieces(dense_BN, self.buffers())
-
-
 def _pieces(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
     inner_NE, left_NK, width_NK, first_N1, table_XS, of_itself_N1D = table
     squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
@@ -88,9 +77,17 @@ def _pieces(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
         bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
     share_NB = ((values_NB - left_NK.gather(1, bin_NB)) / width_NK.gather(1, bin_NB)).clamp(0, 1)
     start_NBD, slope_NBD = embedding(bin_NB + first_N1, table_XS).chunk(2, dim=2)
-    of_itself_NBD = squashed_BN.T[:, :, None] * of_itself_N1D
-    found_NBD = (start_NBD + share_NB[:, :, None] * slope_NBD + of_itself_NBD).relu()
-    return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
+    squashed_NB1, share_NB1 = squashed_BN.T[:, :, None], share_NB[:, :, None]
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or slope_NBD.dtype != share_NB.dtype:
+        found_NBD = (start_NBD + share_NB1 * slope_NBD + squashed_NB1 * of_itself_N1D).relu()
+        return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
+    # The same bits, in memory that the cache holds already.
+    start_NBD += slope_NBD.mul_(share_NB1)
+    start_NBD += torch.mul(squashed_NB1, of_itself_N1D, out=slope_NBD)
+    out_BNX = squashed_BN.new_empty(*squashed_BN.shape, 1 + slope_NBD.shape[2])
+    out_BNX[:, :, 0] = squashed_BN
+    torch.clamp_min(start_NBD.transpose(0, 1), 0, out=out_BNX[:, :, 1:])
+    return out_BNX.flatten(1)
 
 
 class OnNumbers(nn.Module):
@@ -99,7 +96,7 @@ class OnNumbers(nn.Module):
     def __init__(self, network: nn.Module, numbers: EmbeddedBins) -> None:
         super().__init__()
         self.network = network
-        self.numbers: EmbeddedBins | FixedBins = numbers
+        self.numbers = numbers
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         return self.network(rows_BFD, self.numbers(dense_BN))
@@ -107,9 +104,10 @@ class OnNumbers(nn.Module):
 
 def fix_numbers(model: nn.Module) -> None:
     """Compute the bins' tables of a model once, for predictions: its weights do not change any more."""
-    for module in list(model.modules()):
-        if isinstance(module, OnNumbers) and isinstance(module.numbers, EmbeddedBins):
-            module.numbers = FixedBins(module.numbers)
+    for module in model.modules():
+        if isinstance(module, EmbeddedBins):
+            for place, tensor in enumerate(module.table()):
+                module.register_buffer(f"table_{place}", tensor.detach().clone(), persistent=False)
 
 
 def bins_of(rows: Dataset | None, num_dense: int, num_bins: int) -> Tensor:
