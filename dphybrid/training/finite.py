@@ -14,8 +14,8 @@ from dphybrid.embedding import find_tables
 from dphybrid.training.checkpoint import way_on
 from dphybrid.util.errors import UserError
 
-Rows = tuple[str, Tensor, Tensor | None]
-"""What it is, its rows, and their numbers where they are not all of them."""
+Rows = tuple[str, Tensor, Tensor | range | None]
+"""What it is, its rows, and their numbers; None for what has no rows."""
 
 _BLOCK = 2**18
 _NAMED = 3
@@ -110,7 +110,7 @@ def check_finite(
     """
     for what, tensor, ids_U, infinite_too in _tensors(model, dense, rows):
         # Rows that lie with other processes are looked at there.
-        place = _first_bad(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
+        place = first_bad_row(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
         if place is not None:
             row = int(ids_U[place]) if ids_U is not None else place
             raise UserError(
@@ -122,7 +122,7 @@ def check_finite(
 
 def _tensors(
     model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows]
-) -> Iterator[tuple[str, Any, Tensor | None, bool]]:
+) -> Iterator[tuple[str, Any, Tensor | range | None, bool]]:
     for what, tensor, ids_U in rows:
         yield what, tensor, ids_U, True
     names: dict[Tensor, str] = {}
@@ -140,12 +140,8 @@ def _tensors(
                 yield f"optimizer's {key} of {names.get(weight, 'a parameter')}", state, None, True
 
 
-def first_bad_row(tensor: Tensor) -> int | None:
-    """Return the first row that holds no finite number."""
-    return _first_bad(tensor, infinite_too=True)
-
-
-def _first_bad(tensor: Tensor, infinite_too: bool) -> int | None:
+def first_bad_row(tensor: Tensor, infinite_too: bool = True) -> int | None:
+    """Return the first row that holds no finite number; infinite ones pass where `infinite_too` is False."""
     if not tensor.is_floating_point():
         return None
     flat = tensor.detach().reshape(-1)

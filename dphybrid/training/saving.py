@@ -56,6 +56,7 @@ from dphybrid.util.files import making
 
 _WORTH_IT = 0.5
 """Share of changed bytes up to which they alone are copied: beyond, copying all costs little more."""
+_PART_BYTES = 2**28
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -85,10 +86,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Copied:
-    """A table's weight and states at rows ids_U, or all of them; whole: states without a row for each row."""
+    """A table's weight and states at rows ids_U, or all of them, in parts that are freed as they are written;
+    whole: states without a row for each row."""
 
     ids_U: Tensor | None
-    by_row: dict[str, Tensor]
+    by_row: dict[str, list[Tensor]]
     whole: dict[str, Tensor]
 
 
@@ -255,12 +257,12 @@ class CheckpointWriter:
             if rows is not None and name in rows.tables:
                 by_row, states = by_row | rows.row_states(name), rows.states_of(name)
             whole = {key: state.clone() for key, state in states.items() if key not in by_row}
-            parts[name] = _Copied(changed.get(name), by_row, whole)
+            parts[name] = _Copied(changed.get(name), {key: [each] for key, each in by_row.items()}, whole)
         everything, partly = 0, 0.0
         for part in parts.values():
-            size = sum(tensor.nbytes for tensor in part.by_row.values())
+            size = sum(tensor.nbytes for (tensor,) in part.by_row.values())
             everything += size
-            partly += size if part.ids_U is None else size * len(part.ids_U) / len(part.by_row["weight"])
+            partly += size if part.ids_U is None else size * len(part.ids_U) / len(part.by_row["weight"][0])
         if any(part.ids_U is None for part in parts.values()) or partly > _WORTH_IT * everything:
             changed, partly = {}, everything
         # Half of what is free: the training goes on beside the copies, and its batches need room, too.
@@ -270,7 +272,7 @@ class CheckpointWriter:
         return {
             name: _Copied(
                 ids_U := changed.get(name),
-                {key: _copied(rows, ids_U) if beside else rows for key, rows in part.by_row.items()},
+                {key: _copied(rows[0], ids_U) if beside else rows for key, rows in part.by_row.items()},
                 part.whole,
             )
             for name, part in parts.items()
@@ -284,15 +286,10 @@ class CheckpointWriter:
         page: dict[str, Any] = {}
         if trained.dense is not None:
             files["blocks_optimizer.safetensors"], page = flatten_optimizer(trained.dense.state_dict())
-        rows = trained.rows
-        extra = {
-            f"{name}.{key}": state
-            for name in (rows.tables if rows is not None else ())
-            if rows is not None and name not in tables
-            for key, state in rows.states_of(name).items()
-        }
-        if extra:
-            files["tables/_optimizer.safetensors"] = extra
+        if (rows := trained.rows) is not None:
+            others = {name: rows.states_of(name) for name in rows.tables if name not in tables}
+            extra = {f"{name}.{key}": state for name, own in others.items() for key, state in own.items()}
+            files |= {"tables/_optimizer.safetensors": extra} if extra else {}
         # The blocks' file has the averages, which are evaluated; the optimizer's has the weights.
         with averaged(trained.dense):
             copies = {
@@ -399,7 +396,7 @@ _NOT_WHOLE = (
 
 def _rewritten(file: Path, base: Path, base_sums: str, copied: _Copied, ids_U: Tensor) -> str:
     """Write a table's file from that of the full checkpoint before; return its sums."""
-    changes = {part: (ids_U, rows) for part, rows in copied.by_row.items()}
+    changes = {part: (ids_U, rows[0]) for part, rows in copied.by_row.items()}
     for part, whole in copied.whole.items():
         rows = whole.reshape(-1, *whole.shape[1:])
         changes[part] = torch.arange(len(rows)), rows
@@ -411,14 +408,17 @@ def _rewritten(file: Path, base: Path, base_sums: str, copied: _Copied, ids_U: T
         raise UserError(_NOT_WHOLE.format(base, "damaged")) from error
 
 
-def _copied(tensor: Tensor, ids_U: Tensor | None) -> Tensor:
+def _copied(tensor: Tensor, ids_U: Tensor | None) -> list[Tensor]:
     if ids_U is not None:
-        return tensor.index_select(0, ids_U)
-    return zero_rows(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        return [tensor.index_select(0, ids_U)]
+    parts = tensor.split(max(1, _PART_BYTES // max(1, tensor[:1].nbytes)))
+    return [zero_rows(tuple(part.shape), part.dtype).copy_(part) for part in parts]
 
 
 def _named(copies: Mapping[str, _Copied]) -> Iterator[Rows]:
     for table, copied in copies.items():
-        for key, rows in copied.by_row.items():
-            what = f"table {table}" if key == "weight" else f"row optimizer's {table}.{key}"
-            yield what, rows, copied.ids_U
+        for key, parts in copied.by_row.items():
+            what, first = f"table {table}" if key == "weight" else f"row optimizer's {table}.{key}", 0
+            for rows in parts:
+                yield what, rows, range(first, first + len(rows)) if copied.ids_U is None else copied.ids_U
+                first += len(rows)

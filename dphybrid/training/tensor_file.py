@@ -44,9 +44,10 @@ IDS = "row_numbers"
 _PAGE_BYTES = 4096
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | list[Tensor]]) -> str:
     """Write named tensors, any device; return the file's `BlockSums` in hex. Whoever asks for it has the disk
-    keep the file."""
+    keep the file. A list: the rows in parts, each removed when it is written: the file's pages take its
+    memory."""
     return _write(path, _pieces(tensors))
 
 
@@ -84,15 +85,18 @@ def _write(path: Path, pieces: Iterator[bytes | memoryview]) -> str:
     return sums.hexdigest()
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    tensors = dict(sorted(tensors.items()))  # the same tensors give the same file, however they came to be
+def _pieces(tensors: Mapping[str, Tensor | list[Tensor]]) -> Iterator[bytes | memoryview]:
+    # Sorted: the same tensors give the same file, however they came to be.
+    named = {name: rows if isinstance(rows, list) else [rows] for name, rows in sorted(tensors.items())}
     header: dict[str, object] = {}
     offset = 0
-    for name, tensor in tensors.items():
-        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+    for name, parts in named.items():
+        shape, dtype = list(parts[0].shape), parts[0].dtype
+        shape[:1] = [sum(map(len, parts))] if shape else []
+        size = math.prod(shape) * dtype.itemsize
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": _NAMES[dtype],
+            "shape": shape,
             "data_offsets": [offset, offset + size],
         }
         offset += size
@@ -101,11 +105,12 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     head += b" " * (-len(head) % 8)
     yield len(head).to_bytes(8, "little")
     yield head
-    for tensor in tensors.values():
-        flat = tensor.detach().reshape(-1)
-        step = max(1, _SLICE_BYTES // tensor.element_size())
-        for start in range(0, flat.numel(), step):
-            yield _bytes(flat[start : start + step].cpu().contiguous())
+    for parts in named.values():
+        while parts:
+            flat = parts.pop(0).detach().reshape(-1)
+            step = max(1, _SLICE_BYTES // flat.element_size())
+            for start in range(0, flat.numel(), step):
+                yield _bytes(flat[start : start + step].cpu().contiguous())
 
 
 def _bytes(part: Tensor) -> memoryview:

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import dphybrid
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, make_row_optimizer
+from dphybrid.embedding.storage import zero_rows
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import read_run
 from dphybrid.run.train import build_run, evaluate_run, run_job
@@ -39,7 +41,7 @@ from dphybrid.training.engine import Session
 from dphybrid.training.retention import prune_checkpoints
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.tensor_file import stored_tensor, write_tensors
-from dphybrid.util.digests import file_digest
+from dphybrid.util.digests import BlockSums, file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted
 from tests.commands import run_with
@@ -123,6 +125,40 @@ def test_each_checkpoint_has_the_bits_of_the_moment_and_of_a_whole_one(
                 assert len([name for name in page.digests if name.startswith("tables/")]) == 3
     assert kinds == [0, 1, 2, 0, 1, 2, 0, 1]
     assert (writer.costs.count, writer.costs.full) == (8, 3)
+
+
+def test_a_whole_table_is_copied_in_parts_that_are_freed_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dphybrid.training.saving._PART_BYTES", 1000)  # 62 rows of 300
+    trained, copied, left = new("adam"), list[weakref.ref[Tensor]](), list[int]()
+
+    def copy(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        copied.append(weakref.ref(part := zero_rows(shape, dtype)))
+        return part
+
+    class Counted(BlockSums):
+        def update(self, piece: bytes | memoryview) -> None:
+            super().update(piece)
+            left.append(sum(part() is not None for part in copied))
+
+    monkeypatch.setattr("dphybrid.training.saving.zero_rows", copy)
+    monkeypatch.setattr("dphybrid.training.tensor_file.BlockSums", Counted)
+    expected = {key: value.clone() for key, value in everything(trained).items()}
+    with CheckpointWriter(tmp_path / "parts", trained) as writer:
+        path = writer.save({}, {})
+        step(trained)
+        writer.wait()
+        torch.testing.assert_close(everything(found := loaded(path, "adam")), expected, rtol=0, atol=0)
+        assert left == sorted(left, reverse=True)
+        assert (left[-1], len(set(left)) > 10) == (0, True)
+        whole = save_checkpoint(tmp_path / "whole", found, {}, {})
+        assert read_state(path).digests == read_state(whole).digests
+        assert isinstance(trained.model, Tables)
+        with torch.no_grad():
+            trained.model.words.settled()[250, 1] = float("nan")
+        with pytest.raises(UserError, match="table words row 250 is not a finite number"):
+            writer.save({}, {})
 
 
 def test_a_resumed_training_writes_the_files_that_the_unbroken_one_writes(tmp_path: Path) -> None:
