@@ -114,7 +114,7 @@ WRONG = {
     f"prepare --recipe ctr --data.path nowhere.csv {LABEL}": "data.path",
     f"train --data.path empty.csv {LABEL}": "data.path",
     f"train --data.path . {LABEL}": "data.path",
-    f"train --data.path ok.csv {LABEL} --resume nobody": "--resume nobody: no such run",
+    f"train --data.path ok.csv {LABEL} --resume nobody": "--resume nobody: there is no such run",
 }
 """Command -> how its error begins; only ctr's kinds of columns, in those from the fourth on, need polars."""
 

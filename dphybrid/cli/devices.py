@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     settings, names = load_settings(), os.environ.get("CUDA_VISIBLE_DEVICES")
     inventory = Inventory(settings.nvml)
     units = inventory.read()
-    if not units:
+    if not units and args.ask is None:
         print(f"no GPU ({inventory.reason}); devices=auto means cpu")
         return 0
     folder = lease_folder(settings.lease_dir)

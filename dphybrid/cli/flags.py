@@ -26,18 +26,24 @@ def recipe_of(argv: Sequence[str]) -> str:
     if list(argv[:2]) == ["check", "recipe"]:
         given["recipe"] = next((text for text in argv[2:3] if not text.startswith("-")), "")
     for place, text in enumerate(argv):
-        if text.startswith(("--recipe", "--config", "--data.")):
+        if text.startswith(("--recipe", "--config", "--data.", "--resume")):
             name, equals, value = text.partition("=")
             given[field_of(name)] = value if equals else next(iter(argv[place + 1 : place + 2]), "")
     try:
-        values = read_config_file(Path(given["config"])) if "config" in given else {}
-        values = merge(
-            values, parse_overrides([f"{name}={value}" for name, value in given.items() if name != "config"])
-        )
-        name = values.get("recipe") or infer_recipe(values)[0]
+        file, resume = given.pop("config", None), given.pop("resume", "")
+        values = read_config_file(Path(file)) if file else {}
+        values = merge(values, parse_overrides([f"{name}={value}" for name, value in given.items()]))
+        name = values.get("recipe") or _recipe_of_run(resume) or infer_recipe(values)[0]
         return find_recipe(name).key
     except (UserError, OSError, TypeError):
         return DEFAULT
+
+
+def _recipe_of_run(name: str) -> str | None:
+    try:
+        return named_run(load_settings(), name, "").config.recipe
+    except UserError:  # no name: the next flag, or nothing
+        return None
 
 
 def recipes_text() -> str:
@@ -78,6 +84,7 @@ def add_config_flags(parser: argparse.ArgumentParser, recipe: str | None = None)
     if isinstance(parser, Parser):
         recipe = parser.recipe = recipe or parser.recipe
     recipe = recipe or DEFAULT
+    parser.set_defaults(meant=recipe)
     config = "TOML (or JSON) file with the values to set; flags override it"
     parser.add_argument("--config", type=Path, metavar="FILE", help=config)
     groups: dict[str, Any] = {}
@@ -146,22 +153,17 @@ def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settin
     report: Path | None = args.report
     if report is not None:
         check_target(report, f"--report {report}")
-    if args.resume is not None and not args.resume.strip():
-        raise UserError(
-            f"--resume {args.resume!r}: names no run; give its name, or --resume alone for the newest of "
-            "the recipe"
-        )
     for name, value in (("DPHYBRID_TRACKING_URI", args.tracking), ("DPHYBRID_PROFILE", args.profile)):
         if value is not None:
             os.environ[name] = value  # a setting: the flow's tasks read it, too
-    config, settings = data_config(args), load_settings()
-    resume = named_run(settings, args.resume, config.recipe).folder.name if args.resume else None
-    return config, settings, resume, report
+    settings = load_settings()
+    run = None if args.resume is None else named_run(settings, args.resume, args.meant)
+    return data_config(args, run.config if run else None), settings, run.folder.name if run else None, report
 
 
-def given_config(args: argparse.Namespace) -> ExperimentConfig:
-    """Return the experiment that a command line gives. Raises UserError."""
-    return load_config(args.config, overrides_from_args(args))
+def given_config(args: argparse.Namespace, base: ExperimentConfig | None = None) -> ExperimentConfig:
+    """Return the experiment that a command line gives; `base` as in `load_config`. Raises UserError."""
+    return load_config(args.config, overrides_from_args(args), base)
 
 
 def check_data_path(path: str) -> None:
@@ -171,10 +173,10 @@ def check_data_path(path: str) -> None:
         raise UserError(f"data.path={path}: there is no such file")
 
 
-def data_config(args: argparse.Namespace) -> ExperimentConfig:
+def data_config(args: argparse.Namespace, base: ExperimentConfig | None = None) -> ExperimentConfig:
     """Return `given_config`. Raises UserError too where a built-in recipe's data is not there, and where a
     table cannot be opened: before torch is imported, which takes seconds."""
-    config = given_config(args)
+    config = given_config(args, base)
     if config.recipe in BUILT_IN:
         check_data_path(str(config.data.model_dump().get("path") or ""))
         recipe = find_recipe(config.recipe)

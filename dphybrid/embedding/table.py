@@ -237,8 +237,7 @@ class HostEmbedding(nn.Module):
             counters.ids += len(flat_N)
             if weight.requires_grad:
                 rows = self._links.rows(weight, rows, flat_N)
-        rows = self.as_model(rows)
-        return [rows] if by_replica else rows
+        return self.as_model(rows)
 
     def _in_graph(self, ids: Tensor) -> Tensor:
         """The lookup as one operation of a graph. torch.compile leaves those that train to Python: its
@@ -321,8 +320,8 @@ class HostEmbedding(nn.Module):
         back. A region takes them as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the
         CPU. Raises UserError like `forward`.
         """
-        rows: list[Tensor] = self(ids, by_replica=True)
-        return rows
+        rows: Tensor | list[Tensor] = self(ids, by_replica=True)
+        return [rows] if isinstance(rows, Tensor) else rows  # a graph has the whole batch's
 
     def _rows_by_replica(self, weight: Tensor, ids: Tensor) -> list[Tensor]:
         lookup = self.ahead.lookup_of(weight, self.name, ids)

@@ -20,10 +20,10 @@ from dphybrid.config.settings import Settings
 from dphybrid.gpus import Inventory, visible
 from dphybrid.gpus.leasing import expected_devices, wanted_spec
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides
-from dphybrid.run.folder import check_run_name
+from dphybrid.run.folder import changed_values, check_run_name
 from dphybrid.run.train import Report
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_json, write_text
+from dphybrid.util.files import read_json, write_json, write_text
 from dphybrid.util.stop import StopRequest
 
 Reports = Mapping[str, Report | str]
@@ -191,7 +191,8 @@ def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> None:
 def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: int = 0) -> tuple[Path, int]:
     """Make a sweep's folder; return it and how many runs train at once. at_once: 0 for as many as GPUs allow.
 
-    Raises UserError for a name that cannot be a folder's, and for `at_once` below 0.
+    Raises UserError for a name that cannot be a folder's, for one whose runs have other values, and for
+    `at_once` below 0.
     """
     check_run_name(sweep, "--sweep")
     if at_once < 0:
@@ -199,6 +200,13 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
             f"at_once={at_once}: give the number of runs at a time, or 0 for as many as GPUs allow"
         )
     folder = sweep_folder(sweep, settings)
+    for cell in cells:
+        page = folder / f"{cell.name}.config.json"
+        if page.is_file() and (changed := changed_values(read_json(page), cell.config)):
+            raise UserError(
+                f"--sweep {sweep}: its run {cell.name} has other values ({changed}); give the same ones, "
+                "or this sweep another name"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     workers = at_once or cells_at_once(cells, settings)
     print(f"Sweep {sweep}: {len(cells)} runs, {workers} at once; logs in {folder}", flush=True)

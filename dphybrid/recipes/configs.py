@@ -154,11 +154,9 @@ def _nones(values: Values, recipe: str) -> Values:
                 out[key] = None if empty else value
         return out
 
-    return walk({key: _plain(value) for key, value in values.items()}, "")
-
-
-def _plain(value: object) -> object:
-    return value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+    return walk(
+        {k: v.model_dump(exclude_unset=True) if isinstance(v, Section) else v for k, v in values.items()}, ""
+    )
 
 
 def as_config(value: object) -> Any:
@@ -236,10 +234,13 @@ def given_values(config: ExperimentConfig) -> Values:
     return {"recipe": config.recipe} | differing(config.model_dump(), recipe_only)
 
 
-def load_config(file: Path | None, overrides: list[str]) -> ExperimentConfig:
+def load_config(
+    file: Path | None, overrides: list[str], base: ExperimentConfig | None = None
+) -> ExperimentConfig:
     """Compose a config: the recipe, the file over it, the overrides over both. Raises UserError.
 
-    Without a recipe in either, the values decide, and a line says so.
+    Without a recipe in either, the values decide, and a line says so. base: the config of the run that goes
+    on, of which values that are not given are taken.
     """
     from_file = read_config_file(file) if file else {}
     from_flags = parse_overrides(overrides)
@@ -247,6 +248,8 @@ def load_config(file: Path | None, overrides: list[str]) -> ExperimentConfig:
         name: f"--{name.replace('_', '-')}" for name in flatten(from_flags)
     }
     values = merge(from_file, from_flags)
+    if base and values.get("recipe", base.recipe) == base.recipe:
+        values = merge(given_values(base), values)
     if "recipe" not in values:
         values["recipe"], reason = infer_recipe(values)
         if reason:

@@ -112,9 +112,10 @@ def build_run(
     devices, given = resolve_devices(devices_text), experiment.engine.tags(tags or {})
     facts = _facts_of_model(experiment, devices)
     previous = find_run(experiment, resume) if resume else None
-    folder = previous.folder if previous else new_run_folder(experiment, devices, run_name)
-    tracker = open_run_tracker(settings, must_answer=previous is None)
+    tracker = open_run_tracker(settings, must_answer=not (previous and previous.page.run_id))
     _note_waiting(settings)
+    # after the server has answered: a run that cannot be recorded leaves no folder behind
+    folder = previous.folder if previous else new_run_folder(experiment, devices, run_name)
     now = datetime.now(UTC).isoformat()
     new = RunPage(run_id="", attempt=0, config={}, prepared="", data_digest="", created=now)
     before = previous.page if previous else new
@@ -206,7 +207,7 @@ def _recorded(
         "dphybrid.source_digest": data.manifest.source_digest,
     }
     run_id = page.run_id
-    if page.attempt > 1:
+    if run_id:
         tracker.resume(run_id, all_tags)
     else:
         values = {

@@ -94,7 +94,8 @@ def named_run(settings: Settings, which: str, recipe: str) -> Run:
     found = [run for run in runs if (run.page.recipe == recipe if newest else run.page.run_id == which)]
     if not found:
         known = suggestion(which, [run.folder.name for run in runs] or ["none yet"])
-        raise UserError(f"--resume {which}: no such run of recipe {recipe} in {settings.runs_dir}{known}")
+        what = f"recipe {recipe} has no run" if newest else "there is no such run"
+        raise UserError(f"--resume {which}: {what} in {settings.runs_dir}{known}")
     return found[-1]
 
 
@@ -110,20 +111,23 @@ def find_run(experiment: "Experiment", which: str) -> Run:
         held = is_held(run.folder / LOCK)
     if held:
         raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
-    before, now = flatten(run.config.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
-    changed = [
-        f"{name}: {before.get(name)} -> {now[name]}"
-        for name in now
-        if name.startswith(_FIXED) and before.get(name) != now[name]
-    ]
+    changed = changed_values(run.config.model_dump(mode="json"), config, _FIXED)
     if run.page.data_digest != data.digest and not changed:
-        changed = [f"data digest: {run.page.data_digest} -> {data.digest} (the file changed)"]
+        changed = f"data digest: {run.page.data_digest} -> {data.digest} (the file changed)"
     if changed:
         raise UserError(
-            f"--resume: run {run.folder.name} was started with other values ({'; '.join(changed)}); give "
-            "the same ones, or start a new run"
+            f"--resume: run {run.folder.name} was started with other values ({changed}); give the same "
+            "ones, or start a new run"
         )
     return run
+
+
+def changed_values(before: dict[str, Any], config: ExperimentConfig, of: str | tuple[str, ...] = "") -> str:
+    """Return which values differ from those of an earlier page, `train.lr: 0.1 -> 0.2; ...`. of: how their
+    names begin."""
+    old, new = flatten(before), flatten(config.model_dump(mode="json"))
+    differing = [name for name in new if name.startswith(of) and old.get(name) != new[name]]
+    return "; ".join(f"{name}: {old.get(name)} -> {new[name]}" for name in differing)
 
 
 def read_run(run_folder: str | Path, settings: Settings) -> Run:

@@ -281,9 +281,9 @@ def export(checkpoint: Path, out: str | Path, *, onnx: bool = False) -> Path:
     exists, when the recipe has no export, and for a model that torch.export cannot trace.
     """
     target = Path(out).expanduser()
-    check_target(target, f"--out {out}")
     if target.exists():
         raise UserError(f"--out {out}: is there already; give a new folder, or remove it first")
+    check_target(target, f"--out {out}")
     predictor = open_predictor(checkpoint)
     of_rows = isinstance(predictor, Predictor)
     if not of_rows and not hasattr(predictor, "export"):

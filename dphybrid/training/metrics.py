@@ -111,10 +111,6 @@ def _multiclass(outputs: dict[str, Tensor]) -> dict[str, float]:
     return {"accuracy": float(right_B.double().mean()), "loss": _mean_loss(outputs)}
 
 
-def _regression(outputs: dict[str, Tensor]) -> dict[str, float]:
-    return {"mse": _mean_loss(outputs)}
-
-
 def _ranking(outputs: dict[str, Tensor]) -> dict[str, float]:
     ranks = outputs["ranks_B2"].double()
     hits = {f"hits_at_{n}": float((ranks <= n).double().mean()) for n in (1, 3, 10)}
@@ -125,4 +121,4 @@ LANGUAGE_MODEL = Task("perplexity", False, _perplexity)
 BINARY = Task("auc", True, _binary, ("logits", "labels_B"), prediction="logits")
 MULTICLASS = Task("accuracy", True, _multiclass, ("logits", "labels_B"), prediction="logits")
 RANKING = Task("mrr", True, _ranking, ("ranks_B2",))
-REGRESSION = Task("mse", False, _regression)
+REGRESSION = Task("mse", False, lambda outputs: {"mse": _mean_loss(outputs)})

@@ -19,6 +19,7 @@ from dphybrid.embedding import (
     row_optimizer,
 )
 from dphybrid.embedding.gradients import rows_op
+from dphybrid.parallel import DataParallel
 from dphybrid.util.errors import UserError
 
 
@@ -77,6 +78,19 @@ def test_offsets_of_bags_are_checked(offsets: list[int]) -> None:  # D
         HostEmbedding(8, 4).bags(ids, torch.tensor(offsets, dtype=torch.int64))
 
 
+class LookedUp(nn.Module):
+    """The idiom of the pages: a region looks its rows up."""
+
+    def __init__(self, devices: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.net = HostEmbedding(10, 4), DataParallel(nn.Linear(4, 1), devices)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(self.net.rows(self.table, ids))
+        return out
+
+
 def test_graphs_hold_a_lookup_as_one_operation() -> None:  # E
     with torch.device("meta"):
         assert HostEmbedding(1000, 8).weight.device.type == "cpu"
@@ -86,6 +100,12 @@ def test_graphs_hold_a_lookup_as_one_operation() -> None:  # E
     assert torch.equal(torch.export.export(model, (ids,)).module()(other), wanted)
     assert torch.equal(torch.jit.trace(model, (ids,))(other), wanted)
     assert torch.equal(make_fx(model)(ids)(other), wanted)
+    looked_up = LookedUp("cpu").eval()
+    program = torch.export.export(
+        looked_up, (ids,), dynamic_shapes={"ids": {0: torch.export.Dim("B", min=2)}}
+    )
+    assert torch.equal(program.module()(torch.arange(5)), looked_up(torch.arange(5)))
+    assert torch.equal(torch.export.export(LookedUp("cpu*2"), (ids,)).module()(other), LookedUp("cpu")(other))
     assert rows_op(torch.empty(10, 4, device="meta"), ids.to("meta")).shape == (2, 4)
     with torch.no_grad():
         assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(other), wanted)

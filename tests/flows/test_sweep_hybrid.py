@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.sweep import cells_at_once, make_grid
+from dphybrid.lifecycle.sweep import begin_sweep, cells_at_once, make_grid
 from dphybrid.recipes.configs import build_config
+from dphybrid.util.errors import UserError
 from flows import sweep_hybrid
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY
@@ -41,6 +42,14 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
         (2, 0.2),
     ]
     assert cells_at_once(grid.cells, settings) == 1
+    folder, _ = begin_sweep("s", grid.cells, settings)
+    first = grid.cells[0]
+    (folder / f"{first.name}.config.json").write_text(first.config.model_dump_json())
+    begin_sweep("s", grid.cells, settings)
+    config = build_config({"recipe": "hybrid", "devices": "cpu", "train": {"seed": 3}})
+    other = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
+    with pytest.raises(UserError, match=r"--sweep s: its run s-1-epochs1-lr0.1 .*\(train.seed: 0 -> 3\)"):
+        begin_sweep("s", other.cells, settings)
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_nothing_half_is_left_and_nothing_is_overwritten(
     for command, words in (
         (["nobody", "--out", "out"], "nobody: no run"),
         (["binary", "--out", "none/out"], "--out none/out: cannot be written there"),
-        (["binary", "--out", "data"], "--out data: cannot be written there"),
+        (["binary", "--out", "data"], "--out data: is there already"),
     ):
         assert main(["export", *command]) == 2
         assert words in capsys.readouterr().err

@@ -58,7 +58,7 @@ def _column_lines(table: Table, encoder: Encoder) -> list[str]:
         column = look.column
         parts = [part.name for part in numbers[column.name].parts] if column.name in numbers else []
         ids = sum(num_ids.get(name, 0) for name in {column.name, *parts})
-        shown = ", ".join(_shown(text) for text in look.samples)
+        shown = ", ".join(_escaped(t if len(t) <= 24 else t[:21] + "...") for t in look.samples)
         reason = f"  ({look.reason})" if look.reason and ";" not in look.reason else ""
         rows.append((_escaped(column.name), column.role, ids, f"{shown}{reason}"))
     wide = max(len("column"), *(len(name) for name, *_ in rows))
@@ -92,10 +92,6 @@ def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
         zero = f"; {table.weightless:,} rows with a weight of 0 are left out" if table.weightless else ""
         lines.append(f"  weights of rows, in loss and metrics: {data.weight}{zero}")
     return lines
-
-
-def _shown(text: str) -> str:
-    return _escaped(text if len(text) <= 24 else text[:21] + "...")
 
 
 def _escaped(text: str) -> str:

@@ -86,15 +86,11 @@ def schema_text(label: str, columns: Sequence[Column]) -> str:
         for key, field in column.options().items():
             value = getattr(column, key)
             used = value is not None and value != field.get_default(call_default_factory=True)
+            shown = value if used else field.examples[0]
+            text = toml_text(shown) if isinstance(shown, str) else str(shown).lower()
             sentence = "" if used else f"  # {field.description}".replace("\n", " ")
-            lines.append(
-                f"{'' if used else '# '}{key} = {_toml(value if used else field.examples[0])}{sentence}"
-            )
+            lines.append(f"{'' if used else '# '}{key} = {text}{sentence}")
     return "\n".join(lines) + "\n"
-
-
-def _toml(value: object) -> str:
-    return toml_text(value) if isinstance(value, str) else str(value).lower()
 
 
 def find_column(rows: Rows, name: str, place: str) -> str:
