@@ -17,7 +17,7 @@ from dphybrid.embedding.storage import available_memory_bytes, deferred_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.recipe import Recipe
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 
 _LINK_USED = 0.9
 _UNIQUE_SHARE = 0.5
@@ -93,7 +93,7 @@ class ClusterPlan:
         """Return the plan in lines. memory_bytes: of this machine, for the comparison with it."""
         gib, work = 2**30, self.work
         low, high = self._host_ms
-        machines = "1 machine" if self.nodes == 1 else f"{self.nodes} machines"
+        machines = counted(self.nodes, "machine")
         lines = [
             f"Table: {work.num_rows:,} rows x {work.dim}, with states {work.table_bytes / gib:.4g} GiB, "
             f"row-wise over {self.ranks} ranks on {machines}",

@@ -14,11 +14,11 @@ from dphybrid.cluster.engine import ClusterEngine
 from dphybrid.cluster.ranks import Ranks
 from dphybrid.cluster.spread import Spread
 from dphybrid.cluster.table import spread_table
-from dphybrid.config import ExperimentConfig, TrainConfig
+from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import part_of
 from dphybrid.embedding import dense_parameters
 from dphybrid.parallel import Devices, Split, resolve_devices
-from dphybrid.training.checkpoint import Progress, Trained, dense_state
+from dphybrid.training.checkpoint import Trained, dense_state
 from dphybrid.training.engine import Session, TrainStep
 from dphybrid.training.finite import NotFinite, first_bad_row, kept_buffers
 from dphybrid.training.memory import num_rows
@@ -89,7 +89,8 @@ class RankEngine(ClusterEngine):
         buffers = kept_buffers(trained.model) if config.on_nonfinite == "skip" else []
         assert trained.rows is not None
         # a function of the step: a restart draws the same, and no rank's generator state is kept
-        torch.manual_seed(_seed(config, trained.progress, self.ranks))
+        number = config.seed * 1_000_003 + trained.progress.step
+        torch.manual_seed((number * 65_537 + self.ranks.rank) % 2**63)
         with clock.stage("zero_grad"):
             if trained.dense is not None:
                 trained.dense.zero_grad(set_to_none=True)
@@ -268,8 +269,3 @@ class RankEngine(ClusterEngine):
             dist.recv(there, rank)
             parts.append(there.split([row[rank] for row in sizes]))
         return torch.cat([piece for of_batch in zip(*parts, strict=True) for piece in of_batch])
-
-
-def _seed(config: TrainConfig, progress: Progress, ranks: Ranks) -> int:
-    """Where a rank's random choices of a step start: no generator states of all ranks need be kept."""
-    return ((config.seed * 1_000_003 + progress.step) * 65_537 + ranks.rank) % 2**63

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.util.digests import file_digest, verify_files
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import clear_leftovers, make_folder, making, naming, sync
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
@@ -275,7 +275,7 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
         stream.writelines(json.dumps(row) + "\n" for row in content.rejected)
     if num_rejected:
         place = "rejected.jsonl in the prepared folder says which and why"
-        description = [*description, f"  {num_rejected} rows rejected: {place}"]
+        description = [*description, f"  {counted(num_rejected, 'row')} rejected: {place}"]
     facts: dict[str, Any] = dict(content.extra or {})
     there = [file for file in sorted(partial.rglob("*")) if file.is_file()]
     manifest = Manifest(

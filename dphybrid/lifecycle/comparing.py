@@ -21,7 +21,7 @@ from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.training.warm_start import warm_start
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.pages import Page
 
 _NUM_RESAMPLES = 300
@@ -69,7 +69,7 @@ def compare_on_validation_rows(run: Run, min_gain: float) -> Decision:
     why = (
         f"{verdict}: validation {task.metric} {challenger[task.metric]:.5f} against {name} "
         f"{champion[task.metric]:.5f} on the same "
-        f"{num_rows:,} rows; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
+        f"{counted(num_rows, 'row')}; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
         + (f", wanted {min_gain:+g}" if min_gain else "")
     )
     return Decision(

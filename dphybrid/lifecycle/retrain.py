@@ -20,7 +20,7 @@ from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.opening import store_to_write
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.digests import file_digest
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import clear_leftovers, making
 from dphybrid.util.locks import locked
 
@@ -163,7 +163,7 @@ def reason_to_wait(prepared: str, min_new_rows: int, drift_above: float, event: 
     num_new = len(data.arrays["new_rows"])
     if num_new >= max(1, min_new_rows):
         return None
-    text = f"{num_new} new rows, min_new_rows is {max(1, min_new_rows)}"
+    text = f"{counted(num_new, 'new row')}, min_new_rows is {max(1, min_new_rows)}"
     if drift_above <= 0 or not num_new:
         return text
     column, value = largest_drift(prepared)

@@ -22,7 +22,7 @@ from dphybrid.gpus.leasing import expected_devices, wanted_spec
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides
 from dphybrid.run.folder import changed_values, check_run_name
 from dphybrid.run.train import Report
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import read_json, write_json, write_text
 from dphybrid.util.stop import StopRequest
 
@@ -209,7 +209,7 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
             )
     folder.mkdir(parents=True, exist_ok=True)
     workers = at_once or cells_at_once(cells, settings)
-    print(f"Sweep {sweep}: {len(cells)} runs, {workers} at once; logs in {folder}", flush=True)
+    print(f"Sweep {sweep}: {counted(len(cells), 'run')}, {workers} at once; logs in {folder}", flush=True)
     return folder, workers
 
 

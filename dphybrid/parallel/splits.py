@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from dphybrid.parallel.gathering import Leaf
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 
 Size = tuple[int, ...]
 Key = tuple[tuple[Size, ...], tuple[Size, ...]]
@@ -160,13 +160,13 @@ class SplitPlan:
         """Return the plan as a table with what to do about idle devices."""
         batches: list[tuple[str, tuple[int, ...]]] = []
         if self.num_full:
-            batches.append((f"{self.num_full} x {self.batch_size} rows", self.full))
+            batches.append((f"{self.num_full} x {counted(self.batch_size, 'row')}", self.full))
         if self.last:
-            batches.append((f"last: {sum(self.last)} rows", self.last))
+            batches.append((f"last: {counted(sum(self.last), 'row')}", self.last))
         wide = max(len(label) for label, _ in batches)
         lines = [
-            f"{self.rows} rows in batches of {self.batch_size} over {len(self.labels)} "
-            f"device{'s' * (len(self.labels) > 1)}:",
+            f"{counted(self.rows, 'row')} in batches of {self.batch_size} over "
+            f"{counted(len(self.labels), 'device')}:",
             "",
         ]
         lines += [f"  {label:<{wide}}  {','.join(map(str, sizes))}" for label, sizes in batches]
@@ -187,7 +187,7 @@ class SplitPlan:
             better = -(-self.batch_size // count) * count
             advice.append(
                 f"A batch size that fills {count} devices evenly is a multiple of {count}: {better} gives "
-                f"{better // count} rows each."
+                f"{counted(better // count, 'row')} each."
             )
         return advice or ["Every device is used by every batch."]
 

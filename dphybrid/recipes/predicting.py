@@ -14,7 +14,7 @@ from dphybrid.data.table.frames import Written, as_frame, table_target, write_fr
 from dphybrid.data.table.rows import Rejected, Rows, find_files, read_files
 from dphybrid.data.vocabulary import read_vocabularies
 from dphybrid.recipes.recipe import Recipe
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 
 
 class RowsPredictor:
@@ -94,5 +94,5 @@ class RowsPredictor:
 
     def told(self, done: Written) -> list[str]:
         """Return what became of a file's rows, in lines for people."""
-        lines = [f"Predictions of {done.num_rows:,} rows: {done.out}"]
+        lines = [f"Predictions of {counted(done.num_rows, 'row')}: {done.out}"]
         return lines + done.told()

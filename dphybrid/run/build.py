@@ -30,7 +30,7 @@ from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.label_tasks import LabelTask
 from dphybrid.util.device_spec import parse_device_spec
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import disk_errors_told, make_folder, naming
 from dphybrid.util.text import printable
 
@@ -113,7 +113,10 @@ def build_run(
     facts = _facts_of_model(experiment, devices)
     previous = find_run(experiment, resume) if resume else None
     tracker = open_run_tracker(settings, must_answer=not (previous and previous.page.run_id))
-    _note_waiting(settings)
+    if count := waiting(settings.mlflow_dir / "spool"):
+        print(
+            f"Note: records of {counted(count, 'earlier run')} wait; `dphybrid sync` sends them", flush=True
+        )
     # after the server has answered: a run that cannot be recorded leaves no folder behind
     folder = previous.folder if previous else new_run_folder(experiment, devices, run_name)
     now = datetime.now(UTC).isoformat()
@@ -181,15 +184,6 @@ def _sizes_of(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _note_waiting(settings: Settings) -> None:
-    if count := waiting(settings.mlflow_dir / "spool"):
-        print(
-            f"Note: records of {count} earlier {'run' if count == 1 else 'runs'} wait to be sent; `dphybrid "
-            "sync` does it",
-            flush=True,
-        )
-
-
 def _recorded(
     run: Run, experiment: Experiment, tracker: Tracker, tags: Mapping[str, str], facts: Mapping[str, object]
 ) -> str:
@@ -206,8 +200,7 @@ def _recorded(
         "dphybrid.run_folder": str(run.folder),
         "dphybrid.source_digest": data.manifest.source_digest,
     }
-    run_id = page.run_id
-    if run_id:
+    if run_id := page.run_id:
         tracker.resume(run_id, all_tags)
     else:
         values = {

@@ -32,11 +32,12 @@ from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.label_tasks import label_task
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 
 PLACE = {"file": pl.String, "line": pl.Int64}
 """What a file of predictions holds first: where a row came from. `Label.columns` follow."""
 _TYPES = {"str": pl.String, "float32": pl.Float32, "float64": pl.Float64}
+_MISSING = "Not numbers, so they count as missing: {} of numeric columns"
 _CLASS = "prediction"
 """Column of the predicted one of two classes, where a threshold is given."""
 _PIECE_ROWS = 2**16
@@ -208,12 +209,10 @@ class Predictor:
 
     def told(self, done: Predicted) -> list[str]:
         """Return what became of a file's rows, in lines for people."""
-        lines = [f"{done.num_rows:,} predictions of {self.predicts}: {done.out}"]
+        lines = [f"{counted(done.num_rows, 'prediction')} of {self.predicts}: {done.out}"]
         lines += done.told()
         if done.wrong_numbers:
-            lines.append(
-                f"{done.wrong_numbers:,} values of numeric columns are not numbers and count as missing"
-            )
+            lines.append(_MISSING.format(counted(done.wrong_numbers, "value")))
         return lines
 
     def _reading(self, path: str, values: Mapping[str, object]) -> TableDataConfig:
@@ -269,9 +268,7 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 def _warn(wrong: int) -> None:
     if wrong:
-        warnings.warn(
-            f"{wrong:,} values of numeric columns are not numbers and count as missing", stacklevel=3
-        )
+        warnings.warn(_MISSING.format(counted(wrong, "value")), stacklevel=3)
 
 
 def open_predictor(
@@ -298,7 +295,8 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
             shutil.copyfileobj(file, sys.stdout)
     sys.stdout.flush()
     if done.num_rejected:
-        print(f"{done.num_rejected:,} rows cannot be read; --out FILE says which and why", file=sys.stderr)
+        rows = counted(done.num_rejected, "row")
+        print(f"{rows} cannot be read; --out FILE says which and why", file=sys.stderr)
 
 
 def load(which: str, devices: str = "cpu", batch_size: int = 1024) -> Any:

@@ -28,6 +28,7 @@ from dphybrid.tracking.outbox_file import (
     set_facts,
     write_row,
 )
+from dphybrid.util.errors import counted
 from dphybrid.util.files import make_folder
 from dphybrid.util.locks import FileLock
 
@@ -69,7 +70,7 @@ class Losses:
             "refused by the server": self.refused,
             "not written down (disk full?)": self.unkept,
         }
-        parts = [f"{n:,} record{'' if n == 1 else 's'} {what}" for what, n in counts.items() if n]
+        parts = [f"{counted(n, 'record')} {what}" for what, n in counts.items() if n]
         parts += [f"{path} was damaged, and more may be missing at its end" for path in self.damaged]
         return "; ".join(parts)
 

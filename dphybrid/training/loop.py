@@ -24,7 +24,7 @@ from dphybrid.training.optimizers import set_learning_rates
 from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.saving import Saved
 from dphybrid.training.step import Step
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 
 
 def train(session: Session, display: Display, meter: Meter) -> None:
@@ -76,7 +76,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
             session.saver.wait()
     if _stale(session) and progress.epoch < config.epochs:
         metric = session.task.chosen_by or session.task.metric
-        display.line(f"stopped early: no better {metric} for {progress.stale_epochs} epochs")
+        display.line(f"stopped early: no better {metric} for {counted(progress.stale_epochs, 'epoch')}")
 
 
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

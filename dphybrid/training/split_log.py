@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from dphybrid.parallel import Devices, Split, find_data_parallel
+from dphybrid.util.errors import counted
 
 _MAX_LINES = 2000
 """Lines that are kept for the record; all are printed."""
@@ -146,7 +147,8 @@ class SplitLog:
 def _short_line(block: str, split: Split) -> str:
     rows = _rows(split)
     where = f" ({block})" if block not in ("", "region") else ""
-    return f"A batch of {sum(rows)} rows is split {', '.join(map(str, rows))} over {len(rows)} devices{where}"
+    shares, batch = ", ".join(map(str, rows)), counted(sum(rows), "row")
+    return f"A batch of {batch} is split {shares} over {counted(len(rows), 'device')}{where}"
 
 
 def _rows(split: Split) -> list[int]:

@@ -192,7 +192,7 @@ def test_mistakes_are_told_before_anything_is_written(
         ({}, "data: has no columns"),
         (pandas.DataFrame([[1, 2]], columns=["a", "a"]), "data: has two columns named 'a'; rename one"),
         ({"a": [1, 2], "b": [1, 2, 3]}, "data: cannot be read as a table"),
-        ({"a": [1], "clicked": [1]}, "data: has 1 rows; at least 2 are needed"),
+        ({"a": [1], "clicked": [1]}, "data: has 1 row; at least 2 are needed"),
         ({"a": [{"b": 1}] * 3, "clicked": [0, 1, 0]}, "data: column 'a' holds Struct({'b': Int64})"),
         (visits(10).lazy().with_columns(pl.col("shop").cast(int)), "data: cannot be written to"),
     ],

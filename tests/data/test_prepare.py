@@ -88,7 +88,7 @@ def test_click_columns_are_encoded_from_the_training_part(tmp_path: Path) -> Non
         ("", {}, ["is empty"]),
         ("\n\n", {}, ["is empty"]),
         ("a,clicked\n", {"header": "yes"}, ["no rows"]),
-        ("a,clicked\n1,1\n", {"header": "yes"}, ["1 rows"]),
+        ("a,clicked\n1,1\n", {"header": "yes"}, ["has 1 row;"]),
         (CLICKS, {"delimiter": ",,"}, ["data.delimiter=',,'"]),
     ],
 )
@@ -111,7 +111,7 @@ def test_unusable_tables_are_told_and_leave_nothing(
         ("text", lambda p: None, ["no such file or folder"]),
         ("text", lambda p: p.mkdir(), ["holds no text files", ".txt"]),
         ("text", lambda p: p.write_text(""), ["is empty"]),
-        ("text", lambda p: p.write_text("one line of words"), ["found 1 documents"]),
+        ("text", lambda p: p.write_text("one line of words"), ["found 1 document"]),
         ("text", lambda p: p.write_text("few words\n\nand more"), ["fewer than data.window=64"]),
         ("text", lambda p: p.write_bytes(b"\xff\xfe\x00"), ["not UTF-8 text", "byte 0"]),
     ],

@@ -370,7 +370,7 @@ def test_unknown_users_get_the_popular_items(
         assert main([*predict, "--out", str(tmp_path / f"top.{ending}")]) == 0
         told = capsys.readouterr().out
         assert "The 3 best items for 2 users" in told
-        assert "1 users have no training row" in told
+        assert "Without a training row: 1 user," in told
         (rejected,) = (tmp_path / f"top.{ending}.rejected.jsonl").read_text().splitlines()
         assert json.loads(rejected)["line"] == 4
         assert f"top.{ending}.rejected.jsonl says which and why" in told

@@ -120,7 +120,7 @@ def predict(predictor: Predictor, path: Path, folder: Path) -> np.ndarray:
 def test_values_never_met_are_unknown_ones_and_odd_numbers_are_missing(predictor: Predictor) -> None:
     known = {"age": ["30", None, None], "city": ["a", "a", None], "user_id": ["u1", "u1", "u1"]}
     odd = {"age": ["30", "?", "old"], "city": ["a", "a", " "], "user_id": ["u1", "u1", "u1"]}
-    with pytest.warns(UserWarning, match="1 values of numeric columns are not numbers"):
+    with pytest.warns(UserWarning, match="Not numbers, so they count as missing: 1 value of"):
         found = predictor.predict(odd)
     assert predictor.predict(known).tolist() == found.tolist()
     new = predictor.predict({"age": [30.0, 30.0], "city": ["zz", "yy"], "user_id": ["new", "u-1"]})
@@ -145,10 +145,10 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(
     )
     assert (rejected["line"], rejected["reason"]) == (3, "2 values, expected 4")
     said = capsys.readouterr().out
-    assert "1 rows cannot be read and are left out" in said
-    assert "1 values of numeric columns are not numbers" in said
+    assert "1 row cannot be read and is left out" in said
+    assert "Not numbers, so they count as missing: 1 value of" in said
     assert main([*command, "--data.max-rejected", "0.5", "--data.missing", "old,worn"]) == 0
-    assert "are not numbers" not in capsys.readouterr().out
+    assert "Not numbers" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from polars.selectors import by_name  # names as they are: `*` is a pattern else
 
 from dphybrid.data.table.cells import FEW
 from dphybrid.data.table.rows import check_types
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import check_target, make_folder, sync, temporary, write_text
 
 PART_ROWS = 2**20
@@ -138,7 +138,7 @@ def save_frame(
             num_rows += len(part)
         if num_rows < 2:
             raise UserError(
-                f"{where}: has {num_rows} rows; at least 2 are needed, one of them for validation"
+                f"{where}: has {counted(num_rows, 'row')}; at least 2 are needed, one of them for validation"
             )
         target = folder / digest.hexdigest()
         if not target.exists():
@@ -185,7 +185,8 @@ class Written:
         if not self.num_rejected:
             return []
         page = _rejected_page(self.out)
-        return [f"{self.num_rejected:,} rows cannot be read and are left out: {page} says which and why"]
+        left_out = counted(self.num_rejected, "row cannot be read and is", "rows cannot be read and are")
+        return [f"{left_out} left out: {page} says which and why"]
 
 
 def table_target(out: str | Path) -> Path:

@@ -16,7 +16,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import clean, is_list_of_items
 from dphybrid.data.table.column import Column
 from dphybrid.data.table.kinds import Numeric
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
 
 SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq", ".jsonl", ".ndjson")
@@ -197,7 +197,7 @@ def check_enough(file: Path | str, first: Rows, num_rows: int) -> None:
         )
     if num_rows < 2:
         raise UserError(
-            f"data.path={file}: has {num_rows} rows; at least 2 are needed, one of them for validation"
+            f"data.path={file}: has {counted(num_rows, 'row')}; at least 2 are needed, one to validate"
         )
 
 

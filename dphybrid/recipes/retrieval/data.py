@@ -25,7 +25,7 @@ from dphybrid.data.table.column import Dictionary
 from dphybrid.data.table.kinds import Category
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, partitions, read_files
 from dphybrid.recipes.retrieval import RetrievalDataConfig
-from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.errors import UserError, counted, suggestion
 
 _SAMPLE_USERS, _SAMPLE_ITEMS, _SAMPLE_GROUPS, _SAMPLE_ROWS = 1000, 600, 15, 20_000
 
@@ -105,7 +105,7 @@ class _InteractionSource:
         split = "at random by train.seed" if d.time is None else f"the latest by {d.time}"
         unknown_N2 = valid_N2 < 0
         lines = [
-            f"  {d.path or 'generated sample'}: {num_rows:,} rows, {len(users.ids_RF):,} users and "
+            f"  {d.path or 'generated sample'}: {counted(num_rows, 'row')}, {len(users.ids_RF):,} users and "
             f"{len(items.ids_RF):,} items in training",
             f"  {len(train_N2):,} rows to train, {len(valid_N2):,} to validate ({split}): "
             f"{len(held_users):,} users with {len(held_items):,} items to find",
@@ -181,7 +181,7 @@ class _InteractionSource:
         check_rejected(str(d.path), rejected, num_rows + len(rejected), d.max_rejected)
         if num_rows < 2:
             raise UserError(
-                f"data.path={d.path}: has {num_rows} rows with a user and an item; at least 2 are needed"
+                f"data.path={d.path}: has {counted(num_rows, 'row')} with a user and an item; give 2 or more"
             )
         return {name: (joined[name], dictionaries[name].values()) for name in names}, rejected
 

@@ -26,7 +26,7 @@ from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.data import lists_of
 from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.training.tensor_file import write_tensors
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import write_text
 
 _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
@@ -167,13 +167,12 @@ class Recommender:
     def told(self, done: _Recommended) -> list[str]:
         """Return what became of a file's users, in lines for people."""
         lines = [
-            f"The {done.top} best items for {done.num_rows:,} users: {done.out}",
+            f"The {counted(done.top, 'best item')} for {counted(done.num_rows, 'user')}: {done.out}",
             "Hidden: the items that a user has in the training or the validation split",
         ]
         if done.unknown:
-            lines.append(
-                f"{done.unknown:,} users have no training row and get the most popular items, without a score"
-            )
+            users = counted(done.unknown, "user")
+            lines.append(f"Without a training row: {users}, given the most popular items without a score")
         return lines + done.told()
 
     def _users_of(self, path: str, values: dict[str, object]) -> tuple[list[str], list[Rejected]]:

@@ -17,7 +17,7 @@ from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
 
 _UNKNOWN, END = "<unk>", "<end>"
@@ -108,8 +108,8 @@ class _TextSource:
         where = str(self.root) if self.root else "the Python reference"
         if len(documents) < 2:
             raise UserError(
-                f"data.path={where}: found {len(documents)} documents with words; two are needed, one of "
-                "them for validation"
+                f"data.path={where}: found {counted(len(documents), 'document')} with words; two are needed, "
+                "one of them for validation"
             )
         progress("look for repeated passages", 0, 1)
         held, doubtful = held_out([words for _, words in documents], self.data.valid_fraction, self.seed)
@@ -131,7 +131,7 @@ class _TextSource:
                 )
         unknown = float((valid_tokens == 0).mean())
         lines = [
-            f"  text from {where}: {len(documents):,} documents, {len(vocabulary):,} words "
+            f"  text from {where}: {counted(len(documents), 'document')}, {len(vocabulary):,} words "
             f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {_UNKNOWN})",
             f"  {len(train_tokens):,} tokens to train; validation split: {len(valid)} whole documents, "
             f"{len(valid_tokens):,} tokens, {unknown:.1%} of them {_UNKNOWN}",
