@@ -51,6 +51,15 @@ def test_flags_go_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> 
     assert config.data.ignore == ("a", "b")
 
 
+def test_the_run_that_goes_on_gives_the_values_that_are_not_given() -> None:
+    base = ["recipe=ctr", "data.path=x.csv", "data.label=y", "table.optimizer=adagrad"]
+    run = load_config(None, [*base, "cluster.ranks=2", "devices=cpu", "train.lr=0.5"])
+    on = load_config(None, ["train.epochs=12"], run)
+    assert (on.recipe, on.train.lr, on.train.epochs, on.devices) == ("ctr", 0.5, 12, "cpu")
+    assert not on.cluster.several  # any number of ranks goes on, one process where none is given
+    assert load_config(None, ["recipe=toy"], run).recipe == "toy"
+
+
 def test_a_config_survives_json(tmp_path: Path) -> None:
     config = load_config(None, ["recipe=ctr", "devices=cpu*3", "data.path=x.csv"])
     file = tmp_path / "config.json"

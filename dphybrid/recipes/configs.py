@@ -240,7 +240,7 @@ def load_config(
     """Compose a config: the recipe, the file over it, the overrides over both. Raises UserError.
 
     Without a recipe in either, the values decide, and a line says so. base: the config of the run that goes
-    on, of which values that are not given are taken.
+    on, from which values that are not given are taken; how many ranks train is said anew.
     """
     from_file = read_config_file(file) if file else {}
     from_flags = parse_overrides(overrides)
@@ -249,7 +249,7 @@ def load_config(
     }
     values = merge(from_file, from_flags)
     if base and values.get("recipe", base.recipe) == base.recipe:
-        values = merge(given_values(base), values)
+        values = merge({name: v for name, v in given_values(base).items() if name != "cluster"}, values)
     if "recipe" not in values:
         values["recipe"], reason = infer_recipe(values)
         if reason:
