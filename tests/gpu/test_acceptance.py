@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding, RowAdagrad
-from dphybrid.parallel import DataParallel, resolve_devices, split_sizes
+from dphybrid.parallel import DataParallel, Dropout, resolve_devices, split_sizes
 from tests.parallel.zoo import MODES, Running
 
 pytestmark = [
@@ -195,8 +195,9 @@ def test_files_are_the_same_for_every_kind_of_device() -> None:
     target.load_state_dict(states[0])
 
 
-def test_dropout_masks_are_independent_and_repeat() -> None:
-    wrapped = DataParallel(nn.Dropout(0.5), "cuda:0*2")
+@pytest.mark.parametrize("kind", [nn.Dropout, Dropout])
+def test_dropout_masks_are_independent_and_repeat(kind: type[nn.Module]) -> None:
+    wrapped = DataParallel(kind(0.5), "cuda:0*2")
     x = torch.ones(200, 8, device="cuda:0")
     torch.manual_seed(3)
     first = wrapped(x)
