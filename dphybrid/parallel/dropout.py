@@ -12,7 +12,6 @@ from dphybrid.kernels import STORED, address, is_plain, team
 from dphybrid.parallel.applying import running
 
 _DRAWING = threading.Lock()
-_LARGE_ODD = 0x9E3779B97F4A7C15
 
 
 class Dropout(nn.Dropout):
@@ -37,7 +36,7 @@ class Dropout(nn.Dropout):
             return F.dropout(input, self.p, training=True)
         values = input if input.dtype is torch.float64 else input.float()
         dropped: Tensor = _Dropped.apply(values, self.p, *_draw(len(input) if input.dim() else 1))
-        return dropped if dropped.dtype is input.dtype else dropped.to(input.dtype)
+        return dropped.to(input.dtype)
 
 
 class _Dropped(torch.autograd.Function):
@@ -81,7 +80,7 @@ def _draw(rows: int) -> tuple[int, int]:
     own, before = replica.shares[replica.index], sum(replica.shares[: replica.index])
     if own and rows % own == 0:
         return seed, before * (rows // own)
-    return (seed + replica.index * _LARGE_ODD) % 2**63, 0  # no rows of the batch: masks of its own
+    return seed ^ replica.index << 48, 0  # no rows of the batch: masks of its own
 
 
 def _may_be_computed_again() -> bool:

@@ -92,7 +92,8 @@ def _whole_lines(file: Path, data: TableDataConfig) -> Iterator[tuple[bytes, boo
         packed = file.suffix.lower() == ".gz"
         stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
         try:
-            while piece := stream.read(min(BLOCK_BYTES, longest)):
+            following = stream.read(min(BLOCK_BYTES, longest))
+            while piece := following:
                 # num_bytes: unpacked; raw.tell(): packed ones that were read for them.
                 num_bytes += len(piece)
                 if packed and num_bytes > max(UNPACKED_BYTES, data.max_expansion * raw.tell()):
@@ -101,10 +102,12 @@ def _whole_lines(file: Path, data: TableDataConfig) -> Iterator[tuple[bytes, boo
                         f"times its size ({num_bytes:,} bytes from {raw.tell():,}); is it whole? Raise "
                         "data.max_expansion to read it all the same"
                     )
+                following = stream.read(min(BLOCK_BYTES, longest))
                 cut = _last_line_end(piece) or (len(piece) if len(rest) + len(piece) > longest else 0)
-                if cut:
+                if cut and following:
                     yield rest + piece[:cut], False
-                rest = piece[cut:] if cut else rest + piece
+                # the last line needs no end to be one of its block
+                rest = piece[cut:] if cut and following else rest + piece
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(
                 f"data.path={file}: is not a complete gzip file: {error}; pack it again, or unpack it"
