@@ -279,7 +279,7 @@ class DataParallel(nn.DataParallel):
     def last_split(self) -> Split | None:
         """The split of the latest forward, or None before the first."""
         last = self._record.last
-        return None if last is None else self._split(last, self._record.counts()[last])
+        return None if last is None else self._split(last, self._record.earlier[last] + self._record.repeats)
 
     def splits(self) -> list[Split]:
         """Return every split seen, in order of first appearance, with how often it happened."""
