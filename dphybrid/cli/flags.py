@@ -129,7 +129,7 @@ def overrides_from_args(args: argparse.Namespace) -> list[str]:
 def add_train_flags(parser: argparse.ArgumentParser, recipe: str | None = None) -> None:
     """Add the flags of a training command: the config's, and those of the run."""
     add = parser.add_argument
-    resume = "go on with a run (name or MLflow id); alone: the newest of this recipe"
+    resume = "go on with a run (name or MLflow id) and its values; alone: the newest of this recipe"
     add("--resume", nargs="?", const="latest", metavar="RUN", help=resume)
     name = "name of the run and its folder (default: recipe, devices, time)"
     add("--run-name", metavar="NAME", help=name)

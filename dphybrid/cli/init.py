@@ -4,7 +4,7 @@ examples:
   %(prog)s --recipe ctr
   %(prog)s --data.path clicks.csv --data.label clicked --out clicks.toml
 
-Each value stands there with its sentence; those that are given are set, the others are comments that show
+The file has each value with a sentence; those that are given are set, the others are comments that show
 the recipe's own.
 """
 

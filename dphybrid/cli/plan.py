@@ -32,7 +32,7 @@ def flags(parser: Parser) -> None:
     ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=sentence)
     parser.add_argument(
-        "--link-gbit", type=float, default=100.0, metavar="G", help="rate of the network between them (100)"
+        "--link-gbit", type=float, default=100.0, metavar="G", help="Gbit/s between machines (100)"
     )
     parser.add_argument(
         "--memory", action="store_true", help="also build the model and estimate each device's memory"

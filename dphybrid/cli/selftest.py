@@ -21,7 +21,7 @@ def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
     add("--trials", type=at_least_one, default=5, metavar="N", help="trials a kind of fault (5)")
-    add("--minutes", type=float, default=0.0, metavar="X", help="go on for at least so long (0)")
+    add("--minutes", type=float, default=0.0, metavar="X", help="go on for at least so many minutes (0)")
     add("--seed", type=int, metavar="N", help="which faults (at random)")
 
 

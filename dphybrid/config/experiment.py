@@ -128,7 +128,7 @@ class TrainConfig(Section):
     """Decay a step of a moving average of the blocks' weights, which is evaluated and kept in their place; 0:
     none."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Start of every random choice: same seed, same devices, same bits."""
+    """Seed of every random choice: same seed, same devices, same bits."""
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     """Number format that blocks compute in while training: float32; tf32, float32 whose products GPUs round
     to ten bits; or bfloat16 (autocast). Parameters, rows and all updates stay float32, and so does
@@ -160,7 +160,7 @@ class TrainConfig(Section):
     """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results
     differ by rounding."""
     shuffle_rows: int = Field(default=2**24, ge=1)
-    """Rows shuffled as one. An epoch of more rows is dealt out in blocks of 4,096 neighbours, and shuffled so
+    """Rows shuffled at once. A larger epoch is dealt out in blocks of 4,096 neighbours, and shuffled so
     many rows at a time: for files larger than memory, which are read in long runs then."""
 
 
@@ -170,7 +170,7 @@ class CheckpointConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """Steps between checkpoints, besides the one after each epoch; 0: only those."""
     full_every: int = Field(default=10, ge=1)
-    """Each so many checkpoints, one holds whole tables; those between hold the rows changed since, where
+    """One checkpoint in so many holds whole tables; those between hold the rows changed since, where
     these are at most half of them, and share the others' file by a hard link. 1: each one is written
     whole."""
     keep_last: int = Field(default=2, ge=1)

@@ -52,7 +52,7 @@ class TableDataConfig(DataConfig):
     thousands: Literal["auto", "", ",", ".", " ", "'", "_"] = "auto"
     """Sign between groups of three digits, as in 1,206.73; empty: none; auto looks at each column."""
     dayfirst: bool | None = None
-    """Is 3/12/2024 the third of December? No: it is the twelfth of March. Empty: looks at each column."""
+    """true reads 3/12/2024 as 3 December, false as 12 March. Empty: looks at each column."""
     min_count: int = Field(default=2, ge=1)
     """Categories seen fewer times in the training split become the unknown one."""
     buckets: int = Field(default=32, ge=0, le=4096)

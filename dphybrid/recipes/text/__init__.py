@@ -14,7 +14,7 @@ class TextDataConfig(DataConfig):
     """Your text: a file, or a folder of .txt, .md, .rst. Empty: the language reference that comes with
     Python."""
     min_count: int = Field(default=2, ge=1)
-    """Words seen fewer times in the training split become the unknown one."""
+    """Words seen fewer times in the training split count as unknown."""
     window: int = Field(default=64, ge=2, le=8192)
     """Tokens in one training sample."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
