@@ -262,7 +262,7 @@ class DataParallel(nn.DataParallel):
             refuse_changes((inputs, kwargs), given, before)
         if record.in_place is None and None not in before:  # in inference mode it cannot be seen
             record.in_place = versions(given) != before
-        if not torch.compiler.is_compiling():  # a graph in the making computes no batch
+        if not torch.compiler.is_exporting():  # a graph in the making computes no batch
             record.note(((first_size((inputs, kwargs)),), (first_size(output),)))
         return output if self._target == home else map_tensors(lambda t: t.to(self._target), output)
 
