@@ -132,12 +132,16 @@ def test_a_request_ends_the_preparation_and_the_waiting_for_gpus(
 ) -> None:
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     stop, prepare = StopRequest(), job.prepare_data
-    monkeypatch.setattr(job, "prepare_data", lambda *args: (prepare(*args), stop.ask("a test"))[0])
+    monkeypatch.setattr(
+        job, "prepare_data", lambda *args, **named: (prepare(*args, **named), stop.ask("a test"))[0]
+    )
     with pytest.raises(Interrupted, match="a test before it was built") as caught:
         run(1, stop)
     assert caught.value.run is None
     monkeypatch.setattr(
-        job, "prepare_data", lambda *args: (prepare(*args), os.kill(os.getpid(), signal.SIGINT))[0]
+        job,
+        "prepare_data",
+        lambda *args, **named: (prepare(*args, **named), os.kill(os.getpid(), signal.SIGINT))[0],
     )
     with pytest.raises(Interrupted, match="Ctrl-C") as caught:  # at once
         run(1, StopRequest())

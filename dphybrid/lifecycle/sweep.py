@@ -203,9 +203,10 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
     for cell in cells:
         page = folder / f"{cell.name}.config.json"
         if page.is_file() and (changed := changed_values(read_json(page), cell.config)):
+            told = "; ".join(map(": ".join, changed.items()))
             raise UserError(
-                f"--sweep {sweep}: its run {cell.name} has other values ({changed}); give the same ones, "
-                "or this sweep another name"
+                f"--sweep {sweep}: its run {cell.name} has other values ({told}); give the same ones, or "
+                "this sweep another name"
             )
     folder.mkdir(parents=True, exist_ok=True)
     workers = at_once or cells_at_once(cells, settings)

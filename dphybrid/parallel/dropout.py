@@ -30,10 +30,8 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input`, or in training mode a tensor of its shape, dropped and scaled by 1 / (1 - p)."""
-        if not self.training or self.p == 0:
-            return input
-        if not _can_be_hashed(input) or self.p == 1:
-            return F.dropout(input, self.p, training=True)
+        if not self.training or self.p in (0, 1) or not _can_be_hashed(input):
+            return F.dropout(input, self.p, self.training)
         values = input if input.dtype is torch.float64 else input.float()
         dropped: Tensor = _Dropped.apply(values, self.p, *_draw(len(input) if input.dim() else 1))
         return dropped.to(input.dtype)

@@ -22,9 +22,9 @@ from dphybrid.gpus.leasing import expected_devices
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.experiment import Experiment, choose_engine
-from dphybrid.run.folder import Run, RunPage, check_run_name, find_run, new_run_folder
+from dphybrid.run.folder import Run, RunPage, changed_values, check_run_name, find_run, new_run_folder
 from dphybrid.run.report import open_run_tracker
-from dphybrid.tracking import Tracker, waiting
+from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
 from dphybrid.tracking.files import FILES
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.display import preparation_progress
@@ -112,6 +112,8 @@ def build_run(
     devices, given = resolve_devices(devices_text), experiment.engine.tags(tags or {})
     facts = _facts_of_model(experiment, devices)
     previous = find_run(experiment, resume) if resume else None
+    changed = changed_values(previous.config.model_dump(mode="json"), config) if previous else {}
+    given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
     tracker = open_run_tracker(settings, must_answer=not (previous and previous.page.run_id))
     if count := waiting(settings.mlflow_dir / "spool"):
         print(

@@ -111,23 +111,22 @@ def find_run(experiment: "Experiment", which: str) -> Run:
         held = is_held(run.folder / LOCK)
     if held:
         raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
-    changed = changed_values(run.config.model_dump(mode="json"), config, _FIXED)
+    changed = changed_values(run.config.model_dump(mode="json"), config)
+    changed = {name: both for name, both in changed.items() if name.startswith(_FIXED)}
     if run.page.data_digest != data.digest and not changed:
-        changed = f"data digest: {run.page.data_digest} -> {data.digest} (the file changed)"
+        changed = {"data digest": f"{run.page.data_digest} -> {data.digest} (the file changed)"}
     if changed:
         raise UserError(
-            f"--resume: run {run.folder.name} was started with other values ({changed}); give the same "
-            "ones, or start a new run"
+            f"--resume: run {run.folder.name} was started with other values "
+            f"({'; '.join(map(': '.join, changed.items()))}); give the same ones, or start a new run"
         )
     return run
 
 
-def changed_values(before: dict[str, Any], config: ExperimentConfig, of: str | tuple[str, ...] = "") -> str:
-    """Return which values differ from those of an earlier page, `train.lr: 0.1 -> 0.2; ...`. of: how their
-    names begin."""
+def changed_values(before: dict[str, Any], config: ExperimentConfig) -> dict[str, str]:
+    """Return the values that differ from those of an earlier page, `0.1 -> 0.2` by name."""
     old, new = flatten(before), flatten(config.model_dump(mode="json"))
-    differing = [name for name in new if name.startswith(of) and old.get(name) != new[name]]
-    return "; ".join(f"{name}: {old.get(name)} -> {new[name]}" for name in differing)
+    return {name: f"{old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]}
 
 
 def read_run(run_folder: str | Path, settings: Settings) -> Run:

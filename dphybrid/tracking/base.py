@@ -14,6 +14,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 LEFT_OUT = "left_out.json"
 """Page in a model's folder that names the files that were too large to upload: path, bytes, sha256."""
+CHANGED_TAG = "dphybrid.changed."
+"""Begins the tag of a value that a resumed run changed, `0.1 -> 0.2`: MLflow keeps params as they were."""
 _MAX = 250
 _STRANGE = re.compile(r"[^\w\-./: ]")
 

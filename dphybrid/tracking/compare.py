@@ -12,6 +12,7 @@ from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from dphybrid.tracking.base import CHANGED_TAG
 from dphybrid.tracking.compare_facts import (
     DEVICES,
     SEED,
@@ -204,13 +205,14 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
     metrics = dict(run.data.metrics)
     chosen = [name for name in metrics if name == "train/loss" or name.startswith("valid/")][:6]
     histories = {name: client.get_metric_history(run_id, name) for name in chosen}
-    begin = run.info.start_time
+    begin, tags = run.info.start_time, run.data.tags.items()
+    changed = {tag[len(CHANGED_TAG) :]: both for tag, both in tags if tag.startswith(CHANGED_TAG)}
     return RunFacts(
         run_id=run_id,
         name=run.info.run_name or run_id,
         status=run.info.status,
         started=datetime.fromtimestamp(begin / 1000),
-        params=dict(run.data.params),
+        params=dict(run.data.params) | changed,
         replicas=int(run.data.tags.get(_REPLICAS_TAG, "1")),
         metrics=metrics,
         splits=_full_split(_read_page(client, run_id, "split_shapes.json") or {}),

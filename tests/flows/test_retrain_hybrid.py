@@ -79,7 +79,7 @@ def test_three_days_of_data(
     assert len(list(runs.iterdir())) == 1
 
     write_day(days, 2, range(35, 75))  # of 35 sites the champion knows nothing, so the gain is beyond doubt
-    assert retrain(min_new_rows=5000).startswith("NotEnoughNew: 2000 new rows, min_new_rows is 5000")
+    assert retrain(min_new_rows=5000).startswith("NotEnoughNew: 2,000 new rows, min_new_rows is 5000")
     assert len(list(runs.iterdir())) == 1
     better = retrain(min_new_rows=5000, drift_above=0.2)
     assert better.startswith("Promoted: the challenger of clicks version 1 is better: validation auc")

@@ -19,6 +19,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking import open_tracker, waiting
+from dphybrid.tracking.compare import read_runs
 from dphybrid.util.digests import value_digest
 from tests.commands import command, run_with
 from tests.tracking.conftest import MlflowServer
@@ -163,6 +164,10 @@ def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(
     assert run.info.status == "FINISHED"
     assert run.data.tags["dphybrid.attempt"] == "2"
     assert history(client, run.info.run_id, "train/loss") == list(range(10, 480, 10))
+    command(*words)
+    runs = read_runs(server.uri, [one.info.run_id for one in client.search_runs([experiment.experiment_id])])
+    assert sorted(one.params["train.epochs"] for one in runs) == ["3", "40 -> 3"]
+    assert {one.params["train.log_every"] for one in runs} == {"10"}
 
 
 def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
