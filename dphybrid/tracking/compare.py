@@ -286,6 +286,10 @@ def find_runs(
             )
         return [by_name[name] for name in wanted]
     if sweep is not None:
+        known = {run.data.tags[SWEEP_TAG] for run in runs if SWEEP_TAG in run.data.tags}
+        if sweep not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise UserError(f"--sweep {sweep}: not in experiment {experiment!r}; sweeps there: {there}")
         runs = [run for run in runs if run.data.tags.get(SWEEP_TAG) == sweep]
     newest = MAX_RUNS if sweep is not None else _PICTURED_RUNS
     return [run.info.run_id for run in runs if run.info.status == "FINISHED"][-newest:]

@@ -284,13 +284,14 @@ def test_wrong_calls_say_what_is_there(
         read_runs(uri, ["0000", reports[0].run_id])
     with pytest.raises(UserError, match="257 runs make no readable page"):
         read_runs(uri, [str(i) for i in range(MAX_CELLS + 1)])
-    assert find_runs(uri, "dphybrid", sweep="no such sweep") == []
+    with pytest.raises(UserError, match="--sweep nosuch: not in experiment 'dphybrid'; sweeps there: none"):
+        find_runs(uri, "dphybrid", sweep="nosuch")
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder))
     (folder / "a_file").touch()
     every = ["compare", "--experiment", "dphybrid"]
     for arguments, words in [
         (["compare"], "name runs to compare"),
-        (["compare", "--sweep", "nightly"], "there are none that have finished"),
+        (["compare", "--sweep", "nightly"], "--sweep nightly: not in experiment"),
         ([*every, "--out", str(folder / "a_file")], "is a file; name a folder"),
         ([*every, "--group-by", "train.batchsize"], "no run has such a param; near: train.batch_size"),
     ]:

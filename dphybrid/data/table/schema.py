@@ -131,7 +131,8 @@ def look(rows: Rows, data: TableDataConfig, schema: SchemaFile, taken: Mapping[s
         if other := taken.get(found) or given.get(found):
             raise UserError(f"data.{field}={name!r}: this column is already named as {other}; name it once")
         given[found] = role
-    sections = {find_column(rows, name, "data.schema_file: columns"): s for name, s in schema.columns.items()}
+    place = "data.schema_file: columns" if data.schema_file else f"data.base={data.base}: its column"
+    sections = {find_column(rows, name, place): section for name, section in schema.columns.items()}
     return [
         _look(rows, sample_of(rows, name, data), given.get(name), sections.get(name, {}))
         for name in rows.names
