@@ -60,9 +60,8 @@ def parallel_apply(
             error.add_note(f"in replica {index} of {count} on {places.labels[index]}")
             raise
 
-    shares = [
-        size[0] if size else 0 for size in map(first_size, zip(inputs, kwargs or [{}] * count, strict=True))
-    ]
+    arguments = zip(inputs, kwargs or [{}] * count, strict=True)
+    shares = [(*first_size(each), 0)[0] for each in arguments]
     at_once = places.at_once if mode is None else mode == "threads"
     if not at_once or count == 1 or under_functorch():
         return [call(index) for index in range(count)]

@@ -112,13 +112,13 @@ def build_run(
     devices, given = resolve_devices(devices_text), experiment.engine.tags(tags or {})
     facts = _facts_of_model(experiment, devices)
     previous = find_run(experiment, resume) if resume else None
-    changed = changed_values(previous.config.model_dump(mode="json"), config) if previous else {}
-    given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
+    if previous:  # devices as they were found: `auto` is no change
+        was = previous.config.model_dump(mode="json") | {"devices": previous.page.devices}
+        changed = changed_values(was, config.model_copy(update={"devices": devices.text}))
+        given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
     tracker = open_run_tracker(settings, must_answer=not (previous and previous.page.run_id))
     if count := waiting(settings.mlflow_dir / "spool"):
-        print(
-            f"Note: records of {counted(count, 'earlier run')} wait; `dphybrid sync` sends them", flush=True
-        )
+        print(f"Records of {counted(count, 'earlier run')} wait; `dphybrid sync` sends them", flush=True)
     # after the server has answered: a run that cannot be recorded leaves no folder behind
     folder = previous.folder if previous else new_run_folder(experiment, devices, run_name)
     now = datetime.now(UTC).isoformat()

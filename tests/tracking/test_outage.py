@@ -159,10 +159,12 @@ def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(
     assert f"{run.info.run_id}: its process is gone; ended as KILLED" in command("sync")
     assert client.get_run(run.info.run_id).info.status == "KILLED"
     words[words.index("--train.epochs") + 1] = "3"
-    command(*words, "--resume")
+    command(*words, "--resume", "--devices", "cpu")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.tags["dphybrid.attempt"] == "2"
+    changed = {tag: both for tag, both in run.data.tags.items() if "changed" in tag}
+    assert changed == {"dphybrid.changed.train.epochs": "40 -> 3"}
     assert history(client, run.info.run_id, "train/loss") == list(range(10, 480, 10))
     command(*words)
     runs = read_runs(server.uri, [one.info.run_id for one in client.search_runs([experiment.experiment_id])])
