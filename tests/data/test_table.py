@@ -45,7 +45,7 @@ table = partial(table_of, header="yes", valid_fraction=0.25)
 )
 def test_roles(name: str, values: list[str], role: str) -> None:
     sample = Sample(name, pl.Series("0", values, dtype=pl.String), 60, True, TableDataConfig())
-    assert next(kind.role for kind in KINDS if kind.claims(sample)) == role
+    assert next(kind.role for kind in KINDS if kind.claims(sample) is not None) == role
 
 
 def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import polars as pl
@@ -13,8 +13,6 @@ from dphybrid.config.experiment import Section
 from dphybrid.config.tables import TableDataConfig
 
 Array = np.ndarray
-Keys = dict[str, Any]
-"""Keys of a column's section in schema.toml, with their values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,13 +25,6 @@ class Sample:
     num_rows: int
     whole: bool
     data: TableDataConfig
-
-
-class Claim(NamedTuple):
-    """Why a kind takes a column (empty: plain), and the keys of its section that the sample tells."""
-
-    reason: str
-    keys: Keys
 
 
 @dataclass(frozen=True)
@@ -71,13 +62,13 @@ class Column(Section):
         return {name: field for name, field in cls.model_fields.items() if name not in Column.model_fields}
 
     @classmethod
-    def claims(cls, sample: Sample) -> Claim | None:
-        """Return why this kind takes a column by its first cells, None where it does not."""
+    def claims(cls, sample: Sample) -> str | None:
+        """Return why this kind takes a column by its first cells (empty: plain), None where it does not."""
         return None
 
     @classmethod
-    def told(cls, sample: Sample) -> Keys:
-        """Return the keys that the first cells tell, also where a person gave the kind."""
+    def told(cls, sample: Sample) -> dict[str, Any]:
+        """Return the keys of its section that the first cells tell, also where a person gave the kind."""
         return {}
 
     def read(self, cells: pl.Series) -> pl.Series:

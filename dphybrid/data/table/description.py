@@ -83,13 +83,14 @@ def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
         "max_items in schema.toml"
         for name, (cells, items) in table.left_out.items()
     ]
-    if table.unlabelled:
+    if unlabelled := table.counts["label"]:
         lines.append(
-            f"  {table.unlabelled:,} rows without a value of {table.plan.label.name!r} are left out: they "
+            f"  {unlabelled:,} rows without a value of {table.plan.label.name!r} are left out: they "
             "have no answer to learn"
         )
     if data.weight:
-        zero = f"; {table.weightless:,} rows with a weight of 0 are left out" if table.weightless else ""
+        weightless = table.counts["weight"]
+        zero = f"; {weightless:,} rows with a weight of 0 are left out" if weightless else ""
         lines.append(f"  weights of rows, in loss and metrics: {data.weight}{zero}")
     return lines
 

@@ -29,7 +29,7 @@ from dphybrid.data.table.cells import (
     time_parts,
     words_of,
 )
-from dphybrid.data.table.column import Array, Claim, Column, Found, Keys, Sample
+from dphybrid.data.table.column import Array, Column, Found, Sample
 from dphybrid.data.table.numbers import (
     YEAR_FIRST,
     Notation,
@@ -60,9 +60,9 @@ class Ignore(Column):
     flag_help = "Columns to leave out, separated by commas."
 
     @classmethod
-    def claims(cls, sample: Sample) -> Claim | None:
+    def claims(cls, sample: Sample) -> str | None:
         if not len(sample.cells):
-            return Claim("no values", {}) if sample.whole else None
+            return "no values" if sample.whole else None
         if sample.cells.dtype != pl.String:
             return None
         numbers = sample.cells.cast(pl.Int64, strict=False)
@@ -70,7 +70,7 @@ class Ignore(Column):
         if not counts or has_leading_zeros(sample.cells) or not (numbers.diff().drop_nulls() > 0).all():
             return None
         span = int(numbers[-1]) - int(numbers[0])
-        return Claim("a row number", {}) if span < (1 + _ROW_GAPS) * sample.num_rows else None
+        return "a row number" if span < (1 + _ROW_GAPS) * sample.num_rows else None
 
 
 class Numbers(Column):
@@ -110,13 +110,13 @@ class Numeric(Numbers):
     learned: Scale = Scale()
 
     @classmethod
-    def claims(cls, sample: Sample) -> Claim | None:
+    def claims(cls, sample: Sample) -> str | None:
         if not len(sample.cells) or why_no_number(sample) is not None:
             return None
-        return Claim(sampled_notation(sample).reason(sample.cells), cls.told(sample))
+        return sampled_notation(sample).reason(sample.cells)
 
     @classmethod
-    def told(cls, sample: Sample) -> Keys:
+    def told(cls, sample: Sample) -> dict[str, Any]:
         notation = sampled_notation(sample)
         return {"decimal": notation.decimal, "thousands": notation.thousands}
 
@@ -156,16 +156,16 @@ class Time(Numbers):
     learned: tuple[Numeric, ...] = ()
 
     @classmethod
-    def claims(cls, sample: Sample) -> Claim | None:
+    def claims(cls, sample: Sample) -> str | None:
         first = is_day_first(sample.cells, sample.data)
         if first is None or not looks_like_dates(sample.cells, first):
             return None
         order = "month" if not first and sample.cells.str.contains("/", literal=True).any() else "day"
         how = "" if sample.cells.str.contains(YEAR_FIRST).all() else f", {order} first"
-        return Claim(f"dates or times{how}; --data.categorical reads each as a category", cls.told(sample))
+        return f"dates or times{how}; --data.categorical reads each as a category"
 
     @classmethod
-    def told(cls, sample: Sample) -> Keys:
+    def told(cls, sample: Sample) -> dict[str, Any]:
         return {"dayfirst": bool(is_day_first(sample.cells, sample.data))}
 
     def read(self, cells: pl.Series) -> pl.Series:
@@ -246,16 +246,14 @@ class Category(Column):
     """Values that have an id of their own, in the order of their ids."""
 
     @classmethod
-    def claims(cls, sample: Sample) -> Claim | None:
+    def claims(cls, sample: Sample) -> str | None:
         cells = sample.cells
         if not len(cells):
-            return Claim(f"no values in the first {sample.num_rows:,} rows", {})
-        reason = why_no_number(sample)
-        told = cls.told(sample)
-        return Claim(reason or ("letters' case is ignored" if told else ""), told)
+            return f"no values in the first {sample.num_rows:,} rows"
+        return why_no_number(sample) or ("letters' case is ignored" if cls.told(sample) else "")
 
     @classmethod
-    def told(cls, sample: Sample) -> Keys:
+    def told(cls, sample: Sample) -> dict[str, Any]:
         distinct = sample.cells.unique().to_list() if sample.cells.dtype == pl.String else []
         folded = {str(text).lower() for text in distinct[:8]}
         mixed = len(folded) < len(distinct) <= 6 and folded <= {"true", "false"}
@@ -331,11 +329,11 @@ class Bag(Category):
     """Items of a cell that are looked up, the first ones."""
 
     @classmethod
-    def claims(cls, sample: Sample) -> Claim | None:
-        return Claim("lists", {}) if sample.cells.dtype == pl.List else None
+    def claims(cls, sample: Sample) -> str | None:
+        return "lists" if sample.cells.dtype == pl.List else None
 
     @classmethod
-    def told(cls, sample: Sample) -> Keys:
+    def told(cls, sample: Sample) -> dict[str, Any]:
         return {}
 
     @property
@@ -371,7 +369,7 @@ class Text(Bag):
     flag_help = "Columns to read as free text, whose words are a bag, separated by commas."
 
     @classmethod
-    def claims(cls, sample: Sample) -> Claim | None:
+    def claims(cls, sample: Sample) -> str | None:
         return None
 
     @property

@@ -5,10 +5,12 @@ Threads read and encode some chunks ahead of the one that is being written. Lett
 
 import errno
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import numpy as np
 import polars as pl
@@ -20,7 +22,7 @@ from dphybrid.data.store import Progress
 from dphybrid.data.table.column import Column, Dictionary
 from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric
 from dphybrid.data.table.labels import label_column
-from dphybrid.data.table.rows import Rejected, Rows, as_job, check_enough, check_rejected, read_jobs
+from dphybrid.data.table.rows import Rejected, Rows, check_enough, check_rejected, read_jobs
 from dphybrid.data.table.schema import Look, SchemaFile, find_column, look, sample_of
 from dphybrid.util.errors import UserError
 
@@ -74,40 +76,45 @@ class Plan:
         others = {"label": self.label, "weight": self.weight, "split": self.split}
         return found | {name: (name, column) for name, column in others.items() if column}
 
+    @cached_property
+    def bags(self) -> dict[str, Bag]:
+        """The bags of `read`."""
+        return {name: column for name, (_, column) in self.read.items() if isinstance(column, Bag)}
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Rows in numbers. left_out: by bag, cells with too many items and how many items. unlabelled,
-    weightless: rows without a label or a weight, which are left out."""
 
+class _Chunk(NamedTuple):
+    """Rows in numbers, and what was left out of them: rows that cannot be read, and numbers of what can."""
+
+    rows: Rows
     values: pl.DataFrame
     rejected: list[Rejected]
-    bytes_read: int
-    left_out: dict[str, tuple[int, int]]
-    unlabelled: int
-    weightless: int
+    counts: Counter[str]
 
 
 @dataclass
 class Table:
     """A table that was read: its rows lie in `folder` in blocks, as numbers, times and codes of the
-    dictionaries (0: no value)."""
+    dictionaries (0: no value), and in the column "held" whether their file is held out. counts: rows without
+    a label and without a weight, and by bag the cells with too many items and these items."""
 
     plan: Plan
     folder: Path
     dictionaries: dict[str, Dictionary]
     lengths: list[int] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
-    left_out: dict[str, tuple[int, int]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     longest: int = 1
-    unlabelled: int = 0
-    weightless: int = 0
-    num_read: int = 0
 
     @property
     def num_rows(self) -> int:
         """Rows that can be used."""
         return sum(self.lengths)
+
+    @property
+    def left_out(self) -> dict[str, list[int]]:
+        """By bag, the cells with too many items, and how many items."""
+        names = [bag.name for bag in self.plan.bags.values() if self.counts[f"cells {bag.name}"]]
+        return {name: [self.counts[f"cells {name}"], self.counts[f"items {name}"]] for name in names}
 
     def texts(self, name: str) -> pl.Series:
         """Return the texts by code of a stored column."""
@@ -134,78 +141,62 @@ class Table:
             yield self.block(number, [name]).to_series(), rows_B[start : start + length]
             start += length
 
+    def store(self, frames: list[pl.DataFrame]) -> None:
+        """Write frames as blocks."""
+        for part in pl.concat(frames).iter_slices(_STORED_ROWS):
+            file = self.folder / f"{len(self.lengths):06d}.arrow"
+            try:
+                part.write_ipc(file, compression="uncompressed")
+            except OSError as error:  # polars' has no number
+                raise OSError(errno.ENOSPC, str(error), str(file)) from error
+            self.lengths.append(len(part))
 
-def read_table(plan: Plan, files: tuple[Path, ...], num_held: int, folder: Path, progress: Progress) -> Table:
-    """Read files into blocks in `folder`. num_held: of the last files, whose rows are held out. Raises
-    UserError when they cannot be read, do not fit together, or have too few rows."""
+
+def read_table(
+    plan: Plan, files: Sequence[Path], held: Collection[Path], folder: Path, progress: Progress
+) -> Table:
+    """Read files into blocks in `folder`. held: those whose rows are held out. Raises UserError when they
+    cannot be read, do not fit together, or have too few rows."""
     folder.mkdir()
-    data = plan.data
     table = Table(plan, folder, {name: Dictionary() for name, (_, c) in plan.read.items() if c.coded})
-    total, before, waiting = sum(file.stat().st_size for file in files), 0, list[pl.DataFrame]()
-
-    def store(least: int) -> None:
-        if sum(map(len, waiting)) > least:
-            frame = pl.concat(waiting)
-            for start in range(0, len(frame), _STORED_ROWS):
-                part = frame[start : start + _STORED_ROWS]
-                _write(part, folder / f"{len(table.lengths):06d}.arrow")
-                table.lengths.append(len(part))
-            waiting.clear()
-
-    for number, file in enumerate(files):
-        if number == len(files) - num_held:
-            store(0)
-            table.num_read = table.num_rows
-        jobs = read_jobs(file, data)
-        if number == 0:
-            # The rows of the first job are in the plan.
-            next(jobs)
-            jobs = itertools.chain([as_job(plan.first)], jobs)
-        for chunk in mapped(lambda job: encoded(plan, job(), table.dictionaries), jobs, _READERS):
-            progress("read rows", min(total, before + chunk.bytes_read), total)
-            waiting.append(chunk.values)
-            store(_STORED_ROWS // 2)
-            _add(table, chunk)
-        before += file.stat().st_size
-    store(0)
-    table.num_read = table.num_read if num_held else table.num_rows
+    sizes = [file.stat().st_size for file in files]
+    before = dict(zip(files, itertools.accumulate(sizes, initial=0), strict=False))
+    jobs = (job for file in files for job in read_jobs(file, plan.data))
+    next(jobs)  # its rows are in the plan
+    waiting: list[pl.DataFrame] = []
+    for chunk in mapped(
+        lambda job: encoded(plan, job(), table.dictionaries),
+        itertools.chain([lambda: plan.first], jobs),
+        _READERS,
+    ):
+        progress("read rows", min(sum(sizes), before[chunk.rows.file] + chunk.rows.bytes_read), sum(sizes))
+        waiting.append(chunk.values.with_columns(held=pl.lit(chunk.rows.file in held)))
+        if sum(map(len, waiting)) > _STORED_ROWS // 2:
+            table.store(waiting)
+            waiting = []
+        for name in plan.bags:
+            table.longest = max(table.longest, cast(int, chunk.values[name].list.len().max() or 0))
+        table.rejected += chunk.rejected
+        table.counts += chunk.counts
+        seen, most = table.num_rows + len(table.rejected), plan.data.max_rejected
+        # far past what is allowed: more of the file would not mend it
+        if len(table.rejected) > max(10_000, 10 * most * seen):
+            check_rejected(str(plan.data.path), table.rejected, seen, most)
+    if waiting:
+        table.store(waiting)
     _check(table)
     return table
-
-
-def _write(part: pl.DataFrame, file: Path) -> None:
-    try:
-        part.write_ipc(file, compression="uncompressed")
-    except OSError as error:  # polars' has no number
-        raise OSError(errno.ENOSPC, str(error), str(file)) from error
-
-
-def _add(table: Table, chunk: _Chunk) -> None:
-    data = table.plan.data
-    for name, (cells, items) in chunk.left_out.items():
-        before = table.left_out.get(name, (0, 0))
-        table.left_out[name] = (before[0] + cells, before[1] + items)
-    for name, (_, column) in table.plan.read.items():
-        if isinstance(column, Bag) and len(chunk.values):
-            table.longest = max(table.longest, int(chunk.values[name].list.len().max() or 0))  # type: ignore[arg-type]
-    table.rejected += chunk.rejected
-    table.unlabelled += chunk.unlabelled
-    table.weightless += chunk.weightless
-    seen = table.num_rows + len(table.rejected)
-    # far past what is allowed: more of the file would not mend it
-    if len(table.rejected) > 10_000 and len(table.rejected) > 10 * data.max_rejected * seen:
-        check_rejected(str(data.path), table.rejected, seen, data.max_rejected)
 
 
 def _check(table: Table) -> None:
     data, plan = table.plan.data, table.plan
     seen = table.num_rows + len(table.rejected)
     check_rejected(str(data.path), table.rejected, seen, data.max_rejected)
-    for what, column, count, value in (
-        ("label", plan.label, table.unlabelled, "a value"),
-        ("weight", plan.weight, table.weightless, "a weight above 0"),
+    for what, column, value in (
+        ("label", plan.label, "a value"),
+        ("weight", plan.weight, "a weight above 0"),
     ):
-        if column and count and not table.num_rows:
+        if column and (count := table.counts[what]) and not table.num_rows:
             raise UserError(
                 f"data.{what}={column.name!r}: none of the {count:,} rows of {data.path} has {value} in "
                 "this column; name another one"
@@ -227,30 +218,21 @@ def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _
             continue
         odd_B = column.wrong(cells[name], values[name]).to_numpy() & ~drop_B
         other = "give data.task=multiclass" if flag == "label" else "name the column in data.categorical"
-        for row in np.flatnonzero(odd_B):
-            held = cells[name][int(row)]
+        for row in np.flatnonzero(odd_B).tolist():
             reason = (
-                f"data.{flag}: column {column.name!r} holds {held!r}, no {column.noun}; mend it, list it in "
-                f"data.missing, or {other}"
+                f"data.{flag}: column {column.name!r} holds {cells[name][row]!r}, no {column.noun}; mend it, "
+                f"list it in data.missing, or {other}"
             )
             rejected.append({"file": str(rows.file), "line": int(rows.lines[row]), "reason": reason})
         drop_B = drop_B | odd_B
-    bags = {name: column for name, (_, column) in plan.read.items() if isinstance(column, Bag)}
-    left_out = {bag.name: bag.left_out(cells[name], values[name]) for name, bag in bags.items()}
-    keep = pl.Series(~drop_B)
-    kept = {name: column.filter(keep) for name, column in values.items()} if drop_B.any() else values
-    stored = [
-        (dictionaries[name].codes(column) if name in dictionaries else column).alias(name)
-        for name, column in kept.items()
-    ]
-    return _Chunk(
-        pl.DataFrame(stored),
-        sorted(rejected, key=lambda row: row["line"]),
-        rows.bytes_read,
-        {name: count for name, count in left_out.items() if count[0]},
-        int(unlabelled_B.sum()),
-        int(weightless_B.sum()),
-    )
+    counts = Counter({"label": int(unlabelled_B.sum()), "weight": int(weightless_B.sum())})
+    for name, bag in plan.bags.items():
+        num_cells, num_items = bag.left_out(cells[name], values[name])
+        counts.update({f"cells {bag.name}": num_cells, f"items {bag.name}": num_items})
+    kept = pl.DataFrame([column.alias(name) for name, column in values.items()])
+    kept = kept.filter(pl.Series(~drop_B)) if drop_B.any() else kept
+    stored = [dictionaries[c.name].codes(c) if c.name in dictionaries else c for c in kept.get_columns()]
+    return _Chunk(rows, pl.DataFrame(stored), sorted(rejected, key=lambda row: row["line"]), counts)
 
 
 def _check_names(plan: Plan, rows: Rows) -> None:

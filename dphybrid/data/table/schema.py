@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.column import Claim, Column, Sample
+from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import KINDS, Time, kind_of, roles
 from dphybrid.data.table.numbers import notation_of
 from dphybrid.data.table.rows import Rows
@@ -143,15 +143,15 @@ def look(rows: Rows, data: TableDataConfig, schema: SchemaFile, taken: Mapping[s
 def _look(rows: Rows, sample: Sample, role: str | None, section: Mapping[str, Any]) -> Look:
     role = role or section.get("role")
     if role:
-        kind, claim = kind_of(role), Claim("as given", {})
+        kind, reason = kind_of(role), "as given"
     else:  # the last of KINDS claims every column
         claims = ((kind, kind.claims(sample)) for kind in KINDS)
-        kind, claim = next((kind, claim) for kind, claim in claims if claim)
-    column = kind(name=sample.name, **{**kind.told(sample), **claim.keys, **_keys_of(kind, section)})
+        kind, reason = next((kind, reason) for kind, reason in claims if reason is not None)
+    column = kind(name=sample.name, **{**kind.told(sample), **_keys_of(kind, section)})
     if isinstance(column, Time) and (both := {*column.part_names} & {*rows.names}):
         raise UserError(
             f"{rows.file}: has a column {min(both)!r}, which {sample.name!r} as dates or times would make; "
             f"rename it, or name {sample.name!r} in data.categorical"
         )
     samples = sample.cells.unique(maintain_order=True).head(3).to_list()
-    return Look(column, claim.reason, tuple(map(str, samples)))
+    return Look(column, reason, tuple(map(str, samples)))

@@ -89,7 +89,7 @@ class TableSource(Source):
         plan = self.plan()
         if self.base:
             self.base.encoder.check_forms(plan.columns)
-        table = read_table(plan, self.files, len(self.held_files), scratch / "rows", progress)
+        table = read_table(plan, self.files, self.held_files, scratch / "rows", progress)
         label, answers_B = _answers(table)
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(table.num_rows)
         split = _split(table, self.seed, classes_B)
@@ -171,9 +171,9 @@ class TableSource(Source):
                 }
                 for look in plan.looks
             ],
-            "left_out_items": {name: list(counts) for name, counts in table.left_out.items()},
-            "unlabelled_rows": table.unlabelled,
-            "weightless_rows": table.weightless,
+            "left_out_items": table.left_out,
+            "unlabelled_rows": table.counts["label"],
+            "weightless_rows": table.counts["weight"],
             "weight": self.data.weight,
         }
 
@@ -248,7 +248,7 @@ def _split(table: Table, seed: int, classes_B: Array) -> RowSplit:
     codes_B, texts = None, None
     if table.plan.split:
         codes_B, texts = table.whole("split"), table.texts("split")
-    return split_rows(table.plan.data, seed, classes_B, table.num_read, codes_B, texts)
+    return split_rows(table.plan.data, seed, classes_B, table.whole("held"), codes_B, texts)
 
 
 def _fitted(

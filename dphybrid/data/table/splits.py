@@ -25,18 +25,18 @@ def split_rows(
     data: TableDataConfig,
     seed: int,
     classes_B: Array,
-    num_read: int,
+    given_B: Array,
     codes_B: Array | None,
     values: pl.Series | None,
 ) -> RowSplit:
-    """Choose the validation rows. Rows from number `num_read` on came from files given as held out.
+    """Choose the validation rows.
 
-    classes_B: what random rows are stratified by, so that each class gives its share. codes_B, values: the
-    split column, as a dictionary's codes (0: no value). Raises UserError when one part would be empty.
+    classes_B: what random rows are stratified by, so that each class gives its share. given_B: which rows
+    come from files given as held out. codes_B, values: the split column, as a dictionary's codes (0: no
+    value). Raises UserError when one part would be empty.
     """
     if data.valid_path is not None:
-        held_B = np.arange(len(classes_B)) >= num_read
-        text = f"validation split: the rows of {data.valid_path}"
+        held_B, text = given_B, f"validation split: the rows of {data.valid_path}"
     elif codes_B is None or values is None:
         held_B = _random(seed, classes_B.astype(np.int64), data.valid_fraction)
         text = f"validation split: rows at random, by train.seed={seed}"
