@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.parallel.data_parallel import DataParallel
-from dphybrid.parallel.nests import Parts, batch_rows, map_leaves, map_tensors, tensors_of
+from dphybrid.parallel.nests import batch_rows, joined, map_tensors, tensors_of
 from dphybrid.parallel.probing import own_random_state
 from dphybrid.parallel.regions import find_data_parallel
 from dphybrid.parallel.replication import OF_TORCH, throwaway
@@ -109,11 +109,7 @@ def _compare_block(
     """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs,
     or None."""
     home = block.devices.home
-
-    def joined(value: object) -> object:
-        return value.joined(home, block.dim) if isinstance(value, Parts) else value
-
-    args, kwargs = map_leaves(joined, (args, block.with_wholes(kwargs)))
+    args, kwargs = joined((args, block.with_wholes(kwargs)), home, block.dim)
     rows = batch_rows(args, kwargs, block.dim)
     if rows is None or rows < 2:
         return None

@@ -23,7 +23,7 @@ from dphybrid.parallel.nests import (
     refuse_changes,
     versions,
 )
-from dphybrid.parallel.probing import note_shares, refuse_chance_rows, refuse_shared_inputs
+from dphybrid.parallel.probing import Trial, note_shares, refuse_chance_rows, refuse_shared_inputs
 from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules, under_functorch
 from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwargs, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
@@ -122,8 +122,8 @@ class DataParallel(nn.DataParallel):
                 return self._on_one(inputs, kwargs)
             sizes = self.sizes(rows)
             if len(sizes) > 1 and not under_functorch():
-                asked = self._record.asked
-                refuse_shared_inputs(self.module, inputs, kwargs, self.dim, self.devices.home, asked)
+                trial = Trial(self.module, (inputs, kwargs), self.dim, self.devices.home)
+                refuse_shared_inputs(trial, self._record.asked)
             places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
                 # shared by both: a tensor that is given twice stays one in each share
@@ -172,7 +172,8 @@ class DataParallel(nn.DataParallel):
         if all((training, leaf) in settled for leaf in leaves):
             return
         if min(sizes) == max(sizes) or any(leaf.rows != 1 for leaf in leaves):
-            refuse_chance_rows(self.module, inputs, outputs, leaves, sizes, self.dim, self.devices.home)
+            trial = Trial(self.module, inputs, self.dim, self.devices.home, len(sizes))
+            refuse_chance_rows(trial, outputs, leaves, sizes[0])
         settled.update((training, leaf) for leaf in leaves)
 
     @outside_of_graphs

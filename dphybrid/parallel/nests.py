@@ -115,6 +115,11 @@ def map_leaves(function: Callable[[object], object], value: object) -> Any:
     return function(value)
 
 
+def joined(value: object, device: torch.device, dim: int) -> Any:
+    """Return the nest with all `Parts` as one tensor each, on a device."""
+    return map_leaves(lambda leaf: leaf.joined(device, dim) if isinstance(leaf, Parts) else leaf, value)
+
+
 def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
     """Return the nest with `function` applied to every tensor, those in `Whole` included."""
 

@@ -19,47 +19,57 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from dphybrid.parallel.applying import as_replica
 from dphybrid.parallel.gathering import Leaf
-from dphybrid.parallel.nests import (
-    Parts,
-    Whole,
-    input_tensors,
-    is_nest,
-    items_of,
-    map_leaves,
-    map_tensors,
-    tensors_of,
-)
+from dphybrid.parallel.nests import Whole, input_tensors, is_nest, items_of, joined, map_leaves, tensors_of
 from dphybrid.parallel.replication import throwaway
+from dphybrid.parallel.scattering import split
 from dphybrid.util.errors import UserError
 
+_NONE: Mapping[int, Tensor] = MappingProxyType({})
 
-def refuse_chance_rows(
-    module: nn.Module,
-    inputs: object,
-    outputs: list[object],
-    leaves: list[Leaf],
-    sizes: list[int],
-    dim: int,
-    home: torch.device,
-) -> None:
-    """Raise UserError where an output of equal shares has its rows by chance.
 
-    inputs: (args, kwargs) of the whole batch. outputs: of the replicas. leaves: what was joined of them.
+class Trial:
+    """Calls a throwaway copy of a module on the first samples of a batch; nothing else is left of the call.
+
+    inputs: (args, kwargs) of the whole batch. home: where it computes. count: of replicas, for who asks.
     """
-    share = sizes[0]
-    if not _may_be_chance(module, inputs, outputs, leaves, share, dim):
+
+    def __init__(
+        self, module: nn.Module, inputs: object, dim: int, home: torch.device, count: int = 1
+    ) -> None:
+        self.module, self.dim, self._home, self._count = module, dim, home, count
+        self.inputs = joined(inputs, home, dim)
+
+    @torch.no_grad()
+    def __call__(
+        self, rows: int, *, training: bool = True, instead: Mapping[int, Tensor] = _NONE
+    ) -> dict[str, Tensor]:
+        """Return the tensors that the module makes of so many samples, by path. training: as the module is,
+        else in evaluation mode. instead: tensors in the place of those with these ids, unsplit."""
+        given = map_leaves(lambda v: Whole(instead[id(v)]) if id(v) in instead else v, self.inputs)
+        ((args, kwargs),) = split(given, [self._home], [rows], self.dim)
+        with own_random_state(self._home), as_replica(0, self._count):
+            copy = throwaway(self.module, self._home)
+            return dict(tensors_of((copy if training else copy.eval())(*args, **kwargs)))
+
+
+def refuse_chance_rows(trial: Trial, outputs: list[object], leaves: list[Leaf], share: int) -> None:
+    """Raise UserError where an output of equal shares of `share` samples has its rows by chance.
+
+    outputs: of the replicas. leaves: what was joined of them.
+    """
+    if not _may_be_chance(trial, outputs, leaves, share):
         return
+    dim = trial.dim
     try:
         # one sample more than a share: what has its rows by chance keeps its size
-        more = _first_rows(inputs, share + 1, dim, home)
-        found = dict(tensors_of(_computed(module, more, home, len(sizes))))
+        found = trial(share + 1)
     except Exception as error:  # noqa: BLE001 # a module may refuse any other size, and is right so far
         warnings.warn(
             f"DataParallel: outputs have {share} rows for shares of {share} samples, and it could not be "
@@ -87,7 +97,7 @@ def refuse_chance_rows(
                 "each against all others of its own share alone; compute that outside of the data-parallel "
                 "block"
             )
-    if minor := _sample_minor(leaves, module, inputs, share, len(sizes), dim, home):
+    if minor := _sample_minor(trial, leaves, share):
         raise UserError(
             f"{minor}: its rows go through all samples once and then again; the shares' rows would be "
             "mixed: return all rows of a sample one behind the other (repeat_interleave instead of repeat, a "
@@ -100,40 +110,18 @@ def refuse_chance_rows(
         )
 
 
-def _may_be_chance(
-    module: nn.Module, inputs: object, outputs: list[object], leaves: list[Leaf], share: int, dim: int
-) -> bool:
+def _may_be_chance(trial: Trial, outputs: list[object], leaves: list[Leaf], share: int) -> bool:
     if share == 1 or any(leaf.rows != 1 for leaf in leaves):
         return True
-    joined = {leaf.path for leaf in leaves}
-    columns: dict[str, list[Tensor]] = {}
-    for output in outputs:
-        for path, tensor in tensors_of(output):
-            columns.setdefault(path, []).append(tensor)
-    for path, tensors in columns.items():
-        if path in joined and (_is_elsewhere(tensors[0].shape, share, dim) or _all_equal(tensors)):
-            return True
-    shapes = [
-        *(tensor.shape for _, tensor in tensors_of(inputs)),
-        *(p.shape for p in (*module.parameters(), *module.buffers())),
-    ]
-    own = len(list(tensors_of(inputs)))
-    if any(_is_elsewhere(shape, share, dim) for shape in shapes[:own]) or any(
-        share in shape for shape in shapes[own:]
-    ):
-        return True
-    return share in _lengths(outputs[0])
+    found, dim = [dict(tensors_of(output)) for output in outputs], trial.dim
+    columns = [[tensors[leaf.path] for tensors in found] for leaf in leaves]
+    with_samples = [*(tensor for _, tensor in tensors_of(trial.inputs)), *(column[0] for column in columns)]
+    sizes = {size for t in with_samples for size in (*t.shape[:dim], *t.shape[dim:][1:])}
+    sizes |= {size for t in (*trial.module.parameters(), *trial.module.buffers()) for size in t.shape}
+    return share in sizes or share in _lengths(outputs[0]) or any(map(_all_equal, columns))
 
 
-def _sample_minor(
-    leaves: list[Leaf],
-    module: nn.Module,
-    inputs: object,
-    share: int,
-    count: int,
-    dim: int,
-    home: torch.device,
-) -> str | None:
+def _sample_minor(trial: Trial, leaves: list[Leaf], share: int) -> str | None:
     """Return the path of an output with several rows a sample that are not side by side, as those of
     torch.cat([x, -x]).
 
@@ -144,15 +132,12 @@ def _sample_minor(
     if not several:
         return None
     try:
-        one, two = (
-            dict(tensors_of(_computed(module, _first_rows(inputs, rows, dim, home), home, count, False)))
-            for rows in (share, share + 1)
-        )
+        one, two = (trial(rows, training=False) for rows in (share, share + 1))
     except Exception:  # noqa: BLE001 # not made to be evaluated
         return None
     for leaf in several:
         if leaf.path in one and leaf.path in two:
-            a, b = one[leaf.path].movedim(dim, 0), two[leaf.path].movedim(dim, 0)
+            a, b = one[leaf.path].movedim(trial.dim, 0), two[leaf.path].movedim(trial.dim, 0)
             if len(a) != leaf.rows * share or len(b) != leaf.rows * (share + 1) or a.shape[1:] != b.shape[1:]:
                 continue
             outer = b.unflatten(0, (leaf.rows, share + 1))[:, :share].flatten(0, 1)
@@ -163,19 +148,10 @@ def _sample_minor(
     return None
 
 
-def _is_elsewhere(shape: torch.Size, share: int, dim: int) -> bool:
-    others = list(shape)
-    if others:
-        del others[dim]
-    return share in others
-
-
 def _all_equal(tensors: list[Tensor]) -> bool:
     first = tensors[0]
-    if first.layout is not torch.strided:
-        return True
-    return all(
-        other.shape == first.shape and torch.equal(first, other.to(first.device)) for other in tensors[1:]
+    return first.layout is not torch.strided or all(
+        torch.equal(first, other.to(first.device)) for other in tensors[1:]
     )
 
 
@@ -185,44 +161,6 @@ def _lengths(value: object) -> Iterator[int]:
         yield len(items)
         for item in items:
             yield from _lengths(item)
-
-
-@torch.no_grad()
-def _computed(
-    module: nn.Module, inputs: tuple[Any, Any], home: torch.device, count: int = 1, training: bool = True
-) -> object:
-    """Return what a throwaway copy of the module makes of (args, kwargs) on `home`; nothing else is left of
-    the call. count: of replicas, for who asks. training: as the module is, else in evaluation mode."""
-    args, kwargs = inputs
-    with own_random_state(home), as_replica(0, count):
-        copy = throwaway(module, home)
-        return (copy if training else copy.eval())(*args, **kwargs)
-
-
-def _first_rows(
-    value: object, rows: int, dim: int, home: torch.device, instead: Mapping[int, Tensor] | None = None
-) -> Any:
-    """Return the first rows of each tensor of a nest, copied to `home`. instead: tensors in the place of
-    those with these ids."""
-
-    def leaf(value: object) -> object:
-        if instead and id(value) in instead:
-            return instead[id(value)]
-        if isinstance(value, Tensor):
-            if not value.dim():
-                part = value
-            elif value.layout is torch.sparse_coo:
-                part = torch.narrow_copy(value, dim, 0, rows)
-            else:
-                part = value.narrow(dim, 0, rows)
-            return part.detach().to(home, copy=True)
-        if isinstance(value, Whole):
-            return map_tensors(lambda t: t.detach().to(home, copy=True), value.value)
-        if isinstance(value, Parts):
-            return value.joined(home, dim).detach().narrow(dim, 0, rows).clone()
-        return value
-
-    return map_leaves(leaf, value)
 
 
 @contextmanager
@@ -240,32 +178,26 @@ def own_random_state(home: torch.device) -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
-def refuse_shared_inputs(
-    module: nn.Module,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    dim: int,
-    home: torch.device,
-    asked: set[tuple[str, ...]],
-) -> None:
+def refuse_shared_inputs(trial: Trial, asked: set[tuple[str, ...]]) -> None:
     """Raise UserError that names an input which all samples share and which would be split. asked: names of
     inputs that have been examined; added to."""
     # one given twice stays one
-    found = list({id(t): (path, t) for path, t in input_tensors(args, kwargs) if t.dim()}.values())
+    found = list({id(t): (path, t) for path, t in input_tensors(*trial.inputs) if t.dim()}.values())
     paths = tuple(path for path, _ in found)
     if len(found) < 2 or paths in asked:
         return
     asked.add(paths)
-    expected = _first_output(module, (args, kwargs), dim, home, {})
+    expected = _first_output(trial, _NONE)
     for path, tensor in found[1:]:  # the first one is the batch itself
         if not (tensor.is_floating_point() or tensor.dtype == torch.bool) or tensor.is_sparse:
             continue
         # two samples, the second with another row; else the tensor as it is, unsplit
-        other = tensor.detach().narrow(dim, 0, 2).clone() if expected else tensor.detach().to(home, copy=True)
+        other = tensor
         if expected:
-            row = other.select(dim, 1)
+            other = tensor.detach().narrow(trial.dim, 0, 2).clone()
+            row = other.select(trial.dim, 1)
             row.copy_(~row if row.dtype == torch.bool else row + 1)
-        changed = _first_output(module, (args, kwargs), dim, home, {id(tensor): other})
+        changed = _first_output(trial, {id(tensor): other})
         if changed and (not expected or not _equal(expected, changed)):
             raise UserError(
                 f"{path}: size {tuple(tensor.shape)} has as many rows as there are samples by chance: "
@@ -286,15 +218,14 @@ def note_shares(
     )
 
 
-def _first_output(
-    module: nn.Module, inputs: tuple[object, object], dim: int, home: torch.device, instead: dict[int, Tensor]
-) -> list[Tensor]:
+def _first_output(trial: Trial, instead: Mapping[int, Tensor]) -> list[Tensor]:
     """Return the first of two samples' part of each output; nothing where the module fails."""
+    dim = trial.dim
     try:
-        output = _computed(module, _first_rows(inputs, 2, dim, home, instead), home, training=False)
+        output = trial(2, training=False, instead=instead).values()
     except Exception:  # noqa: BLE001 # whatever it is, the module cannot be asked
         return []
-    tensors = [t for _, t in tensors_of(output) if -t.dim() <= dim < t.dim() and t.layout is torch.strided]
+    tensors = [t for t in output if -t.dim() <= dim < t.dim() and t.layout is torch.strided]
     return [t.narrow(dim, 0, t.shape[dim] // 2) for t in tensors if t.shape[dim] % 2 == 0]
 
 

@@ -61,8 +61,8 @@ def split(
     dim: int,
     seen: dict[int, list[object]] | None = None,
 ) -> list[Any]:
-    """Split what `batch_rows` has found fit to be split. seen: tensors that were split before; one given
-    twice stays one in each share."""
+    """Split what `batch_rows` has found fit to be split; one size alone may be of its first rows. seen: tensors
+    that were split before; one given twice stays one in each share."""
     if isinstance(value, Tensor):
         if seen is not None:
             if id(value) not in seen:
@@ -94,7 +94,7 @@ def split(
 
 def _rows(value: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
     if value.layout is not torch.sparse_coo:
-        return value.split(sizes, dim)
+        return value.split(sizes, dim) if sum(sizes) == value.shape[dim] else [value.narrow(dim, 0, *sizes)]
     starts = [sum(sizes[:j]) for j in range(len(sizes))]
     return [torch.narrow_copy(value, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
