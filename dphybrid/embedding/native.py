@@ -157,12 +157,11 @@ PLACES = torch.empty((0, 1), dtype=torch.uint8)
 
 @dataclass
 class Segment:
-    """Ids (int64) of one table; the gradient of id n is row n of rows_XD or, where there are `sources_N`,
-    row sources_N[n]. rows_XD `PLACES`: places are wanted, not addresses."""
+    """Ids (int64) of one table; the gradient of id n is row n of rows_ND. rows_ND `PLACES`: places are
+    wanted, not addresses."""
 
     ids_N: Tensor
-    rows_XD: Tensor
-    sources_N: Tensor | None = None
+    rows_ND: Tensor
     num_rows: int | None = None
 
 
@@ -190,14 +189,14 @@ class Arranged:
         return bounds_U2, self.memory[start + self.count : start + 2 * self.count]
 
 
-def _gradients(rows_XD: Tensor, count: int) -> tuple[int | None, int, int]:
-    """Return (address, bytes from row to row, rows)."""
-    if rows_XD is PLACES:
-        return None, 1, count
-    gaps = rows_XD.numel() > 0 and rows_XD.shape[-1] > 1 and rows_XD.stride(-1) != 1
-    if not is_plain(rows_XD) or rows_XD.dim() != 2 or gaps:
-        raise TypeError(f"gradients of shape {tuple(rows_XD.shape)}, strides {rows_XD.stride()}")
-    return rows_XD.data_ptr(), rows_XD.stride(0) * rows_XD.element_size(), len(rows_XD)
+def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
+    """Return (address, bytes from row to row)."""
+    if rows_ND is PLACES:
+        return None, 1
+    gaps = rows_ND.numel() > 0 and rows_ND.shape[-1] > 1 and rows_ND.stride(-1) != 1
+    if not is_plain(rows_ND) or rows_ND.dim() != 2 or len(rows_ND) != count or gaps:
+        raise TypeError(f"{count} gradients of shape {tuple(rows_ND.shape)}, strides {rows_ND.stride()}")
+    return rows_ND.data_ptr(), rows_ND.stride(0) * rows_ND.element_size()
 
 
 def arrange(
@@ -213,17 +212,16 @@ def arrange(
     """
     lines, held, count = (kernels.Segment * len(segments))(), [], 0
     for line, (segment, first_key) in zip(lines, segments, strict=True):
-        ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
+        ids_N, rows_ND = segment.ids_N.contiguous(), segment.rows_ND
         own = ids_N.shape[0]
         line.ids, line.count = address(ids_N, "ids", torch.int64, (own,)), own
-        line.sources = None if sources_N is None else address(sources_N, "sources", torch.int64, (own,))
         line.first_key = first_key
         line.num_rows = num_keys - first_key if segment.num_rows is None else segment.num_rows
-        line.rows, line.row_bytes, line.num_sources = _gradients(rows_XD, own)
-        held.append((ids_N, rows_XD, sources_N))
+        line.rows, line.row_bytes = _gradients(rows_ND, own)
+        held.append((ids_N, rows_ND))
         count += own
     # one lookup in order: places follow from the place of an id, and need no list before the sort
-    direct = len(segments) == 1 and segments[0][0].sources_N is None
+    direct = len(segments) == 1
     # keys, bounds, places; scratch: two words an id, and the unsorted places where they are needed
     memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device="cpu")
     keys = memory.data_ptr()
@@ -249,48 +247,19 @@ def arrange(
 def sum_rows(
     arranged: Arranged, dim: int, dtype: torch.dtype, *, gap: int = 0, squares_U: Tensor | None = None
 ) -> Tensor:
-    """Return sums_UD of each key's rows, which are of `dtype` and lie at the addresses arranged.places. gap:
-    values between one sum and the next. squares_U: gets the square (float64) of each sum's 2-norm."""
-    out_UX = torch.empty((len(arranged.keys_U), dim + gap), dtype=real_dtype(dtype), device="cpu")
-    sums_UD = out_UX[:, :dim] if gap else out_UX
-    squares = None if squares_U is None else address(squares_U, "squares", torch.float64, (len(sums_UD),))
-    _sum(sums_UD, dtype, arranged.bounds, arranged.places, arranged.count, None, 1, squares)
-    return sums_UD
-
-
-def _sum(
-    out_UD: Tensor,
-    dtype: torch.dtype,
-    bounds: int,
-    places: int,
-    num_places: int,
-    base: int | None,
-    step: int,
-    squares: int | None = None,
-) -> None:
-    count, dim = out_UD.shape
-    if not count:
-        return
+    """Return sums_UD of each key's rows, which are of `dtype` (float32 or float64) and lie at the addresses
+    arranged.places. gap: values between one sum and the next. squares_U: gets the square (float64) of each
+    sum's 2-norm."""
+    count = len(arranged.keys_U)
+    out_UX = torch.empty((count, dim + gap), dtype=dtype, device="cpu")
     call = kernels.Sums(
-        team(count, dim * out_UD.element_size()), bounds, count, places, num_places, base, step, dim,
-        STORED[dtype], out_UD.data_ptr(), out_UD.stride(0), squares,
+        team(count, dim * out_UX.element_size()), arranged.bounds, count, arranged.places, arranged.count,
+        dim, STORED[dtype], out_UX.data_ptr(), dim + gap,
+        None if squares_U is None else address(squares_U, "squares", torch.float64, (count,)),
     )  # fmt: skip
-    if not kernels.call("sum_rows", call):
-        raise TypeError(f"rows of {dim} values; use 1 to {MAX_DIM}")
-
-
-def pool(weight_VD: Tensor, flat_N: Tensor, offsets_B: Tensor) -> Tensor:
-    """Return pooled_BD, the sums of bags of rows: bag b has the ids flat_N (in range) from offsets_B[b] (as
-    `check_offsets` returned them) to before the next one."""
-    rows, _, dim = _rows_address(weight_VD)
-    flat_N, count = flat_N.contiguous(), flat_N.numel()
-    pooled_BD = torch.empty((len(offsets_B), dim), dtype=real_dtype(weight_VD.dtype), device="cpu")
-    ends_B = torch.cat([offsets_B[1:], offsets_B.new_tensor([count])]) if len(offsets_B) else offsets_B
-    bounds_B2 = torch.stack([offsets_B, ends_B], 1).int()
-    places = address(flat_N, "ids", torch.int64, (count,))
-    _sum(pooled_BD, weight_VD.dtype, bounds_B2.data_ptr(), places, count, rows, dim * weight_VD.itemsize)
-    check_read(rows, flat_N)
-    return pooled_BD
+    if count and not kernels.call("sum_rows", call):
+        raise TypeError(f"rows of {dim} values of {dtype}; use 1 to {MAX_DIM} of float32 or float64")
+    return out_UX[:, :dim] if gap else out_UX
 
 
 def check_offsets(offsets_B: Tensor, count: int) -> Tensor:

@@ -266,27 +266,20 @@ class HostEmbedding(nn.Module):
                 "sum (with or without weights_N), mean or max (without)"
             )
         ids_N = whole_numbers(ids_N, self.name).reshape(-1)
-        if torch.is_grad_enabled():
-            ids_N = ids_N.clone()  # the caller may refill its buffer before the backward
         offsets_B = native.check_offsets(offsets_B, len(ids_N))
         if mode == "max":
             ids_N, offsets_B = self.without_padding(ids_N, offsets_B)
-        if weights_N is not None or mode == "max":
-            rows_ND = self(ids_N)
-            return F.embedding_bag(
-                torch.arange(len(rows_ND)), rows_ND, offsets_B, mode=mode, per_sample_weights=weights_N
-            )
-        weight = self.weight
-        if not all_in_range(ids_N, len(weight)):
+        weight, rows_XD, places_N = self.weight, self.weight.detach(), ids_N
+        if torch.is_grad_enabled() or weights_N is not None or weight.dtype == torch.bfloat16:
+            rows_XD, places_N = self(ids_N), torch.arange(len(ids_N))
+        elif not all_in_range(ids_N, len(weight)):  # long bags take no memory of their length
             raise no_row(ids_N, len(weight), self.name)
-        pooled_BD = native.pool(weight.detach(), ids_N, offsets_B)
-        lengths_B = torch.diff(offsets_B, append=torch.tensor([len(ids_N)]))
-        if torch.is_grad_enabled():
-            self.counters.ids += len(ids_N)
-            if weight.requires_grad:
-                bags_N = torch.repeat_interleave(torch.arange(len(offsets_B)), lengths_B)
-                pooled_BD = self._links.rows(weight, pooled_BD, ids_N, sources_N=bags_N)
+        pooling = "max" if mode == "max" else "sum"
+        pooled_BD = F.embedding_bag(places_N, rows_XD, offsets_B, mode=pooling, per_sample_weights=weights_N)
+        if places_N is ids_N:
+            native.check_read(weight.data_ptr(), ids_N)
         if mode == "mean":
+            lengths_B = torch.diff(offsets_B, append=torch.tensor([len(ids_N)]))
             pooled_BD = pooled_BD / lengths_B.clamp(min=1).unsqueeze(1)
         return self.as_model(pooled_BD)
 

@@ -172,46 +172,18 @@ static void OF(copies)(void *pointer, int64_t first, int64_t last)
 #undef CALL
 }
 
-/* Sum stored rows for pooling; gradients are never bfloat16. */
-INLINE void OF(sum)(const struct sums *s, int64_t first, int64_t last, int64_t dim)
+INLINE void OF(prefetch_gradient)(const int64_t *places, int64_t num_places, int64_t at, int64_t dim)
 {
-    for (int64_t u = first; u < last; u++) {
-        int64_t n = s->bounds[2 * u], end = s->bounds[2 * u + 1];
-        REAL *sum = (REAL *)s->target + u * s->target_step;
-        for (int64_t ahead = n; ahead < end; ahead++)
-            prefetch_for_reading(s->base + s->step * s->places[MIN(ahead + AHEAD, s->num_places - 1)], dim * (int64_t)sizeof(STORED));
-        const STORED *row = n < end ? (const STORED *)(s->base + s->step * s->places[n]) : NULL;
-        EACH_VECTOR(d) OF(store)(sum + d, row ? OF(load_row)(row + d) : (VEC){0});
-        for (n++; n < end; n++) {
-            row = (const STORED *)(s->base + s->step * s->places[n]);
-            EACH_VECTOR(d) OF(store)(sum + d, OF(load)(sum + d) + OF(load_row)(row + d));
-        }
-        if (s->squares)
-            s->squares[u] = (double)OF(square_of)(sum, dim);
-    }
-}
-
-static void OF(sums)(void *pointer, int64_t first, int64_t last)
-{
-    const struct sums *s = pointer;
-#define CALL(dim) OF(sum)(s, first, last, dim)
-    BY_DIM(CALL, s->dim)
-#undef CALL
-}
-
-INLINE void OF(prefetch_gradient)(const struct update *u, int64_t at, int64_t dim)
-{
-    prefetch_for_reading((const char *)(intptr_t)u->places[MIN(at + AHEAD, u->num_places - 1)], dim * (int64_t)sizeof(REAL));
+    prefetch_for_reading((const char *)(intptr_t)places[MIN(at + AHEAD, num_places - 1)], dim * (int64_t)sizeof(REAL));
 }
 
 /* The sum of one row's gradients, in their order. How many there are is guessed wrong half the time: a narrow row has
  * one loop over them. */
-INLINE void OF(sum_gradients)(const struct update *u, const int32_t *bounds, REAL *sum, int64_t dim)
+INLINE void OF(sum_gradients)(const int64_t *places, int64_t num_places, const int32_t *bounds, REAL *sum, int64_t dim)
 {
     int64_t n = bounds[0], end = bounds[1], d = 0;
-    const int64_t *places = u->places;
     const REAL *grad = (const REAL *)(intptr_t)places[n];
-    OF(prefetch_gradient)(u, n, dim);
+    OF(prefetch_gradient)(places, num_places, n, dim);
     if (dim > 4 * LANES && end - n == 1) {
         EACH_VECTOR(d) OF(store)(sum + d, OF(load)(grad + d));
         return;
@@ -221,7 +193,7 @@ INLINE void OF(sum_gradients)(const struct update *u, const int32_t *bounds, REA
         VEC c = OF(load)(grad + d + 2 * LANES), e = OF(load)(grad + d + 3 * LANES);
         for (int64_t at = n + 1; at < end; at++) {
             if (!d)
-                OF(prefetch_gradient)(u, at, dim);
+                OF(prefetch_gradient)(places, num_places, at, dim);
             const REAL *next = (const REAL *)(intptr_t)places[at] + d;
             a += OF(load)(next), b += OF(load)(next + LANES);
             c += OF(load)(next + 2 * LANES), e += OF(load)(next + 3 * LANES);
@@ -233,11 +205,29 @@ INLINE void OF(sum_gradients)(const struct update *u, const int32_t *bounds, REA
         VEC a = OF(load)(grad + d);
         for (int64_t at = n + 1; at < end; at++) {
             if (!d)
-                OF(prefetch_gradient)(u, at, dim);
+                OF(prefetch_gradient)(places, num_places, at, dim);
             a += OF(load)((const REAL *)(intptr_t)places[at] + d);
         }
         OF(store)(sum + d, a);
     }
+}
+
+INLINE void OF(sum)(const struct sums *s, int64_t first, int64_t last, int64_t dim)
+{
+    for (int64_t u = first; u < last; u++) {
+        REAL *sum = (REAL *)s->target + u * s->target_step;
+        OF(sum_gradients)(s->places, s->num_places, s->bounds + 2 * u, sum, dim);
+        if (s->squares)
+            s->squares[u] = (double)OF(square_of)(sum, dim);
+    }
+}
+
+static void OF(sums)(void *pointer, int64_t first, int64_t last)
+{
+    const struct sums *s = pointer;
+#define CALL(dim) OF(sum)(s, first, last, dim)
+    BY_DIM(CALL, s->dim)
+#undef CALL
 }
 
 /* By products alone, which have the same bits everywhere. */
@@ -329,7 +319,7 @@ INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int6
         while (t + 1 < end && t[1].first_key <= key)
             t++;
         OF(prefetch_row)(u, t, MIN(ahead - t->first_key, t->num_rows - 1), dim);
-        OF(sum_gradients)(u, u->bounds + 2 * k, sum, dim);
+        OF(sum_gradients)(u->places, u->num_places, u->bounds + 2 * k, sum, dim);
         OF(change)(u, t, key - t->first_key, sum, dim, rule);
     }
 }

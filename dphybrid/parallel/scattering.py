@@ -61,8 +61,8 @@ def split(
     dim: int,
     seen: dict[int, list[object]] | None = None,
 ) -> list[Any]:
-    """Split what `batch_rows` has found fit to be split; one size alone may be of its first rows. seen: tensors
-    that were split before; one given twice stays one in each share."""
+    """Split what `batch_rows` has found fit to be split. sizes: of all rows, or one of the first ones. seen:
+    tensors that were split before; one given twice stays one in each share."""
     if isinstance(value, Tensor):
         if seen is not None:
             if id(value) not in seen:

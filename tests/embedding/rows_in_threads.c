@@ -55,7 +55,7 @@ static void train(struct team team, int64_t stored, int64_t rule, int twice)
         ids[n] = (int64_t)(mixed((uint64_t)n) % ROWS * (mixed((uint64_t)n) % 7) / 7);
     struct draw draw = {team, rows, ROWS * WIDTH, 0, stored, 1, 0.1};
     struct lookup lookup = {team, ids, IDS, rows, ROWS, WIDTH, stored, grads, flat, NULL, IDS, 0};
-    struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, WIDTH * REAL_BYTES[stored], NULL, IDS};
+    struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, WIDTH * REAL_BYTES[stored]};
     struct arrange arranged = {.segments = &segment, .num_segments = 1, .count = IDS, .num_keys = ROWS, .words = words,
                                .keys = keys, .bounds = bounds, .places = places, .inverse = inverse};
     struct table table = {0, ROWS, rows, mean, square, steps, 1, 7};
@@ -66,7 +66,7 @@ static void train(struct team team, int64_t stored, int64_t rule, int twice)
         for (int64_t n = 0, block = block_of(WIDTH * STORED_BYTES[stored]); n < block && n + block < count; n++)
             keys[n + block] = keys[n];
     static double sums[ROWS * WIDTH], squares[ROWS];
-    struct sums sum = {team, bounds, count, places, IDS, NULL, 1, WIDTH, stored == BFLOAT16 ? FLOAT32 : stored, sums, WIDTH, squares};
+    struct sums sum = {team, bounds, count, places, IDS, WIDTH, stored == BFLOAT16 ? FLOAT32 : stored, sums, WIDTH, squares};
     struct update update = {team, keys, bounds, count, places, IDS, &table, 1, rule, stored, WIDTH, 0.1, 0.01, 1e-8, 0.9, 0.99, fix, fix, 1};
     if (!sum_rows(&sum) || !update_rows(&update))
         abort();

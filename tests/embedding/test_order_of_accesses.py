@@ -100,7 +100,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
 def _reads(world: World, kernel: Any, *args: Any, **options: Any) -> Any:
     (arranged,) = (argument for argument in args if isinstance(argument, native.Arranged))
     for held in arranged.held:
-        world.host(held.rows_XD if isinstance(held, native.Segment) else held[1], writes=False)
+        world.host(held[1], writes=False)
     return kernel(*args, **options)
 
 
