@@ -46,15 +46,21 @@ def test_other_paths(
     ("command", "words"),
     [
         ("train --recipe toy --tracking http://a_b?", "MLflow server http://a b: does not answer"),
-        ("train --recipe toy --tracking http://127.0.0.1:9", "does not answer.*MLFLOW_TRACKING_URI"),
-        ("train --recipe toy --tracking ./mlruns", "no longer writes file stores"),
+        (
+            "train --recipe toy --tracking http://127.0.0.1:9",
+            "127.0.0.1:9: does not answer.*correct the address",
+        ),
+        (
+            "train --recipe toy --tracking ./mlruns",
+            "error: tracking='./mlruns': MLflow no longer writes file stores",
+        ),
         (
             "train --recipe toy --tracking mysql+none://x",
-            "URI='mysql.none://x': cannot be used",
+            "error: tracking='mysql.none://x': cannot be used",
         ),
         (
             "train --recipe toy --tracking postgresql://u:secret@127.0.0.1:9/x",
-            "MLFLOW_TRACKING_URI='postgresql://[*]{3}@127.0.0.1:9/x': no connection .*refused",
+            "error: tracking='postgresql://[*]{3}@127.0.0.1:9/x': no connection .*refused",
         ),
         ("check torch.nn:Linear", "is not a factory of a model .missing a required argument: 'out_features'"),
         ("check builtins:int", "is not a factory of a model .no signature"),

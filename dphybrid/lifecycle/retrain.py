@@ -71,34 +71,23 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
         )
     registry = open_registry(settings)
     newest, champion = registry.newest(model), registry.champion(model)
+    plan = Plan(config=config, model=model, champion=champion.number if champion is not None else "")
     if newest is None:
-        return Plan(config=config, model=model)
+        return plan
     digest = source_digest(recipe.source(config.data, config.train.seed))
     nothing_new = not event and newest.run_tags.get("dphybrid.source_digest") == digest
     if champion is None:
         stop = f"no new data since version {newest.number}, which was not promoted: {newest.decision}"
-        return Plan(config=config, model=model, stop=stop if nothing_new and newest.decision else "")
+        return plan.model_copy(update={"stop": stop if nothing_new and newest.decision else ""})
     if (
         not newest.decision
         and newest.number != champion.number
         and newest.run_tags.get(CHAMPION_TAG) == champion.number
     ):
-        return Plan(
-            config=config,
-            model=model,
-            champion=champion.number,
-            undecided=newest.run_tags["dphybrid.run_folder"],
-        )
+        return plan.model_copy(update={"undecided": newest.run_tags["dphybrid.run_folder"]})
     if nothing_new:
-        return Plan(
-            config=config,
-            model=model,
-            champion=champion.number,
-            stop=f"no new data since version {newest.number} was made",
-        )
-    return Plan(
-        config=_from_champion(config, champion, registry, settings), model=model, champion=champion.number
-    )
+        return plan.model_copy(update={"stop": f"no new data since version {newest.number} was made"})
+    return plan.model_copy(update={"config": _from_champion(config, champion, registry, settings)})
 
 
 def _kept_checkpoint(champion: Version, registry: Registry, settings: Settings) -> Path:

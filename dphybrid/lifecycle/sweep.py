@@ -230,8 +230,8 @@ def run_grid(grid: Grid, sweep: str, settings: Settings, stop: StopRequest, at_o
 
 
 def write_sweep(folder: Path, grid: Grid, reports: Reports) -> tuple[list[dict[str, Any]], Path]:
-    """Write `sweep.json`: for each cell its values, and its run's metrics or the reason why it failed.
-    Returns the rows and the file."""
+    """Write `sweep.json`: for each cell its values, and its run's metrics or the reason why it failed; the
+    rows of another grid under the sweep's name stay. Returns this grid's rows and the file."""
     rows = []
     for cell in grid.cells:
         done = reports.get(cell.name, "not run")
@@ -239,8 +239,9 @@ def write_sweep(folder: Path, grid: Grid, reports: Reports) -> tuple[list[dict[s
             {"failed": done} if isinstance(done, str) else {"failed": "", **done.metrics, "run": done.run_url}
         )
         rows.append({"cell": cell.name, **cell.values, **told})
-    file = folder / "sweep.json"
-    write_json(file, rows)
+    file, own = folder / "sweep.json", {cell.name for cell in grid.cells}
+    earlier = read_json(file) if file.is_file() else []
+    write_json(file, [*(row for row in earlier if row["cell"] not in own), *rows])
     return rows, file
 
 

@@ -13,7 +13,7 @@ from dphybrid.run.pages import ResultPage, SplitsPage
 from dphybrid.run.report import attached
 from dphybrid.run.start import begin, build_trained, make_session, newest_checkpoint, starting_point
 from dphybrid.tracking import Tracker
-from dphybrid.tracking.system import Averages, system_metrics
+from dphybrid.tracking.system import system_metrics
 from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import complete_checkpoints, step_of
 from dphybrid.training.display import Display
@@ -58,12 +58,13 @@ def train_here(
             display.line(line)
         if done:
             keep_checkpoints(session, trained.progress)  # the process before may have ended in between
-        averages, started = Averages(), datetime.fromisoformat(run.page.created).timestamp()
+        started = datetime.fromisoformat(run.page.created).timestamp()
+        system: dict[str, float] = {}
         try:
-            with system_metrics(tracker, started, devices.gpu_uuids, averages), saver:
+            with system_metrics(tracker, started, devices.gpu_uuids) as system, saver:
                 train(session, display, meter)
         finally:
-            result = _result_of(session, meter, averages.means)
+            result = _result_of(session, meter, system)
             if engine.leads:
                 _keep_outcome(run, session, result)
     stop.obey("after its last step; it goes on with --resume")

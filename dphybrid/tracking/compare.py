@@ -4,6 +4,7 @@ MLflow, too. It is one file with its numbers, its script and plotly in it: no se
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from dphybrid.tracking.compare_facts import (
     SEED,
     Point,
     RunFacts,
-    combination,
     differing,
     finals,
     ordered,
@@ -92,15 +92,13 @@ def comparison_text(runs: Sequence[RunFacts], group_by: str) -> str:
 def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
     """Return the still pictures of a comparison by file name, for where no page can be opened."""
     pictures = {}
-    speed, names = speeds(runs, param), differing(runs)
+    speed = speeds(runs, param)
     series: dict[str, list[tuple[float | str, float]]] = {}
     for run in runs:
         if run.run_id in speed:
-            label = (
-                ", ".join(f"{name}={value}" for name, value in combination(run, param, names)) or "measured"
-            )
             place = float(run.replicas) if param == DEVICES else run.value(param)
-            series.setdefault(label, []).append((place, speed[run.run_id].ratio))
+            own = speed[run.run_id]
+            series.setdefault(own.among or "measured", []).append((place, own.ratio))
     if any(len({place for place, _ in points}) > 1 for points in series.values()):
         counts = sorted({run.replicas for run in runs if run.run_id in speed}) if param == DEVICES else []
         ideal = [(float(count), count / counts[0]) for count in counts]
@@ -132,25 +130,11 @@ def page_data(runs: Sequence[RunFacts], param: str) -> dict[str, object]:
         "devices": DEVICES,
         "virtual": any("*" in run.value(DEVICES) for run in runs),
         "orders": {name: [run.run_id for run in ordered(runs, name)] for name in by},
-        "speeds": {name: _speeds(runs, name, names) for name in by},
+        "speeds": {
+            name: {run_id: asdict(speed) for run_id, speed in speeds(runs, name).items()} for name in by
+        },
         "runs": [_run(run, [*by, *names]) for run in runs],
     }
-
-
-def _speeds(runs: Sequence[RunFacts], param: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return run id -> ratio, efficiency, the baseline's value, and what the runs measured against each other
-    agree in."""
-    found = {}
-    for run_id, speed in speeds(runs, param).items():
-        (run,) = (run for run in runs if run.run_id == run_id)
-        among = ", ".join(f"{name}={value}" for name, value in combination(run, param, names))
-        found[run_id] = {
-            "ratio": speed.ratio,
-            "efficiency": speed.efficiency,
-            "against": speed.against,
-            "among": among,
-        }
-    return found
 
 
 def _run(run: RunFacts, names: Sequence[str]) -> dict[str, object]:

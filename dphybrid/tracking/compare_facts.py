@@ -54,12 +54,14 @@ class Speed:
     """A run's speed against that of its baseline. efficiency: a device, None where runs differ in something
     else than devices.
 
-    against: the value that the baseline has of what runs are grouped by.
+    against: the value that the baseline has of what runs are grouped by; among: what else differs between
+    runs, and is the same in these.
     """
 
     ratio: float
     efficiency: float | None
     against: str
+    among: str = ""
 
 
 def param_of(group_by: str, runs: Sequence[RunFacts]) -> str:
@@ -92,19 +94,16 @@ def ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
     return sorted(runs, key=order)
 
 
-def combination(run: RunFacts, param: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the values of a run that differ between runs, but for `param` and what makes no other speed."""
-    return tuple((name, run.value(name)) for name in names if name != param and name not in _SAME_SPEED)
-
-
 def speeds(runs: Sequence[RunFacts], param: str) -> dict[str, Speed]:
     """Return run id -> speed. The baseline is the first value of `param` among runs that agree in all else
     that differs; a run without a partner that has another value has no speed-up."""
-    names, found = differing(runs), {}
+    found = {}
+    names = [name for name in differing(runs) if name != param and name not in _SAME_SPEED]
     groups: dict[tuple[tuple[str, str], ...], list[RunFacts]] = {}
     for run in ordered(runs, param):
-        groups.setdefault(combination(run, param, names), []).append(run)
-    for members in groups.values():
+        groups.setdefault(tuple((name, run.value(name)) for name in names), []).append(run)
+    for same, members in groups.items():
+        among = ", ".join(f"{name}={value}" for name, value in same)
         first = members[0].value(param)
         timed = {run.run_id: run.samples_per_s for run in members if run.samples_per_s}
         base = [timed[run.run_id] for run in members if run.value(param) == first and run.run_id in timed]
@@ -113,7 +112,7 @@ def speeds(runs: Sequence[RunFacts], param: str) -> dict[str, Speed]:
             if run.run_id in timed:
                 ratio = timed[run.run_id] / statistics.median(base)
                 fair = ratio * members[0].replicas / run.replicas if param == DEVICES else None
-                found[run.run_id] = Speed(ratio, fair, first)
+                found[run.run_id] = Speed(ratio, fair, first, among)
     return found
 
 

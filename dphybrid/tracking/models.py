@@ -7,11 +7,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import unquote, urlparse
 
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
@@ -19,20 +18,20 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.store.entities.paged_list import PagedList
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
+from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.base import LEFT_OUT, safe_name
 from dphybrid.tracking.outbox import Record
 from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 
-_T = TypeVar("_T")
 _CHAMPION, _CHALLENGER = "champion", "challenger"
 _DECISION_TAG = "dphybrid.decision"
 _FORMER_TAG = "dphybrid.former_champions"
 """Tag of a registered model: the versions that were champion before, oldest first."""
+_PAGE = 100
 _CHECKPOINT_TYPE = "dphybrid-checkpoint"
 _UID_TAG, _ROLE_TAG, _STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
 
@@ -102,10 +101,11 @@ class CheckpointModels:
         experiment = self._client.get_run(self._run_id).info.experiment_id
         of_run = f"source_run_id = '{self._run_id}'"
         found: dict[str, LoggedModel] = {}
-        for model in _all_pages(
-            lambda token: self._client.search_logged_models(
-                [experiment], filter_string=of_run, page_token=token
-            )
+        for model in get_results_from_paginated_fn(
+            lambda count, token: self._client.search_logged_models(
+                [experiment], of_run, max_results=count, page_token=token
+            ),
+            _PAGE,
         ):
             if model.model_type != _CHECKPOINT_TYPE or _UID_TAG not in model.tags:
                 continue
@@ -199,20 +199,10 @@ def _versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
     quote = '"' if "'" in name else "'"
     sign = "=" if quote not in name else "LIKE"
     named = f"name {sign} {quote}{name.replace(quote, '_')}{quote}"
-    found = _all_pages(lambda token: client.search_model_versions(named, page_token=token))
+    found = get_results_from_paginated_fn(
+        lambda count, token: client.search_model_versions(named, count, page_token=token), _PAGE
+    )
     return [version for version in found if version.name == name]
-
-
-def _all_pages(search: Callable[[str | None], PagedList[_T]]) -> list[_T]:
-    """Return what a search of MLflow finds on all its pages. search: takes the token of a page."""
-    found: list[_T] = []
-    token: str | None = None
-    while True:
-        page = search(token)
-        found += page
-        token = page.token
-        if not token:
-            return found
 
 
 def _description(run_name: str, model: LoggedModel) -> str:
@@ -281,22 +271,20 @@ class Registry:
 
     def newest(self, name: str) -> Version | None:
         """Return the version made last, or None."""
-        try:
+        versions: list[ModelVersion] = []
+        with self._answering():
             versions = _versions_of(self._client, name)
-        except MlflowException as error:
-            raise self._away(error) from error
         return self.version(name, str(max(int(v.version) for v in versions))) if versions else None
 
     def version(self, name: str, number: str) -> Version:
         """Return a version. Raises UserError when there is none of that number."""
-        try:
+        found: ModelVersion | None = None
+        with self._answering():
             found = self._client.get_model_version(name, number)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                there = self._numbers(name)
-                told = f"registered model {name!r} has no version {number}; it has {there}"
-                raise UserError(told) from error
-            raise self._away(error) from error
+        if found is None:
+            raise UserError(
+                f"registered model {name!r} has no version {number}; it has {self._numbers(name)}"
+            )
         try:
             tags: dict[str, str] = dict(self._client.get_run(str(found.run_id)).data.tags)
         except MlflowException:  # the run was deleted; the model is still good
@@ -349,12 +337,9 @@ class Registry:
         self._client.set_registered_model_alias(version.name, _CHAMPION, version.number)
 
     def _model(self, name: str) -> RegisteredModel | None:
-        try:
+        with self._answering():
             return self._client.get_registered_model(name)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise self._away(error) from error
+        return None
 
     def _former(self, name: str) -> list[str]:
         model = self._model(name)
@@ -364,7 +349,15 @@ class Registry:
     def _set_former(self, name: str, numbers: list[str]) -> None:
         self._client.set_registered_model_tag(name, _FORMER_TAG, ",".join(numbers))
 
-    def _away(self, error: MlflowException) -> UserError:
-        return UserError(
-            f"MLflow's model registry at {self.uri} does not answer: {str(error).splitlines()[0][:200]}"
-        )
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raise UserError when the server does not answer in the block, which ends where it says that
+        something is not there."""
+        try:
+            yield
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise UserError(
+                    f"MLflow's model registry at {self.uri} does not answer: "
+                    f"{str(error).splitlines()[0][:200]}"
+                ) from error

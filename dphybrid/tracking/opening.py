@@ -19,6 +19,14 @@ from dphybrid.util.text import without_credentials
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 _DATABASES = ("postgresql", "mysql", "mssql")
+_QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    # The outbox is sent again for ever, so the client itself should give up soon.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+}
+"""What MLflow reads from the environment where it says nothing else."""
 _REACH_SECONDS = 10
 """How long to wait for a server's first answer before saying that it is not there."""
 
@@ -46,13 +54,9 @@ def open_tracker(
     """
     if tracking_uri == "none":
         return Tracker()
-    if tracking_uri == FILES or (tracking_uri is None and not _has_mlflow()):
+    if _in_files(tracking_uri):
         return FileTracker(runs)
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    # The outbox is sent again for ever, so the client itself should give up soon.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.update(_QUIET | os.environ)
     if must_answer and tracking_uri is not None:
         _check(tracking_uri)
     import_mlflow(tracking_uri)
@@ -65,7 +69,7 @@ def open_tracker(
 @cache  # once: what a training has left behind is garbage, and must not be taken for imports
 def import_mlflow(tracking_uri: str | None) -> None:
     """Import what recording at a place needs (as in `open_tracker`), which takes a second or two."""
-    if tracking_uri in ("none", FILES) or (tracking_uri is None and not _has_mlflow()):
+    if tracking_uri == "none" or _in_files(tracking_uri):
         return
     with kept_from_gc():
         import dphybrid.tracking.tracker  # noqa: F401
@@ -76,21 +80,20 @@ def import_mlflow(tracking_uri: str | None) -> None:
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
 
-def _has_mlflow() -> bool:
-    """Is MLflow installed?"""
-    return importlib.util.find_spec("mlflow") is not None
+def _in_files(tracking_uri: str | None) -> bool:
+    """Are runs recorded in plain files: because that was asked for, or as MLflow is not installed?"""
+    return tracking_uri == FILES or (tracking_uri is None and importlib.util.find_spec("mlflow") is None)
 
 
 def store_to_read(tracking_uri: str | None, store: Path) -> str:
     """Return where runs are read from. Raises UserError when a server does not answer, and when nothing is
     recorded there yet."""
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.update(_QUIET | os.environ)
     if tracking_uri == "none":
         raise UserError(
             "tracking is none: no run is recorded there; set DPHYBRID_TRACKING_URI to a server or database"
         )
-    if tracking_uri == FILES or (tracking_uri is None and not _has_mlflow()):
+    if _in_files(tracking_uri):
         raise UserError(
             "runs are recorded in files (runs/NAME/record in the data folder), and this reads MLflow; pip "
             "install 'dphybrid[mlflow]' and unset DPHYBRID_TRACKING_URI=files to record there"
@@ -129,34 +132,43 @@ def make_database(uri: str, store: Path) -> None:
 
 
 def _check(uri: str) -> None:
-    if uri.startswith(("http://", "https://")):
-        try:
-            address, _ = without_credentials(uri)  # that it is there, it tells to everybody
-            health = f"{address.rstrip('/')}/health"
-            with urllib.request.urlopen(health, timeout=_REACH_SECONDS):  # noqa: S310 - http, as just checked
-                return
-        except urllib.error.HTTPError:
-            return  # a server that answers with an error is there; MLflow's client tells what it wants
-        except (OSError, ValueError, HTTPException) as error:
-            raise UserError(
-                f"MLflow server {uri}: does not answer ({error}); start it, correct MLFLOW_TRACKING_URI, "
-                "unset it for the embedded store, or record nothing with --tracking none"
-            ) from error
+    """Raise UserError for an address that MLflow does not take, or where nobody answers."""
     scheme = uri.partition("://")[0].partition("+")[0].lower()
-    if "://" in uri and scheme not in (
-        *_SCHEMES,
-        *(point.name for point in entry_points(group="mlflow.tracking_store")),
-    ):
+    known = (*_SCHEMES, *(point.name for point in entry_points(group="mlflow.tracking_store")))
+    if uri.startswith(("http://", "https://")):
+        _check_server(uri)
+    elif scheme == "file" or "://" not in uri:
         raise UserError(
-            f"MLFLOW_TRACKING_URI={uri!r}: MLflow knows no {scheme}://; it knows {', '.join(_SCHEMES)}"
+            f"{_given(uri)}: MLflow no longer writes file stores; use sqlite:////absolute/path/mlflow.db or "
+            "a server's http address"
         )
-    if scheme == "file" or "://" not in uri:
-        raise UserError(
-            f"MLFLOW_TRACKING_URI={uri!r}: MLflow no longer writes file stores; "
-            "use sqlite:////absolute/path/mlflow.db or a server's http address"
-        )
-    if scheme in _DATABASES:
+    elif scheme not in known:
+        raise UserError(f"{_given(uri)}: MLflow knows no {scheme}://; it knows {', '.join(_SCHEMES)}")
+    elif scheme in _DATABASES:
         _check_database(uri)
+
+
+def _given(uri: str) -> str:
+    """Return a tracking URI behind the name that somebody gave it by."""
+    own = os.environ.get("DPHYBRID_TRACKING_URI") != uri  # which --tracking sets, too
+    if own and os.environ.get("MLFLOW_TRACKING_URI") == uri:
+        return f"MLFLOW_TRACKING_URI={uri!r}"
+    return f"tracking={uri!r}"
+
+
+def _check_server(uri: str) -> None:
+    try:
+        address, _ = without_credentials(uri)  # that it is there, it tells to everybody
+        health = f"{address.rstrip('/')}/health"
+        with urllib.request.urlopen(health, timeout=_REACH_SECONDS):  # noqa: S310 - http, as just checked
+            return
+    except urllib.error.HTTPError:
+        return  # a server that answers with an error is there; MLflow's client tells what it wants
+    except (OSError, ValueError, HTTPException) as error:
+        raise UserError(
+            f"MLflow server {uri}: does not answer ({error}); start it, correct the address, unset it for "
+            "the embedded store, or record nothing with --tracking none"
+        ) from error
 
 
 def _check_database(uri: str) -> None:
@@ -173,8 +185,8 @@ def _check_database(uri: str) -> None:
     except DBAPIError as error:
         reason = " ".join(str(error.orig).split())
         raise UserError(
-            f"MLFLOW_TRACKING_URI={uri!r}: no connection to the database ({reason}); start it, correct the "
+            f"{_given(uri)}: no connection to the database ({reason}); start it, correct the "
             "address, or unset it for the embedded store"
         ) from error
     except (SQLAlchemyError, ImportError, ValueError) as error:
-        raise UserError(f"MLFLOW_TRACKING_URI={uri!r}: cannot be used ({error})") from error
+        raise UserError(f"{_given(uri)}: cannot be used ({error})") from error

@@ -198,10 +198,16 @@ class Outbox:
         condition = "kept IS NOT NULL AND op != ? ORDER BY n"
         return self._do(lambda database: list(map(_record, rows_where(database, condition, LOST))))
 
-    def take_back(self, records: list[Record]) -> None:
-        """Remove refused records that the server has taken after all."""
-        numbers = [(record["n"],) for record in records]
-        self._do(lambda database: database.executemany("DELETE FROM records WHERE n = ?", numbers), sync=True)
+    def offer_again(self, kinds: Collection[str]) -> None:
+        """Put refused records of these kinds behind the others."""
+        again = [record for record in self.refused() if record["op"] in kinds]
+        numbers = [(record.pop("n"),) for record in again]
+        for record in again:
+            # The table of details has arrived: one of a later record alone would take its place.
+            self.append({**record, "details": {}, "content": None}, content=record["content"])
+        if again:
+            self._do(lambda database: database.executemany("DELETE FROM records WHERE n = ?", numbers))
+            self.append({"op": "losses", "text": ""}, sync=True)  # told anew where something is refused again
 
     def details(self) -> Iterator[tuple[int, int, str, float]]:
         """Yield (milliseconds, step, name, value) of the details since the records were last cleared."""

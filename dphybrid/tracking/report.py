@@ -69,7 +69,6 @@ def run_report_html(
     """Return the report as a page that needs nothing else. pictures: file name -> PNG; the rest as for
     `run_report_markdown`."""
     before, columns, after = _data(report["data_lines"])
-    total = sum(report["stages"].values()) or 1.0
     page = rendered(
         "report.html",
         title=report["run_name"],
@@ -83,11 +82,7 @@ def run_report_html(
         lines=[*before, *after],
         columns=columns,
         curves=_curves(report["history"]),
-        stages=[
-            (name, seconds, seconds / total)
-            for name, seconds in report["stages"].items()
-            if seconds / total > 0.005
-        ],
+        stages=_stages(report),
         first_facts=first_facts(report),
         pictures={
             name.rpartition("/")[2]: base64.b64encode(picture).decode() for name, picture in pictures.items()
@@ -164,12 +159,17 @@ def _command(report: Page) -> str:
     return printable(masked(f"dphybrid train {as_flags(report['given'])}"))
 
 
-def _where_time_went(report: Page) -> str:
+def _stages(report: Page) -> list[tuple[str, float, float]]:
+    """Return name, seconds and share of the stages that took more than half a percent of the time."""
     total = sum(report["stages"].values()) or 1.0
+    found = [(name, seconds, seconds / total) for name, seconds in report["stages"].items()]
+    return [stage for stage in found if stage[2] > 0.005]
+
+
+def _where_time_went(report: Page) -> str:
     stages = [
-        {"stage": name, "seconds": f"{seconds:.2f}", "share": f"{seconds / total:.0%}"}
-        for name, seconds in report["stages"].items()
-        if seconds / total > 0.005
+        {"stage": name, "seconds": f"{seconds:.2f}", "share": f"{share:.0%}"}
+        for name, seconds, share in _stages(report)
     ]
     step = report["step_ms"]
     told = ""
@@ -198,10 +198,9 @@ def first_facts(report: Page) -> dict[str, str]:
     if len(rows) > 1:
         shown = " + ".join(map(str, rows[:8])) + (" + ..." if len(rows) > 8 else "")
         facts["Split"] = f"{full[0]['batch_rows']} rows on {len(rows)} devices: {shown}"
-    if stages := sorted(report["stages"].items(), key=lambda item: -item[1])[:3]:
-        total = sum(report["stages"].values()) or 1.0
+    if stages := sorted(_stages(report), key=lambda stage: -stage[1])[:3]:
         step = f"; {report['step_ms']['p50']:.3g} ms a step (median)" if report["step_ms"] else ""
-        facts["Time"] = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in stages) + step
+        facts["Time"] = ", ".join(f"{name} {share:.0%}" for name, _, share in stages) + step
     return facts
 
 

@@ -12,9 +12,9 @@ from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.outbox import Outbox, Record, outboxes
+from dphybrid.tracking.outbox import Outbox, outboxes
 from dphybrid.tracking.sender import Sender
-from dphybrid.tracking.tracker import HEARTBEAT_TAG, PID_TAG, writer_of
+from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter
 from dphybrid.util.text import masked
 
 _SILENT_S = 600.0
@@ -22,8 +22,6 @@ _SILENT_S = 600.0
 
 _MAY_COME_LATE = ("metrics", "params", "file", "table", "dataset", "register")
 """Kinds of records that say nothing which a later one has changed."""
-
-_Writing = Callable[[list[Record]], None]
 
 
 @dataclass
@@ -72,21 +70,18 @@ def sync(
     spool = store / "spool"
     done = _Synced(unread=sorted(spool.glob("*.jsonl")))
     for outbox in outboxes(spool):
-        pending, refused = outbox.counts()
-        if not (pending or refused):
+        if not any(outbox.counts()):
             continue
         try:
             if not outbox.hold():
                 done.busy.append(outbox.run_id)
                 continue
             try:
-                uri = outbox.destination().get("tracking_uri", tracking_uri)
-                write, _ = writer_of(outbox, uri, upload_limit)
-                if pending:
+                outbox.offer_again(_MAY_COME_LATE)
+                if pending := outbox.counts()[0]:
                     on_run(outbox.run_id, pending)
-                    _send(outbox, write, done, wait_s)
-                if refused and outbox.run_id not in done.waiting:
-                    _try_again(outbox, write, done)
+                    uri = outbox.destination().get("tracking_uri", tracking_uri)
+                    _send(outbox, uri, upload_limit, done, wait_s)
             finally:
                 outbox.release()
         except (OSError, ValueError) as error:  # one that cannot be read holds up none of the others
@@ -98,38 +93,15 @@ def sync(
     return done
 
 
-def _send(outbox: Outbox, write: _Writing, done: _Synced, wait_s: float) -> None:
-    sender = Sender(outbox, write)
+def _send(outbox: Outbox, uri: str, upload_limit: int, done: _Synced, wait_s: float) -> None:
+    sender = Sender(outbox, MlflowWriter(uri, outbox.run_id, upload_limit).write)
     arrived, losses = sender.deliver(wait_s)
     if not arrived:
         done.waiting[outbox.run_id] = sender.trouble or f"not finished within {wait_s:.0f} s"
         return
     done.completed.append(outbox.run_id)
     if losses:
-        done.lost[outbox.run_id] = losses.text()
-
-
-def _try_again(outbox: Outbox, write: _Writing, done: _Synced) -> None:
-    """Offer the server once more what it refused, where that may come late: a permission was given, or a name
-    freed."""
-    taken = []
-    for record in outbox.refused():
-        if record["op"] in _MAY_COME_LATE:
-            try:
-                write([record])
-            except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: the record stays where it is
-                done.lost[outbox.run_id] = f"still refused: {str(error).splitlines()[0][:200]}"
-            else:
-                taken.append(record)
-    if taken:
-        outbox.take_back(taken)
-        losses = outbox.losses()
-        write([{"op": "losses", "text": masked(losses.text())}])
-        done.completed.append(outbox.run_id)
-        if losses:
-            done.lost[outbox.run_id] = losses.text()
-        else:
-            done.lost.pop(outbox.run_id, None)
+        done.lost[outbox.run_id] = "; ".join([losses.text(), *sender.refused.values()])
 
 
 def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: float, done: _Synced) -> None:

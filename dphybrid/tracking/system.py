@@ -2,6 +2,7 @@
 devices were used well."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,37 +28,17 @@ _GpuReading = dict[str, float]
 """utilization_pct, memory_mb, memory_pct, power_w, temperature_c: those the device tells."""
 
 
-class Averages:
-    """Means of named values over all samples."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, int]] = {}
-
-    def add(self, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = (total + value, count + 1)
-
-    @property
-    def means(self) -> dict[str, float]:
-        """Name -> mean."""
-        return {name: total / count for name, (total, count) in self._sums.items()}
-
-
 @contextmanager
 def system_metrics(
-    tracker: Tracker,
-    since: float,
-    gpus: Sequence[str] = (),
-    averages: Averages | None = None,
-    every_s: float = _SAMPLE_EVERY_S,
-) -> Iterator[None]:
+    tracker: Tracker, since: float, gpus: Sequence[str] = (), every_s: float = _SAMPLE_EVERY_S
+) -> Iterator[dict[str, float]]:
     """While the block runs, record `system/...` metrics; their step counts seconds from `since`
-    (time.time()), the run's start.
+    (time.time()), the run's start. Yields the means of their values so far.
 
-    gpus: UUIDs of the GPUs this run uses; others of the machine are not recorded. averages: collects the same
-    values.
+    gpus: UUIDs of the GPUs this run uses; others of the machine are not recorded.
     """
+    means: dict[str, float] = {}
+    counts: Counter[str] = Counter()
     read = nvml_reader(gpus)
     own = psutil.Process()
     # The first call has nothing to compare with and returns 0.
@@ -79,14 +60,15 @@ def system_metrics(
         }
         for index, reading in enumerate(read()):
             values |= {f"system/gpu{index}_{name}": value for name, value in reading.items()}
-        if averages is not None:
-            averages.add(values)
+        counts.update(values.keys())
+        for name, value in values.items():
+            means[name] = means.get(name, 0.0) + (value - means.get(name, 0.0)) / counts[name]
         tracker.log_metrics(values, int(begun + time.monotonic()))
         return False
 
     try:
         with watching(sample, every_s, "dphybrid-system"):
-            yield
+            yield means
     finally:
         sample()
 

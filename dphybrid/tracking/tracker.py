@@ -8,9 +8,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 from mlflow.exceptions import MlflowException
@@ -26,7 +25,6 @@ from dphybrid.util.text import masked
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_TAG, PID_TAG = "dphybrid.heartbeat", "dphybrid.pid"
 FINISH_WAIT_S, CLOSE_WAIT_S = 30.0, 5.0
 """How long the end of a run, and the end of one of its parts, wait for a server that is away."""
 
@@ -107,7 +105,8 @@ class MlflowTracker(Tracker):
             raise RuntimeError("no run: call start(), resume() or attach() first")
         with self._opening:  # a checkpoint's thread may be first
             if self._sender is None:
-                self._sender = Sender(self._outbox, *writer_of(self._outbox, self._uri, self._upload_limit))
+                writer = MlflowWriter(self._uri, self.run_id, self._upload_limit)
+                self._sender = Sender(self._outbox, writer.write, writer.beat)
             return self._outbox, self._sender
 
     def _append(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> int:
@@ -222,28 +221,6 @@ class MlflowTracker(Tracker):
         self._sender = None
 
 
-def writer_of(
-    outbox: Outbox, tracking_uri: str, upload_limit: int
-) -> tuple[Callable[[list[Record]], None], Callable[[], None]]:
-    """Return what a Sender needs for `outbox`: a function that writes records, and one that shows a sign of
-    life.
-
-    The connection is made by the first of them that is called, in the sender's thread.
-    """
-    made: list[MlflowWriter] = []
-
-    def writer() -> MlflowWriter:
-        if not made:
-            made.append(MlflowWriter(tracking_uri, outbox.run_id, upload_limit))
-        return made[0]
-
-    def beat() -> None:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        writer().write([{"op": "tags", "values": {HEARTBEAT_TAG: now, PID_TAG: str(os.getpid())}}])
-
-    return lambda records: writer().write(records), beat
-
-
 def _ui_address(tracking_uri: str) -> str:
     """Return where MLflow's pages are: at the server, or where `mlflow server` shows a database's."""
     return masked(tracking_uri if tracking_uri.startswith("http") else "http://127.0.0.1:5000").rstrip("/")
@@ -279,6 +256,3 @@ def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: P
         if found is None:
             raise
         return str(found.experiment_id)
-
-
-__all__ = ["HEARTBEAT_TAG", "PID_TAG", "MlflowTracker", "find_experiment", "run_address", "writer_of"]

@@ -2,9 +2,13 @@
 counts once."""
 
 import json
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -16,6 +20,7 @@ from dphybrid.tracking.outbox import Record
 from dphybrid.tracking.sender import Refused
 from dphybrid.tracking.views import write_views
 
+HEARTBEAT_TAG, PID_TAG = "dphybrid.heartbeat", "dphybrid.pid"
 _MAX_METRICS, _MAX_PAIRS, _MAX_PARAM, _MAX_TAG = 1000, 100, 6000, 8000
 _LOSSES_TAG = "dphybrid.lost_records"
 _LOSSES_LINE = "> **Not everything was recorded:**"
@@ -31,48 +36,19 @@ _FOR_GOOD = {
 
 class MlflowWriter:
     """Writes records of one run. upload_limit: bytes above which a file of a checkpoint stays where it is and
-    is logged by path."""
+    is logged by path.
+
+    The first record makes the connection, so that this happens in the sender's thread.
+    """
 
     def __init__(self, tracking_uri: str, run_id: str, upload_limit: int) -> None:
-        self._client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
-        self._run_id = run_id
-        self._models = CheckpointModels(self._client, tracking_uri, run_id, upload_limit)
-        self._verbs: dict[str, Callable[[Record], None]] = {
-            "params": self._params,
-            "tags": self._tags,
-            "file": self._file,
-            "table": self._table,
-            "dataset": self._dataset,
-            "checkpoints": self._models.reconcile,
-            "register": self._models.register,
-            "status": self._status,
-            "losses": self._losses,
-            "views": self._views,
-        }
-        self._known = False
+        self._uri, self._run_id, self._upload_limit = tracking_uri, run_id, upload_limit
 
-    def write(self, records: list[Record]) -> None:
-        """Write records of one kind. Raises Refused when the server does not take them, another error when it
-        may later."""
-        try:
-            self._look_for_the_run()
-            if records[0]["op"] == "metrics":
-                self._metrics(records)
-                return
-            for record in records:
-                self._verbs[record["op"]](record)
-        except MlflowException as error:
-            if error.error_code in _FOR_GOOD:
-                # A bad request is also what a database says when another run wrote the same row in the same
-                # moment.
-                raise Refused(str(error), again=error.error_code == "BAD_REQUEST") from error
-            raise
-
-    def _look_for_the_run(self) -> None:
-        """Raise RuntimeError where the run is not: the records wait then, as another store may be the right
-        one."""
-        if self._known:
-            return
+    @cached_property
+    def _verbs(self) -> dict[str, Callable[[Record], None]]:
+        """What writes a record, by its kind. Raises RuntimeError where the run is not: the records wait then,
+        as another store may be the right one."""
+        self._client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
         try:
             stage = self._client.get_run(self._run_id).info.lifecycle_stage
         except MlflowException as error:
@@ -83,7 +59,46 @@ class MlflowWriter:
             raise RuntimeError(
                 f"run {self._run_id} was deleted at the tracking server; `mlflow runs restore` brings it back"
             )
-        self._known = True
+        models = CheckpointModels(self._client, self._uri, self._run_id, self._upload_limit)
+        return {
+            "params": self._params,
+            "tags": self._tags,
+            "file": self._file,
+            "table": self._table,
+            "dataset": self._dataset,
+            "checkpoints": models.reconcile,
+            "register": models.register,
+            "status": self._status,
+            "losses": self._losses,
+            "views": self._views,
+        }
+
+    def write(self, records: list[Record]) -> None:
+        """Write records of one kind. Raises Refused when the server does not take them, another error when it
+        may later."""
+        try:
+            verbs = self._verbs
+            if records[0]["op"] == "metrics":
+                self._metrics(records)
+                return
+            for record in records:
+                verbs[record["op"]](record)
+        except MlflowException as error:
+            if error.error_code in _FOR_GOOD:
+                # A bad request is also what a database says when another run wrote the same row in the same
+                # moment.
+                raise Refused(str(error), again=error.error_code == "BAD_REQUEST") from error
+            raise
+
+    def beat(self) -> None:
+        """Show a sign of life."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self.write([{"op": "tags", "values": {HEARTBEAT_TAG: now, PID_TAG: str(os.getpid())}}])
+
+    def _log(self, kind: str, entities: Sequence[object], at_once: int) -> None:
+        log_batch: Any = self._client.log_batch
+        for start in range(0, len(entities), at_once):
+            log_batch(self._run_id, **{kind: entities[start : start + at_once]})
 
     def _metrics(self, records: list[Record]) -> None:
         points = [
@@ -91,18 +106,15 @@ class MlflowWriter:
             for record in records
             for name, value in record["values"].items()
         ]
-        for start in range(0, len(points), _MAX_METRICS):
-            self._client.log_batch(self._run_id, metrics=points[start : start + _MAX_METRICS])
+        self._log("metrics", points, _MAX_METRICS)
 
     def _params(self, record: Record) -> None:
         params = [Param(safe_name(name), str(value)[:_MAX_PARAM]) for name, value in record["values"].items()]
-        for start in range(0, len(params), _MAX_PAIRS):
-            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PAIRS])
+        self._log("params", params, _MAX_PAIRS)
 
     def _tags(self, record: Record) -> None:
         tags = [RunTag(safe_name(name), str(value)[:_MAX_TAG]) for name, value in record["values"].items()]
-        for start in range(0, len(tags), _MAX_PAIRS):
-            self._client.log_batch(self._run_id, tags=tags[start : start + _MAX_PAIRS])
+        self._log("tags", tags, _MAX_PAIRS)
 
     def _file(self, record: Record) -> None:
         folder = record["folder"] or None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.sweep import begin_sweep, cells_at_once, make_grid
+from dphybrid.lifecycle.sweep import begin_sweep, cells_at_once, make_grid, write_sweep
 from dphybrid.recipes.configs import build_config
 from dphybrid.util.errors import UserError
 from flows import sweep_hybrid
@@ -50,6 +50,19 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
     other = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
     with pytest.raises(UserError, match=r"--sweep s: its run s-1-epochs1-lr0.1 .*\(train.seed: 0 -> 3\)"):
         begin_sweep("s", other.cells, settings)
+
+
+def test_the_results_of_another_grid_of_the_sweep_stay(tmp_path: Path, data_dir: Path) -> None:
+    config, settings = build_config({"recipe": "hybrid", "devices": "cpu"}), load_settings()
+    grids = [make_grid(config, {"table.lr": rates}, "s", settings) for rates in ([0.1, 0.3], [0.1, 0.2])]
+    for told, grid in zip(("first", "second"), grids, strict=True):
+        rows, file = write_sweep(tmp_path, grid, {cell.name: told for cell in grid.cells})
+        assert [row["cell"] for row in rows] == [cell.name for cell in grid.cells]
+    assert {row["cell"]: row["failed"] for row in json.loads(file.read_text())} == {
+        "s-2-lr0.3": "first",
+        "s-1-lr0.1": "second",
+        "s-2-lr0.2": "second",
+    }
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from dphybrid.parallel import split_sizes
 from dphybrid.tracking import Tracker
-from dphybrid.tracking.system import Averages, balance_warnings, nvml_reader, system_metrics
+from dphybrid.tracking.system import balance_warnings, nvml_reader, system_metrics
 from tests import fake_nvml
 from tests.commands import run_with
 from tests.fake_nvml import gpu, write_state
@@ -86,8 +86,8 @@ def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(machine:
     first, second = gpu(0, watts=250, **used), gpu(1, hides=["power"], **used)
     write_state(machine, [first, second, gpu(2, error="GPU_IS_LOST")])
     uuids = [gpu(number)["uuid"] for number in range(3)]
-    tracker, averages = Collecting(), Averages()
-    with system_metrics(tracker, time.time() - 100, uuids, averages, every_s=0.02):
+    tracker = Collecting()
+    with system_metrics(tracker, time.time() - 100, uuids, every_s=0.02) as means:
         wait_until(lambda: len(tracker.seen) >= 2, "it samples", 10, every_s=0.02)
     step, values = tracker.seen[-1]
     assert step >= 100
@@ -99,7 +99,7 @@ def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(machine:
     assert "system/gpu1_power_w" not in values
     assert not any(name.startswith("system/gpu2") for name in values)
     assert 0 < values["system/memory_pct"] <= 100
-    assert averages.means["system/gpu0_utilization_pct"] == 73
+    assert means["system/gpu0_utilization_pct"] == 73
 
 
 def test_a_clock_set_back_gives_no_negative_seconds() -> None:

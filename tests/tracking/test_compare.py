@@ -104,8 +104,8 @@ def test_each_combination_of_the_other_values_has_its_own_baseline() -> None:
     assert ratios["cpu*2 b512 s2"] == (2.0, "cpu")
     assert found["cpu*2 b512 s2"].efficiency == 1.0
     by_batch = speeds(runs, "train.batch_size")
-    assert by_batch["cpu b512 s0"] == Speed(128 / 73, None, "64")
-    assert by_batch["cpu*2 b512 s0"] == Speed(256 / 37, None, "64")
+    assert by_batch["cpu b512 s0"] == Speed(128 / 73, None, "64", "devices=cpu")
+    assert by_batch["cpu*2 b512 s0"] == Speed(256 / 37, None, "64", "devices=cpu*2")
 
 
 def test_a_combination_without_a_known_baseline_has_no_speed_up() -> None:

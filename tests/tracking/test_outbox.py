@@ -62,6 +62,20 @@ def test_a_later_attempt_records_no_step_twice(tmp_path: Path) -> None:
     assert third.pending(10) == []
 
 
+def test_what_was_refused_is_offered_again_behind_the_others(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path, "r", new=True)
+    for number, op in enumerate(("tags", "file", "params")):
+        outbox.append({"op": op, "t": 7, "values": {"n": number}}, content=b"x")
+    for record in outbox.pending(2):
+        outbox.refuse(record, "no")
+    outbox.acknowledge(2)
+    outbox.offer_again(["file", "params"])
+    found = [(r["op"], r["n"], r["t"], r.get("values"), r["content"]) for r in outbox.pending(9)[:2]]
+    assert found == [("params", 3, 7, {"n": 2}, b"x"), ("file", 4, 7, {"n": 1}, b"x")]
+    assert outbox.pending(9)[2]["text"] == ""  # what the run's page says of it
+    assert [record["op"] for record in outbox.refused()] == ["tags"]
+
+
 def test_only_one_at_a_time_sends(tmp_path: Path) -> None:
     one, two = Outbox(tmp_path, "r", new=True), Outbox(tmp_path, "r")
     one.append({"op": "tags", "values": {}})
