@@ -18,7 +18,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Dataset, Prepared
 from dphybrid.data.batches import Array
-from dphybrid.data.table.rows import find_files, read_chunks
+from dphybrid.data.table.rows import find_files, read_files
 from dphybrid.parallel import resolve_devices
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.check import check_target
@@ -273,7 +273,7 @@ class _Trial:
         predictor = open_predictor(self.whole.best)
         rows, data = dict(recipe.example), self.config.data
         if not rows and isinstance(data, TableDataConfig) and data.path is not None:
-            chunk = next(read_chunks(find_files(data.path, "data.path")[0], data))
+            chunk = next(read_files(find_files(data.path, "data.path"), data, []))
             rows = {name: list(islice(cells, 8)) for name, cells in chunk.columns.items()}
         if not rows:
             return "not tried: give the recipe an `example`, columns of some rows to predict"

@@ -26,7 +26,7 @@ from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
 from dphybrid.data.table.cells import clean
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
-from dphybrid.data.table.rows import Rejected, Rows, find_files, read_chunks, read_files
+from dphybrid.data.table.rows import Rejected, Rows, find_files, read_files
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
@@ -137,15 +137,14 @@ class Predictor:
     def _predict_path(self, path: str) -> np.ndarray:
         done, scores = Predicted(Path(path)), [self.task.nothing]
         data = self._reading(path, {})
-        for file in find_files(path, "path"):
-            for chunk in read_chunks(file, data):
-                if chunk.rejected:
-                    first = chunk.rejected[0]
-                    raise UserError(
-                        f"{file}: line {first['line']} cannot be read ({first['reason']}), so predictions "
-                        "would not stand beside their rows; mend it, or use predict_file, which names lines"
-                    )
-                scores.append(self._predicted(chunk, done, data))
+        for chunk in read_files(find_files(path, "path"), data, []):
+            if chunk.rejected:
+                first = chunk.rejected[0]
+                raise UserError(
+                    f"{chunk.file}: line {first['line']} cannot be read ({first['reason']}), so predictions "
+                    "would not stand beside their rows; mend it, or use predict_file, which names lines"
+                )
+            scores.append(self._predicted(chunk, done, data))
         _warn(done.wrong_numbers)
         return np.concatenate(scores)
 

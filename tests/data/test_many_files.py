@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dphybrid.data import Prepared
 from dphybrid.data.table import delimited
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.rows import read_chunks
+from dphybrid.data.table.rows import read_files
 from dphybrid.util.errors import UserError
 from tests.commands import python
 from tests.preparing import TableDataConfig, prepare
@@ -116,7 +116,7 @@ def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd
     data = TableDataConfig(path=str(file), header="yes", delimiter=",", max_rejected=1.0)
 
     def all_of() -> tuple[list[object], list[object], list[object]]:
-        chunks = list(read_chunks(file, data))
+        chunks = list(read_files([file], data, []))
         rejected = [(row["line"], row["reason"]) for chunk in chunks for row in chunk.rejected]
         numbers = np.concatenate([chunk.lines for chunk in chunks]).tolist()
         return pl.concat([pl.DataFrame(chunk.columns) for chunk in chunks]).rows(), numbers, rejected  # type: ignore[return-value]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dphybrid.data.table.rows import Rows, check_enough, check_rejected, read_chunks
+from dphybrid.data.table.rows import Rows, check_enough, check_rejected, read_files
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
 
@@ -55,7 +55,7 @@ def read(folder: Path, text: str | bytes, **values: object) -> Rows:
     file = folder / "x.csv"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     data = TableDataConfig(path=str(file), **values)  # type: ignore[arg-type]
-    chunks = list(read_chunks(file, data))
+    chunks = list(read_files([file], data, []))
     rejected = [row for chunk in chunks for row in chunk.rejected]
     whole = pl.concat([pl.DataFrame(chunk.columns) for chunk in chunks])
     check_rejected(file, rejected, len(whole) + len(rejected), data.max_rejected)

@@ -22,7 +22,7 @@ from dphybrid.data.store import Progress
 from dphybrid.data.table.column import Column, Dictionary
 from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric
 from dphybrid.data.table.labels import label_column
-from dphybrid.data.table.rows import Rejected, Rows, check_enough, check_rejected, read_jobs
+from dphybrid.data.table.rows import Done, Rejected, Rows, check_enough, check_rejected, read_jobs
 from dphybrid.data.table.schema import Look, SchemaFile, find_column, look, sample_of
 from dphybrid.util.errors import UserError
 
@@ -159,8 +159,7 @@ def read_table(
     cannot be read, do not fit together, or have too few rows."""
     folder.mkdir()
     table = Table(plan, folder, {name: Dictionary() for name, (_, c) in plan.read.items() if c.coded})
-    sizes = [file.stat().st_size for file in files]
-    before = dict(zip(files, itertools.accumulate(sizes, initial=0), strict=False))
+    done = Done(files)
     jobs = (job for file in files for job in read_jobs(file, plan.data))
     next(jobs)  # its rows are in the plan
     waiting: list[pl.DataFrame] = []
@@ -169,7 +168,7 @@ def read_table(
         itertools.chain([lambda: plan.first], jobs),
         _READERS,
     ):
-        progress("read rows", min(sum(sizes), before[chunk.rows.file] + chunk.rows.bytes_read), sum(sizes))
+        progress("read rows", done.bytes_of(chunk.rows), done.total)
         waiting.append(chunk.values.with_columns(held=pl.lit(chunk.rows.file in held)))
         if sum(map(len, waiting)) > _STORED_ROWS // 2:
             table.store(waiting)

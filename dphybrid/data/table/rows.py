@@ -1,5 +1,6 @@
 """Rows read from files chunk by chunk: cells, line numbers and rejected rows."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,15 +138,6 @@ def partitions(file: Path) -> list[str]:
 _OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".feather", ".arrow", ".orc", ".avro", ".zip", ".pkl", ".sqlite")
 
 
-def read_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
-    """Yield the rows of a file, chunk after chunk, made by a thread of its own; a file without rows gives one
-    empty chunk.
-
-    Raises UserError when it cannot be read, is empty, or is not text.
-    """
-    return mapped(lambda job: job(), read_jobs(file, data), threads=1)
-
-
 def read_files(
     files: Sequence[Path],
     data: TableDataConfig,
@@ -153,26 +145,38 @@ def read_files(
     what: str = "",
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Iterator[Rows]:
-    """Yield the rows of the files of `data.path`, chunk after chunk; what cannot be read goes to `rejected`.
-    on_progress(what, bytes, of all bytes) is called after each chunk.
+    """Yield the rows of the files of `data.path`, chunk after chunk, read by a thread of its own; what cannot
+    be read goes to `rejected`. A file without rows gives one empty chunk. on_progress(what, bytes, of all
+    bytes) is called after each chunk.
 
-    Raises UserError as `read_chunks` does, and after the last chunk where more than `data.max_rejected` of
-    the rows cannot be read.
+    Raises UserError when a file cannot be read, is empty, or is not text, and after the last chunk where more
+    than `data.max_rejected` of the rows cannot be read.
     """
-    total, before, num_rows = sum(file.stat().st_size for file in files), 0, 0
-    for file in files:
-        for rows in read_chunks(file, data):
-            rejected += rows.rejected
-            num_rows += len(rows)
-            yield rows
-            if on_progress:
-                on_progress(what, min(total, before + rows.bytes_read), total)
-        before += file.stat().st_size
+    num_rows, done = 0, Done(files)
+    jobs = (job for file in files for job in read_jobs(file, data))
+    for rows in mapped(lambda job: job(), jobs, threads=1):
+        rejected += rows.rejected
+        num_rows += len(rows)
+        yield rows
+        if on_progress:
+            on_progress(what, done.bytes_of(rows), done.total)
     check_rejected(str(data.path), rejected, num_rows + len(rejected), data.max_rejected)
 
 
+class Done:
+    """How far the reading of files has come."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        *before, self.total = itertools.accumulate((file.stat().st_size for file in files), initial=0)
+        self._before = dict(zip(files, before, strict=True))
+
+    def bytes_of(self, rows: Rows) -> int:
+        """Return the bytes up to the end of a chunk; packed files have fewer than were read of them."""
+        return min(self.total, self._before[rows.file] + rows.bytes_read)
+
+
 def read_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
-    """Yield the jobs that return the chunks of `read_chunks`."""
+    """Yield the jobs that return the chunks of a file, in any thread."""
     from dphybrid.data.table.delimited import csv_jobs  # which needs `Rows`
 
     suffix = file.suffix.lower()
