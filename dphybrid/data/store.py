@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import shutil
-import tokenize
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -193,7 +192,13 @@ def open_prepared(path: Path) -> Prepared:
         found = file.stat().st_size if file.is_file() else 0
         if found != facts.bytes:
             raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {_ANEW}")
-        if _header_of(file) != (facts.shape, facts.dtype):
+        head = _header(facts.shape, facts.dtype)
+        try:
+            with file.open("rb") as stream:
+                is_whole = stream.read(len(head)) == head
+        except OSError:
+            is_whole = False
+        if not is_whole:
             raise UserError(
                 f"{file}: is damaged (its header is not that of a {facts.shape} array of {facts.dtype}); "
                 f"{_ANEW}"
@@ -209,15 +214,12 @@ def verify_prepared(path: Path) -> Prepared:
     return prepared
 
 
-def _header_of(file: Path) -> tuple[tuple[int, ...], str] | None:
-    try:
-        with file.open("rb") as stream:
-            if np.lib.format.read_magic(stream) != (1, 0):
-                return None
-            shape, by_column, dtype = np.lib.format.read_array_header_1_0(stream)
-    except (OSError, ValueError, TypeError, SyntaxError, tokenize.TokenError):
-        return None
-    return None if by_column else (shape, str(dtype))
+def _header(shape: tuple[int, ...], dtype: str) -> bytes:
+    """Return what numpy's file of an array begins with."""
+    head = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": shape})
+    return head.getvalue()
 
 
 def prepared_path(folder: Path, name: str, digest: str) -> Path:
@@ -302,18 +304,13 @@ def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, _ArrayFacts]:
     with ExitStack() as opened:
         streams = {name: opened.enter_context(file.open("wb")) for name, file in files.items()}
 
-        def write(name: str, piece: memoryview) -> None:
+        def write(name: str, piece: memoryview | bytes) -> None:
             with naming(files[name]):
                 sums[name].update(piece)
                 streams[name].write(piece)
 
         for name, (shape, dtype) in streamed.shapes.items():
-            head = io.BytesIO()
-            descr = np.lib.format.dtype_to_descr(dtype)
-            np.lib.format.write_array_header_1_0(
-                head, {"descr": descr, "fortran_order": False, "shape": shape}
-            )
-            write(name, head.getbuffer())
+            write(name, _header(shape, str(dtype)))
         # Summed on their way to the disk, so that no array is read again for it.
         for block in streamed.blocks():
             for name, (_, dtype) in streamed.shapes.items():

@@ -75,12 +75,15 @@ def row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
     return np.concatenate(keys)
 
 
-def extended_split(split: RowSplit, base: Base, keys_B: Array) -> tuple[RowSplit, Array]:
+def extended_split(
+    split: RowSplit, base: Base, blocks: Iterable[Mapping[str, Array]]
+) -> tuple[RowSplit, Array]:
     """Return the split without rows that the base trained on among the held-out ones, and with those that it
     held out; and which rows are new.
 
-    keys_B: of `row_keys`, in the base's encoding. Raises UserError when no row is left to hold out.
+    blocks: of the rows' arrays, in the base's encoding. Raises UserError when no row is left to hold out.
     """
+    keys_B = row_keys(blocks, base.encoder.max_items)
     trained_B, kept_B = (np.isin(keys_B, _base_keys(base, part)) for part in ("train", "valid"))
     new_B = ~trained_B & ~kept_B
     held_B = (split.held_B & new_B) | (kept_B & ~trained_B)

@@ -20,7 +20,7 @@ from dphybrid.data.store import Content, Progress, Source, Streamed, reading_fil
 from dphybrid.data.table.column import Column, Found
 from dphybrid.data.table.description import description
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.extend import Base, extended_split, open_base, row_keys
+from dphybrid.data.table.extend import Base, extended_split, open_base
 from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.rows import find_files, partitions, read_jobs
@@ -95,17 +95,14 @@ class TableSource(Source):
         split = _split(table, self.seed, classes_B)
         if label.task == "binary" and not self.base:
             _check_both_classes(label, classes_B, split)
-        texts = {c.name: table.texts(f"column {c.name}") for c in plan.columns if c.coded}
         parts: dict[str, Array] = {}
         weights_B = table.whole("weight").astype(np.float32) if plan.weight else None
         if self.base:
             earlier = self.base.encoder
             labels = np.split(earlier.label.encoded(answers_B), np.cumsum(table.lengths)[:-1])
-            blocks = zip(_blocks(table, earlier.coded_by(texts)), labels, strict=True)
-            keys_B = row_keys(
-                ({**arrays, "labels_B": block_B} for arrays, block_B in blocks), earlier.max_items
-            )
-            split, parts["new_rows"] = extended_split(split, self.base, keys_B)
+            pairs = zip(_blocks(table, earlier), labels, strict=True)
+            rows = ({**arrays, "labels_B": labels_B} for arrays, labels_B in pairs)
+            split, parts["new_rows"] = extended_split(split, self.base, rows)
             label = label.model_copy(update=earlier.label.model_dump(include={"offset", "scale"}))
         else:
             kept_B = ~split.held_B
@@ -114,14 +111,13 @@ class TableSource(Source):
         encoder, unseen = _fitted(table, label, split, progress)
         if self.base:
             encoder = self.base.encoder.extended(encoder)
-        return self._content(table, encoder, texts, split, unseen, parts, label.encoded(answers_B), weights_B)
+        return self._content(table, encoder, split.text, unseen, parts, label.encoded(answers_B), weights_B)
 
     def _content(
         self,
         table: Table,
         encoder: Encoder,
-        texts: Mapping[str, pl.Series],
-        split: RowSplit,
+        split_text: str,
         unseen: Mapping[str, float],
         parts: dict[str, Array],
         labels_B: Array,
@@ -185,12 +181,12 @@ class TableSource(Source):
         return Content(
             arrays | parts,
             info,
-            description(table, encoder, split.text, sizes, unseen),
+            description(table, encoder, split_text, sizes, unseen),
             (*shapes, *arrays),
             extra,
             table.rejected,
             save,
-            Streamed(shapes, partial(_blocks, table, encoder.coded_by(texts))),
+            Streamed(shapes, partial(_blocks, table, encoder)),
         )
 
 
@@ -217,8 +213,9 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
 
 def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:
     """Yield the arrays of the blocks."""
-    longest = table.longest
-    return mapped(lambda number: encoder.arrays(table.values(number), longest), range(len(table.lengths)))
+    texts = {c.name: table.texts(f"column {c.name}") for c in table.plan.columns if c.coded}
+    coded, longest = encoder.coded_by(texts), table.longest
+    return mapped(lambda number: coded.arrays(table.values(number), longest), range(len(table.lengths)))
 
 
 def _answers(table: Table) -> tuple[Label, Array]:

@@ -150,7 +150,7 @@ class _InteractionSource:
         names = list(dict.fromkeys([d.user, d.item, *d.user_features, *d.item_features]))
         names += [d.time] if d.time is not None and d.time not in names else []
         dictionaries = {name: Dictionary() for name in names}
-        codes: dict[str, list[Array]] = {name: [] for name in names}
+        codes: list[pl.DataFrame] = []
         rejected: list[Rejected] = []
         chunks = (
             read_files(self.files, d.reading, rejected, "read rows", progress)
@@ -164,26 +164,25 @@ class _InteractionSource:
                     f"{suggestion(missing[0], rows.names)}; say which columns are what with data.user, "
                     "data.item, data.time, data.user_features and data.item_features"
                 )
-            pieces = {name: dictionaries[name].codes(rows.columns[name]).to_numpy() for name in names}
-            whole_B = (pieces[d.user] > 0) & (pieces[d.item] > 0)
+            piece = pl.DataFrame([dictionaries[name].codes(rows.columns[name]).alias(name) for name in names])
+            whole_B = (piece[d.user] > 0) & (piece[d.item] > 0)
             rejected += [
                 {
                     "file": str(rows.file),
                     "line": int(rows.lines[place]),
-                    "reason": f"no value in {d.item if pieces[d.user][place] else d.user!r}",
+                    "reason": f"no value in {d.item if piece[d.user][place] else d.user!r}",
                 }
-                for place in np.flatnonzero(~whole_B)
+                for place in (~whole_B).arg_true()
             ]
-            for name in names:
-                codes[name].append(pieces[name][whole_B])
-        joined = {name: np.concatenate(parts) for name, parts in codes.items()}
-        num_rows = len(joined[d.user])
+            codes.append(piece.filter(whole_B))
+        joined = pl.concat(codes)
+        num_rows = len(joined)
         check_rejected(str(d.path), rejected, num_rows + len(rejected), d.max_rejected)
         if num_rows < 2:
             raise UserError(
                 f"data.path={d.path}: has {counted(num_rows, 'row')} with a user and an item; give 2 or more"
             )
-        return {name: (joined[name], dictionaries[name].values()) for name in names}, rejected
+        return {name: (joined[name].to_numpy(), dictionaries[name].values()) for name in names}, rejected
 
     def _held_out(self, num_rows: int, columns: Mapping[str, tuple[Array, pl.Series]]) -> Array:
         """Return which rows are held out: the latest, or random ones."""
