@@ -47,7 +47,7 @@ class CheckpointModels:
         """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never
         removed.
 
-        kept: {uid, name, step, folder, role, metrics (name -> value, step, time), params} each. A folder that
+        kept: {uid, name, step, folder, role, metrics (name -> value), params} each. A folder that
         is gone by now is left out.
         """
         there = self._logged()
@@ -135,14 +135,29 @@ class CheckpointModels:
         named = {"dataset_name": dataset[0], "dataset_digest": dataset[1][:36]} if dataset else {}
         points = [
             Metric(
-                safe_name(key), value, time_ms, step, model_id=model.model_id, run_id=self._run_id, **named
+                point.key,
+                point.value,
+                point.timestamp,
+                point.step,
+                model_id=model.model_id,
+                run_id=self._run_id,
+                **named,
             )
-            for key, (value, step, time_ms) in card["metrics"].items()
+            for name, value in card["metrics"].items()
+            if (point := self._point(safe_name(name), value, card["step"])) is not None
         ]
         if points:
             self._client.log_batch(self._run_id, metrics=points)
         # last: what is not READY is made again after a crash
         self._client.finalize_logged_model(model.model_id, "READY")
+
+    def _point(self, name: str, value: float, step: int) -> Metric | None:
+        """Return the newest point of the run's curve, up to a step, that has this value. It has arrived, as
+        records are sent in order; logged again, MLflow shows it on the model, too, and not twice on the
+        run."""
+        curve = self._client.get_metric_history(self._run_id, name)
+        same = [point for point in curve if point.step <= step and repr(point.value) == repr(value)]
+        return max(same, key=lambda point: (point.step, point.timestamp), default=None)
 
     def _put_files(self, model: LoggedModel, folder: Path) -> None:
         page = Model(model_id=model.model_id, signature=_signature(folder))

@@ -35,15 +35,6 @@ from dphybrid.util.locks import FileLock
 Record = dict[str, Any]
 """op: its kind; n: its number; t: when it was written (ms); content: bytes of a file; values of its kind."""
 
-Point = list[Any]
-"""Value, step and time (ms) of a metric."""
-
-_History = tuple[dict[str, int], dict[str, list[Point]]]
-"""Highest step of each metric, and the points of evaluations."""
-
-_EVALUATED = "valid/"
-"""Prefix of metrics whose points are kept for the checkpoints that they belong to."""
-
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a record is written at each step
 
 
@@ -87,7 +78,7 @@ class Outbox:
         self._file = OutboxFile(self.path, new)
         self._do = self._file.do
         self._lock = threading.Lock()
-        self._history: _History | None = None
+        self._steps: dict[str, int] | None = None
         self._unkept = 0
         self._sending: FileLock | None = None
 
@@ -127,17 +118,14 @@ class Outbox:
 
         details: names of those that are kept for the table of details instead of being sent as metrics.
         """
-        (earlier, points), now_ms = self._earlier(), int(time.time() * 1000)
+        earlier = self._earlier()
         kept = {name: value for name, value in metrics.items() if name not in earlier or step > earlier[name]}
         if not kept:
             return
-        record: Record = {"t": now_ms, "op": "metrics", "step": step}
+        record: Record = {"op": "metrics", "step": step}
         record["values"] = {name: value for name, value in kept.items() if name not in details}
         record["details"] = {name: value for name, value in kept.items() if name in details}
         self.append(record)
-        for name in kept:
-            if name.startswith(_EVALUATED):
-                points.setdefault(name, []).append([kept[name], step, now_ms])
 
     def count_unkept(self) -> None:
         """Note that a line of metrics could not be written."""
@@ -147,18 +135,12 @@ class Outbox:
         """Have all records so far outlive a loss of power."""
         self._do(lambda database: set_facts(database, {"synced": time.time_ns()}), sync=True)
 
-    def point(self, name: str, value: float, step: int) -> Point | None:
-        """Return the newest point of an evaluation's metric, up to a step, that has this value."""
-        points = self._earlier()[1].get(name, [])
-        found = [point for point in points if point[1] <= step and repr(point[0]) == repr(value)]
-        return found[-1] if found else None
-
-    def _earlier(self) -> _History:
-        """Return the highest steps of before this object's first append, and all points of evaluations."""
+    def _earlier(self) -> dict[str, int]:
+        """Return the highest step of each metric, of before this object's first append."""
         with self._lock:
-            if self._history is None:
-                self._history = self._do(_history)
-            return self._history
+            if self._steps is None:
+                self._steps = self._do(_steps)
+            return self._steps
 
     def pending(self, limit: int) -> list[Record]:
         """Return up to `limit` records that have not arrived, oldest first."""
@@ -234,10 +216,10 @@ class Outbox:
 
     def clear(self) -> None:
         """Remove the records, all of which have arrived. What a later attempt needs stays: the highest steps,
-        the points of evaluations, what was refused or lost."""
+        what was refused or lost."""
 
         def remove(database: sqlite3.Connection) -> None:
-            set_facts(database, {"history": json.dumps(_history(database))})
+            set_facts(database, {"steps": json.dumps(_steps(database))})
             database.execute("DELETE FROM records WHERE kept IS NULL")
 
         self._do(remove, sync=True)
@@ -284,13 +266,11 @@ def _record(row: Row) -> Record:
     return {"n": n, "t": time_ms, "op": op, **json.loads(body), "content": content}
 
 
-def _history(database: sqlite3.Connection) -> _History:
-    """Return what is on record so far; a process that was killed leaves the records themselves."""
-    steps, points = json.loads(fact(database, "history") or "[{}, {}]")
+def _steps(database: sqlite3.Connection) -> dict[str, int]:
+    """Return the highest step of each metric so far; a process that was killed leaves the records
+    themselves."""
+    steps: dict[str, int] = json.loads(fact(database, "steps") or "{}")
     for record in map(_record, rows_where(database, "op = 'metrics' ORDER BY n")):
-        for name, value in (record["values"] | record["details"]).items():
+        for name in record["values"] | record["details"]:
             steps[name] = max(record["step"], steps.get(name, record["step"]))
-            point = [value, record["step"], record["t"]]
-            if name.startswith(_EVALUATED) and point not in points.get(name, []):
-                points.setdefault(name, []).append(point)
-    return steps, points
+    return steps

@@ -170,16 +170,13 @@ class MlflowTracker(Tracker):
         self._open()[0].sync()
 
     def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
-        outbox, _ = self._open()
         cards = []
         for card in kept:
             folder = str(card.folder.absolute())
-            found = {name: outbox.point(name, value, card.step) for name, value in card.metrics.items()}
-            # The very points of the run's curves: MLflow shows them on the model, too, and none twice on the
-            # run.
-            points = {name: point for name, point in found.items() if point is not None}
             params = {"step": str(card.step), "folder": folder}
-            cards.append(asdict(card) | {"folder": folder, "params": params, "metrics": points})
+            cards.append(
+                asdict(card) | {"folder": folder, "params": params, "metrics": _floats(card.metrics)}
+            )
         self._append({"op": "checkpoints", "kept": cards, "dataset": dataset}, sync=True)
 
     def register(self, name: str, uid: str, alias: str) -> str:
