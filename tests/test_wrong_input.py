@@ -74,6 +74,14 @@ def test_odd_servers_and_factories_are_told_in_a_line(
     assert re.search(words, line), line
 
 
+def test_an_address_from_mlflows_own_variable_is_named_by_it(
+    data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
+    assert main(["train", "--recipe", "toy"]) == 2
+    assert "error: MLFLOW_TRACKING_URI='./mlruns': MLflow no longer" in capsys.readouterr().err
+
+
 def test_a_database_that_accepts_and_says_nothing_is_told(
     data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
