@@ -97,10 +97,6 @@ class Column(Section):
         """Name, role and number of ids of each embedding table that it needs."""
         return []
 
-    def ids(self, values: pl.Series) -> list[Array]:
-        """Return the ids (B,) of each of its tables; of a bag (B, L)."""
-        return []
-
 
 class Dictionary:
     """Numbers texts as they come, in any thread and as many as memory holds."""

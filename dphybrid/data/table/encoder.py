@@ -95,10 +95,10 @@ class Encoder:
         parts = [numbers_B for c in self.numbers for numbers_B in c.numbers(values[c.name])]
         numbers_NB = np.array(parts, np.float64).reshape(len(parts), num_rows)
         ids = self.scales.ids(numbers_NB)
-        ids += [ids_B for c in self.categories for ids_B in c.ids(values[c.name])]
+        ids += [c.ids(values[c.name]) for c in self.categories]
         arrays = {"ids_BF": _side_by_side(ids, num_rows), "dense_BN": self.scales.dense(numbers_NB)}
         if self.bags:
-            arrays["bags_BFL"] = one_width([bag.ids(values[bag.name])[0] for bag in self.bags], longest)
+            arrays["bags_BFL"] = one_width([bag.ids(values[bag.name]) for bag in self.bags], longest)
         return arrays
 
     def coded_by(self, texts: Mapping[str, pl.Series]) -> "Encoder":

@@ -129,9 +129,11 @@ def save_frame(
     written, digest, num_rows = temporary(folder / "frame"), hashlib.blake2b(digest_size=8), 0
     try:
         written.mkdir()
-        for number, part in enumerate(_parts(frame.lazy().select(by_name(*keep)))):
+        # Parts of one size, however the rows were computed: how they lie shows in the bytes of their file.
+        parts = frame.lazy().select(by_name(*keep)).collect_batches(chunk_size=PART_ROWS, maintain_order=True)
+        for number, part in enumerate(parts):
             file = written / f"part-{number:05d}.parquet"
-            part.write_parquet(file, row_group_size=_ROW_GROUP)
+            _compact(part).write_parquet(file, row_group_size=_ROW_GROUP)
             with file.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
             sync(file)
@@ -149,22 +151,6 @@ def save_frame(
         raise UserError(f"{where}: cannot be written to {folder}: {error}") from error
     finally:
         shutil.rmtree(written, ignore_errors=True)
-
-
-def _parts(frame: pl.LazyFrame) -> Iterator[pl.DataFrame]:
-    """Yield the rows in parts of the same size, however they were computed: how a frame is chunked shows in
-    the bytes of its file."""
-    rest: list[pl.DataFrame] = []
-    for batch in frame.collect_batches(chunk_size=PART_ROWS, maintain_order=True):
-        rest.append(batch)
-        if sum(map(len, rest)) >= PART_ROWS:
-            rows = pl.concat(rest)
-            while len(rows) >= PART_ROWS:
-                yield _compact(rows[:PART_ROWS])
-                rows = rows[PART_ROWS:]
-            rest = [rows]
-    if rest and (rows := pl.concat(rest)).height:
-        yield _compact(rows)
 
 
 def _compact(rows: pl.DataFrame) -> pl.DataFrame:

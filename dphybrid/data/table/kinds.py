@@ -309,8 +309,9 @@ class Category(Column):
         by_code = self.ids_of([None, *texts.to_list()])
         return self.model_copy(update={"ids_of_values": lambda codes: by_code.take(codes.to_numpy())})
 
-    def ids(self, values: pl.Series) -> list[Array]:
-        return [self.ids_of_values(values)]
+    def ids(self, values: pl.Series) -> Array:
+        """Return the ids (B,) of what `read` gave; of a bag (B, L)."""
+        return self.ids_of_values(values)
 
 
 class Bag(Category):
@@ -357,8 +358,8 @@ class Bag(Category):
         beyond = beyond.filter(beyond > 0)
         return len(beyond), int(beyond.sum())
 
-    def ids(self, values: pl.Series) -> list[Array]:
-        return [bag_ids(values, self.ids_of_values)]
+    def ids(self, values: pl.Series) -> Array:
+        return bag_ids(values, self.ids_of_values)
 
 
 class Text(Bag):
