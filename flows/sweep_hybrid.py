@@ -48,7 +48,7 @@ from dphybrid.orchestration.shown import show_run
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.train import Report
-from dphybrid.tracking.compare import compare_runs, log_comparison, page_link
+from dphybrid.tracking.compare import compare_runs, log_comparison
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
@@ -205,7 +205,7 @@ def _reported(sweep: str, cells: Grid, reports: Reports, folder: Path, settings:
         uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
         page = compare_runs(uri, run_ids, folder / "comparison", cells.group_by)
         _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
-        print(f"Comparison: {page_link(page)}, and in MLflow: {address}", flush=True)
+        print(f"Comparison: {page.absolute().as_uri()}, and in MLflow: {address}", flush=True)
     try:
         create_table_artifact(rows, key="sweep", description=f"Sweep {sweep}")
         if address:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.text:
         return 0
     page = compare.write_comparison(runs, args.out, args.group_by)
-    print(f"{len(run_ids)} runs: {compare.page_link(page)}")
+    print(f"{len(run_ids)} runs: {page.absolute().as_uri()}")
     if args.log:
         run_id, _ = compare.log_comparison(uri, experiment, settings.mlflow_dir, page, run_ids, args.sweep)
         print(f"Recorded as run {run_id}")

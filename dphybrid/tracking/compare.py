@@ -307,19 +307,3 @@ def log_comparison(
     client.set_terminated(run.info.run_id, "FINISHED")
     run_id = str(run.info.run_id)
     return run_id, run_address(store_uri, experiment_id, run_id)
-
-
-def page_link(page: Path) -> str:
-    """Return the address that opens a page in a browser."""
-    return page.absolute().as_uri()
-
-
-__all__ = [
-    "compare_runs",
-    "comparison_text",
-    "find_runs",
-    "log_comparison",
-    "page_link",
-    "read_runs",
-    "write_comparison",
-]

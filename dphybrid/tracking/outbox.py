@@ -193,7 +193,7 @@ class Outbox:
 
     def details(self) -> Iterator[tuple[int, int, str, float]]:
         """Yield (milliseconds, step, name, value) of the details since the records were last cleared."""
-        after = 0
+        after = self._do(lambda database: number(database, "cleared"))
 
         def some(database: sqlite3.Connection) -> list[Row]:
             return list(rows_where(database, "n > ? AND op = 'metrics' ORDER BY n LIMIT 1000", after))
@@ -219,7 +219,9 @@ class Outbox:
         what was refused or lost."""
 
         def remove(database: sqlite3.Connection) -> None:
-            set_facts(database, {"steps": json.dumps(_steps(database))})
+            # Refused records stay, and their details have arrived with the others'.
+            newest = number(database, "newest")
+            set_facts(database, {"steps": json.dumps(_steps(database)), "cleared": newest})
             database.execute("DELETE FROM records WHERE kept IS NULL")
 
         self._do(remove, sync=True)

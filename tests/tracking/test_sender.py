@@ -42,6 +42,22 @@ def test_what_the_server_never_takes_is_kept_aside_and_the_rest_goes_on(tmp_path
     assert outbox.counts() == (0, 1)
 
 
+def test_details_of_a_refused_record_are_in_the_table_of_their_attempt_alone(tmp_path: Path) -> None:
+    server, tables = Server(), []
+    for attempt in (1, 2):
+        outbox = Outbox(tmp_path, "r", new=attempt == 1)
+        if attempt == 1:
+            outbox.append_metrics({"bad": math.nan, "timing/a_ms": 1.0}, 10, ["timing/a_ms"])
+        outbox.append_metrics({"timing/a_ms": 2.0}, 10 + attempt, ["timing/a_ms"])
+        arrived, _ = Sender(outbox, server.write).deliver(20)
+        assert arrived
+    for record in server.got:
+        if record["op"] == "file":
+            rows = record["content"].decode().splitlines()[1:]
+            tables.append((record["folder"], [row.split(",")[1] for row in rows]))
+    assert tables == [("details/from-step-000010", ["10", "11"]), ("details/from-step-000012", ["12"])]
+
+
 def test_an_outage_is_told_in_the_callers_context_though_the_log_handler_fails(tmp_path: Path) -> None:
     where: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
     told: list[str] = []
