@@ -1,7 +1,7 @@
 """Many tables of one width in one flat table: one sort, one gather and one update a step instead of one a
 table.
 
-Letters: B samples, F columns (one id column a table here), N ids of a bag lookup, D width of a row.
+Letters: B samples, F columns (one id column a table here), D width of a row.
 """
 
 import itertools
@@ -115,20 +115,6 @@ class HostEmbeddingCollection(nn.Module):
         """Return for each used replica rows_bFD of its share of the samples, on its device; see
         `HostEmbedding.replica_rows`."""
         return self.flat.replica_rows(self.flat_ids(ids_BF))
-
-    def bags(
-        self,
-        table: str,
-        ids_N: Tensor,
-        offsets_B: Tensor,
-        *,
-        mode: str = "sum",
-        weights_N: Tensor | None = None,
-    ) -> Tensor:
-        """Return pooled_BD of bags of ids of one table; see `HostEmbedding.bags`."""
-        ids_N = whole_numbers(ids_N, table)
-        self._check_ids(ids_N, torch.tensor(self.num_rows[table]), [table])
-        return self.flat.bags(ids_N + self.starts[table], offsets_B, mode=mode, weights_N=weights_N)
 
 
 def find_tables(model: nn.Module) -> dict[str, HostEmbedding]:

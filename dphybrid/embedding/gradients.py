@@ -7,7 +7,6 @@ their gradients, and that of the first, which autograd calls last, makes one spa
 Letters: N ids of a lookup, U unique ids, D width of a row, V rows.
 """
 
-import math
 import threading
 import time
 import weakref
@@ -252,7 +251,7 @@ def is_captured(weight: Tensor, ids: Tensor) -> bool:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> float:
+def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor:
     """Scale the gradients of parameters, tables' weights among them, so that their common 2-norm is at most
     `max_norm`; return the norm before.
 
@@ -278,10 +277,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> f
         squares.append(rows[2].sum())
     if norms:
         squares = [*torch.stack(norms).double().cpu().square(), *squares]
-    if not squares:
-        return 0.0
-    total = math.sqrt(float(torch.stack(squares).sum()))
-    factor = min(1.0, max_norm / (total + 1e-6))
+    total = torch.stack(squares or [torch.zeros((), dtype=torch.float64)]).sum().sqrt()
+    factor = min(1.0, max_norm / (float(total) + 1e-6))
     if factor < 1:
         values = dense + [weight.grad._values() for weight in sparse_ones if weight.grad is not None]
         if values:

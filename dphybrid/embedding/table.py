@@ -270,7 +270,8 @@ class HostEmbedding(nn.Module):
         if mode == "max":
             ids_N, offsets_B = self.without_padding(ids_N, offsets_B)
         weight, rows_XD, places_N = self.weight, self.weight.detach(), ids_N
-        if torch.is_grad_enabled() or weights_N is not None or weight.dtype == torch.bfloat16:
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        if trains or weights_N is not None or weight.dtype == torch.bfloat16:
             rows_XD, places_N = self(ids_N), torch.arange(len(ids_N))
         elif not all_in_range(ids_N, len(weight)):  # long bags take no memory of their length
             raise no_row(ids_N, len(weight), self.name)

@@ -10,7 +10,7 @@ from dphybrid.parallel.nests import Parts, Whole, parts
 from dphybrid.parallel.regions import LossInside, compile_regions, find_data_parallel
 from dphybrid.parallel.replication import replicate
 from dphybrid.parallel.scattering import RowSource, scatter, scatter_kwargs
-from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes, splits_table
+from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes
 
 __all__ = [
     "DataParallel",
@@ -40,6 +40,5 @@ __all__ = [
     "scatter_kwargs",
     "split_plan",
     "split_sizes",
-    "splits_table",
     "start_on",
 ]

@@ -121,21 +121,6 @@ class Split:
         ]
 
 
-def splits_table(splits: Sequence[Split]) -> str:
-    """Return splits as a table for people, a line a replica."""
-    rows = [("split", "times", "device", "input", "output")]
-    for number, split in enumerate(splits, start=1):
-        for place, device in enumerate(split.devices):
-            first = (str(number), str(split.count)) if place == 0 else ("", "")
-            rows.append(
-                (*first, device, str(list(split.input_sizes[place])), str(list(split.output_sizes[place])))
-            )
-    wide = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows
-    )
-
-
 def _size(size: Size) -> str:
     return f"torch.Size([{', '.join(map(str, size))}])"
 

@@ -128,13 +128,11 @@ class Step:
         trained, clock, config = self.session.trained, self.session.clock, self.session.config.train
         with clock.stage("clip"):
             parameters = [p for one in chosen.values() for group in one.param_groups for p in group["params"]]
-            if config.clip_norm > 0:
-                size = clip_grad_norm_(parameters, config.clip_norm)
-            else:
-                # One number for all gradients: one wait a device. Which one is bad is looked up later.
-                size = gradient_sum(parameters)
+            # One number for all gradients: one wait a device. Which one is bad is looked up later.
+            clips = config.clip_norm > 0
+            size = clip_grad_norm_(parameters, config.clip_norm) if clips else gradient_sum(parameters)
             sound = math.isfinite(size) and math.isfinite(loss)
-        if not sound and (found := not_finite(trained.model, batch, loss, clipped=config.clip_norm > 0)):
+        if not sound and (found := not_finite(trained.model, batch, loss, clipped=clips)):
             return found
         for optimizer in chosen.values():
             with clock.stage("row_update" if optimizer is trained.rows else "dense_update"):

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
@@ -46,7 +45,7 @@ def clip_rows_too(trainer: Trainer) -> None:
 
     def clip(parameters: Iterable[Tensor], max_norm: float, *_: Any) -> Tensor:
         trainer.accelerator.unscale_gradients()  # does nothing but with float16
-        return torch.tensor(clip_grad_norm_(parameters, max_norm))
+        return clip_grad_norm_(parameters, max_norm)
 
     trainer.accelerator.clip_grad_norm_ = clip
 

@@ -208,7 +208,7 @@ def take(trained: Trained, ids_BF: Tensor, deeds: dict[str, float], seen: list[T
     if "raise late" in deeds:
         raise Planned
     if "clip" in deeds:
-        seen.append(torch.tensor(clip_grad_norm_(model.parameters(), deeds["clip"] / 4), dtype=torch.float64))
+        seen.append(clip_grad_norm_(model.parameters(), deeds["clip"] / 4))
     if "accumulate" not in deeds:
         if "skip" not in deeds:
             trained.both.step()

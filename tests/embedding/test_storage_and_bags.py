@@ -184,14 +184,13 @@ def test_a_collection_is_its_tables_side_by_side() -> None:
     assert torch.equal(rows_BFD[:, 1], tables.weight_of("item")[[0, 4]])
     before = tables.flat.settled().clone()
     rows_BFD.sum().backward()
-    tables.bags("item", torch.tensor([0, 2]), torch.tensor([0])).sum().backward()
+    items_N = tables.flat_ids(torch.tensor([[0], [2]]), slice(1, 2)).flatten()
+    tables.flat.bags(items_N, torch.tensor([0])).sum().backward()
     rows.step()
     changed = (tables.flat.weight != before).any(1).nonzero().squeeze(1)
     assert changed.tolist() == [3, 29, 32, 34]
     with pytest.raises(ValueError, match=r"'item': id 5 at position \[0, 1\] is not a row; rows are 0 to 4"):
         tables(torch.tensor([[3, 5]]))
-    with pytest.raises(ValueError, match=r"'item': id -1 at position \[0\]"):
-        tables.bags("item", torch.tensor([-1]), torch.tensor([0]))
 
 
 def test_a_collection_counts_as_one_table_of_its_name() -> None:
@@ -239,7 +238,9 @@ def test_the_overlap_is_of_parts_that_were_measured_alone() -> None:
 
 
 def test_narrow_ids_of_a_collection_reach_its_later_tables() -> None:
-    collection, offsets = HostEmbeddingCollection({"first": 300, "second": 10}, 4), torch.tensor([0])
-    narrow = torch.tensor([7], dtype=torch.uint8)
-    assert torch.equal(collection.bags("second", narrow, offsets)[0], collection.weight_of("second")[7])
+    collection, narrow = (
+        HostEmbeddingCollection({"first": 300, "second": 10}, 4),
+        torch.full((1, 2), 7).byte(),
+    )
+    assert torch.equal(collection(narrow)[0, 1], collection.weight_of("second")[7])
     assert torch.equal(collection.flat(narrow), collection.flat(narrow.long()))

@@ -14,7 +14,6 @@ from dphybrid.parallel import (
     resolve_devices,
     split_plan,
     split_sizes,
-    splits_table,
 )
 from tests.conftest import SHARED
 
@@ -36,9 +35,6 @@ def test_splits_are_those_of_the_reference(devices: int) -> None:
     assert json.loads(json.dumps(asdict(wrapped.splits()[1])))["input_sizes"] == [
         [count, 5] for count in expected[-1]
     ]
-    table = splits_table(wrapped.splits()).splitlines()
-    assert len(table) == 1 + len(expected[0]) + len(expected[-1])
-    assert table[1].split()[:2] == ["1", "3"]
 
 
 def test_split_sizes_are_those_of_chunk() -> None:

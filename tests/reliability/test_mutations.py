@@ -87,9 +87,9 @@ PLANTED = {
         LOOKUPS,
     ),
     "bags are not checked": (
-        "embedding/native",
-        "    check_read(rows, flat_N)\n    return pooled_BD",
-        "    return pooled_BD",
+        "embedding/table",
+        "            native.check_read(weight.data_ptr(), ids_N)\n",
+        "            pass\n",
         LOOKUPS,
     ),
     "a table is copied unchecked": (
