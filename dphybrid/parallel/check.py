@@ -245,14 +245,8 @@ def _fixed_device(call: ast.Call) -> str | None:
     if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
         return ".cuda()"
     values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
-    for value in values:
-        if (
-            isinstance(value, ast.Constant)
-            and isinstance(value.value, str)
-            and value.value.split(":")[0] == "cuda"
-        ):
-            return repr(value.value)
-    return None
+    named = [value.value for value in values if isinstance(value, ast.Constant)]
+    return next((repr(name) for name in named if str(name).split(":")[0] == "cuda"), None)
 
 
 def _tied(module: nn.Module) -> list[Finding]:

@@ -1,7 +1,7 @@
 """The first batch unsplit against split: which module computes across the batch, and so cannot be right on
 several devices."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -130,10 +130,8 @@ def _compare_block(
         same_calls = all(part[:2] == (module, what) and len(part[2]) == len(tensors) for part in parts)
         apart = [float("inf")]
         if same_calls:
-            apart = [
-                _difference(t, [part[2][k] for part in parts], block.dim, rtol, atol)
-                for k, t in enumerate(tensors)
-            ]
+            shared = zip(*(part[2] for part in parts), strict=True)
+            apart = [_difference(t, list(of), rtol, atol) for t, of in zip(tensors, shared, strict=True)]
         largest = max(apart, default=0.0)
         if largest > 0:
             return SplitDifference(name, module, what, largest, tuple(sizes))
@@ -191,7 +189,7 @@ def _events(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, objec
     return events
 
 
-def _difference(whole: Tensor, parts: Sequence[Tensor], dim: int, rtol: float, atol: float) -> float:
+def _difference(whole: Tensor, parts: list[Tensor], rtol: float, atol: float) -> float:
     """Return the largest absolute difference beyond the tolerances, 0 for none.
 
     Inside of a block the batch may be on any dim, or flattened: the shares are joined where their sizes add
@@ -202,25 +200,17 @@ def _difference(whole: Tensor, parts: Sequence[Tensor], dim: int, rtol: float, a
     if whole.is_floating_point() and whole.dtype == torch.float64:
         # what float64 rounds is far below these
         rtol, atol = min(rtol, 1e-9), min(atol, 1e-9)
-    candidates = []
-    if all(part.shape == whole.shape for part in parts):
-        candidates.append([(whole, part) for part in parts])
-    rank = whole.dim()
-    if all(part.dim() == rank for part in parts):
-        for axis in dict.fromkeys(
-            [dim % rank, *range(rank)] if rank and -rank <= dim < rank else range(rank)
-        ):
-            rests = [[*part.shape[:axis], *part.shape[axis + 1 :]] for part in (whole, *parts)]
-            if (
-                all(rest == rests[0] for rest in rests)
-                and sum(part.shape[axis] for part in parts) == whole.shape[axis]
-            ):
-                candidates.append([(whole, torch.cat(list(parts), axis))])
-    found = [max(_distance(a, b, rtol, atol) for a, b in pairs) for pairs in candidates]
-    return min(found, default=float("inf"))
+    found = [max(_distance(whole, part, rtol, atol) for part in parts)]
+    for axis in range(whole.dim()):
+        rests = {(*part.shape[:axis], ..., *part.shape[axis + 1 :]) for part in (whole, *parts)}
+        if len(rests) == 1:
+            found.append(_distance(whole, torch.cat(parts, axis), rtol, atol))
+    return min(found)
 
 
 def _distance(one: Tensor, two: Tensor, rtol: float, atol: float) -> float:
+    if one.shape != two.shape:
+        return float("inf")
     if not one.numel() or torch.allclose(one.to(two.dtype), two, rtol=rtol, atol=atol, equal_nan=True):
         return 0.0
     apart = (one.to(torch.complex128 if one.is_complex() else torch.float64) - two).abs()
