@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dphybrid.cluster.ranks import Ranks
 from dphybrid.cluster.sharding import RowShards
@@ -90,18 +89,6 @@ class SpreadTable(HostEmbedding):
         """
         rows = self._look_up_here(ids)
         return [rows] if by_replica else rows
-
-    def bags(
-        self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None
-    ) -> Tensor:
-        """Return pooled_BD; see `HostEmbedding.bags`."""
-        if mode == "max":
-            ids_N, offsets_B = self.without_padding(ids_N.cpu().reshape(-1), offsets_B.cpu())
-        rows_ND = self._look_up_here(ids_N.reshape(-1))
-        here = torch.arange(len(rows_ND), device=rows_ND.device)
-        return F.embedding_bag(
-            here, rows_ND, offsets_B.to(rows_ND.device), mode=mode, per_sample_weights=weights_N
-        )
 
     def _look_up_here(self, ids: Tensor) -> Tensor:
         ids = whole_numbers(ids, self.name)

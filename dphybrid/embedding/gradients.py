@@ -7,6 +7,7 @@ their gradients, and that of the first, which autograd calls last, makes one spa
 Letters: N ids of a lookup, U unique ids, D width of a row, V rows.
 """
 
+import math
 import threading
 import time
 import weakref
@@ -277,10 +278,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
         squares.append(rows[2].sum())
     if norms:
         squares = [*torch.stack(norms).double().cpu().square(), *squares]
-    total = torch.stack(squares or [torch.zeros((), dtype=torch.float64)]).sum().sqrt()
-    factor = min(1.0, max_norm / (float(total) + 1e-6))
+    # not torch's root, which is not always the nearest number and depends on the processor
+    total = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+    factor = min(1.0, max_norm / (total + 1e-6))
     if factor < 1:
         values = dense + [weight.grad._values() for weight in sparse_ones if weight.grad is not None]
         if values:
             torch._foreach_mul_(values, factor)
-    return total
+    return torch.tensor(total, dtype=torch.float64)

@@ -267,30 +267,24 @@ class HostEmbedding(nn.Module):
             )
         ids_N = whole_numbers(ids_N, self.name).reshape(-1)
         offsets_B = native.check_offsets(offsets_B, len(ids_N))
-        if mode == "max":
-            ids_N, offsets_B = self.without_padding(ids_N, offsets_B)
+        if mode == "max" and self.frozen_rows:  # the zeros of padding would be the maximum of negative rows
+            kept_N = ~torch.isin(ids_N, torch.tensor(self.frozen_rows))
+            ids_N, offsets_B = ids_N[kept_N], F.pad(kept_N.cumsum(0), (1, 0))[offsets_B]
         weight, rows_XD, places_N = self.weight, self.weight.detach(), ids_N
-        trains = torch.is_grad_enabled() and weight.requires_grad
-        if trains or weights_N is not None or weight.dtype == torch.bfloat16:
-            rows_XD, places_N = self(ids_N), torch.arange(len(ids_N))
+        trains, here = torch.is_grad_enabled() and weight.requires_grad, len(weight) == self.num_rows
+        if trains or not here or weights_N is not None or weight.dtype == torch.bfloat16:
+            rows_XD = self(ids_N)
+            places_N = torch.arange(len(ids_N), device=rows_XD.device)
         elif not all_in_range(ids_N, len(weight)):  # long bags take no memory of their length
             raise no_row(ids_N, len(weight), self.name)
-        pooling = "max" if mode == "max" else "sum"
+        offsets_B, pooling = offsets_B.to(rows_XD.device), "max" if mode == "max" else "sum"
         pooled_BD = F.embedding_bag(places_N, rows_XD, offsets_B, mode=pooling, per_sample_weights=weights_N)
         if places_N is ids_N:
             native.check_read(weight.data_ptr(), ids_N)
         if mode == "mean":
-            lengths_B = torch.diff(offsets_B, append=torch.tensor([len(ids_N)]))
+            lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([len(ids_N)]))
             pooled_BD = pooled_BD / lengths_B.clamp(min=1).unsqueeze(1)
         return self.as_model(pooled_BD)
-
-    def without_padding(self, ids_N: Tensor, offsets_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same bags without padding ids, whose zeros would be the maximum of negative rows."""
-        if not self.frozen_rows:
-            return ids_N, offsets_B
-        kept_N = ~torch.isin(ids_N, torch.tensor(self.frozen_rows))
-        before = F.pad(kept_N.cumsum(0), (1, 0))
-        return ids_N[kept_N], before[offsets_B]
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Say where `replica_rows` delivers. devices: one a replica. sizes_of(rows): the rows of each
