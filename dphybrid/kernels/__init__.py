@@ -1,5 +1,5 @@
-"""The C kernels of tables and of dropout: their compiled library, its structs, teams of threads, and the only
-place where a tensor becomes an address. Needs torch alone.
+"""The C kernels of tables, dropout and bins: their compiled library, its structs, teams of threads, and the
+only place where a tensor becomes an address. Needs torch alone.
 
 Whoever calls a kernel checks length and range of what it hands over, and keeps it alive during the call.
 """
@@ -56,7 +56,11 @@ Dropout = _struct(
     "Dropout", team=Team, values=_P, out=_P, rows=_I, width=_I, first=_I, stored=_I, seed=c.c_uint64,
     dropped=c.c_uint32, scale=_F,
 )  # fmt: skip
-_STRUCTS = (Lookup, Segment, Arrange, Sums, Table, Update, Draw, Columns, Dropout)
+Bins = _struct(
+    "Bins", team=Team, dense=_P, squashed=_P, inner=_P, left=_P, wide=_P, table=_P, itself=_P, out=_P,
+    rows=_I, columns=_I, bins=_I, width=_I,
+)  # fmt: skip
+_STRUCTS = (Lookup, Segment, Arrange, Sums, Table, Update, Draw, Columns, Dropout, Bins)
 
 
 def _level() -> str:
@@ -79,7 +83,8 @@ def library() -> c.CDLL:
     # the structs are declared in C and here: two that differ would write past their ends
     if [found.size_of(n) for n in range(len(_STRUCTS))] != [c.sizeof(each) for each in _STRUCTS]:
         raise ImportError(f"{file} was compiled from another rows.c")
-    for name in ("look_up", "flatten", "arrange", "sum_rows", "update_rows", "draw_normal", "drop_out"):
+    of_blocks = ("drop_out", "embed")
+    for name in ("look_up", "flatten", "arrange", "sum_rows", "update_rows", "draw_normal", *of_blocks):
         getattr(found, name).argtypes = [_P]
     return found
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-_SOURCES = ("rows.c", "rows_of.h", "rows_drawn.h", "dropout.h")
+_SOURCES = ("rows.c", "rows_of.h", "rows_drawn.h", "dropout.h", "bins.h")
 _FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 _FLAGS += ["-Wno-psabi"]
 

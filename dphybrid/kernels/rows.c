@@ -1,4 +1,4 @@
-/* Rows of embedding tables in host memory: look up, sort, sum, update, draw; and dropout of blocks.
+/* Rows of embedding tables in host memory: look up, sort, sum, update, draw; and dropout and bins of blocks.
  *
  * __init__.py calls this through ctypes: no Python API, no GIL. It keeps all memory alive and states its size; here
  * every id is compared with the number of rows before anything is written. Work is cut into blocks that own their
@@ -118,6 +118,12 @@ struct dropout { /* of rows x width values; first: the number of rows before, in
     uint64_t seed;
     uint32_t dropped; /* of 2^32 */
     double scale;
+};
+struct bins { /* see EmbeddedBins: of each column inner edges, of each bin its left edge, width, starts and slopes */
+    struct team team;
+    const float *dense, *squashed, *inner, *left, *wide, *table, *itself;
+    float *out;
+    int64_t rows, columns, bins, width;
 };
 
 /* ------------------------------------------------------------------ threads */
@@ -385,12 +391,13 @@ int update_rows(struct update *u)
 
 #include "rows_drawn.h"
 #include "dropout.h"
+#include "bins.h"
 
 /* Sizes of the structs: whoever declares them elsewhere compares. */
 int64_t size_of(int64_t which)
 {
     static const int64_t sizes[] = {sizeof(struct lookup), sizeof(struct segment), sizeof(struct arrange), sizeof(struct sums),
                                     sizeof(struct table), sizeof(struct update), sizeof(struct draw), sizeof(struct columns),
-                                    sizeof(struct dropout)};
+                                    sizeof(struct dropout), sizeof(struct bins)};
     return which >= 0 && which < (int64_t)(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
 }

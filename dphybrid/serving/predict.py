@@ -135,14 +135,14 @@ class Predictor:
         return dict(zip(names, cells, strict=True))
 
     def _predict_path(self, path: str) -> np.ndarray:
-        done, scores = Predicted(Path(path)), [self.task.nothing]
+        done, scores, rejected = Predicted(Path(path)), [self.task.nothing], list[Rejected]()
         data = self._reading(path, {})
-        for chunk in read_files(find_files(path, "path"), data, []):
-            if chunk.rejected:
-                first = chunk.rejected[0]
+        for chunk in read_files(find_files(path, "path"), data, rejected):
+            for first in rejected:
                 raise UserError(
-                    f"{chunk.file}: line {first['line']} cannot be read ({first['reason']}), so predictions "
-                    "would not stand beside their rows; mend it, or use predict_file, which names lines"
+                    f"{first['file']}: line {first['line']} cannot be read ({first['reason']}), so "
+                    "predictions would not stand beside their rows; mend it, or use predict_file, which "
+                    "names lines"
                 )
             scores.append(self._predicted(chunk, done, data))
         _warn(done.wrong_numbers)

@@ -12,33 +12,19 @@ from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import open_predictor
 from dphybrid.tracking.loader import refusing
 from dphybrid.training.checkpoint import verify_checkpoint
-from dphybrid.training.tensor_file import read_tensors
 
 
 class LoadedCheckpoint:
-    """A checkpoint as MLflow's pyfunc hands it out. folder: its files; state: its page; both models are built
-    when first asked."""
+    """A checkpoint as MLflow's pyfunc hands it out. folder: its files; both models are built when first
+    asked."""
 
     def __init__(self, folder: Path) -> None:
+        verify_checkpoint(folder, mapped=True)
         self.folder = folder
-        self.state = verify_checkpoint(folder, mapped=True)
-
-    @property
-    def config(self) -> dict[str, object]:
-        """The experiment's values."""
-        return self.state.config
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Read the dense blocks' tensors by name."""
-        return read_tensors(self.folder / "blocks.safetensors")
-
-    def model(self, devices: str = "cpu") -> nn.Module:
-        """Build the model anew on `devices` and fill it."""
-        return model_from_checkpoint(self.folder, devices)
 
     @cached_property
     def _module(self) -> nn.Module:
-        return self.model()
+        return model_from_checkpoint(self.folder)
 
     @cached_property
     def _predictor(self) -> Any:

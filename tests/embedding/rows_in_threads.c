@@ -71,7 +71,9 @@ static void train(struct team team, int64_t stored, int64_t rule, int twice)
     if (!sum_rows(&sum) || !update_rows(&update))
         abort();
     struct dropout drop = {team, grads, grads, IDS, WIDTH, 5, stored == BFLOAT16 ? FLOAT32 : stored, 1, 1u << 30, 4.0 / 3};
-    if (!drop_out(&drop))
+    static float numbers[IDS * 2], edges[2 * 3], bins[2 * 4 * 2 * 3], pieces[IDS * 2 * 4];
+    struct bins embedded = {team, numbers, numbers, edges, bins, bins, bins, bins, pieces, IDS, 2, 4, 3};
+    if (!drop_out(&drop) || !embed(&embedded))
         abort();
     add(grads, (size_t)(IDS * WIDTH * REAL_BYTES[stored]));
     add(squares, (size_t)count * sizeof *squares);

@@ -23,6 +23,7 @@ import torch
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, clip_grad_norm_, make_row_optimizer
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.parallel import Dropout
+from dphybrid.recipes.ctr.numbers import EmbeddedBins
 from dphybrid.util.errors import UserError
 
 generator = torch.Generator().manual_seed(0)
@@ -49,6 +50,9 @@ for threads in (1, 2):
     for shape in ((), (0, 3), (1000, 1), (70, 33), (3, 4, 500)):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             Dropout(0.3)(torch.ones(shape, dtype=dtype, requires_grad=True)).sum().backward()
+    for bins, width in ((1, 8), (5, 3)):
+        with torch.no_grad():
+            EmbeddedBins(torch.rand(4, bins + 1).sort().values, width)(torch.randn(700, 4))
     columns = HostEmbeddingCollection({"few": 3, "many": 50}, 4)
     columns(torch.tensor([[2, 49], [0, 0]])).sum().backward()
     for wrong in ([50], [-1], [0, 2**62], [2**63 - 1], [-(2**63)]):

@@ -32,6 +32,21 @@ def test_gradients_pass_through_the_bin_that_a_number_is_in() -> None:
     assert torch.autograd.gradcheck(numbers, dense_BN)
 
 
+@pytest.mark.parametrize("bins", [1, 2, 48])
+@pytest.mark.parametrize("width", [3, 8])
+def test_without_gradients_a_kernel_gives_the_same_bits(bins: int, width: int) -> None:
+    torch.manual_seed(0)
+    dense_BN = 3 * torch.randn(700, 5)
+    edges_NE = torch.from_numpy(quantile_bins(dense_BN.round(decimals=1).numpy(), bins))
+    dense_BN[:5] = torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-40])[:, None]
+    dense_BN[5] = edges_NE[:, bins // 2]
+    numbers = EmbeddedBins(edges_NE, width)
+    for given_BN in (dense_BN, dense_BN[:0], dense_BN[::2], dense_BN[:5].T):
+        with torch.no_grad():
+            found_BX = numbers(given_BN)
+        assert torch.equal(found_BX, numbers(given_BN))
+
+
 def test_bins_are_quantiles_and_frequent_values_begin_one() -> None:
     even_B, constant_B = np.arange(101.0), np.full(101, 7.0)
     spiked_B = np.where(np.arange(101) < 90, 0.0, np.arange(101.0))

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from dphybrid import kernels
 from dphybrid.data.batches import Array, Dataset
+from dphybrid.kernels import address, is_plain, team
 
 BIN_ROWS = 8
 """Training rows for each bin, at least."""
@@ -70,6 +72,9 @@ class EmbeddedBins(nn.Module):
 def _pieces(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
     inner_NE, left_NK, width_NK, first_N1, table_XS, of_itself_N1D = table
     squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
+    given = (dense_BN, squashed_BN, inner_NE, left_NK, width_NK, table_XS, of_itself_N1D)
+    if not torch.is_grad_enabled() and all(is_plain(t) and t.dtype == torch.float32 for t in given):
+        return _in_one_pass(*(tensor.contiguous() for tensor in given))
     values_NB = dense_BN.T.contiguous()
     if torch.compiler.is_exporting():  # ONNX has no search
         bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2)
@@ -78,16 +83,18 @@ def _pieces(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
     share_NB = ((values_NB - left_NK.gather(1, bin_NB)) / width_NK.gather(1, bin_NB)).clamp(0, 1)
     start_NBD, slope_NBD = embedding(bin_NB + first_N1, table_XS).chunk(2, dim=2)
     squashed_NB1, share_NB1 = squashed_BN.T[:, :, None], share_NB[:, :, None]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or slope_NBD.dtype != share_NB.dtype:
-        found_NBD = (start_NBD + share_NB1 * slope_NBD + squashed_NB1 * of_itself_N1D).relu()
-        return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
-    # The same bits, in memory that the cache holds already.
-    start_NBD += slope_NBD.mul_(share_NB1)
-    start_NBD += torch.mul(squashed_NB1, of_itself_N1D, out=slope_NBD)
-    out_BNX = squashed_BN.new_empty(*squashed_BN.shape, 1 + slope_NBD.shape[2])
-    out_BNX[:, :, 0] = squashed_BN
-    torch.clamp_min(start_NBD.transpose(0, 1), 0, out=out_BNX[:, :, 1:])
-    return out_BNX.flatten(1)
+    found_NBD = (start_NBD + share_NB1 * slope_NBD + squashed_NB1 * of_itself_N1D).relu()
+    return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
+
+
+def _in_one_pass(*given: Tensor) -> Tensor:
+    """Return the same bits by a kernel, for predictions and evaluations."""
+    (rows, columns), bins, width = given[0].shape, given[3].shape[1], given[6].shape[2]
+    out_BX = given[0].new_empty(rows, columns * (1 + width))
+    places = (address(tensor, "bins", torch.float32, tensor.shape) for tensor in given)
+    size = team(rows, out_BX.shape[1] * out_BX.itemsize)
+    kernels.call("embed", kernels.Bins(size, *places, out_BX.data_ptr(), rows, columns, bins, width))
+    return out_BX
 
 
 class OnNumbers(nn.Module):
