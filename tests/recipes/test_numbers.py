@@ -47,6 +47,14 @@ def test_without_gradients_a_kernel_gives_the_same_bits(bins: int, width: int) -
         assert torch.equal(found_BX, numbers(given_BN))
 
 
+def test_the_compiler_sees_operations_without_gradients_too() -> None:
+    numbers = EmbeddedBins(torch.tensor([[-1.0, 0.0, 0.5, 3.0]]), 2)
+    dense_BN = torch.tensor([[-2.0], [-0.7], [0.2], [5.0]])
+    with torch.no_grad():
+        compiled_BX = torch.compile(numbers, backend="eager", fullgraph=True)(dense_BN)
+        assert torch.equal(compiled_BX, numbers(dense_BN))
+
+
 def test_bins_are_quantiles_and_frequent_values_begin_one() -> None:
     even_B, constant_B = np.arange(101.0), np.full(101, 7.0)
     spiked_B = np.where(np.arange(101) < 90, 0.0, np.arange(101.0))

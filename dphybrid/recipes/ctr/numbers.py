@@ -73,7 +73,8 @@ def _pieces(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
     inner_NE, left_NK, width_NK, first_N1, table_XS, of_itself_N1D = table
     squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
     given = (dense_BN, squashed_BN, inner_NE, left_NK, width_NK, table_XS, of_itself_N1D)
-    if not torch.is_grad_enabled() and all(is_plain(t) and t.dtype == torch.float32 for t in given):
+    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if not recorded and all(is_plain(t) and t.dtype == torch.float32 for t in given):
         return _in_one_pass(*(tensor.contiguous() for tensor in given))
     values_NB = dense_BN.T.contiguous()
     if torch.compiler.is_exporting():  # ONNX has no search
