@@ -53,6 +53,8 @@ def test_the_compiler_sees_operations_without_gradients_too() -> None:
     with torch.no_grad():
         compiled_BX = torch.compile(numbers, backend="eager", fullgraph=True)(dense_BN)
         assert torch.equal(compiled_BX, numbers(dense_BN))
+        recorded = torch.jit.trace(numbers, dense_BN)
+        assert torch.equal(recorded(dense_BN + 1), numbers(dense_BN + 1))
 
 
 def test_bins_are_quantiles_and_frequent_values_begin_one() -> None:

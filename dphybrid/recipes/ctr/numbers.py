@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 
 from dphybrid import kernels
 from dphybrid.data.batches import Array, Dataset
-from dphybrid.kernels import address, is_plain, team
+from dphybrid.embedding.gradients import is_captured
 
 BIN_ROWS = 8
 """Training rows for each bin, at least."""
@@ -73,8 +73,8 @@ def _pieces(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
     inner_NE, left_NK, width_NK, first_N1, table_XS, of_itself_N1D = table
     squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
     given = (dense_BN, squashed_BN, inner_NE, left_NK, width_NK, table_XS, of_itself_N1D)
-    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if not recorded and all(is_plain(t) and t.dtype == torch.float32 for t in given):
+    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or is_captured(dense_BN, table_XS)
+    if not recorded and all(tensor.dtype == torch.float32 for tensor in given):
         return _in_one_pass(*(tensor.contiguous() for tensor in given))
     values_NB = dense_BN.T.contiguous()
     if torch.compiler.is_exporting():  # ONNX has no search
@@ -92,8 +92,8 @@ def _in_one_pass(*given: Tensor) -> Tensor:
     """Return the same bits by a kernel, for predictions and evaluations."""
     (rows, columns), bins, width = given[0].shape, given[3].shape[1], given[6].shape[2]
     out_BX = given[0].new_empty(rows, columns * (1 + width))
-    places = (address(tensor, "bins", torch.float32, tensor.shape) for tensor in given)
-    size = team(rows, out_BX.shape[1] * out_BX.itemsize)
+    places = (kernels.address(tensor, "bins", torch.float32, tensor.shape) for tensor in given)
+    size = kernels.team(rows, out_BX.shape[1] * out_BX.itemsize)
     kernels.call("embed", kernels.Bins(size, *places, out_BX.data_ptr(), rows, columns, bins, width))
     return out_BX
 
