@@ -302,15 +302,23 @@ def _name_of(pid: int) -> str:
 
 @contextmanager
 def asked_from_outside(stop: StopRequest) -> Iterator[None]:
-    """In a rank: ask `stop` when the process that started the ranks says so by a file, or is gone."""
+    """In a rank: ask `stop` when the process that started the ranks says so by a file, or is gone.
+
+    A rank of a starter that is gone before the ranks have met ends at once: it would wait for others that may
+    never come, has nothing to keep, and nobody would end it.
+    """
     over, parent, file = threading.Event(), os.environ.get(_PARENT), os.environ.get(_STOP_FILE)
 
     def look() -> None:
         while not over.wait(_POLL_S):
-            if file is not None and Path(file).exists():
+            if not stop.pending and file is not None and Path(file).exists():
                 stop.ask(Path(file).read_text(encoding="utf-8") or f"the file {file}")
-                return
             if parent and not _lives(parent):
+                from torch.distributed import is_initialized  # here: who starts ranks needs no torch
+
+                if not is_initialized():
+                    print("the starter of the ranks is gone before they met", file=sys.stderr, flush=True)
+                    os._exit(1)
                 stop.ask("the end of the process that started the ranks")
                 return
 

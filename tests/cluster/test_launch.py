@@ -13,6 +13,7 @@ import pytest
 
 from dphybrid.cluster.launch import (
     OUTCOME,
+    STORE,
     Meeting,
     Outcome,
     address_towards,
@@ -97,6 +98,21 @@ def test_all_ranks_start_again_when_one_is_killed_and_end_with_its_code_at_last(
     assert len(killed) == 2
     assert "(restart 1 of 1)" in capsys.readouterr().out
     assert not ranks_here()
+
+
+def test_a_rank_whose_starter_is_gone_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    place = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    gone = {STORE: str(tmp_path / "a.store"), "DPHYBRID_CLUSTER_PARENT": f"{os.getpid()}:0"}
+    environment = rank_environment({}) | place | gone | {"STANDIN_LIMIT_S": "600"}
+    rank = subprocess.Popen(
+        [sys.executable, "-m", STANDIN, str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, told = rank.communicate(timeout=patience(30))
+    finally:
+        rank.kill()
+    assert rank.returncode == 1
+    assert "is gone before they met" in told
 
 
 def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
