@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +41,9 @@ class Trial:
     inputs: (args, kwargs) of the whole batch. home: where it computes. count: of replicas, for who asks.
     """
 
-    def __init__(
-        self, module: nn.Module, inputs: object, dim: int, home: torch.device, count: int = 1
-    ) -> None:
+    def __init__(self, module: nn.Module, inputs: Any, dim: int, home: torch.device, count: int = 1) -> None:
         self.module, self.dim, self._home, self._count = module, dim, home, count
-        self.inputs = joined(inputs, home, dim)
+        self.given, self.inputs = inputs, joined(inputs, home, dim)
 
     @torch.no_grad()
     def __call__(
@@ -181,8 +180,8 @@ def own_random_state(home: torch.device) -> Iterator[None]:
 def refuse_shared_inputs(trial: Trial, asked: set[tuple[str, ...]]) -> None:
     """Raise UserError that names an input which all samples share and which would be split. asked: names of
     inputs that have been examined; added to."""
-    # one given twice stays one
-    found = list({id(t): (path, t) for path, t in input_tensors(*trial.inputs) if t.dim()}.values())
+    # one given twice stays one; rows in parts are of samples by construction
+    found = list({id(t): (path, t) for path, t in input_tensors(*trial.given) if t.dim()}.values())
     paths = tuple(path for path, _ in found)
     if len(found) < 2 or paths in asked:
         return
