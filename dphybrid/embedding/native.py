@@ -157,11 +157,12 @@ PLACES = torch.empty((0, 1), dtype=torch.uint8)
 
 @dataclass
 class Segment:
-    """Ids (int64) of one table; the gradient of id n is row n of rows_ND. rows_ND `PLACES`: places are
-    wanted, not addresses."""
+    """Ids (int64) of one table; the gradient of id n is row n of rows_XD or, where there are `sources_N`,
+    row sources_N[n]. rows_XD `PLACES`: places are wanted, not addresses."""
 
     ids_N: Tensor
-    rows_ND: Tensor
+    rows_XD: Tensor
+    sources_N: Tensor | None = None
     num_rows: int | None = None
 
 
@@ -189,14 +190,14 @@ class Arranged:
         return bounds_U2, self.memory[start + self.count : start + 2 * self.count]
 
 
-def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
-    """Return (address, bytes from row to row)."""
-    if rows_ND is PLACES:
-        return None, 1
-    gaps = rows_ND.numel() > 0 and rows_ND.shape[-1] > 1 and rows_ND.stride(-1) != 1
-    if not is_plain(rows_ND) or rows_ND.dim() != 2 or len(rows_ND) != count or gaps:
-        raise TypeError(f"{count} gradients of shape {tuple(rows_ND.shape)}, strides {rows_ND.stride()}")
-    return rows_ND.data_ptr(), rows_ND.stride(0) * rows_ND.element_size()
+def _gradients(rows_XD: Tensor, count: int) -> tuple[int | None, int, int]:
+    """Return (address, bytes from row to row, rows)."""
+    if rows_XD is PLACES:
+        return None, 1, count
+    gaps = rows_XD.numel() > 0 and rows_XD.shape[-1] > 1 and rows_XD.stride(-1) != 1
+    if not is_plain(rows_XD) or rows_XD.dim() != 2 or gaps:
+        raise TypeError(f"gradients of shape {tuple(rows_XD.shape)}, strides {rows_XD.stride()}")
+    return rows_XD.data_ptr(), rows_XD.stride(0) * rows_XD.element_size(), len(rows_XD)
 
 
 def arrange(
@@ -212,16 +213,17 @@ def arrange(
     """
     lines, held, count = (kernels.Segment * len(segments))(), [], 0
     for line, (segment, first_key) in zip(lines, segments, strict=True):
-        ids_N, rows_ND = segment.ids_N.contiguous(), segment.rows_ND
+        ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
         own = ids_N.shape[0]
         line.ids, line.count = address(ids_N, "ids", torch.int64, (own,)), own
+        line.sources = None if sources_N is None else address(sources_N, "sources", torch.int64, (own,))
         line.first_key = first_key
         line.num_rows = num_keys - first_key if segment.num_rows is None else segment.num_rows
-        line.rows, line.row_bytes = _gradients(rows_ND, own)
-        held.append((ids_N, rows_ND))
+        line.rows, line.row_bytes, line.num_sources = _gradients(rows_XD, own)
+        held.append((ids_N, rows_XD, sources_N))
         count += own
     # one lookup in order: places follow from the place of an id, and need no list before the sort
-    direct = len(segments) == 1
+    direct = len(segments) == 1 and segments[0][0].sources_N is None
     # keys, bounds, places; scratch: two words an id, and the unsorted places where they are needed
     memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device="cpu")
     keys = memory.data_ptr()

@@ -272,7 +272,7 @@ class HostEmbedding(nn.Module):
             ids_N, offsets_B = ids_N[kept_N], F.pad(kept_N.cumsum(0), (1, 0))[offsets_B]
         weight, rows_XD, places_N = self.weight, self.weight.detach(), ids_N
         trains, here = torch.is_grad_enabled() and weight.requires_grad, len(weight) == self.num_rows
-        if trains or not here or weights_N is not None or weight.dtype == torch.bfloat16:
+        if not here or weights_N is not None or weight.dtype == torch.bfloat16 or (trains and mode == "max"):
             rows_XD = self(ids_N)
             places_N = torch.arange(len(ids_N), device=rows_XD.device)
         elif not all_in_range(ids_N, len(weight)):  # long bags take no memory of their length
@@ -281,8 +281,12 @@ class HostEmbedding(nn.Module):
         pooled_BD = F.embedding_bag(places_N, rows_XD, offsets_B, mode=pooling, per_sample_weights=weights_N)
         if places_N is ids_N:
             native.check_read(weight.data_ptr(), ids_N)
+        lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([len(ids_N)]))
+        if trains and places_N is ids_N:  # the caller may refill its buffer before the backward
+            self.counters.ids += len(ids_N)
+            bags_N = torch.repeat_interleave(torch.arange(len(offsets_B)), lengths_B)
+            pooled_BD = self._links.rows(weight, pooled_BD, ids_N.clone(), sources_N=bags_N)
         if mode == "mean":
-            lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([len(ids_N)]))
             pooled_BD = pooled_BD / lengths_B.clamp(min=1).unsqueeze(1)
         return self.as_model(pooled_BD)
 

@@ -34,7 +34,9 @@ Lookup = _struct(
     "Lookup", team=Team, ids=_P, count=_I, rows=_P, num_rows=_I, dim=_I, stored=_I, out=_P, flat=_P,
     places=_P, num_places=_I, wrong=_I,
 )  # fmt: skip
-Segment = _struct("Segment", ids=_P, count=_I, first_key=_I, num_rows=_I, rows=_P, row_bytes=_I)
+Segment = _struct(
+    "Segment", ids=_P, count=_I, first_key=_I, num_rows=_I, rows=_P, row_bytes=_I, sources=_P, num_sources=_I
+)
 Arrange = _struct(
     "Arrange", segments=_P, num_segments=_I, count=_I, num_keys=_I, frozen=_P, num_frozen=_I, words=_P,
     unsorted=_P, keys=_P, bounds=_P, places=_P, inverse=_P, num_unique=_I, wrong_segment=_I, wrong_place=_I,
