@@ -29,6 +29,7 @@ from dphybrid.util.stop import StopRequest
 Reports = Mapping[str, Report | str]
 """What each run of a sweep came to, by name: its report, or why there is none."""
 SWEEP_TAG = "dphybrid.sweep"
+_RESULTS = "sweep.json"
 MAX_CELLS = 256
 PRUNED = "pruned"
 """Begins the words about a run that a search ended early."""
@@ -208,6 +209,7 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
                 f"--sweep {sweep}: its run {cell.name} has other values ({told}); give the same ones, or "
                 "this sweep another name"
             )
+    _rows_of_others(folder, cells)  # a damaged file is told before the runs
     folder.mkdir(parents=True, exist_ok=True)
     workers = at_once or cells_at_once(cells, settings)
     print(f"Sweep {sweep}: {counted(len(cells), 'run')}, {workers} at once; logs in {folder}", flush=True)
@@ -239,10 +241,18 @@ def write_sweep(folder: Path, grid: Grid, reports: Reports) -> tuple[list[dict[s
             {"failed": done} if isinstance(done, str) else {"failed": "", **done.metrics, "run": done.run_url}
         )
         rows.append({"cell": cell.name, **cell.values, **told})
-    file, own = folder / "sweep.json", {cell.name for cell in grid.cells}
-    earlier = read_json(file) if file.is_file() else []
-    write_json(file, [*(row for row in earlier if row["cell"] not in own), *rows])
+    file = folder / _RESULTS
+    write_json(file, [*_rows_of_others(folder, grid.cells), *rows])
     return rows, file
+
+
+def _rows_of_others(folder: Path, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return the rows that `sweep.json` has of other cells. Raises UserError when it is damaged."""
+    file, own = folder / _RESULTS, {cell.name for cell in cells}
+    rows = read_json(file) if file.is_file() else []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "cell" in row for row in rows):
+        raise UserError(f"{file}: is no list of a sweep's results; move it away, or give another --sweep")
+    return [row for row in rows if row["cell"] not in own]
 
 
 def failures(reports: Reports) -> dict[str, str]:

@@ -50,6 +50,9 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
     other = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
     with pytest.raises(UserError, match=r"--sweep s: its run s-1-epochs1-lr0.1 .*\(train.seed: 0 -> 3\)"):
         begin_sweep("s", other.cells, settings)
+    (folder / "sweep.json").write_text("[1]")
+    with pytest.raises(UserError, match="is no list of a sweep's results; move it away"):
+        begin_sweep("s", grid.cells, settings)
 
 
 def test_the_results_of_another_grid_of_the_sweep_stay(tmp_path: Path, data_dir: Path) -> None:
